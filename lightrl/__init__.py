@@ -1,0 +1,3 @@
+"""LightRL: reinforcement-learning post-training on reserved and preemptible nodes."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,215 @@
+"""A child process that a daemon supervises, and the pipe between the two: both ends.
+
+Owns how heavy work (an engine, a training rank, a reward worker) is kept out of the daemon's event
+loop and how it is made sure that no child outlives its daemon: the child dies with its parent
+(Linux: parent-death signal) and ends when its end of the pipe closes. Knows nothing of what is said
+through the pipe: each user brings a closed union of commands and one of events.
+
+A frame is 4 bytes of length, little-endian, and one `wire.Codec` frame.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Generic, Self, TypeVar
+
+from lightrl.errors import LightRLError
+from lightrl.wire import Codec
+
+Command = TypeVar("Command")
+Event = TypeVar("Event")
+
+_LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildDied(LightRLError):
+    """The child's end of the pipe is closed; the text says how it ended."""
+
+
+class Child(Generic[Command, Event]):
+    """The daemon's end. Use `await Child.start(...)`; always `await stop()`."""
+
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        commands: Codec[Command],
+        events: Codec[Event],
+        log: Path | None,
+    ) -> None:
+        self.name = name
+        self.pid = process.pid
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._commands = commands
+        self._events = events
+        self._log = log
+
+    @classmethod
+    async def start(
+        cls,
+        target: str,
+        name: str,
+        commands: Codec[Command],
+        events: Codec[Event],
+        env: dict[str, str] | None = None,
+        log: Path | None = None,
+    ) -> Self:
+        """Starts `target` ("package.module:function", called with a `Pipe`'s socket) in a new process.
+
+        `env` is added to this process's environment; stdout and stderr go to the end of `log`.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as stack:
+            out = stack.enter_context(log.open("ab")) if log else None
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                "from lightrl.child import run; run()",
+                name,
+                target,
+                str(theirs.fileno()),
+                str(os.getpid()),
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **(env or {})},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # ctrl-C is for the daemon; the daemon tells its children
+            )
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        return cls(name, process, reader, writer, commands, events, log)
+
+    def send(self, command: Command) -> None:
+        """Queues a command; a dead child is noticed by `receive`."""
+        if not self._writer.is_closing():
+            frame = self._commands.encode(command)
+            self._writer.write(_LENGTH.pack(len(frame)) + frame)
+
+    async def receive(self) -> Event:
+        """The next event. Raises ChildDied when there will be no more."""
+        try:
+            (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            frame = await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ChildDied(await self._obituary()) from None
+        return self._events.decode(frame)
+
+    async def stop(self, grace_s: float = 5.0) -> int:
+        """Closes the pipe, waits `grace_s` for the child to end, then kills it with its own children."""
+        self._writer.close()
+        with contextlib.suppress(ConnectionError, BrokenPipeError):
+            await self._writer.wait_closed()
+        try:
+            code = await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            self.kill()
+            code = await self._process.wait()
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL to the child and all processes of its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def _obituary(self) -> str:
+        """How the child ended, with the last line it printed."""
+        try:
+            code = await asyncio.wait_for(self._process.wait(), 5.0)
+        except TimeoutError:
+            self.kill()
+            return f"{self.name} (pid {self.pid}) closed its pipe without ending"
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        last = _last_line(self._log) if self._log else ""
+        return f"{self.name} (pid {self.pid}) {how}" + (f": {last}" if last else "")
+
+
+class Pipe(Generic[Command, Event]):
+    """The child's end: plain blocking calls, so that a child needs no event loop."""
+
+    def __init__(self, sock: socket.socket, commands: Codec[Command], events: Codec[Event]) -> None:
+        self._sock = sock
+        self._commands = commands
+        self._events = events
+        self._buffer = bytearray()
+
+    def send(self, event: Event) -> None:
+        """Blocks while the parent is behind. Raises EOFError if it is gone."""
+        frame = self._events.encode(event)
+        try:
+            self._sock.sendall(_LENGTH.pack(len(frame)) + frame)
+        except (BrokenPipeError, ConnectionResetError):
+            raise EOFError("the parent closed the pipe") from None
+
+    def receive(self, timeout_s: float | None = None) -> list[Command]:
+        """All commands that have arrived, in order; waits up to `timeout_s` for the first (None: for ever).
+
+        Raises EOFError when the parent closed the pipe and all commands were returned.
+        """
+        commands = self._parse()
+        if commands:
+            timeout_s = 0.0
+        while select.select([self._sock], [], [], timeout_s)[0]:
+            data = self._sock.recv(1 << 20)
+            if not data:
+                if commands:
+                    return commands
+                raise EOFError("the parent closed the pipe")
+            self._buffer += data
+            commands += self._parse()
+            if commands:
+                timeout_s = 0.0
+        return commands
+
+    def _parse(self) -> list[Command]:
+        commands: list[Command] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._buffer, start)
+            end = start + _LENGTH.size + size
+            if len(self._buffer) < end:
+                break
+            commands.append(self._commands.decode(bytes(self._buffer[start + _LENGTH.size : end])))
+            start = end
+        del self._buffer[:start]
+        return commands
+
+
+def run() -> None:
+    """What a child process executes: argv = name, target, file descriptor, pid of the parent."""
+    _, target, descriptor, parent = sys.argv[1:5]
+    die_with(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    module, _, function = target.partition(":")
+    main = getattr(importlib.import_module(module), function)
+    with socket.socket(fileno=int(descriptor)) as sock:
+        main(sock)
+
+
+def die_with(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends (Linux; elsewhere the closed pipe does it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        raise SystemExit(f"parent process {parent} is gone")
+
+
+def _last_line(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = log.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
+        if lines:
+            return lines[-1].strip()[:300]
+    return ""

@@ -1,0 +1,315 @@
+"""The run's configuration: one TOML file, dotted overrides, validated. Owns every key, default and
+allowed value; knows nothing of what they are used for. Must stay importable without torch.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from lightrl.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++"]
+LossNorm = Literal["token", "sequence", "constant"]
+EngineKind = Literal["auto", "vllm", "torch", "emulated"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Run(Section):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="directory below run.dir")
+    dir: str = Field("runs", description="where run directories live")
+    seed: int = Field(0, ge=0, lt=2**32, description="order of the data and noise of every sampled token")
+    bind: str = Field("tcp://127.0.0.1:5600", description="where the coordinator listens; port * = any")
+
+
+class Model(Section):
+    path: str = Field(description="HF model directory or hub id")
+    dtype: Dtype = Field("auto", description="of the engines; auto = as stored on CPU, bfloat16 on GPU")
+
+
+class Data(Section):
+    path: str = Field(description="JSONL or parquet file of prompts, or an HF datasets id")
+    prompt_key: str = Field("prompt", description="column with the prompt: text or chat messages")
+    answer_key: str = Field("answer", description="column with the reference answer, if there is one")
+    max_prompt_length: Positive = Field(1024, description="tokens; a longer prompt is an error")
+    shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
+    system_prompt: str = Field("", description="put before chat prompts that bring no system message")
+
+
+class Rollout(Section):
+    engine: EngineKind = Field("auto", description="auto = vllm where it is installed, else torch")
+    nodes: Annotated[int, Field(ge=0)] = Field(1, description="rollout daemons that `lightrl up` starts here")
+    slots: Positive = Field(64, description="responses that run at once on a node")
+    group_size: Positive = Field(8, description="responses sampled for one prompt")
+    max_response_length: Positive = Field(1024, description="tokens")
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0 = off")
+    threads: Positive = Field(1, description="CPU threads of one engine")
+    kv_cache_gib: float = Field(0.0, ge=0, description="KV cache of a CPU engine; 0 = what slots need")
+    chunk_tokens: Positive = Field(16, description="tokens of a response after which a chunk is sent")
+    chunk_ms: Positive = Field(50, description="milliseconds after which a chunk is sent anyway")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="handed to vLLM as they are")
+
+
+class Optim(Section):
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, ge=0, description="maximal gradient norm; 0 = off")
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up, then constant")
+
+
+class Train(Section):
+    steps: Positive = Field(100, description="optimizer steps of the run")
+    prompts_per_step: Positive = Field(32, description="groups that feed one optimizer step")
+    ranks: Positive = Field(1, description="training processes on the trainer node")
+    max_tokens_per_gpu: Positive = Field(16384, description="tokens of one micro-batch on one rank")
+    threads: Positive = Field(1, description="CPU threads of one rank")
+    activation_checkpointing: bool = False
+    optim: Optim = Optim()
+
+
+class AlgorithmSection(Section):
+    name: Algorithm = "grpo"
+    clip_low: float = Field(0.2, ge=0, description="ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(0.2, ge=0, description="ratio is clipped above at 1 + clip_high")
+    kl_coef: float = Field(0.0, ge=0, description="0 = no reference model is loaded")
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    loss_norm: LossNorm | None = Field(None, description="default: what the algorithm prescribes")
+    loss_constant: Positive | None = Field(
+        None, description='tokens per response that loss_norm = "constant" divides by; default max_response_length'
+    )
+    tis_cap: float = Field(0.0, ge=0, description="cap of the truncated importance weight; 0 = off")
+
+
+class Reward(Section):
+    functions: Names = Field(("exact_match",), description='"path.py:function" or a built-in name')
+    weights: tuple[float, ...] = Field((), description="one for each function; default all 1")
+    workers: Positive = Field(1, description="reward processes")
+    timeout_s: Seconds = Field(10.0, description="limit of one call, counted from its start")
+    on_failure: float | Literal["drop"] = Field(
+        "drop", description="a response without a score: drop its group, or give it this reward"
+    )
+
+
+class Eval(Section):
+    path: str = Field("", description="held-out prompts in the layout of data.path; empty = no evaluation")
+    interval: int = Field(0, ge=0, description="steps between evaluations; 0 = only first and last")
+    samples: Positive = Field(1, description="responses for each prompt")
+    temperature: float = Field(0.0, ge=0)
+
+
+class Checkpoint(Section):
+    interval: int = Field(0, ge=0, description="steps between checkpoints; 0 = only the last")
+    keep_last: Positive = Field(2, description="checkpoints kept")
+
+
+class NodeSection(Section):
+    heartbeat_s: Seconds = 0.5
+    lease_s: Seconds = Field(5.0, description="a node not heard of for so long is lost")
+    grace_s: Seconds = Field(20.0, description="a stopping daemon gives its children so long")
+
+
+class Logging(Section):
+    backends: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl",)
+
+
+class Config(Section):
+    run: Run = Run()
+    model: Model
+    data: Data
+    rollout: Rollout = Rollout()
+    train: Train = Train()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    reward: Reward = Reward()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    node: NodeSection = NodeSection()
+    logging: Logging = Logging()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        weights, functions = self.reward.weights, self.reward.functions
+        if weights and len(weights) != len(functions):
+            raise ValueError(f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions")
+        if not functions:
+            raise ValueError("reward.functions: at least one is needed")
+        if self.node.lease_s < 2 * self.node.heartbeat_s:
+            raise ValueError(
+                f"node.lease_s = {self.node.lease_s}: must be at least twice "
+                f"node.heartbeat_s = {self.node.heartbeat_s}, or healthy nodes are lost"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def max_model_length(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.data.max_prompt_length + self.rollout.max_response_length
+
+
+PATH_KEYS = (("model", "path"), ("data", "path"), ("eval", "path"))
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in `path` with dotted `section.key=value` overrides applied.
+
+    Relative paths in the file are relative to the file; in an override, to the working directory.
+    Raises ConfigError, one line, naming the dotted key and the value.
+    """
+    try:
+        tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file") from None
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: not valid TOML: {e}") from None
+    _anchor(tree, path.resolve().parent)
+    for override in overrides:
+        _apply(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Raises ConfigError for the first thing that is wrong in `tree`."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as e:
+        raise ConfigError(_one_line(e)) from None
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML that `load_config` reads back to an equal one."""
+    lines: list[str] = []
+    for name, section in config.model_dump(mode="json", exclude_none=True).items():
+        _dump_table(name, section, lines)
+    return "\n".join(lines)
+
+
+def keys() -> Iterator[tuple[str, str, str]]:
+    """(dotted key, default, description) of every key, in file order: the config reference."""
+    yield from _keys(Config, "")
+
+
+def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys(kind, f"{prefix}{name}.")
+        else:
+            default = "(required)" if info.is_required() else json.dumps(info.get_default(call_default_factory=True))
+            yield f"{prefix}{name}", default, info.description or ""
+
+
+def _anchor(tree: dict[str, Any], folder: Path) -> None:
+    for section, key in PATH_KEYS:
+        table = tree.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = _anchored(table[key], folder)
+    reward = tree.get("reward")
+    if isinstance(reward, dict):
+        functions = reward.get("functions")
+        if isinstance(functions, str):
+            functions = [functions]
+        if isinstance(functions, list):
+            reward["functions"] = [
+                _anchored(f, folder) if isinstance(f, str) and ".py:" in f else f for f in functions
+            ]
+
+
+def _anchored(value: str, folder: Path) -> str:
+    """Hub ids ("org/name") stay as they are unless such a file lies beside the config."""
+    file, colon, rest = value.partition(".py:")
+    candidate = folder / (file + ".py" if colon else value)
+    looks_local = value.startswith(".") or colon or Path(value).suffix in {".jsonl", ".parquet", ".json"}
+    if value and not Path(value).is_absolute() and (candidate.exists() or looks_local):
+        return str(candidate.resolve()) + (f":{rest}" if colon else "")
+    return value
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or "." not in key:
+        raise ConfigError(f"{override!r}: an override looks like section.key=value")
+    *parents, leaf = key.strip().split(".")
+    table = tree
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{key}: {parent} is not a section")
+    try:
+        table[leaf] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[leaf] = text  # a bare word is a string
+
+
+def _one_line(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    path = [str(part) for part in problem["loc"] if isinstance(part, str)]
+    path = [p for p in path if not p.startswith("literal[") and p not in {"float", "int", "str"}]
+    dotted = ".".join(path)
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{dotted}: unknown key{_nearest(path)}"
+        case "missing":
+            return f"{dotted}: is required"
+        case "value_error":
+            return str(problem["ctx"]["error"])
+        case _:
+            text = problem["msg"].removeprefix("Value error, ")
+            return f"{dotted} = {problem['input']!r}: {text[0].lower()}{text[1:]}"
+
+
+def _nearest(path: Sequence[str]) -> str:
+    known = [key for key, _, _ in keys()]
+    dotted = ".".join(path)
+    sections = list(Config.model_fields)
+    if len(path) == 1:
+        close = difflib.get_close_matches(path[0], sections, n=1)
+        return f"; did you mean [{close[0]}]?" if close else f"; sections are {', '.join(sections)}"
+    siblings = [k for k in known if k.rpartition(".")[0] == ".".join(path[:-1])]
+    leaf = [k for k in known if k.rpartition(".")[2] == path[-1]]
+    close = (
+        difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
+        or leaf
+        or difflib.get_close_matches(dotted, known, n=1, cutoff=0.5)
+    )
+    return f"; did you mean {close[0]}?" if close else f"; keys are {', '.join(siblings)}"
+
+
+def _dump_table(name: str, table: dict[str, Any], lines: list[str]) -> None:
+    lines.append(f"[{name}]")
+    nested: list[tuple[str, dict[str, Any]]] = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            nested.append((key, value))
+        else:
+            lines.append(f"{_bare(key)} = {json.dumps(value, ensure_ascii=False)}")
+    lines.append("")
+    for key, value in nested:
+        _dump_table(f"{name}.{_bare(key)}", value, lines)
+
+
+def _bare(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
+
+
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)

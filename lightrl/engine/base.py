@@ -1,0 +1,117 @@
+"""What every rollout engine is: one protocol, and what a daemon and its engine process say to each other.
+
+An engine is synchronous and lives in a child process of the rollout daemon (`engine/process.py`
+drives it), so that a forward pass never blocks an event loop and a crash is an event. Must not
+import torch or vllm.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+from lightrl.messages import Abort, FinishReason, Generate, Load, Manifest, ResponseRequest, Sampling, TokenChunk
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How to build an engine; the first command of its process.
+
+    `model_dir` holds config.json; weights there are not read: the engine starts with arbitrary ones
+    and serves nothing before its first LoadWeights.
+    """
+
+    kind: Literal["vllm", "torch", "emulated"]
+    model_dir: str
+    dtype: str  # "auto", "float32", ...
+    max_model_length: int  # tokens, prompt + response
+    slots: int  # responses that may run at once
+    kv_cache_gib: float = 0.0  # 0 = what `slots` sequences of max_model_length need
+    chunk_tokens: int = 16
+    chunk_ms: int = 50
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Load the version in `path` (the buckets of `manifest`, back to back) and drop the prefix cache."""
+
+    path: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarted:
+    device: str
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoaded:
+    """`digest` was computed from the bytes that the engine loaded."""
+
+    policy_version: int
+    digest: str
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """A command failed and why, in one line; the engine goes on unless its process ends.
+
+    `policy_version` is that of a failed LoadWeights, else None.
+    """
+
+    reason: str
+    policy_version: int | None = None
+
+
+EngineCommand: TypeAlias = EngineSpec | Generate | Abort | LoadWeights
+EngineEvent: TypeAlias = EngineStarted | TokenChunk | EngineLoaded | EngineFailed | Load
+
+
+@dataclass(slots=True)
+class Delta:
+    """Tokens that one engine step added to one response, with their logprobs under the sampled distribution."""
+
+    response: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason | None = None
+
+
+class Engine(Protocol):
+    """One process, one model, many responses at once.
+
+    Coupled sampling: the token at absolute position p of a response is a pure function of the
+    weights, the tokens before p, and `sampling.uniform(seed, p)`; so a response is the same whatever
+    ran beside it and wherever it was interrupted.
+    """
+
+    device: str
+
+    def add(self, request: ResponseRequest, sampling: Sampling) -> None:
+        """Accept a response; its prefix counts as sampled. Raises EngineError if it cannot be run."""
+        ...
+
+    def abort(self, response: str) -> None:
+        """Forget a response; unknown ones are ignored. No delta follows."""
+        ...
+
+    def step(self) -> list[Delta]:
+        """Advance what runs by one engine step. A stop token is part of the response (finish "stop")."""
+        ...
+
+    def num_unfinished(self) -> int: ...
+
+    def load_weights(self, path: Path, manifest: Manifest) -> str:
+        """Replace all weights in place; running responses go on under the new ones with their KV recomputed.
+
+        Returns the manifest digest recomputed from the bytes loaded. Raises WeightsError if names,
+        shapes or digests do not match; the engine then keeps or loses its old weights but must not
+        be served from until a load succeeds.
+        """
+        ...
+
+    def load(self) -> Load: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,371 @@
+"""Every message that crosses the wire between daemons, and nothing that stays inside one process.
+
+Frozen dataclasses of plain types, so that they can be compared, printed and validated. Must not
+import anything of LightRL. Arrays travel as raw little-endian bytes: token ids as int32, logprobs
+as float32 (see `wire.pack_i32`, `wire.pack_f32`).
+
+Who says what to whom (node = any daemon, head = the coordinator's daemon):
+
+    node -> head   Hello Heartbeat TokenChunk PublishWeights WeightsReady WeightsFailed StepDone Drain Bye
+    head -> node   Welcome Generate Abort TrainShard PublishWeights Drain
+    tool -> head   Watch Drain              (lightrl status, top, drain, down)
+    head -> tool   Snapshot
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+PROTOCOL = 1
+
+Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a rollout node's engine is doing. Example: Load(running=12, waiting=0, kv_usage=0.3)."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # share of the KV cache in use, 0..1
+    num_preemptions: int = 0  # KV preemptions since the engine started
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A daemon introduces itself; sent again after every reconnect.
+
+    Example: Hello("rollout-0", 17, ("rollout",), 1, pid=4242, host="a", device="cpu", slots=128)
+    """
+
+    node: str
+    incarnation: int  # larger for every new process under the same name; an older one is lost
+    roles: tuple[Role, ...]
+    protocol: int
+    pid: int
+    host: str
+    device: str = ""
+    slots: int = 0  # responses that may run at once; 0 for a node without the rollout role
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The coordinator accepts a node, or says in one line why not.
+
+    Carries all a node needs to take part, so that it needs no shared file system: the resolved
+    config as JSON and the small files of the model directory (config.json and the like, no weights).
+    Example: Welcome("quickstart", config_json="{...}", model_files={"config.json": b"{...}"})
+    """
+
+    run: str
+    config_json: str = ""
+    model_files: dict[str, bytes] = field(default_factory=dict)
+    refused: str = ""  # empty = accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """I am alive. Example: Heartbeat(Load(running=3), loop_lag_ms=0.4)."""
+
+    load: Load = Load()
+    loop_lag_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. temperature 0 = greedy; top_k 0 = off. Example: Sampling(1.0)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """One response to generate or to resume.
+
+    `seed` and the absolute position (index into prompt + response) determine the noise of every
+    sampled token. `prefix` holds tokens sampled earlier, by this or another node.
+    Example: ResponseRequest("p7@0#3", 1, seed=9, prompt=<2 tokens>, prefix=<0 tokens>, max_new_tokens=5)
+    """
+
+    response: str
+    attempt: int
+    seed: int  # 0 <= seed < 2**63
+    prompt: bytes  # int32
+    prefix: bytes  # int32, tokens of the response already held
+    max_new_tokens: int  # counted after the prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Generate these responses with this version of the policy.
+
+    Example: Generate(policy_version=4, sampling=Sampling(1.0), requests=(ResponseRequest(...),))
+    """
+
+    policy_version: int
+    sampling: Sampling
+    requests: tuple[ResponseRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop generating these attempts; tokens already sent are kept. Example: Abort((("p7@0#3", 1),))."""
+
+    attempts: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseTokens:
+    """New tokens of one response. `offset` counts response tokens, prefix included.
+
+    Example: ResponseTokens("p7@0#3", 1, offset=16, token_ids=<16 int32>, logprobs=<16 float32>)
+    """
+
+    response: str
+    attempt: int
+    offset: int
+    token_ids: bytes  # int32
+    logprobs: bytes  # float32, of the distribution that was sampled from
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """All new tokens of one node, of one policy version whose digest that node has confirmed.
+
+    Example: TokenChunk(4, "9f3a...", (ResponseTokens(...), ResponseTokens(...)))
+    """
+
+    policy_version: int
+    digest: str
+    responses: tuple[ResponseTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResponse:
+    """One scored response to train on. Example: TrainResponse("p7@0#3", ids, logprobs, 1.0, "stop")."""
+
+    response: str
+    token_ids: bytes  # int32
+    rollout_logprobs: bytes  # float32
+    reward: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TrainGroup:
+    """A whole group: what one prompt's advantage needs. Example: TrainGroup("p7@0", ids, (r0, r1))."""
+
+    group: str
+    prompt: bytes  # int32
+    responses: tuple[TrainResponse, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainShard:
+    """Groups of one step, streamed while others still generate; identified by (step, index).
+
+    `policy_version` is the version that sampled them and that the trainer must hold. The shard with
+    `last` set closes the step, `num_groups` then counts the groups of all its shards.
+    Example: TrainShard(step=4, index=2, policy_version=4, groups=(g,), last=False)
+    """
+
+    step: int
+    index: int
+    policy_version: int
+    groups: tuple[TrainGroup, ...]
+    last: bool = False
+    num_groups: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The optimizer step is done and its version published. Example: StepDone(4, 5, {"loss/policy": 0.1})."""
+
+    step: int
+    policy_version: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Where one tensor lies: `offset` bytes into bucket number `bucket`.
+
+    Example: TensorSpec("model.norm.weight", "float32", (128,), bucket=0, offset=512)
+    """
+
+    name: str  # HF parameter name
+    dtype: str  # torch name without prefix: "float32", "bfloat16"
+    shape: tuple[int, ...]
+    bucket: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A contiguous run of weight bytes, the unit of transfer and of verification."""
+
+    size: int  # bytes
+    digest: str  # hex
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a version consists of. `digest` covers names, dtypes, shapes and all bucket digests.
+
+    Example: Manifest(4, "9f3a...", tensors=(TensorSpec(...),), buckets=(Bucket(1 << 20, "77.."),))
+    """
+
+    policy_version: int
+    digest: str
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWeights:
+    """A complete version can be pulled from `holders` ("host:port", any of them) with `ticket`.
+
+    Example: PublishWeights(manifest, ("10.0.0.1:41873",), ticket="c0ffee...")
+    """
+
+    manifest: Manifest
+    holders: tuple[str, ...]
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReady:
+    """The engine serves this version; `digest` was computed from the bytes it loaded.
+
+    Example: WeightsReady(4, "9f3a...", num_bytes=2112512, pull_s=0.01, load_s=0.03)
+    """
+
+    policy_version: int
+    digest: str
+    num_bytes: int = 0
+    pull_s: float = 0.0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFailed:
+    """A version could not be pulled or loaded. Example: WeightsFailed(4, "bucket 3: digest differs")."""
+
+    policy_version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """To the coordinator: take no new work to `node`, let it go ("*" = stop the run). To a node: leave.
+
+    Example: Drain("rollout-0", "SIGTERM")
+    """
+
+    node: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """A node leaves for good; nothing more will come from it. Example: Bye("drained").
+
+    `ok` False means that it failed, with the reason in one line.
+    """
+
+    reason: str
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Send me snapshots, now and every `every_s` seconds (0 = just one). Example: Watch(0.5)."""
+
+    every_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One node as an operator sees it."""
+
+    name: str
+    roles: tuple[Role, ...]
+    state: str  # joining loading ready updating draining gone
+    host: str
+    pid: int
+    device: str
+    policy_version: int | None
+    running: int
+    slots: int
+    tokens_per_s: float
+    kv_usage: float
+    heard_s_ago: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished response as text, for the sample browser."""
+
+    response: str
+    prompt: str
+    text: str
+    reward: float | None
+    num_tokens: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a run at one moment; all that the terminal UI and `lightrl status` may know.
+
+    Histories hold one value per finished step, oldest first, at most the last 500.
+    """
+
+    run: str
+    run_dir: str
+    state: str  # starting running evaluating finishing finished failed
+    step: int  # optimizer steps done
+    num_steps: int
+    policy_version: int | None
+    elapsed_s: float
+    nodes: tuple[NodeRow, ...] = ()
+    round_kind: str = ""  # "" between rounds, "short", "long", "eval"
+    round_accepted: int = 0  # groups scored
+    round_needed: int = 0
+    responses_running: int = 0
+    responses_queued: int = 0
+    responses_done: int = 0  # of the current round
+    rollout_tokens: int = 0  # of the whole run
+    tokens_per_s: float = 0.0
+    rewards: tuple[float, ...] = ()
+    lengths: tuple[float, ...] = ()  # mean response length per step
+    step_seconds: tuple[float, ...] = ()
+    evals: tuple[tuple[int, float], ...] = ()  # (step, score)
+    length_histogram: tuple[tuple[int, int], ...] = ()  # (upper bound in tokens, responses), last step
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last step
+    counters: dict[str, int] = field(default_factory=dict)  # reward failures, lost nodes, bad frames, ...
+    events: tuple[tuple[float, str], ...] = ()  # (seconds since the start, one line), oldest first
+    samples: tuple[Sample, ...] = ()  # latest first
+
+
+Message: TypeAlias = (
+    Hello
+    | Welcome
+    | Heartbeat
+    | Generate
+    | Abort
+    | TokenChunk
+    | TrainShard
+    | StepDone
+    | PublishWeights
+    | WeightsReady
+    | WeightsFailed
+    | Drain
+    | Bye
+    | Watch
+    | Snapshot
+)

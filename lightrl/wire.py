@@ -1,0 +1,92 @@
+"""Messages to bytes and back: the only file that knows MessagePack, and the border where types are checked.
+
+A frame is the MessagePack array [class name, fields by name]. Unknown fields are skipped, so that a
+newer peer may add some; missing or mistyped ones are a `ProtocolError`. Never pickle.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar, get_args
+
+import msgspec
+
+from lightrl.errors import ProtocolError
+from lightrl.messages import Message
+
+T = TypeVar("T")
+
+MAX_FRAME_BYTES = 256 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+
+
+class Codec(Generic[T]):
+    """Encodes and decodes the classes of one closed union of dataclasses."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoders = {c.__name__: msgspec.msgpack.Decoder(c) for c in get_args(union)}
+
+    def encode(self, message: T) -> bytes:
+        return _encoder.encode((type(message).__name__, message))
+
+    def decode(self, frame: bytes | memoryview) -> T:
+        """Raises ProtocolError for anything that is not exactly one well-typed message of the union."""
+        if len(frame) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+        try:
+            name, body = _envelope.decode(frame)
+            return self._decoders[name].decode(body)
+        except KeyError as e:
+            raise ProtocolError(f"unknown message {e}") from None
+        except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as e:
+            raise ProtocolError(f"undecodable frame: {e}") from None
+
+
+MESSAGES: Codec[Message] = Codec(Message)
+
+
+def to_json(value: Any) -> bytes:
+    """Dataclasses and plain types as one line of JSON (for metrics.jsonl, --json, run files)."""
+    return msgspec.json.encode(value)
+
+
+def from_json(data: bytes | str, kind: type[T]) -> T:
+    """Raises ProtocolError if `data` is not JSON of that type."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as e:
+        raise ProtocolError(f"undecodable JSON: {e}") from None
+
+
+def pack_i32(values: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32. Raises OverflowError for an id outside int32."""
+    return _little(array("i", values)).tobytes()
+
+
+def unpack_i32(data: bytes) -> list[int]:
+    return _unpack("i", data).tolist()
+
+
+def pack_f32(values: Sequence[float]) -> bytes:
+    """Logprobs as little-endian float32."""
+    return _little(array("f", values)).tobytes()
+
+
+def unpack_f32(data: bytes) -> list[float]:
+    return _unpack("f", data).tolist()
+
+
+def _unpack(kind: str, data: bytes) -> "array[Any]":
+    if len(data) % 4:
+        raise ProtocolError(f"{len(data)} bytes are not a whole number of 4-byte values")
+    values: array[Any] = array(kind)
+    values.frombytes(data)
+    return _little(values)
+
+
+def _little(values: "array[Any]") -> "array[Any]":
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

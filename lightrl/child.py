@@ -66,11 +66,14 @@ class Child(Generic[Command, Event]):
         events: Codec[Event],
         env: dict[str, str] | None = None,
         log: Path | None = None,
+        without_env: str = "",
     ) -> Self:
         """Starts `target` ("package.module:function", called with a `Pipe`'s socket) in a new process.
 
-        `env` is added to this process's environment; stdout and stderr go to the end of `log`.
+        `env` is added to this process's environment, of which variables that start with `without_env`
+        are left out; stdout and stderr go to the end of `log`.
         """
+        inherited = {k: v for k, v in os.environ.items() if not without_env or not k.startswith(without_env)}
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as stack:
             out = stack.enter_context(log.open("ab")) if log else None
@@ -83,7 +86,7 @@ class Child(Generic[Command, Event]):
                 str(theirs.fileno()),
                 str(os.getpid()),
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, **(env or {})},
+                env={**inherited, **(env or {})},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -7,7 +7,7 @@ as float32 (see `wire.pack_i32`, `wire.pack_f32`).
 Who says what to whom (node = any daemon, head = the coordinator's daemon):
 
     node -> head   Hello Heartbeat TokenChunk PublishWeights WeightsReady WeightsFailed StepDone Drain Bye
-    head -> node   Welcome Generate Abort TrainShard PublishWeights Drain
+    head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights Drain
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
 """
@@ -45,7 +45,7 @@ class Hello:
     pid: int
     host: str
     device: str = ""
-    slots: int = 0  # responses that may run at once; 0 for a node without the rollout role
+    slots: int = 0  # responses that may run at once; 0 = as the run's config says
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I am alive. Example: Heartbeat(Load(running=3), loop_lag_ms=0.4)."""
+    """I am alive; the head answers with its own. Example: Heartbeat(Load(running=3), loop_lag_ms=0.4)."""
 
-    load: Load = Load()
+    load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
 
 

@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from lightrl.messages import Abort, FinishReason, Generate, Load, Manifest, ResponseRequest, Sampling, TokenChunk
+from lightrl.messages import (
+    Abort,
+    FinishReason,
+    Generate,
+    Load,
+    Manifest,
+    ResponseRequest,
+    Sampling,
+    TokenChunk,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ EngineEvent: TypeAlias = EngineStarted | TokenChunk | EngineLoaded | EngineFaile
 
 @dataclass(slots=True)
 class Delta:
-    """Tokens that one engine step added to one response, with their logprobs under the sampled distribution."""
+    """Tokens that one engine step added to one response; logprobs are of the sampled distribution."""
 
     response: str
     token_ids: list[int]

@@ -1,0 +1,73 @@
+"""All that the core can ask of its shell. Imperatives; a closed union."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from lightrl.core.state import Response, Round, RunState
+from lightrl.messages import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send to a node; if it is not connected, feed NodeLost back."""
+
+    node: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Welcome this node with the config and the model's files."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrawPrompts:
+    """Answer with PromptsDrawn: the next `count` prompts of the data, or the whole evaluation set."""
+
+    source: Literal["train", "eval"]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Compute the reward of a finished response; answer with ResponseScored."""
+
+    response: Response
+    prompt: str  # prompt id
+    source: Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseRound:
+    """Every group of the round is settled; read its figures now, its tokens are released at the next step."""
+
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStep:
+    """Step `step` is trained and its version published. `metrics` are the trainer's."""
+
+    step: int
+    seconds: float  # from the opening of its round until the next thing could start
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One line for the operator."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over; nothing follows."""
+
+    state: RunState  # finished, stopped or failed
+    reason: str
+
+
+Command: TypeAlias = Send | Admit | DrawPrompts | Score | CloseRound | CloseStep | Report | Finish

@@ -1,0 +1,126 @@
+"""All that can happen to a run, as the core is told of it. Past participles; a closed union."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightrl.core.state import DrawnPrompt
+from lightrl.messages import Hello, Load, PublishWeights, StepDone, TokenChunk, WeightsFailed, WeightsReady
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined:
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHeard:
+    """A heartbeat."""
+
+    node: str
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """Its connection is gone, it broke the protocol, or its lease ran out."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDraining:
+    """The node said that it takes no more work; all its tokens have arrived."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeft:
+    """The node said good-bye; not `ok` = it failed."""
+
+    node: str
+    reason: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator wants this node gone ("*": the whole run stopped)."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsDrawn:
+    """The answer to DrawPrompts, in order."""
+
+    prompts: tuple[DrawnPrompt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokensArrived:
+    node: str
+    chunk: TokenChunk
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseScored:
+    """`reward` None: there is no score, and `failure` says why."""
+
+    response: str
+    reward: float | None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPublished:
+    """The trainer offers a complete version."""
+
+    node: str
+    message: PublishWeights
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsConfirmed:
+    """A node's engine serves a version; the digest was computed from what it loaded."""
+
+    node: str
+    ready: WeightsReady
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRefused:
+    node: str
+    failed: WeightsFailed
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrained:
+    node: str
+    done: StepDone
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """The time that `next_deadline` named has come."""
+
+
+Event: TypeAlias = (
+    NodeJoined
+    | NodeHeard
+    | NodeLost
+    | NodeDraining
+    | NodeLeft
+    | DrainRequested
+    | PromptsDrawn
+    | TokensArrived
+    | ResponseScored
+    | WeightsPublished
+    | WeightsConfirmed
+    | WeightsRefused
+    | StepTrained
+    | TimerFired
+)

@@ -1,0 +1,149 @@
+"""Who takes part, since when, and which version of the weights each node serves.
+
+Owns nodes, leases and the offering of weights. Knows nothing of responses: whoever removes a node
+decides what becomes of the work that it held.
+"""
+
+from lightrl.core.commands import Admit, Command, Report, Send
+from lightrl.core.state import Node, NodeState, Published, Settings
+from lightrl.messages import (
+    PROTOCOL,
+    Drain,
+    Hello,
+    PublishWeights,
+    WeightsFailed,
+    WeightsReady,
+)
+
+MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is asked to leave
+
+
+class Fleet:
+    def __init__(self, settings: Settings) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.published: Published | None = None
+        self.num_joined = 0
+        self.num_weights_failed = 0
+        self.lease_check_at: float | None = None
+        self._settings = settings
+
+    # Membership
+
+    def why_refused(self, hello: Hello) -> str | None:
+        """In one line, or None if the node may take part."""
+        if hello.protocol != PROTOCOL:
+            return f"speaks protocol {hello.protocol}, this run {PROTOCOL}"
+        others = (n for n in self.nodes.values() if n.name != hello.node)
+        if "trainer" in hello.roles and any("trainer" in n.roles for n in others):
+            return "this run has a trainer node already"
+        return None
+
+    def is_ghost(self, hello: Hello) -> bool:
+        """News of an older process of a node that has been started again since."""
+        known = self.nodes.get(hello.node)
+        return known is not None and known.incarnation > hello.incarnation
+
+    def add(self, hello: Hello, now: float) -> list[Command]:
+        """Takes a node in, or once more if it is known; an older incarnation must have been removed."""
+        known = self.nodes.get(hello.node)
+        if known is not None:
+            known.heard_at = now
+            return [Admit(hello.node)]
+        node = Node(
+            name=hello.node,
+            incarnation=hello.incarnation,
+            roles=hello.roles,
+            slots=hello.slots or self._settings.slots,
+            heard_at=now,
+            pid=hello.pid,
+            host=hello.host,
+            device=hello.device,
+        )
+        self.nodes[node.name] = node
+        self.num_joined += 1
+        if self.lease_check_at is None:
+            self.lease_check_at = now + self._settings.lease_s
+        return [
+            Admit(node.name),
+            Report(f"{node.name} joined as {', '.join(node.roles)}"),
+            *self._offer(node),
+        ]
+
+    def remove(self, name: str) -> Node | None:
+        node = self.nodes.pop(name, None)
+        if node is not None:
+            node.move(NodeState.GONE)
+        return node
+
+    def expired(self, now: float) -> list[Node]:
+        """Nodes whose lease has run out; sets the time of the next check.
+
+        Looking at all nodes only when the oldest lease may have run out keeps heartbeats O(1).
+        """
+        lease = self._settings.lease_s
+        gone = [n for n in self.nodes.values() if now - n.heard_at >= lease]
+        heard = [n.heard_at for n in self.nodes.values() if now - n.heard_at < lease]
+        self.lease_check_at = min(heard) + lease if heard else None
+        return gone
+
+    def trainer(self) -> str | None:
+        return next((n.name for n in self.nodes.values() if "trainer" in n.roles), None)
+
+    def serving(self, policy_version: int) -> list[Node]:
+        return [n for n in self.nodes.values() if n.serves(policy_version)]
+
+    def updating(self) -> list[Node]:
+        """Nodes that will serve the published version in a moment. Not those that only just joined."""
+        return [n for n in self.nodes.values() if n.state is NodeState.UPDATING]
+
+    # Weights
+
+    def publish(self, name: str, message: PublishWeights, expected: int) -> list[Command]:
+        """A complete version appeared at the trainer; every rollout node is told where to pull it."""
+        node = self.nodes.get(name)
+        version = message.manifest.policy_version
+        if node is None or "trainer" not in node.roles or version != expected:
+            return [Report(f"{name} published version {version}, expected {expected}: ignored")]
+        self.published = Published(message)
+        if node.state is NodeState.JOINING and "rollout" not in node.roles:
+            node.move(NodeState.READY)
+        commands: list[Command] = []
+        for other in self.nodes.values():
+            other.weights_failures = 0
+            commands += self._offer(other)
+        return commands
+
+    def _offer(self, node: Node) -> list[Command]:
+        if self.published is None or "rollout" not in node.roles or node.state is NodeState.DRAINING:
+            return []
+        if node.state is NodeState.JOINING:
+            node.move(NodeState.LOADING)
+        elif node.state is NodeState.READY:
+            node.move(NodeState.UPDATING)
+        return [Send(node.name, self.published.message)]
+
+    def confirm(self, name: str, ready: WeightsReady) -> list[Command]:
+        """A node's engine has loaded a version; the node is ready only if the digests agree."""
+        node, published = self.nodes.get(name), self.published
+        if node is None or published is None or node.state not in {NodeState.LOADING, NodeState.UPDATING}:
+            return []
+        if ready.policy_version != published.policy_version:
+            return []  # the newer one is on its way
+        if ready.digest != published.digest:
+            reason = f"digest {ready.digest} is not the published {published.digest}"
+            return self.refuse(name, WeightsFailed(ready.policy_version, reason))
+        node.policy_version = ready.policy_version
+        node.move(NodeState.READY)
+        return []
+
+    def refuse(self, name: str, failed: WeightsFailed) -> list[Command]:
+        """A node could not load the published version: again, and after MAX_WEIGHTS_FAILURES it must go."""
+        node, published = self.nodes.get(name), self.published
+        if node is None or published is None or failed.policy_version != published.policy_version:
+            return []
+        self.num_weights_failed += 1
+        node.weights_failures += 1
+        report = Report(f"{name}: version {failed.policy_version} failed: {failed.reason}")
+        if node.weights_failures < MAX_WEIGHTS_FAILURES:
+            return [report, Send(name, published.message)]
+        return [report, Send(name, Drain(name, f"cannot load version {failed.policy_version}"))]

@@ -1,0 +1,373 @@
+"""Prompts: read from files or the hub, tokenised once, drawn in a seeded order; and the tokenizer itself.
+
+Owns which data set layouts are understood and the stable ids of prompts. Every problem is one line that
+names the file and the line. Must not import transformers, datasets or pyarrow before they are needed:
+daemons and `lightrl --help` import this module.
+"""
+
+import hashlib
+import json
+import random
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightrl import config
+from lightrl.errors import ConfigError, DataError
+from lightrl.wire import to_json
+
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "*.model",
+)
+MAX_MODEL_FILE_BYTES = 32 << 20  # they travel to every node in one message
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TOKENIZE_BATCH = 1024
+
+
+# The model directory and its tokenizer
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """The HF tokenizer of a model directory or hub id. Raises ConfigError, one line, naming model.path."""
+    folder = _model_folder(model_path)
+    if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        raise ConfigError(f"model.path = {model_path!r}: has no tokenizer.json or tokenizer_config.json")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as e:  # the tokenizers library raises plain Exception for a broken file
+        raise ConfigError(
+            f"model.path = {model_path!r}: its tokenizer cannot be loaded: {_first_line(e)}"
+        ) from e
+
+
+def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids that end a response: those of generation_config.json, config.json and the tokenizer."""
+    folder = _model_folder(model_path)
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            table = json.loads(file.read_bytes())
+        except ValueError as e:
+            raise ConfigError(f"model.path = {model_path!r}: {name} is not JSON: {e}") from None
+        for section in (table, table.get("text_config") or {}):
+            value = section.get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return tuple(sorted(found))
+
+
+def model_files(model_path: str) -> dict[str, bytes]:
+    """Name -> content of the small files an engine and a reward worker need; no weights.
+
+    Raises ConfigError if there is no config.json or a file is too large to be sent.
+    """
+    folder = _model_folder(model_path)
+    files = sorted({f for pattern in MODEL_FILES for f in folder.glob(pattern) if f.is_file()})
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path = {model_path!r}: has no config.json")
+    for f in files:
+        if (size := f.stat().st_size) > MAX_MODEL_FILE_BYTES:
+            raise ConfigError(
+                f"model.path = {model_path!r}: {f.name} has {size >> 20} MiB; "
+                f"at most {MAX_MODEL_FILE_BYTES >> 20} MiB can be sent to nodes"
+            )
+    return {f.name: f.read_bytes() for f in files}
+
+
+def _model_folder(model_path: str) -> Path:
+    """The directory itself, or for a hub id the local copy of its small files."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not _HUB_ID.fullmatch(model_path):
+        raise ConfigError(f"model.path = {model_path!r}: no such directory, and not a hub id (org/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_path, allow_patterns=list(MODEL_FILES)))
+    except (OSError, ValueError) as e:  # HfHubHTTPError and LocalEntryNotFoundError are among them
+        raise ConfigError(
+            f"model.path = {model_path!r}: no such directory, and the hub says: {_first_line(e)}"
+        ) from e
+
+
+# Prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task. Example: Prompt("9f3a0c51d2e4b687", "39%3=", array("i", [5, 11, 12, 5, 13]), {...})."""
+
+    id: str  # stable over runs and epochs
+    text: str  # chat template applied
+    token_ids: "array[int]"  # int32
+    row: dict[str, Any]  # all columns
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A row on its way to a Prompt; `where` names file and line for errors."""
+
+    where: str
+    text: str
+    is_chat: bool
+    row: dict[str, Any]
+    id: str
+
+
+def load_prompts(path: str, data: config.Data, tokenizer: Any) -> list[Prompt]:
+    """All prompts of a JSONL or parquet file or an HF data set ("org/name[:split]"), in file order.
+
+    Raises DataError, one line with file and line number, for the first thing that is wrong.
+    """
+    seen: dict[str, str] = {}
+    occurrences: Counter[str] = Counter()
+    tasks = [_task(where, row, data, tokenizer, seen, occurrences) for where, row in _numbered_rows(path)]
+    if not tasks:
+        raise DataError(f"{path}: holds no prompts")
+    bos = _expected_bos(tokenizer)
+    prompts: list[Prompt] = []
+    for start in range(0, len(tasks), _TOKENIZE_BATCH):
+        batch = tasks[start : start + _TOKENIZE_BATCH]
+        encoded = tokenizer([t.text for t in batch], add_special_tokens=False)["input_ids"]
+        for task, ids in zip(batch, encoded, strict=True):
+            if bos is not None and not task.is_chat and ids[:1] != [bos]:  # a template writes its own
+                ids = [bos, *ids]
+            if not ids:
+                raise DataError(f"{task.where}: the prompt is empty")
+            if len(ids) > data.max_prompt_length:
+                raise DataError(
+                    f"{task.where}: the prompt has {len(ids)} tokens, more than "
+                    f"data.max_prompt_length = {data.max_prompt_length}"
+                )
+            prompts.append(Prompt(task.id, task.text, array("i", ids), task.row))
+    return prompts
+
+
+def answer_of(row: Mapping[str, Any], answer_key: str) -> Any:
+    """The reference answer of a row, wherever its layout keeps it; None if there is none."""
+    if answer_key in row:
+        return row[answer_key]
+    for column in ("reward_model", "reward_spec"):  # verl, SkyRL
+        nested = row.get(column)
+        if isinstance(nested, Mapping) and "ground_truth" in nested:
+            return nested["ground_truth"]
+    return next((row[k] for k in ("ground_truth", "solution") if k in row), None)
+
+
+def _numbered_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("file, line 3", row) of every row. Rows hold only what JSON can carry: they travel to workers."""
+    file = Path(path)
+    if file.is_dir():
+        raise DataError(f"{path}: is a directory, not a JSONL or parquet file")
+    if file.exists():
+        rows = _parquet_rows(file) if file.suffix == ".parquet" else _jsonl_rows(file)
+    elif _HUB_ID.fullmatch(path.partition(":")[0]) and file.suffix not in (".jsonl", ".json", ".parquet"):
+        rows = _hub_rows(path)
+    else:
+        raise DataError(f"{path}: no such file")
+    for where, row in rows:
+        try:
+            to_json(row)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise DataError(f"{where}: a column holds what JSON cannot carry: {_first_line(e)}") from None
+        yield where, row
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{file}, line {number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as e:
+                    raise DataError(f"{where}: not valid JSON: {_first_line(e)}") from None
+                if not isinstance(row, dict):
+                    raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
+                yield where, row
+    except OSError as e:
+        raise DataError(f"{file}: cannot be read: {e.strerror}") from None
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pyarrow  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(f"{file}: reading parquet needs pyarrow: pip install 'lightrl[data]'") from None
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except (OSError, pyarrow.ArrowException) as e:
+        raise DataError(f"{file}: not a readable parquet file: {_first_line(e)}") from None
+    number = 0
+    for batch in table.to_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield f"{file}, row {number}", row
+
+
+def _hub_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    name, _, split = path.partition(":")
+    split = split or "train"
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(
+            f"{path}: no such file; as an HF data set it needs datasets: pip install 'lightrl[data]'"
+        ) from None
+    try:
+        rows = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError, RuntimeError) as e:
+        raise DataError(f"{name}: split {split!r} cannot be loaded: {_first_line(e)}") from None
+    for number, row in enumerate(rows, 1):
+        yield f"{name}:{split}, row {number}", dict(row)
+
+
+def _task(
+    where: str,
+    row: dict[str, Any],
+    data: config.Data,
+    tokenizer: Any,
+    seen: dict[str, str],
+    occurrences: Counter[str],
+) -> _Task:
+    """`seen` (explicit id -> where) and `occurrences` (of contents) grow from row to row."""
+    key = data.prompt_key
+    if key == "prompt" and key not in row and "question" in row:  # GSM8K
+        key = "question"
+    if key not in row:
+        raise DataError(f"{where}: no {key!r} (data.prompt_key); its keys are {', '.join(row) or 'none'}")
+    prompt = row[key]
+    if isinstance(prompt, str):
+        text = prompt
+    elif isinstance(prompt, list):
+        text = _apply_chat_template(where, prompt, data.system_prompt, tokenizer)
+    else:
+        raise DataError(
+            f"{where}: {key!r} is {type(prompt).__name__}, expected text or a list of chat messages"
+        )
+
+    explicit = _explicit_id(row)
+    if explicit is None:
+        content = hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).hexdigest()
+        occurrences[content] += 1
+        number = occurrences[content]
+        return _Task(
+            where, text, isinstance(prompt, list), row, content if number == 1 else f"{content}-{number}"
+        )
+    if explicit in seen:
+        raise DataError(f"{where}: id {explicit!r} was used before ({seen[explicit]})")
+    seen[explicit] = where
+    return _Task(where, text, isinstance(prompt, list), row, explicit)
+
+
+def _explicit_id(row: Mapping[str, Any]) -> str | None:
+    extra = row.get("extra_info")
+    for value in (row.get("id"), extra.get("index") if isinstance(extra, Mapping) else None):
+        if isinstance(value, str | int) and str(value):
+            return str(value)
+    return None
+
+
+def _apply_chat_template(where: str, messages: list[Any], system_prompt: str, tokenizer: Any) -> str:
+    for m in messages:
+        if not isinstance(m, dict) or not isinstance(m.get("role"), str) or "content" not in m:
+            raise DataError(
+                f"{where}: a chat message looks like {{'role': ..., 'content': ...}}, not {str(m)[:80]!r}"
+            )
+    if not messages:
+        raise DataError(f"{where}: the prompt is empty")
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"{where}: the prompt is chat messages, but the model's tokenizer has no chat template"
+        )
+    if system_prompt and all(m["role"] != "system" for m in messages):
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as e:
+        raise DataError(f"{where}: the chat template refuses the prompt: {_first_line(e)}") from None
+
+
+def _expected_bos(tokenizer: Any) -> int | None:
+    """The BOS id if the tokenizer starts plain text with it; nothing else it adds belongs in a prompt."""
+    bos = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else None
+
+
+def _first_line(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return lines[0][:300] if lines else type(e).__name__
+
+
+# The order in which they are drawn
+
+
+class PromptCursor:
+    """Draws prompt numbers epoch after epoch, each in its own order that depends on (seed, epoch) only."""
+
+    def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
+        if num_prompts < 1:
+            raise ValueError("a cursor needs at least one prompt")
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0  # drawn from this epoch
+        self._order = self._order_of(0)
+
+    def draw(self, n: int) -> list[tuple[int, int]]:
+        """The next n as (epoch, index into the prompts). An epoch holds every index once."""
+        drawn: list[tuple[int, int]] = []
+        while len(drawn) < n:
+            if self._position == self._num_prompts:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._order_of(self._epoch)
+            end = min(self._num_prompts, self._position + n - len(drawn))
+            drawn += [(self._epoch, i) for i in self._order[self._position : end]]
+            self._position = end
+        return drawn
+
+    def state(self) -> dict[str, int]:
+        """What `restore` needs, given the same prompts, seed and shuffle."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        epoch, position = state["epoch"], state["position"]
+        if epoch < 0 or not 0 <= position <= self._num_prompts:
+            raise DataError(
+                f"the data cursor {dict(state)} does not fit a data set of {self._num_prompts} prompts"
+            )
+        self._epoch, self._position = epoch, position
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(self._num_prompts))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order

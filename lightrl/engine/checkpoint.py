@@ -1,0 +1,78 @@
+"""What a model directory says without its weights: config, tensor names and shapes, bytes of KV cache.
+
+Owns the check that a version of the weights fits the model; loads no weights. Imports torch and
+transformers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightrl.errors import EngineError, WeightsError
+from lightrl.messages import Manifest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_config(model_dir: Path) -> Any:
+    """The HF config. Raises EngineError."""
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError) as e:
+        raise EngineError(f"{model_dir}: no usable model config: {str(e).splitlines()[0]}") from None
+
+
+def resolve_dtype(name: str, config: Any, device: str) -> torch.dtype:
+    """ "auto" = as the model was stored on CPU, bfloat16 elsewhere. Raises EngineError."""
+    if name == "auto":
+        stored = getattr(config, "dtype", None)
+        return (stored or torch.float32) if device == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise EngineError(f"model.dtype = {name!r}: must be auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def build_model(config: Any, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """The model with arbitrary weights (device "meta": with none). Raises EngineError."""
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    except ValueError as e:
+        reason = str(e).splitlines()[0]
+        raise EngineError(f"{config.model_type}: not a decoder-only model: {reason}") from None
+    return model.eval()
+
+
+def tensor_targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> live tensor of all that a version may hold; tied names share one tensor."""
+    return model.state_dict(keep_vars=True)
+
+
+def check_fits(targets: dict[str, torch.Tensor], manifest: Manifest) -> None:
+    """Raises WeightsError unless the manifest gives every tensor of the model exactly one value.
+
+    Of tied names (embeddings and lm_head) any one is enough.
+    """
+    given: set[int] = set()
+    for spec in manifest.tensors:
+        target = targets.get(spec.name)
+        if target is None:
+            raise WeightsError(f"{spec.name}: the model has no such tensor")
+        if tuple(target.shape) != tuple(spec.shape):
+            raise WeightsError(f"{spec.name}: shape {tuple(spec.shape)}, the model has {tuple(target.shape)}")
+        given.add(id(target))
+    missing = [name for name, target in targets.items() if id(target) not in given]
+    if missing:
+        version = manifest.policy_version
+        raise WeightsError(f"{missing[0]}: missing from version {version} ({len(missing)} tensors are)")
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize

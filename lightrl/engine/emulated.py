@@ -1,0 +1,105 @@
+"""The emulated engine: no model, tokens and lengths that are pure functions of (seed, position).
+
+For tests of everything around an engine and for trying a fleet on one machine: it takes as long as
+a latency model says. Needs neither torch nor vLLM.
+
+`engine_args`: t0_ms (time of a decode step at batch 1; 0 = no waiting), half_batch (batch at which a
+step takes twice t0, 107 as measured on an H100 with a 7B model), mean_length (of a response, tokens;
+0 = always to the length limit).
+"""
+
+import math
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from lightrl.engine.base import Delta, EngineSpec
+from lightrl.engine.requests import Running, accept, vocabulary_size
+from lightrl.engine.sampling import uniform, uniforms
+from lightrl.errors import EngineError
+from lightrl.messages import Load, Manifest, ResponseRequest, Sampling
+from lightrl.weights.manifest import read_buckets, verify
+
+_LENGTH_SALT = 0x5EED  # a response's length is drawn from other noise than its tokens
+
+
+class EmulatedEngine:
+    """Implements `base.Engine`. The weights matter too: their digest shifts every token."""
+
+    device = "emulated"
+
+    def __init__(self, spec: EngineSpec) -> None:
+        args = {"t0_ms": 0.0, "half_batch": 107.0, "mean_length": 0.0}
+        for key, value in spec.engine_args.items():
+            if key not in args or not isinstance(value, int | float) or value < 0:
+                raise EngineError(f"engine_args.{key} = {value!r}: known are {', '.join(args)}, all numbers")
+            args[key] = float(value)
+        self._t0_s, self._half_batch = args["t0_ms"] / 1000, args["half_batch"] or math.inf
+        self._mean_length = args["mean_length"]
+        self._vocabulary = vocabulary_size(Path(spec.model_dir))
+        self._max_length, self._slots = spec.max_model_length, spec.slots
+        self._salt = 0
+        self._waiting: deque[Running] = deque()
+        self._running: list[Running] = []
+
+    def add(self, request: ResponseRequest, sampling: Sampling) -> None:
+        if any(r.response == request.response for r in (*self._waiting, *self._running)):
+            raise EngineError(f"{request.response}: already runs here")
+        self._waiting.append(accept(request, sampling, self._vocabulary, self._max_length))
+
+    def abort(self, response: str) -> None:
+        self._waiting = deque(r for r in self._waiting if r.response != response)
+        self._running = [r for r in self._running if r.response != response]
+
+    def step(self) -> list[Delta]:
+        while self._waiting and len(self._running) < self._slots:
+            self._running.append(self._waiting.popleft())
+        if not self._running:
+            return []
+        if self._t0_s:
+            time.sleep(self._t0_s * (1 + len(self._running) / self._half_batch))
+        seeds = np.array([r.seed ^ self._salt for r in self._running], np.uint64)
+        positions = np.array([len(r.tokens) for r in self._running], np.int64)
+        noise = uniforms(seeds, positions)
+        deltas = []
+        for r, u in zip(self._running, noise.tolist(), strict=True):
+            stop = r.sampling.stop_token_ids
+            token = stop[0] if stop and self._ends(r) else self._token(u, r.stop)
+            deltas.append(Delta(r.response, [token], [math.log1p(-u)], r.grow(token)))
+        self._running = [r for r, d in zip(self._running, deltas, strict=True) if d.finish_reason is None]
+        return deltas
+
+    def num_unfinished(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def load_weights(self, path: Path, manifest: Manifest) -> str:
+        verify(manifest)
+        for _ in read_buckets(path, manifest):
+            pass
+        self._salt = int(manifest.digest[:15], 16)
+        return manifest.digest
+
+    def load(self) -> Load:
+        used = sum(len(r.tokens) for r in self._running)
+        return Load(len(self._running), len(self._waiting), used / (self._slots * self._max_length))
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.clear()
+
+    def _token(self, u: float, stop: frozenset[int]) -> int:
+        """A token that is no stop token, so that `_ends` alone decides on the length."""
+        token = int(u * self._vocabulary)
+        for _ in range(self._vocabulary):
+            if token not in stop:
+                break
+            token = (token + 1) % self._vocabulary
+        return token
+
+    def _ends(self, r: Running) -> bool:
+        """A constant hazard at every position: lengths are geometric, and no matter where it was resumed."""
+        if not self._mean_length:
+            return False
+        return uniform(r.seed ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length

@@ -1,0 +1,262 @@
+"""An engine in a process of its own: the child's main loop, and how a daemon starts one.
+
+Owns when tokens are sent (batched into chunks) and that none is sent for weights that were not
+confirmed. Knows no engine's inner life, and imports torch or vLLM only in the child.
+"""
+
+import gc
+import importlib.util
+import signal
+import socket
+import sys
+import time
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias, assert_never
+
+from lightrl.child import Child, Pipe
+from lightrl.config import EngineKind
+from lightrl.engine.base import (
+    Delta,
+    Engine,
+    EngineCommand,
+    EngineEvent,
+    EngineFailed,
+    EngineLoaded,
+    EngineSpec,
+    EngineStarted,
+    LoadWeights,
+)
+from lightrl.errors import EngineError, LightRLError
+from lightrl.messages import Abort, FinishReason, Generate, Load, ResponseTokens, TokenChunk
+from lightrl.wire import Codec, pack_f32, pack_i32
+
+LOAD_EVERY_S = 0.5
+FINISHED_SHARE = 5  # a finished response waits chunk_ms / 5 for others to finish with it
+
+EngineChild: TypeAlias = Child[EngineCommand, EngineEvent]
+EnginePipe: TypeAlias = Pipe[EngineCommand, EngineEvent]
+
+
+def resolve_engine(kind: EngineKind) -> Literal["vllm", "torch", "emulated"]:
+    """What `rollout.engine` means on this machine; imports nothing. Raises EngineError."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if kind == "auto":
+        return "vllm" if installed else "torch"
+    if kind == "vllm" and not installed:
+        raise EngineError(
+            'rollout.engine = "vllm": not installed; pip install "lightrl[cpu]" or "lightrl[gpu]"'
+        )
+    return kind
+
+
+async def start_engine(spec: EngineSpec, threads: int, log: Path | None = None) -> EngineChild:
+    """Starts an engine with `threads` CPU threads; its first event is EngineStarted or EngineFailed.
+
+    The threads of all engines and trainers of a machine must not exceed its cores: waiting OpenMP
+    threads spin, and a machine with one thread too many was seen to be ten times slower.
+    """
+    env = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    target, name = "lightrl.engine.process:main", f"{spec.kind}-engine"
+    child = await Child.start(target, name, Codec(EngineCommand), Codec(EngineEvent), env, log)
+    child.send(spec)
+    return child
+
+
+def main(sock: socket.socket) -> None:
+    """The child: builds the engine that the first command describes, then serves until the pipe closes."""
+    # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pipe: EnginePipe = Pipe(sock, Codec(EngineCommand), Codec(EngineEvent))
+    try:
+        spec, *commands = pipe.receive()
+        if not isinstance(spec, EngineSpec):
+            raise SystemExit(f"first command must be EngineSpec, not {type(spec).__name__}")
+        started = time.perf_counter()
+        try:
+            engine = build_engine(spec)
+        except EngineError as e:
+            pipe.send(EngineFailed(str(e)))
+            raise SystemExit(str(e)) from None
+        gc.collect()
+        gc.freeze()  # the libraries' objects live as long as we do; scanning them again costs milliseconds
+        pipe.send(EngineStarted(engine.device, time.perf_counter() - started))
+        Server(engine, spec, pipe).serve(commands)
+    except EOFError:
+        sys.exit(0)  # the daemon closed the pipe; engines hold nothing that must be saved
+
+
+def build_engine(spec: EngineSpec) -> Engine:
+    """Imports what the kind needs and builds the engine. Raises EngineError."""
+    match spec.kind:
+        case "emulated":
+            from lightrl.engine.emulated import EmulatedEngine
+
+            return EmulatedEngine(spec)
+        case "torch":
+            from lightrl.engine.torch import TorchEngine
+
+            return TorchEngine(spec)
+        case "vllm":
+            from lightrl.engine.vllm import VllmEngine
+
+            return VllmEngine(spec)
+        case _:
+            assert_never(spec.kind)
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Sampled tokens of one running attempt that have not been sent."""
+
+    attempt: int
+    offset: int  # of the first of them, in tokens of the response
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    finish_reason: FinishReason | None = None
+
+
+class Server:
+    """Drives one engine from one pipe. Blocking; `serve` ends with EOFError when the pipe closes."""
+
+    def __init__(self, engine: Engine, spec: EngineSpec, pipe: EnginePipe) -> None:
+        self._engine = engine
+        self._pipe = pipe
+        self._chunk_tokens = spec.chunk_tokens
+        self._chunk_s = spec.chunk_ms / 1000
+        self._version: tuple[int, str] | None = None  # confirmed version and digest
+        self._outboxes: dict[str, Outbox] = {}  # by response; one for each that runs
+        self._flushed_at = 0.0  # when all outboxes were last empty
+        self._finished_at: float | None = None  # when the first unsent finish happened
+        self._load = Load()
+        self._load_sent_at = 0.0
+
+    def serve(self, commands: Iterable[EngineCommand] = ()) -> None:
+        while True:
+            for command in commands:
+                self._perform(command)
+            if self._engine.num_unfinished():
+                self._step(time.perf_counter())
+                self._report_load(time.perf_counter(), LOAD_EVERY_S)
+                commands = self._pipe.receive(0.0)
+            else:
+                self._report_load(time.perf_counter(), 0.0)
+                commands = self._pipe.receive(None)
+
+    def _perform(self, command: EngineCommand) -> None:
+        match command:
+            case Generate():
+                self._generate(command)
+            case Abort(attempts):
+                self._abort(attempts)
+            case LoadWeights(path, manifest):
+                self._load_weights(LoadWeights(path, manifest))
+            case EngineSpec():
+                self._pipe.send(EngineFailed("the engine is built already"))
+            case _:
+                assert_never(command)
+
+    def _generate(self, command: Generate) -> None:
+        if self._version is None or command.policy_version != self._version[0]:
+            held = "none" if self._version is None else self._version[0]
+            wanted = command.policy_version
+            self._pipe.send(EngineFailed(f"asked to generate with version {wanted}, loaded is {held}"))
+            return
+        if not self._outboxes:
+            self._flushed_at = time.perf_counter()
+        for r in command.requests:
+            running = self._outboxes.get(r.response)
+            if running is not None and running.attempt >= r.attempt:
+                continue  # the command came twice, or late
+            if running is not None:
+                self._abort(((r.response, running.attempt),))
+            try:
+                self._engine.add(r, command.sampling)
+            except LightRLError as e:
+                self._pipe.send(EngineFailed(str(e)))
+                continue
+            self._outboxes[r.response] = Outbox(r.attempt, len(r.prefix) // 4)
+
+    def _abort(self, attempts: Iterable[tuple[str, int]]) -> None:
+        aborted: list[str] = []
+        for response, attempt in attempts:
+            outbox = self._outboxes.get(response)
+            if outbox is not None and outbox.attempt == attempt:
+                self._engine.abort(response)
+                outbox.finish_reason = outbox.finish_reason or "abort"
+                aborted.append(response)
+        self._send(aborted)
+
+    def _load_weights(self, command: LoadWeights) -> None:
+        """Running responses go on under the new version; after a failure there are none left."""
+        self._send(self._outboxes)
+        version = command.manifest.policy_version
+        self._version = None
+        started = time.perf_counter()
+        try:
+            digest = self._engine.load_weights(Path(command.path), command.manifest)
+        except (LightRLError, OSError) as e:
+            for response in self._outboxes:
+                self._engine.abort(response)
+            self._outboxes.clear()
+            self._pipe.send(EngineFailed(f"version {version} was not loaded: {e}", version))
+            return
+        self._version = (version, digest)
+        self._pipe.send(EngineLoaded(version, digest, time.perf_counter() - started))
+
+    def _step(self, now: float) -> None:
+        full = False
+        for delta in self._engine.step():
+            full |= self._take(delta, now)
+        now = time.perf_counter()
+        if full or now - self._flushed_at >= self._chunk_s or not self._engine.num_unfinished():
+            self._send(self._outboxes)
+            self._flushed_at, self._finished_at = now, None
+        elif self._finished_at is not None and now - self._finished_at >= self._chunk_s / FINISHED_SHARE:
+            self._send([r for r, outbox in self._outboxes.items() if outbox.finish_reason])
+            self._finished_at = None
+
+    def _take(self, delta: Delta, now: float) -> bool:
+        """Keeps new tokens; whether their response now holds a whole chunk."""
+        outbox = self._outboxes[delta.response]
+        outbox.token_ids.extend(delta.token_ids)
+        outbox.logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            outbox.finish_reason = delta.finish_reason
+            if self._finished_at is None:
+                self._finished_at = now
+        return len(outbox.token_ids) >= self._chunk_tokens
+
+    def _send(self, responses: Iterable[str]) -> None:
+        """Sends what these responses hold in one chunk and forgets those that have finished."""
+        chunk: list[ResponseTokens] = []
+        for response in list(responses):
+            box = self._outboxes[response]
+            if box.token_ids or box.finish_reason:
+                ids, logprobs = pack_i32(box.token_ids), pack_f32(box.logprobs)
+                chunk.append(
+                    ResponseTokens(response, box.attempt, box.offset, ids, logprobs, box.finish_reason)
+                )
+            if box.finish_reason:
+                del self._outboxes[response]
+            elif box.token_ids:
+                box.offset += len(box.token_ids)
+                box.token_ids, box.logprobs = array("i"), array("f")
+        if chunk:
+            assert self._version is not None  # nothing runs without one
+            self._pipe.send(TokenChunk(*self._version, tuple(chunk)))
+
+    def _report_load(self, now: float, every_s: float) -> None:
+        if now - self._load_sent_at >= every_s:
+            self._load_sent_at = now
+            load = self._engine.load()
+            if load != self._load:
+                self._load = load
+                self._pipe.send(load)

@@ -1,0 +1,69 @@
+"""A response as an engine holds it, and the check that it can be run at all: the same for every engine.
+
+Must be importable without torch.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightrl.errors import EngineError
+from lightrl.messages import FinishReason, ResponseRequest, Sampling
+from lightrl.wire import unpack_i32
+
+
+@dataclass(slots=True)
+class Running:
+    """A response in an engine. `tokens` = prompt + prefix + what this engine sampled."""
+
+    response: str
+    seed: int
+    sampling: Sampling
+    tokens: list[int]
+    end: int  # tokens of the longest this response may get, prompt included
+    stop: frozenset[int] = field(default=frozenset())
+
+    def grow(self, token: int) -> FinishReason | None:
+        """Appends a sampled token and says whether the response ends with it."""
+        self.tokens.append(token)
+        if token in self.stop:
+            return "stop"
+        return "length" if len(self.tokens) >= self.end else None
+
+
+def accept(request: ResponseRequest, sampling: Sampling, vocabulary: int, max_model_length: int) -> Running:
+    """The request as a `Running`. Raises EngineError, one line, if it cannot be run."""
+    tokens = unpack_i32(request.prompt)
+    if not tokens:
+        raise EngineError(f"{request.response}: the prompt is empty")
+    tokens += unpack_i32(request.prefix)
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise EngineError(f"{request.response}: token ids must be in 0..{vocabulary - 1}")
+    if request.max_new_tokens < 1:
+        raise EngineError(f"{request.response}: max_new_tokens = {request.max_new_tokens}: must be above 0")
+    end = len(tokens) + request.max_new_tokens
+    if end > max_model_length:
+        raise EngineError(f"{request.response}: {end} tokens exceed the engine's {max_model_length}")
+    if not 0 <= request.seed < 1 << 63:
+        raise EngineError(f"{request.response}: seed = {request.seed}: must be in 0..2**63-1")
+    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
+        raise EngineError(f"{request.response}: temperature = {sampling.temperature}: must be 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"{request.response}: top_p = {sampling.top_p}: must be above 0 and at most 1")
+    if sampling.top_k < 0:
+        raise EngineError(f"{request.response}: top_k = {sampling.top_k}: must be 0 (off) or more")
+    return Running(request.response, request.seed, sampling, tokens, end, frozenset(sampling.stop_token_ids))
+
+
+def vocabulary_size(model_dir: Path) -> int:
+    """From config.json. Raises EngineError if there is none or it names no vocabulary."""
+    try:
+        config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise EngineError(f"{model_dir}/config.json cannot be read: {e}") from None
+    text = config.get("text_config", config)
+    size = text.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise EngineError(f"{model_dir}/config.json: vocab_size = {size!r}")
+    return size

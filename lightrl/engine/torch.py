@@ -1,0 +1,232 @@
+"""The torch engine: any transformers decoder, batched continuously in one process. Needs no vLLM.
+
+Owns the batch: which responses run, in which cache row, and when they leave. The forward pass is
+transformers' own; what is sampled is defined in `sampling.py`.
+"""
+
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lightrl.engine.base import Delta, EngineSpec
+from lightrl.engine.checkpoint import (
+    build_model,
+    check_fits,
+    kv_bytes_per_token,
+    read_config,
+    resolve_dtype,
+    tensor_targets,
+)
+from lightrl.engine.kv import Placement, RowCache
+from lightrl.engine.requests import Running, accept
+from lightrl.engine.sampling import sample, uniforms
+from lightrl.errors import EngineError
+from lightrl.messages import Load, Manifest, ResponseRequest, Sampling
+from lightrl.weights.tensors import read_tensors
+
+PREFILL_TOKENS = 16_384  # of one forward pass, padding included; bounds its activations
+
+
+class TorchEngine:
+    """Implements `base.Engine`. One engine step = one prefill of new responses + one decode of the others."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        config = read_config(Path(spec.model_dir))
+        dtype = resolve_dtype(spec.dtype, config, self.device)
+        self._model = build_model(config, dtype, self.device).requires_grad_(False)
+        text = config.get_text_config()
+        self._vocabulary = int(text.vocab_size)
+        self._windows = _windows(text)
+        self._max_length = spec.max_model_length
+        self._slots = spec.slots
+        cache_bytes = spec.slots * spec.max_model_length * kv_bytes_per_token(config, dtype)
+        if spec.kv_cache_gib:
+            fits = int(spec.kv_cache_gib * 2**30 / cache_bytes * spec.slots)
+            if fits < 1:
+                one = cache_bytes / spec.slots / 2**30
+                raise EngineError(f"kv_cache_gib = {spec.kv_cache_gib}: one sequence needs {one:.3f}")
+            self._slots = min(self._slots, fits)
+        self._cache = RowCache(text.num_hidden_layers, self._slots, spec.max_model_length)
+        self._waiting: deque[Running] = deque()
+        self._rows: list[Running] = []  # row i of the cache and of the arrays below belongs to response i
+        self._length = np.zeros(self._slots, np.int64)  # tokens so far
+        self._last = np.zeros(self._slots, np.int64)  # the latest token, not yet in the cache
+        self._seed = np.zeros(self._slots, np.uint64)
+        self._temperature = np.zeros(self._slots, np.float64)
+        self._top_p = np.zeros(self._slots, np.float64)
+        self._top_k = np.zeros(self._slots, np.int64)
+        self._row_arrays = (
+            self._length,
+            self._last,
+            self._seed,
+            self._temperature,
+            self._top_p,
+            self._top_k,
+        )
+
+    def add(self, request: ResponseRequest, sampling: Sampling) -> None:
+        if any(r.response == request.response for r in (*self._waiting, *self._rows)):
+            raise EngineError(f"{request.response}: already runs here")
+        self._waiting.append(accept(request, sampling, self._vocabulary, self._max_length))
+
+    def abort(self, response: str) -> None:
+        self._waiting = deque(r for r in self._waiting if r.response != response)
+        self._leave([i for i, r in enumerate(self._rows) if r.response == response])
+
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        num_decoding = len(self._rows)
+        joining = self._joining()
+        if joining:
+            self._prefill(joining, deltas)
+        if num_decoding:
+            self._decode(num_decoding, deltas)
+        self._leave([i for i, d in enumerate(self._ordered(deltas, num_decoding)) if d.finish_reason])
+        return deltas
+
+    def num_unfinished(self) -> int:
+        return len(self._waiting) + len(self._rows)
+
+    def load(self) -> Load:
+        used = int(self._length[: len(self._rows)].sum())
+        return Load(len(self._rows), len(self._waiting), used / (self._slots * self._max_length))
+
+    @torch.inference_mode()
+    def load_weights(self, path: Path, manifest: Manifest) -> str:
+        targets = tensor_targets(self._model)
+        check_fits(targets, manifest)
+        self._waiting.extendleft(reversed(self._rows))  # their KV is of the old weights: prefill again
+        self._rows.clear()
+        for name, tensor in read_tensors(path, manifest):
+            targets[name].copy_(tensor)
+        return manifest.digest  # proved by read_tensors to be that of the bytes read
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._rows.clear()
+
+    def _joining(self) -> list[Running]:
+        """The responses that start now, in order: as many as there are free rows, within PREFILL_TOKENS."""
+        joining: list[Running] = []
+        longest = 0
+        while self._waiting and len(self._rows) + len(joining) < self._slots:
+            longest = max(longest, len(self._waiting[0].tokens))
+            if joining and longest * (len(joining) + 1) > PREFILL_TOKENS:
+                break
+            joining.append(self._waiting.popleft())
+        return joining
+
+    def _prefill(self, joining: list[Running], deltas: list[Delta]) -> None:
+        """Runs whole contexts into new rows behind the running ones and samples a token for each."""
+        first, num = len(self._rows), len(joining)
+        for row, r in enumerate(joining, first):
+            self._seed[row], self._length[row] = r.seed, len(r.tokens)
+            self._temperature[row] = r.sampling.temperature
+            self._top_p[row], self._top_k[row] = r.sampling.top_p, r.sampling.top_k
+        self._rows.extend(joining)
+        # A group's responses share their prompt: run it once and copy its keys and values.
+        distinct: dict[tuple[int, ...], int] = {}
+        source = np.array([distinct.setdefault(tuple(r.tokens), len(distinct)) for r in joining])
+        longest = max(len(context) for context in distinct)
+        self._cache.reserve(longest)
+        # Padding is on the left, so that the last query column holds every context's last token.
+        tokens = np.zeros((len(distinct), longest), np.int64)
+        positions = np.zeros((len(distinct), longest), np.int64)
+        columns = np.full((len(distinct), longest), self._cache.scratch, np.int64)
+        for context, i in distinct.items():
+            start = longest - len(context)
+            tokens[i, start:] = context
+            positions[i, start:] = columns[i, start:] = np.arange(len(context))
+        logits = self._forward(first, tokens, positions, columns, longest)
+        if len(distinct) < num:
+            rows = torch.from_numpy(source).to(self.device)
+            self._cache.copy_rows(first + rows, torch.arange(first, first + num, device=self.device), longest)
+            logits = logits[rows]
+        self._draw(logits, first, first + num, deltas)
+
+    def _decode(self, num: int, deltas: list[Delta]) -> None:
+        """One token for each of the first `num` rows."""
+        positions = self._length[:num, None] - 1
+        width = int(positions.max()) + 1
+        self._cache.reserve(width)
+        logits = self._forward(0, self._last[:num, None], positions, positions, width)
+        self._draw(logits, 0, num, deltas)
+
+    def _forward(
+        self, first: int, tokens: np.ndarray, positions: np.ndarray, columns: np.ndarray, width: int
+    ) -> torch.Tensor:
+        """int64 [b, q] each, for the rows from `first` on; logits of the last column, [b, vocabulary]."""
+        rows = torch.arange(first, first + len(tokens), device=self.device)
+        position_ids = torch.from_numpy(positions).to(self.device)
+        column_ids = position_ids if columns is positions else torch.from_numpy(columns).to(self.device)
+        self._cache.place(Placement(rows, column_ids, first, width))
+        out = self._model(
+            input_ids=torch.from_numpy(tokens).to(self.device),
+            attention_mask=self._mask(position_ids, width),
+            position_ids=position_ids,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]
+
+    def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Bool [b, 1, q, width]: what each query may see. For models that mix attention kinds, by kind."""
+        columns = torch.arange(width, device=self.device)
+        causal = (columns <= positions[..., None])[:, None]
+        masks = {
+            kind: causal if window is None else causal & (columns > positions[..., None] - window)[:, None]
+            for kind, window in self._windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _draw(self, logits: torch.Tensor, start: int, end: int, deltas: list[Delta]) -> None:
+        """Samples for rows start..end-1 and appends one delta for each."""
+        at = slice(start, end)
+        noise = uniforms(self._seed[at], self._length[at])
+        ids, logprobs = sample(logits, noise, self._temperature[at], self._top_p[at], self._top_k[at])
+        ids = ids.cpu().numpy()
+        self._last[at] = ids
+        self._length[at] += 1
+        for r, token, logprob in zip(self._rows[at], ids.tolist(), logprobs.tolist(), strict=True):
+            deltas.append(Delta(r.response, [token], [logprob], r.grow(token)))
+
+    def _ordered(self, deltas: list[Delta], num_decoding: int) -> list[Delta]:
+        """Deltas in row order: `step` fills in the new rows, which lie behind, first."""
+        num_new = len(deltas) - num_decoding
+        return deltas[num_new:] + deltas[:num_new]
+
+    @torch.inference_mode()
+    def _leave(self, rows: list[int]) -> None:
+        """Frees rows by moving the last ones into the holes; only those are copied."""
+        if not rows:
+            return
+        remaining = len(self._rows) - len(rows)
+        leaving = set(rows)
+        target = [i for i in rows if i < remaining]
+        source = [i for i in range(remaining, len(self._rows)) if i not in leaving]
+        if source:
+            width = int(self._length[source].max())
+            to = torch.tensor(target, device=self.device)
+            self._cache.copy_rows(torch.tensor(source, device=self.device), to, width)
+            for array in self._row_arrays:
+                array[target] = array[source]
+            for i, j in zip(target, source, strict=True):
+                self._rows[i] = self._rows[j]
+        del self._rows[remaining:]
+
+
+def _windows(config: object) -> dict[str, int | None]:
+    """Attention kind -> its sliding window, for the kinds in the model (transformers' names)."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        return {"full_attention": window}
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise EngineError(f'the torch engine knows no {sorted(unknown)[0]} layers; use engine = "vllm"')
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}

@@ -1,0 +1,249 @@
+"""The vLLM engine: LightRL's requests straight into vLLM's engine core, in this process.
+
+Owns how vLLM is configured and driven. It skips vLLM's request and output processing (tokenizers,
+detokenizers, asyncio), which for small models costs more than the forward pass. What runs inside the
+worker is in `vllm_worker.py`. Written against vLLM 0.32; its use on CUDA has been read, not run.
+"""
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lightrl.engine.base import Delta, EngineSpec
+from lightrl.engine.requests import accept
+from lightrl.errors import EngineError
+from lightrl.messages import FinishReason, Load, Manifest, ResponseRequest, Sampling
+
+TRIED = "0.32"
+MAX_AUTO_KV_BYTES = 4 << 30  # of a CPU engine whose kv_cache_gib is 0
+CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPU
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # only the V1 runner's sampler is replaced by ours
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine of a machine to the same core
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+class VllmEngine:
+    """Implements `base.Engine`. Build it in a process of its own: vLLM keeps state in globals."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+        import torch
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cpu":
+            os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if k not in os.environ})
+        from lightrl.engine.checkpoint import build_model, read_config, resolve_dtype, tensor_targets
+
+        config = read_config(Path(spec.model_dir))
+        dtype = resolve_dtype(spec.dtype, config, self.device)
+        self._targets = tensor_targets(build_model(config, dtype, "meta"))
+        self._vocabulary = int(config.get_text_config().vocab_size)
+        self._max_length = spec.max_model_length
+        # vLLM gets an id of its own for every add: a response may come back after an abort with other tokens.
+        self._ids: dict[str, str] = {}  # response -> vLLM request
+        self._responses: dict[str, str] = {}  # vLLM request -> response
+        self._num_added = 0
+        self._api = _Api()
+        self._core = self._api.build({**_engine_args(spec, config, dtype, self.device), **spec.engine_args})
+        self._num_preemptions = 0
+        self._count_preemptions()
+
+    def add(self, request: ResponseRequest, sampling: Sampling) -> None:
+        if request.response in self._ids:
+            raise EngineError(f"{request.response}: already runs here")
+        r = accept(request, sampling, self._vocabulary, self._max_length)
+        params = self._api.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=request.max_new_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids alone decides
+            logprobs=0,
+            detokenize=False,
+            extra_args={self._api.seed_key: request.seed},
+        )
+        self._num_added += 1
+        request_id = str(self._num_added)
+        wanted = self._api.EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=r.tokens,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(wanted))
+        self._ids[request.response] = request_id
+        self._responses[request_id] = request.response
+
+    def abort(self, response: str) -> None:
+        request_id = self._ids.pop(response, None)
+        if request_id is not None:
+            del self._responses[request_id]
+            self._core.abort_requests([request_id])
+
+    def step(self) -> list[Delta]:
+        outputs, executed = self._core.step_fn()
+        self._core.post_step(executed)
+        deltas: list[Delta] = []
+        for out in outputs[0].outputs if outputs and 0 in outputs else ():
+            response = self._responses.get(out.request_id)
+            if response is None:  # aborted while its last step ran
+                continue
+            reason = None if out.finish_reason is None else _finish_reason(out)
+            if reason is not None:
+                del self._responses[out.request_id], self._ids[response]
+            logprobs = out.new_logprobs.logprobs[:, 0].tolist() if out.new_logprobs is not None else []
+            deltas.append(Delta(response, list(out.new_token_ids), logprobs, reason))
+        return deltas
+
+    def num_unfinished(self) -> int:
+        return len(self._ids)
+
+    def load(self) -> Load:
+        scheduler = self._core.scheduler
+        running, waiting = scheduler.get_request_counts()
+        return Load(running, waiting, scheduler.kv_cache_manager.usage, self._num_preemptions)
+
+    def load_weights(self, path: Path, manifest: Manifest) -> str:
+        from lightrl.engine.checkpoint import check_fits
+
+        check_fits(self._targets, manifest)  # vLLM itself is silent about a missing tensor
+        digests = set(self._core.collective_rpc("lightrl_load", args=(str(path), manifest)))
+        before = self._num_preemptions
+        # Moves what runs back to the queue, so that its KV is recomputed under the new weights.
+        self._core.reset_prefix_cache(reset_running_requests=True)
+        self._num_preemptions = before
+        return digests.pop()
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    def _count_preemptions(self) -> None:
+        """vLLM counts them for each request only, and forgets them with it."""
+        scheduler = self._core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._num_preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+
+
+def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict[str, Any]:
+    """What LightRL asks of vLLM's EngineArgs; `spec.engine_args` overrides it."""
+    args: dict[str, Any] = {
+        "model": spec.model_dir,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": spec.max_model_length + 1,  # vLLM ends a response one token early otherwise
+        "max_num_seqs": spec.slots,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "worker_extension_cls": "lightrl.engine.vllm_worker.WorkerExtension",
+        "async_scheduling": False,  # a step's tokens are out before the next starts, so a load is a clean cut
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if device == "cpu":
+        args |= {
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni",  # the worker lives in this process, too
+            "kv_cache_memory_bytes": _cpu_kv_bytes(spec, config, dtype),
+        }
+    elif spec.kv_cache_gib:
+        args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * 2**30)
+    return args
+
+
+def _cpu_kv_bytes(spec: EngineSpec, config: Any, dtype: Any) -> int:
+    from lightrl.engine.checkpoint import kv_bytes_per_token
+
+    if spec.kv_cache_gib:
+        return int(spec.kv_cache_gib * 2**30)
+    blocks = math.ceil((spec.max_model_length + 1) / CPU_BLOCK_TOKENS)
+    sequence = blocks * CPU_BLOCK_TOKENS * kv_bytes_per_token(config, dtype)
+    spare = 2 * sequence // blocks  # vLLM keeps one block for itself
+    return max(min(spec.slots * sequence, MAX_AUTO_KV_BYTES), sequence) + spare
+
+
+def _finish_reason(out: Any) -> FinishReason:
+    match str(out.finish_reason):
+        case "stop":
+            return "stop"
+        case "length":
+            return "length"
+        case other:
+            raise EngineError(f"{out.request_id}: vLLM ended it with {other!r}")
+
+
+class _Api:
+    """The parts of vLLM that are used, found before anything is built."""
+
+    def __init__(self) -> None:
+        """Raises EngineError where this vLLM lacks one."""
+        version = "(unknown version)"
+        try:
+            import torch
+            from vllm import SamplingParams
+            from vllm import __version__ as version
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.model_executor.models import registry
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.core.sched.scheduler import Scheduler
+            from vllm.v1.engine import EngineCoreRequest
+            from vllm.v1.engine.core import EngineCore
+            from vllm.v1.executor import Executor
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+            for owner, names in (
+                (EngineCore, "step step_with_batch_queue post_step preprocess_add_request add_request"),
+                (EngineCore, "abort_requests reset_prefix_cache collective_rpc shutdown"),
+                (Scheduler, "_preempt_request get_request_counts reset_prefix_cache"),
+                (GPUModelRunner, "_sample reload_weights"),
+                (registry, "_run_in_subprocess"),
+            ):
+                for name in names.split():
+                    getattr(owner, name)
+            from lightrl.engine.vllm_worker import SEED
+        except (ImportError, AttributeError) as e:
+            raise EngineError(
+                f"vLLM {version} does not fit ({e}): LightRL needs vLLM {TRIED}.x; "
+                'install that, or set rollout.engine = "torch"'
+            ) from e
+        if not torch.cuda.is_available():
+            # vLLM inspects model classes in a subprocess, to keep CUDA uninitialised. Without CUDA that
+            # only costs seconds, and a process that our death would leave behind.
+            registry._run_in_subprocess = lambda inspect: inspect()
+        self.SamplingParams = SamplingParams
+        self.EngineCoreRequest = EngineCoreRequest
+        self.seed_key = SEED
+        self._engine_args, self._context = EngineArgs, UsageContext.ENGINE_CONTEXT
+        self._core, self._executor = EngineCore, Executor
+
+    def build(self, args: dict[str, Any]) -> Any:
+        """An EngineCore. Raises EngineError for arguments or a machine that vLLM refuses."""
+        try:
+            config = self._engine_args(**args).create_engine_config(self._context)
+            if config.speculative_config is not None:
+                raise NotImplementedError("speculative_config: its sampling is not coupled")
+            return self._core(config, self._executor.get_class(config), log_stats=False)
+        except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as e:
+            lines = str(e).strip().splitlines()
+            raise EngineError(f"vLLM cannot start: {lines[-1].strip() if lines else repr(e)}") from e

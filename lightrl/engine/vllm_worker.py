@@ -1,0 +1,94 @@
+"""What LightRL changes inside vLLM's worker: the sampler, and weights replaced in place.
+
+Imported by vLLM in every worker process (`worker_extension_cls`), and importing it installs the
+sampler, so it must not be imported outside one. Written against vLLM 0.32's V1 model runner; tried
+on CPU. On CUDA the same code runs under the V1 runner, where it has only been read, not run.
+"""
+
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from lightrl.child import die_with
+from lightrl.engine.sampling import sample, uniforms
+from lightrl.messages import Manifest
+from lightrl.weights.tensors import read_tensors
+
+SEED = "lightrl_seed"  # in SamplingParams.extra_args, because that reaches workers in other processes too
+
+_stock_sample = GPUModelRunner._sample
+
+
+def _coupled_sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any = None) -> SamplerOutput:
+    """Replaces GPUModelRunner._sample: all rows at once, by `sampling.sample`.
+
+    Also cheaper than the stock sampler, which keeps a torch.Generator for each request and ranks all
+    logprobs. vLLM's own dummy runs (warm-up, graph capture) have no requests and keep the stock one.
+    """
+    batch = runner.input_batch
+    num = batch.num_reqs
+    if num == 0:
+        return _stock_sample(runner, logits, spec_decode_metadata)
+    if spec_decode_metadata is not None:
+        raise NotImplementedError("speculative decoding is not coupled yet; remove speculative_config")
+    ids = batch.req_ids
+    if getattr(runner, "lightrl_ids", None) != ids:  # the batch changed: look the seeds up again
+        runner.lightrl_ids = list(ids)
+        runner.lightrl_seeds = np.array(
+            [runner.requests[i].sampling_params.extra_args[SEED] for i in ids], np.uint64
+        )
+    top_k = batch.top_k_cpu[:num]
+    tokens, logprobs = sample(
+        logits,
+        uniforms(runner.lightrl_seeds, batch.num_tokens_no_spec[:num]),
+        batch.temperature_cpu[:num].astype(np.float64),
+        batch.top_p_cpu[:num].astype(np.float64),
+        np.where(top_k >= batch.vocab_size, 0, top_k),  # vLLM writes "off" as the size of the vocabulary
+    )
+    tokens = tokens.to(torch.int32)[:, None]
+    ranks = torch.zeros(num, dtype=torch.int64, device=logits.device)  # nobody reads them
+    return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs[:, None], ranks))
+
+
+GPUModelRunner._sample = _coupled_sample  # pyright: ignore[reportAttributeAccessIssue]
+
+# It warns at every reload of modules that have nothing to load, such as tied heads.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+if multiprocessing.parent_process() is not None:  # a tensor-parallel worker must not outlive its engine
+    die_with(os.getppid())
+
+
+class WorkerExtension:
+    """Methods that `collective_rpc` can call in every worker; vLLM mixes this class into its own."""
+
+    model_runner: Any
+    device: torch.device
+
+    def lightrl_load(self, path: str, manifest: Manifest) -> str:
+        """Replaces all weights in place from a verified file; returns the digest of what was read.
+
+        Raises WeightsError before anything changed if a digest is wrong.
+        """
+        tensors = dict(read_tensors(Path(path), manifest))
+        self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+        self._refresh_tied_head()
+        return manifest.digest
+
+    def _refresh_tied_head(self) -> None:
+        """On CPU, lm_head multiplies with a copy of the embeddings that was packed when the model was built.
+
+        Reloading renews the embeddings only; without this, tied models silently keep their old head.
+        """
+        model = self.model_runner.model
+        head = getattr(model, "lm_head", None)
+        tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+        if self.device.type == "cpu" and tied and head is not None:
+            head.quant_method.process_weights_after_loading(head)

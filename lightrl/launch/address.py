@@ -1,0 +1,70 @@
+"""Addresses of coordinators: how users write them, where runs leave them, which can be bound or reached.
+
+Speaks no protocol: a reachable address is one that accepts a TCP connection.
+"""
+
+import errno
+import socket
+from pathlib import Path
+
+from lightrl.errors import ConfigError, PeerUnreachable
+
+CONNECT_S = 3.0
+
+
+def parse(address: str) -> tuple[str, int]:
+    """("10.0.0.1", 5600) for "tcp://10.0.0.1:5600" or "10.0.0.1:5600"; port 0 for "*".
+
+    Raises ConfigError with an example if it is neither.
+    """
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    number = "0" if port == "*" else port
+    if not colon or not host or "/" in host or not number.isdecimal() or int(number) > 65535:
+        raise ConfigError(f"{address}: not an address; one looks like tcp://10.0.0.1:5600")
+    return host.strip("[]"), int(number)
+
+
+def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Path | None]:
+    """What a user means by ADDR: an address, a run directory, the name of a run, or the latest run.
+
+    Returns the address to ask and the run directory, as far as they are known.
+    """
+    if target is not None and (target.startswith("tcp://") or (":" in target and not Path(target).exists())):
+        parse(target)
+        return "tcp://" + target.removeprefix("tcp://"), None
+    folder = runs / "latest" if target is None else Path(target)
+    if not folder.is_dir() and target is not None:
+        folder = runs / target
+    if not folder.is_dir():
+        wanted = "no run here yet" if target is None else f"{target}: no such run"
+        raise ConfigError(f"{wanted}; give an address (tcp://HOST:PORT) or a run directory")
+    file = folder / "address"
+    return (file.read_text().strip() or None) if file.exists() else None, folder.resolve()
+
+
+def require_free(bind: str) -> None:
+    """Raises ConfigError if the coordinator could not listen on `bind`."""
+    host, port = parse(bind)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("" if host == "*" else host, port))
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                what = f"port {port} is in use; choose another one, or * for any"
+            else:
+                what = f"cannot listen there: {e.strerror or e}"
+            raise ConfigError(f"run.bind = {bind}: {what}") from None
+
+
+def require_reachable(address: str) -> None:
+    """Raises PeerUnreachable if nothing accepts connections at `address` within CONNECT_S seconds."""
+    host, port = parse(address)
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except OSError as e:
+        why = "no answer" if isinstance(e, TimeoutError) else (e.strerror or str(e)).lower()
+        raise PeerUnreachable(
+            f"{address}: nobody answers ({why}); is the coordinator running and is this its address?"
+        ) from None

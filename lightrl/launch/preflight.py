@@ -1,0 +1,107 @@
+"""What can be found wrong with a run before anything is started: missing files, a taken name or port.
+
+One clear line for each. Runs no user code and reads no data: the daemons do that.
+"""
+
+import ast
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.errors import ConfigError
+from lightrl.launch.address import parse, require_free
+
+LOCAL_SUFFIXES = {".jsonl", ".parquet", ".json"}
+
+
+def require_files(config: Config) -> None:
+    """Raises ConfigError for the first file of the config that is missing or cannot be meant."""
+    _require_model(config.model.path)
+    _require_data("data.path", config.data.path)
+    if config.eval.path:
+        _require_data("eval.path", config.eval.path)
+    for function in config.reward.functions:
+        file, colon, name = function.rpartition(":")
+        if colon and file.endswith(".py"):
+            _require_function(Path(file), name)
+
+
+def require_new(config: Config) -> None:
+    """Raises ConfigError if the name or the port of the run is taken."""
+    if config.run_dir.exists():
+        raise ConfigError(f"run directory {config.run_dir} exists; choose another run.name or remove it")
+    parse(config.run.bind)
+    require_free(config.run.bind)
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a model or data path can only be an id on the Hugging Face hub ("org/name")."""
+    parts = path.split("/")
+    return len(parts) == 2 and all(parts) and parts[0] not in {".", "..", "~"} and not Path(path).exists()
+
+
+def _require_model(path: str) -> None:
+    folder = Path(path)
+    if is_hub_id(path):
+        _require_on_hub(path)
+        return
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.path = {path}: no such directory; give one with config.json, or a hub id org/name"
+        )
+    if not (folder / "config.json").exists():
+        raise ConfigError(
+            f"model.path = {path}: has no config.json, so it is not a Hugging Face model directory"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path = {path}: has no *.safetensors weights")
+
+
+def _require_on_hub(name: str) -> None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    # Which HTTP library the hub client uses differs between its versions: a failed connection is the
+    # class that its own HTTP errors derive from.
+    http_error = HfHubHTTPError.__bases__[0]
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+    except (http_error, HFValidationError, OSError) as e:
+        why = " ".join(str(e).split())[:160]
+        raise ConfigError(
+            f"model.path = {name}: no such directory, and not to be had from the hub: {why}"
+        ) from None
+
+
+def _require_data(key: str, path: str) -> None:
+    file = Path(path)
+    if file.is_dir():
+        raise ConfigError(f"{key} = {path}: is a directory; give a JSONL or parquet file")
+    local = file.is_absolute() or path.startswith((".", "~")) or file.suffix in LOCAL_SUFFIXES
+    if local and not file.exists():
+        raise ConfigError(f"{key} = {path}: no such file")
+    if file.exists() and file.stat().st_size == 0:
+        raise ConfigError(f"{key} = {path}: the file is empty")
+
+
+def _require_function(file: Path, name: str) -> None:
+    if not file.is_file():
+        raise ConfigError(f"reward.functions = {file}:{name}: no such file {file.name}")
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as e:
+        raise ConfigError(f"reward.functions: {file}:{e.lineno}: {e.msg}") from None
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    if name not in names and "*" not in names:
+        functions = ", ".join(sorted(names)) or "nothing"
+        raise ConfigError(
+            f"reward.functions = {file}:{name}: no function {name} there; it defines {functions}"
+        )

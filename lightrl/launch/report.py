@@ -1,0 +1,166 @@
+"""A run as plain lines: progress where there is no screen, the result at its end, `lightrl status`.
+
+Reads snapshots and the run directory; starts and stops nothing.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
+from lightrl.launch.address import find
+from lightrl.messages import NodeRow, Snapshot
+from lightrl.node import client
+from lightrl.tui.figures import count, duration
+from lightrl.wire import from_json
+
+SNAPSHOT_EVERY_S = 0.5
+LINE_EVERY_S = 2.0
+RETRY_S = 1.0
+
+
+async def print_progress(address: str, say: Callable[[str], None] = print) -> None:
+    """One line every few seconds and for every evaluation, until the run is over."""
+    progress = Progress()
+    while True:
+        try:
+            async with contextlib.aclosing(client.watch(address, SNAPSHOT_EVERY_S)) as snapshots:
+                async for snapshot in snapshots:
+                    for line in progress.lines(snapshot, time.monotonic()):
+                        say(line)
+                    if snapshot.state in {"finished", "failed"}:
+                        return
+        except PeerUnreachable:
+            pass  # whoever supervises the coordinator says why
+        await asyncio.sleep(RETRY_S)
+
+
+class Progress:
+    """What has been printed already."""
+
+    def __init__(self) -> None:
+        self._said_at = float("-inf")
+        self._step = 0
+        self._num_evals = 0
+        self._state = ""
+
+    def lines(self, s: Snapshot, now: float) -> Iterator[str]:
+        """The lines that this snapshot adds."""
+        if s.state != self._state and s.state in {"starting", "finishing", "failed"}:
+            yield f"{s.state}: {_readiness(s)}" if s.state == "starting" else f"{s.state} at step {s.step}"
+        self._state = s.state
+        for step, score in s.evals[self._num_evals :]:
+            yield f"step {step:>5}/{s.num_steps}  eval {score:.3f}"
+        self._num_evals = len(s.evals)
+        over = s.step == s.num_steps
+        if s.step > self._step and s.rewards and (over or now - self._said_at >= LINE_EVERY_S):
+            self._step, self._said_at = s.step, now
+            yield (
+                f"step {s.step:>5}/{s.num_steps}  reward {s.rewards[-1]:.3f}"
+                + (f"  length {s.lengths[-1]:6.1f}" if s.lengths else "")
+                + (f"  {s.step_seconds[-1]:.2f} s/step" if s.step_seconds else "")
+                + f"  {count(s.tokens_per_s)} tokens/s  {duration(s.elapsed_s)}"
+            )
+
+
+def result_lines(run_dir: Path) -> list[str]:
+    """The short account of a finished run, from its summary. Raises LightRLError if there is none."""
+    file = run_dir / "summary.json"
+    try:
+        summary = from_json(file.read_bytes(), dict[str, Any])
+    except FileNotFoundError:
+        raise LightRLError(f"{file}: missing, so the run did not finish; see {run_dir / 'logs'}") from None
+    wall_s = summary.get("rl_wall_s") or 0.0
+    tokens = summary.get("rollout_tokens") or 0
+    lines = [f"finished {summary.get('steps')} steps in {duration(wall_s)} ({wall_s:.1f} s)"]
+    start, end = summary.get("eval_start"), summary.get("eval_end")
+    if start is not None and end is not None:
+        lines.append(f"  held-out   {start:.3f} -> {end:.3f}")
+    speed = f" ({tokens / wall_s:,.0f} a second)" if wall_s else ""
+    lines.append(
+        f"  tokens     {tokens:,}{speed}; {summary.get('trained_responses', 0):,} responses trained on"
+    )
+    model = exported_model(run_dir)
+    if model is not None:
+        lines.append(f"  model      {model}")
+    lines.append(f"  run        {run_dir}")
+    return lines
+
+
+def exported_model(run_dir: Path) -> Path | None:
+    """The newest Hugging Face model directory that the run has written."""
+    found = [f.parent for f in run_dir.rglob("config.json") if any(f.parent.glob("*.safetensors"))]
+    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+async def one_snapshot(target: str | None) -> Snapshot:
+    """How the run stands that ADDR, a run directory or nothing (the latest run) means.
+
+    Raises PeerUnreachable if it neither answers nor has left a last snapshot.
+    """
+    address, run_dir = find(target)
+    if run_dir is not None and (last := final_snapshot(run_dir)) is not None:
+        return last
+    if address is None:
+        raise PeerUnreachable(f"{run_dir}: this run never listened; see {run_dir}/logs")
+    async with contextlib.aclosing(client.watch(address, 0.0)) as snapshots:
+        async for snapshot in snapshots:
+            return snapshot
+    raise PeerUnreachable(f"{address}: closed the connection without an answer")
+
+
+def final_snapshot(run_dir: Path) -> Snapshot | None:
+    """The snapshot left at the end of a run; None while it runs (again)."""
+    file, address = run_dir / "snapshot.json", run_dir / "address"
+    if not file.exists() or (address.exists() and address.stat().st_mtime > file.stat().st_mtime):
+        return None
+    try:
+        return from_json(file.read_bytes(), Snapshot)
+    except ProtocolError as e:
+        raise LightRLError(f"{file}: {e}") from None
+
+
+def status_lines(s: Snapshot) -> list[str]:
+    """The table of `lightrl status`: plain text, one node a line."""
+    version = "none" if s.policy_version is None else str(s.policy_version)
+    lines = [
+        f"run       {s.run} · {s.state} · {duration(s.elapsed_s)}",
+        f"step      {s.step}/{s.num_steps} · policy version {version} · {count(s.tokens_per_s)} tokens/s",
+        f"round     {_round(s)}",
+        "",
+    ]
+    rows = [("NODE", "ROLE", "STATE", "PID", "VERSION", "RUNNING", "TOKENS/S", "HOST"), *map(_row, s.nodes)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return lines
+
+
+def _row(n: NodeRow) -> tuple[str, ...]:
+    return (
+        n.name,
+        ",".join(n.roles),
+        n.state,
+        str(n.pid),
+        "-" if n.policy_version is None else str(n.policy_version),
+        f"{n.running}/{n.slots}" if n.slots else "-",
+        count(n.tokens_per_s) if n.slots else "-",
+        n.host,
+    )
+
+
+def _round(s: Snapshot) -> str:
+    if not s.round_kind:
+        return "between rounds"
+    return (
+        f"{s.round_kind} · {s.round_accepted}/{s.round_needed} groups · {s.responses_running} running, "
+        f"{s.responses_queued} queued, {s.responses_done} done"
+    )
+
+
+def _readiness(s: Snapshot) -> str:
+    if not s.nodes:
+        return "waiting for nodes"
+    return ", ".join(f"{n.name} {n.state}" for n in s.nodes)

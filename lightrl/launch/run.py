@@ -1,0 +1,91 @@
+"""`lightrl up CONFIG`: a whole run on this machine, watched until it is over.
+
+Ties processes, signals and view together; what each of them does is decided elsewhere.
+"""
+
+import asyncio
+import contextlib
+import signal
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.launch.local import LocalRun, RunFailed
+from lightrl.launch.preflight import require_files, require_new
+from lightrl.launch.report import final_snapshot, print_progress, result_lines
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+async def run_here(config: Config, tui: bool) -> int:
+    """The exit status: 0 only if the run finished. Raises LightRLError, one line, if it failed."""
+    require_files(config)
+    require_new(config)
+    stopped = asyncio.Event()
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    local = LocalRun(config)
+    living = asyncio.create_task(_live(local, tui), name="run")
+    stopping = asyncio.create_task(stopped.wait(), name="signal")
+    reason = "the run is over"
+    try:
+        await asyncio.wait({living, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not living.done():
+            reason = "interrupted"
+            await _cancel(living)  # gives the terminal back first
+            print("stopping ...", flush=True)
+        else:
+            living.result()
+    except RunFailed:
+        reason = "the run failed"
+        raise
+    finally:
+        await _cancel(living, stopping)
+        await local.stop(reason)
+    for line in local.lost:
+        print(f"lost on the way: {line}")
+    return _conclude(local.run_dir, reason == "interrupted")
+
+
+async def _live(local: LocalRun, tui: bool) -> None:
+    """Starts the daemons and shows the run until it is over."""
+    print(f"run {local.config.run.name} in {local.run_dir}", flush=True)
+    await local.start()
+    print(f"join it from elsewhere: lightrl up --join {local.address}", flush=True)
+    watching = asyncio.create_task(_watch(local.address, tui), name="view")
+    try:
+        await local.until_over()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):  # the view shows the end by itself, if it saw it
+                await watching
+    finally:
+        await _cancel(watching)
+
+
+async def _watch(address: str, tui: bool) -> None:
+    """The screen until q, plain lines after that or without a screen."""
+    if tui:
+        from lightrl.tui.app import watch_live
+
+        if await watch_live(address, stay=False):
+            return
+        print("the run goes on; ctrl-C stops it", flush=True)
+    await print_progress(address, lambda line: print(line, flush=True))
+
+
+def _conclude(run_dir: Path, interrupted: bool) -> int:
+    last = final_snapshot(run_dir)
+    if last is not None and last.state != "finished":
+        why = "interrupted" if interrupted else last.state
+        print(f"{why} at step {last.step} of {last.num_steps}; the run is in {run_dir}")
+        return 1
+    if interrupted and not (run_dir / "summary.json").exists():
+        print(f"interrupted; the run is in {run_dir}" if run_dir.exists() else "interrupted")
+        return 1
+    print("\n".join(result_lines(run_dir)), flush=True)
+    return 0
+
+
+async def _cancel(*tasks: "asyncio.Task[object]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,130 @@
+"""Where a run's figures go: one JSON object per step in metrics.jsonl, and the trackers people use.
+
+Owns the files and sinks, not the names or values of metrics. Must not import a tracker that was not
+asked for.
+"""
+
+import math
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightrl.config import Config
+from lightrl.errors import ConfigError, ProtocolError
+from lightrl.wire import from_json, to_json
+
+FILE_NAME = "metrics.jsonl"
+
+
+class Sink(Protocol):
+    def write(self, step: int, record: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Writes every record to all backends.
+
+    Raises ConfigError if a backend is not installed, with what to install. metrics.jsonl is always
+    written, since the other views of a run read it.
+    """
+
+    def __init__(self, run_dir: Path, backends: tuple[str, ...], config: Config) -> None:
+        self._sinks: list[Sink] = [_Jsonl(run_dir)]
+        if "tensorboard" in backends:
+            self._sinks.append(_Tensorboard(run_dir))
+        if "wandb" in backends:
+            self._sinks.append(_Wandb(run_dir, config))
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        """`step` counts optimizer steps. Example: write(4, {"reward/mean": 0.61, "lr": 1e-6})."""
+        for sink in self._sinks:
+            sink.write(step, record)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def read(run_dir: Path) -> list[dict[str, float]]:
+    """All records of a run with their "step", in order of steps; [] if there are none.
+
+    A resumed run repeats steps: the later record counts. A torn last line is left out. Values that were
+    not finite are NaN.
+    """
+    try:
+        lines = (run_dir / FILE_NAME).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    records: dict[float, dict[str, float]] = {}
+    for line in lines:
+        try:
+            record = from_json(line, dict[str, float | None])
+        except ProtocolError:
+            continue
+        values = {k: math.nan if v is None else v for k, v in record.items()}
+        if "step" in values:
+            values["step"] = int(values["step"])
+            records[values["step"]] = values
+    return [records[step] for step in sorted(records)]
+
+
+class _Jsonl:
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / FILE_NAME
+        old = path.read_bytes() if path.exists() else b""
+        self._file = path.open("ab", buffering=0)  # one write per line: a reader sees whole lines
+        if old and not old.endswith(b"\n"):  # a crash tore the last line
+            self._file.write(b"\n")
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        self._file.write(to_json({"step": step, **record}) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Tensorboard:
+    """Event files by tensorboard's own writer: torch's wrapper would load torch into the daemon."""
+
+    def __init__(self, run_dir: Path) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
+            from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ConfigError(_not_installed("tensorboard")) from None
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer: Any = event_file_writer.EventFileWriter(str(run_dir / "tensorboard"))
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        values = [self._summary.Value(tag=k, simple_value=v) for k, v in record.items()]
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        )
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ConfigError(_not_installed("wandb")) from None
+        self._run: Any = wandb.init(
+            project="lightrl",
+            name=config.run.name,
+            dir=str(run_dir),
+            config=config.model_dump(mode="json"),
+        )
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        self._run.log(record, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _not_installed(backend: str) -> str:
+    return f"logging.backends = {backend!r}: is not installed: pip install {backend}"

@@ -1,0 +1,344 @@
+"""The coordinator role of a daemon: feeds events to the core and carries out its commands.
+
+Owns the hub, the prompts, the reward pool and the run's files. Decides nothing: what happens next is
+said in core/coordinator.py.
+"""
+
+import asyncio
+import time
+from collections import deque
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.core.commands import (
+    Admit,
+    CloseRound,
+    CloseStep,
+    Command,
+    DrawPrompts,
+    Finish,
+    Report,
+    Score,
+    Send,
+)
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.events import (
+    DrainRequested,
+    Event,
+    NodeDraining,
+    NodeHeard,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    PromptsDrawn,
+    ResponseScored,
+    StepTrained,
+    TimerFired,
+    TokensArrived,
+    WeightsConfirmed,
+    WeightsPublished,
+    WeightsRefused,
+)
+from lightrl.core.state import DrawnPrompt, RunState, Settings
+from lightrl.data import Prompt, PromptCursor, load_prompts, load_tokenizer, model_files, stop_token_ids
+from lightrl.errors import DataError, PeerUnreachable, ProtocolError
+from lightrl.messages import (
+    Bye,
+    Drain,
+    Heartbeat,
+    Hello,
+    Message,
+    PublishWeights,
+    Sample,
+    Sampling,
+    StepDone,
+    TokenChunk,
+    Watch,
+    WeightsFailed,
+    WeightsReady,
+    Welcome,
+)
+from lightrl.metrics import MetricsLog
+from lightrl.node.link import Hub
+from lightrl.node.records import Records
+from lightrl.node.scratch import scratch_dir
+from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
+from lightrl.wire import pack_i32, to_json
+
+MIN_WATCH_S = 0.1  # between two snapshots to one watcher
+
+
+class Head:
+    """Listens from its construction on, so that nodes may connect while the data is still being read."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        """Raises ConfigError or DataError, one line, for anything that is wrong with the run's input."""
+        self._config = config
+        self._run_dir = run_dir
+        self._hub = Hub(config.run.bind)
+        self.address = self._hub.address
+        self._metrics = MetricsLog(run_dir, config.logging.backends, config)
+        self._model_files = model_files(config.model.path)
+        tokenizer = load_tokenizer(config.model.path)
+        self._prompts = _by_id(load_prompts(config.data.path, config.data, tokenizer))
+        self._eval_prompts = (
+            _by_id(load_prompts(config.eval.path, config.data, tokenizer)) if config.eval.path else {}
+        )
+        if len(self._prompts) < config.train.prompts_per_step:
+            raise DataError(
+                f"{config.data.path}: {len(self._prompts)} prompts, but train.prompts_per_step = "
+                f"{config.train.prompts_per_step}; a step must not hold a prompt twice"
+            )
+        self._cursor = PromptCursor(len(self._prompts), config.run.seed, config.data.shuffle)
+        self._settings = _settings(
+            config, stop_token_ids(config.model.path, tokenizer), len(self._eval_prompts)
+        )
+        self._core = Coordinator(self._settings, time.monotonic())
+        self._records = Records(
+            config.run.name, str(run_dir), config.train.steps, config.rollout.max_response_length
+        )
+        self._rewards: RewardPool | None = None
+        self._reason = "ended before it was over"
+        self._timer: asyncio.TimerHandle | None = None
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watching: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def succeeded(self) -> bool:
+        return self._core.state is RunState.FINISHED
+
+    def stop(self, reason: str) -> None:
+        """Ends the run in order: every node is asked to leave."""
+        self.feed(DrainRequested("*", reason))
+
+    async def run(self) -> None:
+        """Returns when the run is over. Raises RewardError if the reward functions cannot be used."""
+        with scratch_dir("head") as scratch:
+            for name, data in self._model_files.items():
+                (scratch / name).write_bytes(data)
+            logs = self._run_dir / "logs"
+            logs.mkdir(exist_ok=True)
+            rewards = self._rewards = RewardPool(
+                self._config.reward, scratch, self._config.data.answer_key, logs, self._scored
+            )
+            await rewards.start()
+            (self._run_dir / "address").write_text(self.address + "\n")
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    background = [
+                        tasks.create_task(rewards.run(), name="rewards"),
+                        tasks.create_task(self._receive(tasks), name="receive"),
+                        tasks.create_task(self._beat(), name="heartbeat"),
+                    ]
+                    await self._finished
+                    for task in (*background, *self._watching.values()):
+                        task.cancel()
+            finally:
+                await rewards.stop()
+                self._write_end()
+                self._hub.close()
+
+    # Events in, commands out
+
+    def feed(self, event: Event) -> None:
+        """Hands an event to the core and does what it says; failures met on the way go back in as events."""
+        todo = deque([event])
+        while todo:
+            for command in self._core.handle(todo.popleft(), time.monotonic()):
+                if (consequence := self._perform(command)) is not None:
+                    todo.append(consequence)
+        self._set_timer()
+
+    def _perform(self, command: Command) -> Event | None:
+        match command:
+            case Send(node, message):
+                return self._send(node, message)
+            case Admit(node):
+                config_json = self._config.model_dump_json()
+                return self._send(node, Welcome(self._config.run.name, config_json, self._model_files))
+            case DrawPrompts(source, count):
+                return PromptsDrawn(self._draw(source, count))
+            case Score(response, prompt, source):
+                task = (self._eval_prompts if source == "eval" else self._prompts)[prompt]
+                assert self._rewards is not None
+                assert response.finish_reason is not None
+                ids = response.tokens.tobytes()
+                self._rewards.submit(RewardJob(response.id, task.text, task.row, ids, response.finish_reason))
+            case CloseRound(round) if round.is_eval:
+                score = self._records.close_eval(round)
+                self._report(f"evaluation at step {round.step}: {score:.3f}")
+            case CloseRound(round):
+                self._records.close_round(round)
+            case CloseStep(step, seconds, metrics):
+                record = self._records.close_step(step, seconds, metrics)
+                self._metrics.write(step + 1, record)
+                self._report(_step_line(step + 1, record))
+            case Report(text):
+                self._report(text)
+            case Finish():
+                self._report(f"run {command.state}: {command.reason}")
+                self._reason = command.reason
+                if not self._finished.done():
+                    self._finished.set_result(None)
+        return None
+
+    def _send(self, node: str, message: Message) -> Event | None:
+        try:
+            self._hub.send(node, message)
+        except PeerUnreachable:
+            return NodeLost(node, "connection lost")
+        return None
+
+    def _draw(self, source: str, count: int) -> tuple[DrawnPrompt, ...]:
+        if source == "eval":
+            return tuple(DrawnPrompt(p.id, 0, pack_i32(p.token_ids)) for p in self._eval_prompts.values())
+        prompts = list(self._prompts.values())
+        drawn = [(epoch, prompts[index]) for epoch, index in self._cursor.draw(count)]
+        return tuple(DrawnPrompt(p.id, epoch, pack_i32(p.token_ids)) for epoch, p in drawn)
+
+    def _scored(self, result: RewardResult) -> None:
+        response = self._core.ledger.responses.get(result.response)
+        if response is not None and self._core.ledger.round is not None:
+            task = self._task_of(response.group)
+            self._records.sample(
+                Sample(
+                    response=result.response,
+                    prompt=task.text if task is not None else "",
+                    text=result.text,
+                    reward=result.reward,
+                    num_tokens=len(response.tokens),
+                    step=self._core.ledger.round.step,
+                )
+            )
+        self.feed(ResponseScored(result.response, result.reward, result.failure))
+
+    def _task_of(self, group: str) -> Prompt | None:
+        assert self._core.ledger.round is not None
+        prompts = self._eval_prompts if self._core.ledger.round.is_eval else self._prompts
+        held = self._core.ledger.round.groups.get(group)
+        return prompts.get(held.prompt.id) if held is not None else None
+
+    def _set_timer(self) -> None:
+        deadline = self._core.next_deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None and not self._finished.done():
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self.feed, TimerFired())
+
+    # Peers
+
+    async def _receive(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            for peer, message in await self._hub.receive():
+                self._take(peer, message, tasks)
+
+    def _take(self, peer: str, message: Message | ProtocolError, tasks: asyncio.TaskGroup) -> None:
+        match message:
+            case TokenChunk():
+                self.feed(TokensArrived(peer, message))
+            case Heartbeat(load):
+                if peer in self._core.fleet.nodes:
+                    self.feed(NodeHeard(peer, load))
+                else:  # it was given up while it was silent
+                    self._send(
+                        peer, Welcome(self._config.run.name, refused="this node was lost; start it again")
+                    )
+            case Hello() if message.node == peer:
+                self.feed(NodeJoined(message))
+            case PublishWeights():
+                self.feed(WeightsPublished(peer, message))
+            case WeightsReady():
+                self.feed(WeightsConfirmed(peer, message))
+            case WeightsFailed():
+                self.feed(WeightsRefused(peer, message))
+            case StepDone():
+                self.feed(StepTrained(peer, message))
+            case Bye(reason, ok):
+                self.feed(NodeLeft(peer, reason, ok))
+            case Drain(node, reason) if node == peer:
+                self.feed(NodeDraining(peer, reason))
+            case Drain(node, reason):
+                self.feed(DrainRequested(node, reason))
+            case Watch(every_s):
+                self._watch(peer, every_s, tasks)
+            case _:
+                self._records.bad_frames += 1
+                problem = str(message) if isinstance(message, ProtocolError) else "unexpected message"
+                self.feed(NodeLost(peer, f"{problem[:200]}"))
+
+    def _watch(self, peer: str, every_s: float, tasks: asyncio.TaskGroup) -> None:
+        previous = self._watching.pop(peer, None)
+        if previous is not None:
+            previous.cancel()
+        if self._send_snapshot(peer) and every_s > 0:
+            self._watching[peer] = tasks.create_task(self._keep_watching(peer, max(every_s, MIN_WATCH_S)))
+
+    async def _keep_watching(self, peer: str, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            if not self._send_snapshot(peer):
+                self._watching.pop(peer, None)
+                return
+
+    def _send_snapshot(self, peer: str) -> bool:
+        snapshot = self._records.snapshot(self._core, time.monotonic())
+        return self._send(peer, snapshot) is None
+
+    async def _beat(self) -> None:
+        """Lets every node know that the coordinator lives, and measures how fast they are."""
+        while True:
+            self._records.measure_rates(self._core, time.monotonic())
+            for name in list(self._core.fleet.nodes):
+                if (lost := self._send(name, Heartbeat())) is not None:
+                    self.feed(lost)
+            await asyncio.sleep(self._config.node.heartbeat_s)
+
+    # Files
+
+    def _report(self, text: str) -> None:
+        elapsed = time.monotonic() - self._core.started_at
+        self._records.event(elapsed, text)
+        print(f"{elapsed:8.2f} {text}", flush=True)
+
+    def _write_end(self) -> None:
+        now = time.monotonic()
+        summary = self._records.summary(self._core, self._reason, now - self._core.started_at)
+        (self._run_dir / "summary.json").write_bytes(to_json(summary) + b"\n")
+        snapshot = self._records.snapshot(self._core, now)
+        (self._run_dir / "snapshot.json").write_bytes(to_json(snapshot) + b"\n")
+        for peer in self._watching:  # the last word to whoever looks on
+            self._send(peer, snapshot)
+        (self._run_dir / "address").unlink(missing_ok=True)
+        self._metrics.close()
+
+
+def _settings(config: Config, stop_ids: tuple[int, ...], num_eval_prompts: int) -> Settings:
+    r = config.rollout
+    return Settings(
+        run_seed=config.run.seed,
+        num_steps=config.train.steps,
+        prompts_per_step=config.train.prompts_per_step,
+        group_size=r.group_size,
+        max_response_tokens=r.max_response_length,
+        sampling=Sampling(r.temperature, r.top_p, r.top_k, stop_ids),
+        eval_interval=config.eval.interval,
+        num_eval_prompts=num_eval_prompts,
+        eval_samples=config.eval.samples,
+        eval_sampling=Sampling(config.eval.temperature, stop_token_ids=stop_ids),
+        slots=r.slots,
+        lease_s=config.node.lease_s,
+        reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
+    )
+
+
+def _by_id(prompts: list[Prompt]) -> dict[str, Prompt]:
+    return {p.id: p for p in prompts}
+
+
+def _step_line(step: int, record: dict[str, float]) -> str:
+    return (
+        f"step {step}: reward {record['reward/mean']:.3f}, length {record['response_length/mean']:.1f}, "
+        f"{record['timing_s/step']:.2f} s"
+    )

@@ -1,0 +1,248 @@
+"""One daemon: the roles of a node in one event loop, their heartbeat, and an orderly end.
+
+Owns hello, heartbeat, drain and bye. What a role does is in coordinator.py, rollout.py and
+trainer.py beside this file. Must never block the loop: heavy work is in child processes.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from lightrl.config import Config
+from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, TrainerError
+from lightrl.messages import (
+    PROTOCOL,
+    Abort,
+    Bye,
+    Drain,
+    Generate,
+    Heartbeat,
+    Hello,
+    Load,
+    Message,
+    PublishWeights,
+    Role,
+    TrainShard,
+    Welcome,
+)
+from lightrl.node.coordinator import Head
+from lightrl.node.link import Link, own_address
+from lightrl.node.rollout import Rollout
+from lightrl.node.scratch import scratch_dir
+from lightrl.node.trainer import Trainer
+
+WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
+
+
+@dataclass(frozen=True)
+class DaemonOptions:
+    """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that role."""
+
+    name: str
+    roles: tuple[Role, ...]
+    run_dir: Path | None = None
+    config: Config | None = None
+    join: str | None = None
+
+
+def run(options: DaemonOptions) -> int:
+    """Runs a daemon until it is done; returns the exit status. Raises LightRLError, one line, if it fails."""
+    return uvloop.run(_main(options))
+
+
+async def _main(options: DaemonOptions) -> int:
+    head: Head | None = None
+    address = options.join
+    if "coordinator" in options.roles:
+        assert options.config is not None
+        assert options.run_dir is not None
+        head = Head(options.config, options.run_dir)
+        address = head.address
+    worker_roles = tuple(r for r in options.roles if r != "coordinator")
+    worker = Worker(options, worker_roles, address) if worker_roles and address else None
+
+    def stop(reason: str) -> None:
+        if head is not None:
+            head.stop(reason)
+        elif worker is not None:
+            worker.drain(reason)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        loop.add_signal_handler(number, stop, signal.Signals(number).name)
+    parts: list[Coroutine[Any, Any, None]] = [part.run() for part in (head, worker) if part is not None]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for part in parts:
+                tasks.create_task(part)
+    except* LightRLError as errors:
+        raise first_error(errors) from None
+    return 0 if head is None or head.succeeded else 1
+
+
+def first_error(group: BaseExceptionGroup[Any]) -> BaseException:
+    """The first exception in a group of groups: the one that ended the others."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class Worker:
+    """The trainer and rollout roles of a node, as a client of the coordinator."""
+
+    def __init__(self, options: DaemonOptions, roles: tuple[Role, ...], address: str) -> None:
+        self._name = options.name
+        self._roles = roles
+        self._address = address
+        self._run_dir = options.run_dir
+        self._hello = Hello(
+            node=options.name,
+            incarnation=time.time_ns(),
+            roles=roles,
+            protocol=PROTOCOL,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+        self._rollout: Rollout | None = None
+        self._trainer: Trainer | None = None
+        self._drained = asyncio.Event()
+        self._heard_at = time.monotonic()
+        self._reason = "drained"
+        self._link: Link | None = None
+
+    def drain(self, reason: str) -> None:
+        """Leave in order: take no more work, say what remains to be said, go."""
+        if not self._drained.is_set():
+            self._reason = reason
+            if self._link is not None:
+                self._link.send(Drain(self._name, reason))
+            self._drained.set()
+
+    async def run(self) -> None:
+        """Returns when the node has left. Raises LightRLError if it failed."""
+        link = self._link = await Link.connect(self._address, self._name)
+        try:
+            welcome = await self._join(link)
+            config = Config.model_validate_json(welcome.config_json)
+            with scratch_dir(self._name) as scratch:
+                await self._serve(link, config, welcome.model_files, scratch)
+            link.send(Bye(self._reason))
+        except LightRLError as e:
+            link.send(Bye(str(e), ok=False))
+            raise
+        finally:
+            link.close()
+
+    async def _join(self, link: Link) -> Welcome:
+        link.send(self._hello)
+        try:
+            async with asyncio.timeout(WELCOME_S):
+                while True:
+                    for message in await link.receive():
+                        if isinstance(message, Welcome):
+                            _raise_if_refused(message)
+                            return message
+        except TimeoutError:
+            raise PeerUnreachable(f"{self._address}: no welcome within {WELCOME_S:.0f} s") from None
+
+    async def _serve(self, link: Link, config: Config, model_files: dict[str, bytes], scratch: Path) -> None:
+        logs = self._log_dir()
+        self._heard_at = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running: list[asyncio.Task[None]] = []
+                finished: list[asyncio.Task[None]] = []
+                if "rollout" in self._roles:
+                    model_dir = _write_model_files(scratch, model_files)
+                    log = logs / f"{self._name}-engine.log" if logs else None
+                    self._rollout = Rollout(config, model_dir, scratch, log, link.send, self._rejoin)
+                    running.append(tasks.create_task(self._rollout.run(), name="rollout"))
+                if "trainer" in self._roles:
+                    host = own_address(self._address)
+                    self._trainer = Trainer(config, self._run_dir_or_fail(), scratch, host, link.send)
+                    finished.append(tasks.create_task(self._trainer.run(), name="trainer"))
+                running.append(tasks.create_task(self._receive(link), name="receive"))
+                running.append(tasks.create_task(self._beat(link, config), name="heartbeat"))
+                await self._drained.wait()
+                # A trainer that was told that the run is over has a last checkpoint to finish.
+                if finished and self._trainer is not None and self._trainer.all_steps_done:
+                    await asyncio.wait(finished)
+                for task in running + finished:
+                    task.cancel()
+        except* LightRLError as errors:
+            raise first_error(errors) from None
+        finally:
+            if self._trainer is not None:
+                await self._trainer.close()
+
+    async def _receive(self, link: Link) -> None:
+        while True:
+            for message in await link.receive():
+                self._heard_at = time.monotonic()
+                self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Generate() | Abort() | PublishWeights() if self._rollout is not None:
+                self._rollout.handle(message)
+            case TrainShard() if self._trainer is not None:
+                self._trainer.handle(message)
+            case Drain(_, reason):
+                self.drain(reason)
+            case Welcome():
+                _raise_if_refused(message)
+            case _:
+                pass  # a heartbeat, or news for a role that this daemon does not have
+
+    async def _beat(self, link: Link, config: Config) -> None:
+        """Says that this node lives, how late its event loop is, and notices a silent coordinator."""
+        period = config.node.heartbeat_s
+        due = time.monotonic()
+        while True:
+            lag = time.monotonic() - due
+            load = self._rollout.load if self._rollout is not None else Load()
+            link.send(Heartbeat(load, lag * 1000))
+            silent = time.monotonic() - self._heard_at
+            if silent > config.node.lease_s and lag < period:  # else it is this process that was stopped
+                raise PeerUnreachable(f"{self._address}: coordinator not heard of for {silent:.1f} s")
+            due = time.monotonic() + period
+            await asyncio.sleep(period)
+
+    def _rejoin(self) -> None:
+        """All that ran here is gone: introduce this node as a new one."""
+        self._hello = replace(self._hello, incarnation=time.time_ns())
+        if self._link is not None:
+            self._link.send(self._hello)
+
+    def _log_dir(self) -> Path | None:
+        """A node that joined from elsewhere has no run directory: its children write where it does."""
+        return self._run_dir / "logs" if self._run_dir is not None else None
+
+    def _run_dir_or_fail(self) -> Path:
+        if self._run_dir is None:
+            raise TrainerError("a trainer node needs a run directory for its checkpoints: --run-dir DIR")
+        return self._run_dir
+
+
+def _raise_if_refused(welcome: Welcome) -> None:
+    if welcome.refused:
+        raise PeerUnreachable(f"the coordinator refuses this node: {welcome.refused}")
+
+
+def _write_model_files(scratch: Path, files: dict[str, bytes]) -> Path:
+    folder = scratch / "model"
+    folder.mkdir()
+    for name, data in files.items():
+        if Path(name).name != name:
+            raise ProtocolError(f"model file {name!r} is not a plain name")
+        (folder / name).write_bytes(data)
+    return folder

@@ -1,0 +1,216 @@
+"""The trainer role of a daemon: its rank processes, the order of their work, and the versions they publish.
+
+Which groups are trained is the coordinator's business, how they are packed is `trainer.batch`'s, what
+they are worth `trainer.advantage`'s. Never touches a tensor.
+"""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from lightrl.child import Child, ChildDied
+from lightrl.config import Config
+from lightrl.errors import TrainerError
+from lightrl.messages import Manifest, Message, PublishWeights, StepDone, TrainGroup, TrainShard
+from lightrl.trainer.advantage import advantages
+from lightrl.trainer.batch import micro_batches, trainable
+from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    RANK_TARGET,
+    Accumulate,
+    Accumulated,
+    FinishStep,
+    Published,
+    RankCommand,
+    RankEvent,
+    RankFailed,
+    RankStarted,
+    Save,
+    Saved,
+    StartRank,
+    StepFinished,
+    TrainSample,
+)
+from lightrl.weights.pull import WeightServer
+
+Reply = TypeVar("Reply", bound=RankEvent)
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        scratch: Path,
+        host: str,
+        send: Callable[[Message], None],
+    ) -> None:
+        """`host` is the address under which other nodes pull weights; `send` reaches the coordinator."""
+        self._config = config
+        self._run_dir = run_dir
+        self._scratch = scratch
+        self._host = host
+        self._send = send
+        self._server = WeightServer()
+        self._holder = ""
+        self._ranks: list[Child[RankCommand, RankEvent]] = []
+        self.all_steps_done = False  # the last version is published; a checkpoint may still be written
+        self._shards: asyncio.Queue[TrainShard] = asyncio.Queue()
+        self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
+
+    def handle(self, message: TrainShard) -> None:
+        self._shards.put_nowait(message)
+
+    async def run(self) -> None:
+        """Trains until the last step is saved. Raises TrainerError if a rank fails."""
+        self._holder = await self._server.start(self._host)
+        try:
+            await self._start_ranks()
+            async with asyncio.TaskGroup() as tasks:
+                readers = [
+                    tasks.create_task(self._receive(rank, replies))
+                    for rank, replies in zip(self._ranks, self._replies, strict=True)
+                ]
+                await self._announce()
+                for step in range(self._config.train.steps):
+                    await self._train(step)
+                    self.all_steps_done = step + 1 == self._config.train.steps
+                    if self._is_due(step + 1):
+                        await self._save(step + 1)
+                for reader in readers:
+                    reader.cancel()
+        finally:
+            for rank in self._ranks:
+                await rank.stop(self._config.node.grace_s)
+
+    async def close(self) -> None:
+        """Stops serving weights; call it when no node will pull any more."""
+        await self._server.close()
+
+    async def _start_ranks(self) -> None:
+        world = self._config.train.ranks
+        rendezvous = f"127.0.0.1:{_free_port()}"
+        for rank in range(world):
+            child: Child[RankCommand, RankEvent] = await Child.start(
+                RANK_TARGET,
+                f"lightrl-rank-{rank}",
+                RANK_COMMANDS,
+                RANK_EVENTS,
+                env={"OMP_NUM_THREADS": str(self._config.train.threads)},
+                log=self._run_dir / "logs" / f"rank-{rank}.log",
+            )
+            self._ranks.append(child)
+            self._replies.append(asyncio.Queue())
+            child.send(
+                StartRank(
+                    config_json=self._config.model_dump_json(),
+                    model_dir=self._config.model.path,
+                    rank=rank,
+                    world=world,
+                    rendezvous=rendezvous,
+                    publish_dir=str(self._scratch),
+                    run_dir=str(self._run_dir),
+                )
+            )
+
+    async def _receive(self, rank: Child[RankCommand, RankEvent], replies: asyncio.Queue[RankEvent]) -> None:
+        while True:
+            try:
+                event = await rank.receive()
+            except ChildDied as e:
+                raise TrainerError(str(e)) from None
+            if isinstance(event, RankFailed):
+                raise TrainerError(f"{rank.name}: {event.reason}")
+            replies.put_nowait(event)
+
+    async def _announce(self) -> None:
+        """Waits for all ranks and publishes the version they start from."""
+        started, *_ = [await self._reply(rank, RankStarted) for rank in range(len(self._ranks))]
+        if started.manifest is None:
+            raise TrainerError("rank 0 started without publishing its weights")
+        print(
+            f"{len(self._ranks)} rank(s) started on {started.device} in {started.start_s:.1f} s", flush=True
+        )
+        self._publish(started.manifest, Path(started.path))
+
+    async def _train(self, step: int) -> None:
+        """One optimizer step: whatever groups wait are accumulated at once, while others still generate."""
+        index, last, num_responses, num_tokens = 0, False, 0, 0
+        while not last:
+            shards = [await self._shards.get()]
+            while not self._shards.empty():
+                shards.append(self._shards.get_nowait())
+            samples: list[TrainSample] = []
+            for shard in shards:
+                if (shard.step, shard.index) != (step, index):
+                    raise TrainerError(
+                        f"shard {shard.index} of step {shard.step} came instead of {index} of {step}"
+                    )
+                index, last = index + 1, shard.last
+                for group in shard.groups:
+                    samples += _samples(group, self._config)
+            num_responses += len(samples)
+            num_tokens += sum(len(s.token_ids) // 4 for s in samples)
+            await self._accumulate(step, samples)
+        version = step + 1
+        self._tell(FinishStep(step, num_responses, num_tokens, version))
+        published = await self._reply(0, Published)
+        self._publish(published.manifest, Path(published.path))
+        finished, *_ = [await self._reply(rank, StepFinished) for rank in range(len(self._ranks))]
+        self._send(StepDone(step, version, finished.metrics))
+
+    async def _accumulate(self, step: int, samples: list[TrainSample]) -> None:
+        useful = trainable(samples, self._config.algorithm.kl_coef)
+        if not useful:
+            return
+        batches_R = micro_batches(useful, len(self._ranks), self._config.train.max_tokens_per_gpu)
+        for rank, batches in zip(self._ranks, batches_R, strict=True):
+            rank.send(Accumulate(step, batches))
+        for rank in range(len(self._ranks)):
+            await self._reply(rank, Accumulated)
+
+    async def _save(self, step: int) -> None:
+        last = step == self._config.train.steps
+        path = self._run_dir / "checkpoints" / f"step_{step}"
+        self._tell(Save(step, str(path), export=last))
+        for rank in range(len(self._ranks)):
+            await self._reply(rank, Saved)
+        print(f"saved {path}", flush=True)
+
+    def _is_due(self, step: int) -> bool:
+        interval = self._config.checkpoint.interval
+        return step == self._config.train.steps or (interval > 0 and step % interval == 0)
+
+    def _publish(self, manifest: Manifest, path: Path) -> None:
+        ticket = secrets.token_hex(16)
+        self._server.publish(manifest, path, ticket)
+        self._send(PublishWeights(manifest, (self._holder,), ticket))
+
+    def _tell(self, command: RankCommand) -> None:
+        for rank in self._ranks:
+            rank.send(command)
+
+    async def _reply(self, rank: int, kind: type[Reply]) -> Reply:
+        """The next reply of a rank, which must be of this kind: a rank answers in the order it is told."""
+        reply = await self._replies[rank].get()
+        if not isinstance(reply, kind):
+            raise TrainerError(f"rank {rank} answered {type(reply).__name__} instead of {kind.__name__}")
+        return reply
+
+
+def _samples(group: TrainGroup, config: Config) -> list[TrainSample]:
+    values_G = advantages(config.algorithm.name, [r.reward for r in group.responses])
+    return [
+        TrainSample(r.response, group.prompt, r.token_ids, r.rollout_logprobs, value, r.finish_reason)
+        for r, value in zip(group.responses, values_G, strict=True)
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,88 @@
+"""Which samples a step computes on, and how they are cut into micro-batches for the ranks.
+
+Pure planning on lengths: no torch, no clock, no order of arrival in the result. The daemon calls it.
+
+Micro-batches are padded to their longest sample. Sorting by length keeps the padding small; packing
+without padding would need variable-length attention kernels (flash-attn on GPU), which LightRL does
+not require.
+"""
+
+from collections.abc import Sequence
+
+from lightrl.trainer.protocol import MicroBatch, TrainSample
+
+# A micro-batch is closed once its padding costs more than starting another one: the larger of a
+# fixed price (tokens whose forward and backward pass takes as long as the Python around a pass) and
+# a share of its real tokens.
+BATCH_PRICE_TOKENS = 256
+PADDING_SHARE = 0.125
+
+
+def trainable(samples: Sequence[TrainSample], kl_coef: float) -> list[TrainSample]:
+    """The samples with a gradient. The others count in the denominators of `FinishStep` all the same."""
+    return [s for s in samples if s.token_ids and (s.advantage != 0.0 or kl_coef > 0.0)]
+
+
+def num_tokens(sample: TrainSample) -> int:
+    """Tokens of prompt and response."""
+    return (len(sample.prompt) + len(sample.token_ids)) // 4
+
+
+def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple[int, ...]]]:
+    """Micro-batches of each rank, as indices into `lengths` (tokens of prompt and response).
+
+    Every index occurs once. rows x longest <= max_tokens, unless a single sample exceeds it alone.
+    All ranks get the same number of micro-batches, if need be empty ones, and the i-th of each rank
+    cost about the same, since collectives make the ranks wait for each other there. The ranks' padded
+    totals differ by no more than the largest micro-batch.
+    Example: plan([3, 9, 3, 3], ranks=2, max_tokens=9) == [[(1,)], [(3, 2, 0)]]
+    """
+    batches = _cut(lengths, max_tokens)
+    while len(batches) % ranks and (largest := _splittable(batches, lengths)) is not None:
+        rows = batches.pop(largest)
+        batches += [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    batches += [()] * (-len(batches) % ranks)
+    batches.sort(key=lambda rows: (-_cost(rows, lengths), rows))
+
+    plans: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for first in range(0, len(batches), ranks):  # the costliest of a round goes to the least loaded rank
+        order = sorted(range(ranks), key=lambda rank: (load[rank], rank))
+        for rank, rows in zip(order, batches[first : first + ranks], strict=True):
+            plans[rank].append(rows)
+            load[rank] += _cost(rows, lengths)
+    return plans
+
+
+def micro_batches(
+    samples: Sequence[TrainSample], ranks: int, max_tokens: int
+) -> list[tuple[MicroBatch, ...]]:
+    """`plan` applied: the micro-batches of each rank, for its `Accumulate`."""
+    plans = plan([num_tokens(s) for s in samples], ranks, max_tokens)
+    return [tuple(tuple(samples[i] for i in rows) for rows in batches) for batches in plans]
+
+
+def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+    """Micro-batches of neighbours in length, longest first."""
+    batches: list[tuple[int, ...]] = []
+    rows: list[int] = []
+    real = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], -i)):
+        padded = (len(rows) + 1) * lengths[rows[0]] if rows else 0
+        padding = padded - real - lengths[i]
+        if rows and (padded > max_tokens or padding > max(BATCH_PRICE_TOKENS, PADDING_SHARE * real)):
+            batches.append(tuple(rows))
+            rows, real = [], 0
+        rows.append(i)
+        real += lengths[i]
+    return [*batches, tuple(rows)] if rows else batches
+
+
+def _splittable(batches: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> int | None:
+    """Index of the costliest micro-batch of more than one sample."""
+    several = [i for i, rows in enumerate(batches) if len(rows) > 1]
+    return max(several, key=lambda i: (_cost(batches[i], lengths), -i), default=None)
+
+
+def _cost(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    return len(rows) * max((lengths[i] for i in rows), default=0)

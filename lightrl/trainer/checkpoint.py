@@ -1,0 +1,181 @@
+"""Checkpoints of the trainer: weights and optimizer by torch.distributed.checkpoint, and the export to HF.
+
+Owns the layout of one checkpoint directory and that it appears whole or not at all. Knows nothing of
+what a run resumes besides the trainer (data cursor, journal).
+
+    checkpoints/latest              name of the newest complete checkpoint
+    checkpoints/step_N/trainer.json SavedStep
+    checkpoints/step_N/state/       DCP: master weights and optimizer state, readable by any number of ranks
+    checkpoints/step_N/hf/          optional: safetensors, config and tokenizer
+"""
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from lightrl.errors import ProtocolError, TrainerError
+from lightrl.trainer.model import Policy, full_parameters
+from lightrl.wire import from_json, to_json
+
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".safetensors.index.json",
+    ".bin.index.json",
+)
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """What a checkpoint holds. Example: SavedStep(step=50, policy_version=50, digest="9f3a...")."""
+
+    step: int  # optimizer steps done
+    policy_version: int
+    digest: str  # of the published version: restored weights must give it again
+    has_optimizer: bool = True  # there is no state before the first update
+
+
+def save(
+    path: Path,
+    saved: SavedStep,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    export_from: Path | None,
+    keep_last: int,
+) -> None:
+    """Writes the checkpoint `path` (.../step_N), makes it durable, removes all but the newest `keep_last`.
+
+    Call on all ranks. `export_from`: also export to `path`/hf, with the small files of that model
+    directory. Raises OSError if the disk does not take it; `path` does not exist then.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    first = world == 1 or dist.get_rank() == 0
+    draft = path.with_name(f".{path.name}.draft")
+    if first:
+        shutil.rmtree(draft, ignore_errors=True)
+        (draft / "state").mkdir(parents=True)
+    _meet(world)
+    save_state(
+        _state(policy, optimizer, saved.has_optimizer), checkpoint_id=draft / "state", no_dist=world == 1
+    )
+    if export_from is not None:
+        tensors = {name: tensor.cpu() for name, tensor in full_parameters(policy)}
+        if first:
+            _export(draft / "hf", policy, tensors, export_from)
+    _meet(world)
+    if first:
+        (draft / "trainer.json").write_bytes(to_json(saved))
+        _replace(draft, path)
+        _point(path.parent / "latest", path.name)
+        for old in _by_age(path.parent, besides=path)[: 1 - keep_last or None]:
+            shutil.rmtree(old)
+    _meet(world)
+
+
+def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> SavedStep:
+    """Loads a checkpoint into a policy and its optimizer, on whatever number of ranks. Call on all ranks.
+
+    Raises TrainerError if there is no complete checkpoint of this model at `path`.
+    """
+    try:
+        saved = from_json((path / "trainer.json").read_bytes(), SavedStep)
+    except (OSError, ProtocolError) as e:
+        raise TrainerError(f"{path}: no complete checkpoint: {e}") from None
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    state = _state(policy, optimizer, saved.has_optimizer)
+    try:
+        load_state(state, checkpoint_id=path / "state", no_dist=world == 1)
+    except (OSError, RuntimeError, ValueError, CheckpointException) as e:
+        raise TrainerError(f"{path}: cannot be restored: {str(e).splitlines()[0]}") from e
+    set_model_state_dict(policy.module, state["model"])
+    if saved.has_optimizer:
+        set_optimizer_state_dict(policy.module, optimizer, state["optimizer"])
+    return saved
+
+
+def latest(checkpoints: Path) -> Path | None:
+    """The newest complete checkpoint of a run, if there is one."""
+    with contextlib.suppress(FileNotFoundError):
+        path = checkpoints / (checkpoints / "latest").read_text().strip()
+        if (path / "trainer.json").is_file():
+            return path
+    return None
+
+
+def _state(policy: Policy, optimizer: torch.optim.Optimizer, with_optimizer: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": get_model_state_dict(policy.module)}
+    if with_optimizer:
+        state["optimizer"] = get_optimizer_state_dict(policy.module, optimizer)
+    return state
+
+
+def _export(folder: Path, policy: Policy, tensors: dict[str, torch.Tensor], model_dir: Path) -> None:
+    """`config.json` is copied last: what transformers would write names the dtype of the master weights."""
+    policy.module.save_pretrained(folder, state_dict=tensors)
+    for file in sorted(model_dir.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _replace(draft: Path, path: Path) -> None:
+    """Renames a directory into place once everything in it is on the disk."""
+    for entry in [*draft.rglob("*"), draft]:
+        _sync(entry)
+    if path.exists():  # the same step saved again, after a resume
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        draft.rename(path)
+        shutil.rmtree(old)
+    else:
+        draft.rename(path)
+    _sync(path.parent)
+
+
+def _point(pointer: Path, name: str) -> None:
+    draft = pointer.with_name(f".{pointer.name}.draft")
+    draft.write_text(f"{name}\n")
+    _sync(draft)
+    draft.replace(pointer)
+    _sync(pointer.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _by_age(checkpoints: Path, besides: Path) -> list[Path]:
+    """Other checkpoints, lowest step first."""
+    numbered = [
+        (int(p.name.removeprefix("step_")), p)
+        for p in checkpoints.glob("step_*")
+        if p.name.removeprefix("step_").isdecimal() and p != besides
+    ]
+    return [p for _, p in sorted(numbered)]
+
+
+def _meet(world: int) -> None:
+    if world > 1:
+        dist.barrier()

@@ -1,0 +1,180 @@
+"""The policy as a torch module on one rank: loading, sharding, logprobs of responses, full weights.
+
+Owns everything that depends on transformers and FSDP2. Knows nothing of losses, steps or versions.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightrl.errors import TrainerError
+from lightrl.trainer.protocol import TrainSample
+
+# Logits are turned into logprobs in float32 by pieces of at most so many values (256 MiB).
+SCORE_VALUES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal language model with float32 master weights, and the dtypes its parameters are stored in."""
+
+    module: PreTrainedModel
+    dtypes: dict[str, torch.dtype]
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+
+def load_policy(
+    model_dir: Path, device: torch.device, world: int = 1, activation_checkpointing: bool = False
+) -> Policy:
+    """The model in a local HF directory, sharded over the default process group if `world` > 1.
+
+    Raises TrainerError, one line, if there is none that transformers can load.
+    """
+    if not (model_dir / "config.json").is_file():  # transformers would ask the hub
+        raise TrainerError(f"{model_dir}: not a model directory: it has no config.json")
+    try:
+        module = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto", local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:
+        reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
+        raise TrainerError(f"{model_dir}: cannot be loaded: {reason[0]}") from e
+    dtypes = {name: p.dtype for name, p in module.named_parameters()}
+    module.float()
+    module.eval()
+    if activation_checkpointing:
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+        module.train()  # transformers checkpoints in training mode only
+        _drop_dropout(module)
+    module.to(device=device)
+    if world > 1:
+        _shard(module, device, world)
+    return Policy(module, dtypes)
+
+
+def freeze(policy: Policy) -> Policy:
+    """The same policy without gradients, for a reference model."""
+    policy.module.requires_grad_(False)
+    return policy
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch as tensors, padded at the right, where causal attention never looks: no mask is needed.
+
+    Prompts are aligned at the left. `width` columns reach from the end of the shortest prompt to the
+    end of the longest sample; column j of the last four is about the token in column j of `targets`.
+    """
+
+    ids: Tensor  # int64 [rows, length], what the model reads
+    targets: Tensor  # int64 [rows, width], what its last `width` positions predict
+    mask: Tensor  # float32 [rows, width], 1 at response tokens
+    rollout_logprobs: Tensor  # float32 [rows, width], 0 outside the response
+    advantages: Tensor  # float32 [rows, 1]
+
+
+def collate(samples: Sequence[TrainSample], device: torch.device) -> Batch:
+    """No samples give one row of padding without any response token: a pass that adds nothing.
+
+    Raises TrainerError for a sample without prompt or with other than one logprob per token.
+    """
+    prompts = [np.frombuffer(s.prompt, "<i4") for s in samples]
+    responses = [np.frombuffer(s.token_ids, "<i4") for s in samples]
+    logprobs = [np.frombuffer(s.rollout_logprobs, "<f4") for s in samples]
+    for sample, p, r, lp in zip(samples, prompts, responses, logprobs, strict=True):
+        if not len(p) or len(r) != len(lp):
+            raise TrainerError(
+                f"{sample.response}: {len(p)} prompt tokens, {len(r)} response tokens, {len(lp)} logprobs"
+            )
+    rows = max(1, len(samples))
+    start = min((len(p) for p in prompts), default=1)
+    length = max([start + 1, *(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))])
+    ids = np.zeros((rows, length), np.int64)
+    mask = np.zeros((rows, length), np.float32)
+    rollout = np.zeros((rows, length), np.float32)
+    for i, (p, r, lp) in enumerate(zip(prompts, responses, logprobs, strict=True)):
+        end = len(p) + len(r)
+        ids[i, : len(p)] = p
+        ids[i, len(p) : end] = r
+        mask[i, len(p) : end] = 1
+        rollout[i, len(p) : end] = lp
+    advantages = np.array([s.advantage for s in samples] or [0.0], np.float32)[:, None]
+    on = [torch.from_numpy(a).to(device) for a in (ids, mask, rollout, advantages)]
+    return Batch(on[0][:, :-1], on[0][:, start:], on[1][:, start:], on[2][:, start:], on[3])
+
+
+def response_logprobs(policy: Policy, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Logprobs of `batch.targets` and entropies of their distributions (no gradient), float32 [rows, width].
+
+    `temperature` divides the logits, as the sampler did. Values outside the mask mean nothing but are finite.
+    """
+    rows, width = batch.targets.shape
+    cuda = policy.device.type == "cuda"
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=cuda):
+        logits = policy.module(input_ids=batch.ids, use_cache=False, logits_to_keep=width).logits
+    vocabulary = logits.shape[-1]
+    piece = max(1, SCORE_VALUES // vocabulary)
+    flat, targets = logits.reshape(-1, vocabulary), batch.targets.reshape(-1)
+    if len(targets) <= piece:
+        logprobs, entropy = _score(flat, targets, temperature)
+    else:  # keep no float32 copy of the logits for the backward pass
+        parts = [
+            checkpoint(_score, some, ids, temperature, use_reentrant=False)
+            for some, ids in zip(flat.split(piece), targets.split(piece), strict=True)
+        ]
+        logprobs, entropy = (torch.cat(values) for values in zip(*parts, strict=True))
+    return logprobs.view(rows, width), entropy.view(rows, width)
+
+
+def full_parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """HF name and whole tensor of each parameter, in the dtype it is stored in; tied ones once.
+
+    A collective when sharded: all ranks must iterate to the end.
+    """
+    for name, parameter in policy.module.named_parameters():  # gives tied parameters once
+        value = parameter.detach()
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        yield name, value.to(policy.dtypes[name])
+
+
+def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """[n, vocabulary], [n] -> logprob [n], entropy [n]."""
+    logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    every = logits.log_softmax(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(every.exp()).sum(-1)
+    return every.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def _shard(module: PreTrainedModel, device: torch.device, world: int) -> None:
+    """FSDP2, one group per decoder layer. Gradients come out as the mean over ranks: see `loop`."""
+    mesh = init_device_mesh(device.type, (world,))
+    precision = MixedPrecisionPolicy()
+    if device.type == "cuda":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = set(module._no_split_modules or ())
+    for layer in [m for m in module.modules() if type(m).__name__ in layers]:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(module, mesh=mesh, mp_policy=precision)
+
+
+def _drop_dropout(module: nn.Module) -> None:
+    """Training mode must not change probabilities: ratios and logprob differences would be noise."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if hasattr(part, "attention_dropout"):
+            setattr(part, "attention_dropout", 0.0)  # noqa: B010 - a float, not a tensor or module

@@ -1,0 +1,149 @@
+"""What the trainer's daemon and one rank process say to each other through `child.Pipe`.
+
+Owns only the vocabulary. Must not import torch: the daemon imports this file.
+
+    daemon -> rank   StartRank Accumulate FinishStep Save
+    rank -> daemon   RankStarted Accumulated Published StepFinished Saved RankFailed
+
+All ranks get the same commands in the same order, so that their collectives line up.
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lightrl.messages import FinishReason, Manifest
+from lightrl.wire import Codec
+
+RANK_TARGET = "lightrl.trainer.loop:main"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One response with its advantage. Example: TrainSample("p7@0#3", ids, ids, logprobs, 0.5, "stop")."""
+
+    response: str
+    prompt: bytes  # int32, at least one token
+    token_ids: bytes  # int32
+    rollout_logprobs: bytes  # float32, as many as token_ids
+    advantage: float
+    finish_reason: FinishReason = "stop"
+
+
+MicroBatch: TypeAlias = tuple[TrainSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartRank:
+    """Load the model and become rank `rank` of `world`; answered by RankStarted.
+
+    start_step 0 begins with the weights in `model_dir`; a larger one restores the checkpoint
+    `run_dir`/checkpoints/step_N first. Rank 0 publishes version `start_step`.
+    Example: StartRank("{...}", "models/tiny", 0, 2, "127.0.0.1:29500", "runs/a/weights", "runs/a")
+    """
+
+    config_json: str  # a resolved Config
+    model_dir: str  # a local directory
+    rank: int
+    world: int
+    rendezvous: str  # "host:port" where rank 0 listens; unused when world is 1
+    publish_dir: str
+    run_dir: str
+    start_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Add the gradients of this rank's micro-batches; answered by Accumulated.
+
+    Every rank gets the same number of micro-batches, some of which may be empty.
+    Example: Accumulate(4, batches=((s0, s1), (s2,), ()))
+    """
+
+    step: int
+    batches: tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStep:
+    """All samples of the step were sent: update and publish; answered by Published, then StepFinished.
+
+    The totals count all trained responses on all ranks, also those without signal that were never
+    sent. `step` counts from 0. Example: FinishStep(4, num_responses=256, num_tokens=7912, policy_version=5)
+    """
+
+    step: int
+    num_responses: int
+    num_tokens: int  # response tokens
+    policy_version: int  # of the weights after the update
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint to the directory `path`, `step` updates being done; answered by Saved.
+
+    With `export` also `path`/hf, a model directory as transformers and vLLM read it.
+    Example: Save(5, "runs/a/checkpoints/step_5", export=True)
+    """
+
+    step: int
+    path: str
+    export: bool = False
+
+
+RankCommand: TypeAlias = StartRank | Accumulate | FinishStep | Save
+
+
+@dataclass(frozen=True, slots=True)
+class RankStarted:
+    """Ready for the first step. Rank 0 brings the published first version: its manifest and file."""
+
+    device: str  # "cpu", "cuda:0"
+    start_s: float
+    manifest: Manifest | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """Gradients of one Accumulate are added up. Example: Accumulated(4, num_batches=3, busy_s=0.2)."""
+
+    step: int
+    num_batches: int
+    busy_s: float = 0.0  # spent computing
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """From rank 0: `path` holds the whole of this version. Sent before StepFinished."""
+
+    policy_version: int
+    manifest: Manifest
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """The step is done; `metrics` are those of all ranks together, equal on each rank except for times."""
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The checkpoint is complete and durable. Example: Saved("runs/a/checkpoints/step_5")."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """The rank ends; `reason` is one line. Its log has the traceback."""
+
+    reason: str
+
+
+RankEvent: TypeAlias = RankStarted | Accumulated | Published | StepFinished | Saved | RankFailed
+
+RANK_COMMANDS: Codec[RankCommand] = Codec(RankCommand)
+RANK_EVENTS: Codec[RankEvent] = Codec(RankEvent)

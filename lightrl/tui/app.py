@@ -1,0 +1,204 @@
+"""The live screen: draws snapshots as they arrive and reads single keys. Owns the terminal while it runs.
+
+All that is shown is decided in `render.py`; where snapshots come from in `node/client.py`.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from lightrl.errors import PeerUnreachable
+from lightrl.messages import Snapshot
+from lightrl.node import client
+from lightrl.tui.render import PAGES, View, render
+
+EVERY_S = 0.5  # between snapshots
+RETRY_S = 1.0  # after a lost connection
+OVER = {"finished", "failed"}
+ESCAPES = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down"}
+
+
+def keys(data: bytes) -> Iterator[str]:
+    """The keys in what a terminal sent. Example: keys(b"q\\x1b[A?") gives "q", "up", "?"."""
+    while data:
+        for escape, name in ESCAPES.items():
+            if data.startswith(escape):
+                yield name
+                data = data[len(escape) :]
+                break
+        else:
+            yield "tab" if data[:1] == b"\t" else data[:1].decode("ascii", errors="replace")
+            data = data[1:]
+
+
+def turn(view: View, key: str) -> View | None:
+    """The view after a key; None to leave."""
+    match key:
+        case "q":
+            return None
+        case "?":
+            return replace(view, help=not view.help)
+        case "1" | "2" | "3":
+            return replace(view, page=PAGES[int(key) - 1], help=False, selected=0)
+        case "tab":
+            following = PAGES[(PAGES.index(view.page) + 1) % len(PAGES)]
+            return replace(view, page=following, help=False, selected=0)
+        case "up" | "k":
+            return replace(view, selected=max(0, view.selected - 1))
+        case "down" | "j":
+            return replace(view, selected=view.selected + 1)
+        case _:
+            return replace(view, help=False)
+
+
+@dataclass
+class Screen:
+    """What is on the screen now. `left` is set when the person pressed q."""
+
+    live: Live
+    snapshot: Snapshot | None = None
+    view: View = field(default_factory=View)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def draw(self) -> None:
+        width, height = self.live.console.size
+        if self.snapshot is None:
+            self.live.update(Text(self.view.notice or "waiting for the coordinator ..."), refresh=True)
+        else:
+            self.live.update(render(self.snapshot, self.view, width, height), refresh=True)
+
+    def press(self, data: bytes) -> None:
+        if not data:  # the terminal is gone
+            self.left.set()
+        for key in keys(data):
+            following = turn(self.view, key)
+            if following is None:
+                self.left.set()
+                return
+            self.view = self._clamped(following)
+        self.draw()
+
+    def show(self, snapshot: Snapshot) -> None:
+        moved = 0
+        if self.snapshot is not None and self.view.page == "samples" and self.view.selected:
+            # the list grows at its head: stay on the sample that is being read
+            ids = [sample.response for sample in snapshot.samples]
+            reading = self.snapshot.samples[self.view.selected].response if self.snapshot.samples else ""
+            moved = ids.index(reading) - self.view.selected if reading in ids else 0
+        self.snapshot = snapshot
+        self.view = self._clamped(replace(self.view, notice="", selected=self.view.selected + moved))
+        self.draw()
+
+    def say(self, notice: str) -> None:
+        self.view = replace(self.view, notice=notice)
+        self.draw()
+
+    def _clamped(self, view: View) -> View:
+        length = 0
+        if self.snapshot is not None:
+            length = len(self.snapshot.samples if view.page == "samples" else self.snapshot.events)
+        return replace(view, selected=max(0, min(view.selected, length - 1)))
+
+
+async def watch_live(address: str, stay: bool, last: Snapshot | None = None) -> bool:
+    """Shows the run at `address` until q is pressed or, unless `stay`, until it is over.
+
+    True if the run was over, False if the person left. `last` is shown before the first answer.
+    """
+    async with _open_screen() as screen:
+        if last is not None:
+            screen.show(last)
+        following = asyncio.create_task(_follow(address, screen))
+        leaving = asyncio.create_task(screen.left.wait())
+        try:
+            await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+                if stay:
+                    screen.say("the run is over; q leaves")
+                    await leaving
+            return following.done()
+        finally:
+            await _cancel(following, leaving)
+
+
+async def show_finished(snapshot: Snapshot) -> None:
+    """The last snapshot of a run that is over, until q is pressed."""
+    async with _open_screen() as screen:
+        screen.show(snapshot)
+        await screen.left.wait()
+
+
+async def _follow(address: str, screen: Screen) -> None:
+    """Returns when the run is over; a lost connection is said and tried again."""
+    while True:
+        try:
+            async with contextlib.aclosing(client.watch(address, EVERY_S)) as snapshots:
+                async for snapshot in snapshots:
+                    screen.show(snapshot)
+                    if snapshot.state in OVER:
+                        return
+            screen.say(f"{address} closed the connection; trying again ...")
+        except PeerUnreachable:
+            screen.say(f"no answer from {address}; trying again ...")
+        await asyncio.sleep(RETRY_S)
+
+
+@contextlib.asynccontextmanager
+async def _open_screen() -> AsyncIterator[Screen]:
+    """The alternate screen with single keys delivered to it; the terminal is as before afterwards."""
+    console = Console()
+    loop = asyncio.get_running_loop()
+    with _single_keys() as terminal, Live(console=console, screen=True, auto_refresh=False) as live:
+        screen = Screen(live)
+        if terminal is not None:
+            loop.add_reader(terminal, lambda: screen.press(os.read(terminal, 1024)))
+        redraw = asyncio.create_task(_redraw_on_resize(screen))
+        screen.draw()
+        try:
+            yield screen
+        finally:
+            if terminal is not None:
+                loop.remove_reader(terminal)
+            await _cancel(redraw)
+
+
+@contextlib.contextmanager
+def _single_keys() -> Iterator[int | None]:
+    """stdin without line buffering and echo; ctrl-C still is a signal. None where stdin is no terminal."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    try:
+        tty.setcbreak(terminal)
+        yield terminal
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+async def _redraw_on_resize(screen: Screen) -> None:
+    """A window that changes its size between snapshots would show broken lines."""
+    size = screen.live.console.size
+    while True:
+        await asyncio.sleep(0.25)
+        if screen.live.console.size != size:
+            size = screen.live.console.size
+            screen.draw()
+
+
+async def _cancel(*tasks: "asyncio.Task[object]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,71 @@
+"""Numbers as an operator reads them: counts, durations, bars and sparklines, as plain strings.
+
+Each function returns text of a known width. Knows nothing of runs.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def count(value: float) -> str:
+    """At most five characters. Examples: 999, 1.2k, 412k, 3.1M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size * 0.9995:
+            scaled = value / size
+            return f"{scaled:.1f}{unit}" if scaled < 99.95 else f"{scaled:.0f}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Examples: 0:07, 12:34, 1:02:03."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def bar(share: float, width: int) -> str:
+    """`width` characters, filled from the left by `share` of them, in steps of half a character."""
+    halves = round(min(max(share, 0.0), 1.0) * width * 2)
+    full, half = divmod(halves, 2)
+    return ("━" * full + "╸" * half).ljust(width)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """One character a value, scaled between the smallest and the largest; at most `width`.
+
+    More values than that are averaged in runs of equal length, so that the whole history shows.
+    """
+    shown = shrink(values, width)
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    if high - low < 1e-12:
+        return BLOCKS[3] * len(shown)
+    return "".join(BLOCKS[round((v - low) / (high - low) * 7)] for v in shown)
+
+
+def shrink(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` means over neighbouring values. Example: shrink((1, 3, 5, 7), 2) = [2, 6]."""
+    if len(values) <= width:
+        return list(values)
+    edges = [i * len(values) // width for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def columns(counts: Sequence[int]) -> str:
+    """One block for each count, from zero to the largest; a blank for none."""
+    top = max(counts, default=0)
+    return "".join(" " if not c else BLOCKS[max(0, round(c / top * 8) - 1)] for c in counts)
+
+
+def cut(text: str, width: int) -> str:
+    """`text` on one line of at most `width` characters, its end replaced by an ellipsis if it is longer."""
+    flat = printable(" ".join(text.split()))
+    return flat if len(flat) <= width else flat[: max(0, width - 1)] + "…"
+
+
+def printable(text: str) -> str:
+    """`text` without what could move the cursor or colour the terminal: it may be a model's or a peer's."""
+    return "".join(c if c.isprintable() else "·" for c in text)

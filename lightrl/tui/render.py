@@ -1,0 +1,291 @@
+"""A snapshot as a screen: pure functions from `Snapshot` and `View` to rich text.
+
+No sockets, no state, no clock. Every line is built to fit the width; sections give way from the
+bottom when the height is short.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from rich.cells import chop_cells
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lightrl.messages import NodeRow, Snapshot
+from lightrl.tui.figures import bar, columns, count, cut, duration, printable, sparkline
+
+Page: TypeAlias = Literal["overview", "samples", "events"]
+PAGES: tuple[Page, ...] = ("overview", "samples", "events")
+
+STATE_STYLES = {
+    "starting": "yellow",
+    "joining": "yellow",
+    "loading": "yellow",
+    "running": "green",
+    "ready": "green",
+    "updating": "cyan",
+    "evaluating": "cyan",
+    "finishing": "cyan",
+    "draining": "magenta",
+    "finished": "bold green",
+    "failed": "bold red",
+    "gone": "dim",
+}
+SHORT_ROLES = {"coordinator": "head", "trainer": "train", "rollout": "roll"}
+HELP = (
+    ("1 2 3, tab", "overview, samples, events"),
+    ("up down, j k", "move through samples or events"),
+    ("?", "this help"),
+    ("q", "leave the screen; the run goes on"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the person at the keyboard has chosen, and what the connection says."""
+
+    page: Page = "overview"
+    help: bool = False
+    selected: int = 0  # of samples or events
+    notice: str = ""  # shown in place of the key hints: lost connection and the like
+
+
+def render(snapshot: Snapshot, view: View, width: int, height: int) -> RenderableType:
+    """Exactly fits `width` x `height`: no line is wider, and there are not more lines."""
+    head = _header(snapshot, width)
+    foot = _footer(view, width)
+    room = max(0, height - len(head) - 1)
+    if view.help:
+        body = _help(width)
+    elif view.page == "samples":
+        body = _samples(snapshot, view, width, room)
+    elif view.page == "events":
+        body = _events_page(snapshot, view, width, room)
+    else:
+        body = _overview(snapshot, width, room)
+    body = body[:room]
+    blank = [Text("")] * (room - len(body))
+    lines = [*head, *body, *blank, foot][-height:] if height < len(head) + 1 else [*head, *body, *blank, foot]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+        line.no_wrap = True
+    return Group(*lines)
+
+
+def _header(s: Snapshot, width: int) -> list[Text]:
+    state = Text(s.state, STATE_STYLES.get(s.state, ""))
+    left = Text.assemble((" LightRL ", "bold reverse"), "  ", (cut(s.run, max(8, width - 40)), "bold"))
+    right = Text.assemble(state, "  ", duration(s.elapsed_s), " ")
+    share = s.step / s.num_steps if s.num_steps else 0.0
+    version = "–" if s.policy_version is None else f"v{s.policy_version}"
+    before = f" step {s.step:,}/{s.num_steps:,} "
+    after = f" {share:4.0%}  {version}  {count(s.tokens_per_s)} tok/s  {count(s.rollout_tokens)} tokens "
+    room = max(0, width - len(before) - len(after))
+    progress = Text.assemble(before, *_bar(share, room, "green"), after)
+    return [_spread(left, right, width), progress]
+
+
+def _overview(s: Snapshot, width: int, room: int) -> list[Text]:
+    """Nodes and round always, then history, lengths and counters as far as they fit; events take the rest."""
+    tight = 2 + len(_round(s, width)) + len(_history(s, width)) + 3
+    body = _nodes(s, width, max(2, room - tight))
+    body += _round(s, width)
+    for section in (_history(s, width), _lengths(s, width, tall=room >= 34), _counters(s, width)):
+        if len(body) + len(section) <= room:
+            body += section
+    left = room - len(body)
+    if left >= 2 and s.events:
+        body.append(_rule("events", width))
+        body += [_event(e, width) for e in s.events[-(left - 1) :]]
+    return body
+
+
+def _nodes(s: Snapshot, width: int, room: int) -> list[Text]:
+    lines = [_rule(f"nodes {len(s.nodes)}" if s.nodes else "nodes", width)]
+    if not s.nodes:
+        return [*lines, Text(" none yet", "dim")]
+    wide = width >= 100
+    title = f" {'node':14} {'role':10} {'state':9} {'ver':>5} {'running/slots':>13}"
+    title += f" {'tok/s':>6} {'kv':>4} {'heard':>6}"
+    lines.append(Text(title + (f"  {'pid':>7}  {'host / device'}" if wide else ""), "dim"))
+    shown = s.nodes if len(s.nodes) <= room - 2 else s.nodes[: max(1, room - 3)]
+    lines += [_node(n, wide) for n in shown]
+    if len(shown) < len(s.nodes):
+        rest = s.nodes[len(shown) :]
+        running = sum(n.running for n in rest)
+        speed = count(sum(n.tokens_per_s for n in rest))
+        lines.append(Text(f" … and {len(rest)} more: {running} running, {speed} tok/s", "dim"))
+    return lines
+
+
+def _node(n: NodeRow, wide: bool) -> Text:
+    roles = "+".join(SHORT_ROLES[r] for r in n.roles)
+    busy = f"{n.running}/{n.slots}" if n.slots else "–"
+    speed = count(n.tokens_per_s) if n.slots else "–"
+    kv = f"{n.kv_usage:.0%}" if n.slots else "–"
+    version = "–" if n.policy_version is None else str(n.policy_version)
+    late = "bold red" if n.heard_s_ago > 3 and n.state != "gone" else "dim"
+    line = Text.assemble(
+        f" {cut(n.name, 14):14} {cut(roles, 10):10} ",
+        (f"{n.state:9}", STATE_STYLES.get(n.state, "")),
+        f" {version:>5} {busy:>13} {speed:>6} {kv:>4} ",
+        (f"{n.heard_s_ago:5.1f}s", late),
+    )
+    if wide:
+        line.append(f"  {n.pid:>7}  {cut(f'{n.host} {n.device}', 60)}", "dim")
+    return line
+
+
+def _round(s: Snapshot, width: int) -> list[Text]:
+    lines = [_rule(f"round · {s.round_kind}" if s.round_kind else "round", width)]
+    if not s.round_kind:
+        return [*lines, Text(" between rounds", "dim")]
+    share = s.round_accepted / s.round_needed if s.round_needed else 0.0
+    before = f" groups {s.round_accepted}/{s.round_needed} "
+    after = (
+        f"  responses: {s.responses_running} running, {s.responses_queued} queued, {s.responses_done} done"
+    )
+    room = max(4, min(40, width - len(before) - len(after) - 1))
+    return [*lines, Text.assemble(before, *_bar(share, room, "cyan"), after)]
+
+
+def _history(s: Snapshot, width: int) -> list[Text]:
+    if not s.rewards and not s.evals:
+        return [_rule("history", width), Text(" no step is finished yet", "dim")]
+    lines = [_rule("history", width)]
+    room = max(1, min(100, width - 34))
+    for label, values, form in (
+        ("reward", s.rewards, ".3f"),
+        ("length", s.lengths, ".1f"),
+        ("step s", s.step_seconds, ".2f"),
+    ):
+        if values:
+            scale = f" {min(values):{form}} … {max(values):{form}}"
+            chart = sparkline(values, room).ljust(room)
+            line = Text.assemble(f" {label:7}{values[-1]:8{form}} ", (chart, "green"), (scale, "dim"))
+            lines.append(line)
+    if s.evals:
+        line = Text(f" {'eval':7}{s.evals[-1][1]:8.3f} ")
+        line.append(_evals(s, width - len(line.plain) - 1), "dim")
+        lines.append(line)
+    return lines
+
+
+def _evals(s: Snapshot, room: int) -> str:
+    """The evaluations as a chain, the oldest and as many of the latest as fit."""
+    steps = [f"{score:.3f} @{step}" for step, score in s.evals]
+    kept = steps[-1:]
+    for text in reversed(steps[1:-1]):
+        if len(" → ".join([steps[0], "…", text, *kept])) > room:
+            break
+        kept.insert(0, text)
+    if len(steps) == 1:
+        return steps[0]
+    gap = [] if len(kept) == len(steps) - 1 else ["…"]
+    return cut(" → ".join([steps[0], *gap, *kept]), room)
+
+
+def _lengths(s: Snapshot, width: int, tall: bool) -> list[Text]:
+    if not s.length_histogram:
+        return []
+    bounds = [bound for bound, _ in s.length_histogram]
+    counts = [number for _, number in s.length_histogram]
+    lines = [_rule("response lengths of the last step", width)]
+    if not tall:
+        chart = Text(f" tokens ▕{columns(counts)}▏ 1 … {bounds[-1]:,}", "cyan")
+        return [*lines, chart.append(f"   most often ≤ {_mode(s)}", "dim")]
+    top = max(*counts, 1)
+    room = max(4, min(60, width - 20))
+    return lines + [
+        Text.assemble(f" ≤{bound:7,} ", (bar(number / top, room), "cyan"), f" {number:,}")
+        for bound, number in s.length_histogram
+    ]
+
+
+def _mode(s: Snapshot) -> str:
+    return f"{max(s.length_histogram, key=lambda bin: bin[1])[0]:,}"
+
+
+def _counters(s: Snapshot, width: int) -> list[Text]:
+    shown = [f"{name.replace('_', ' ')} {value:,}" for name, value in s.counters.items() if value]
+    if not shown:
+        return []
+    return [_rule("counted", width), Text(" " + cut(" · ".join(shown), width - 2), "yellow")]
+
+
+def _event(event: tuple[float, str], width: int) -> Text:
+    when, text = event
+    return Text.assemble((f" {duration(when):>8}  ", "dim"), cut(text, max(1, width - 12)))
+
+
+def _events_page(s: Snapshot, view: View, width: int, room: int) -> list[Text]:
+    if not s.events:
+        return [_rule("events", width), Text(" nothing has happened yet", "dim")]
+    newest_first = s.events[::-1]
+    start = min(view.selected, len(newest_first) - 1)
+    shown = newest_first[start : start + max(1, room - 1)]
+    title = f"events · newest first · {start + 1}–{start + len(shown)} of {len(newest_first)}"
+    return [_rule(title, width), *(_event(e, width) for e in shown)]
+
+
+def _samples(s: Snapshot, view: View, width: int, room: int) -> list[Text]:
+    if not s.samples:
+        return [_rule("samples", width), Text(" no response is finished yet", "dim")]
+    selected = min(view.selected, len(s.samples) - 1)
+    sample = s.samples[selected]
+    list_room = min(len(s.samples), max(1, room // 3))
+    start = min(max(0, selected - list_room // 2), len(s.samples) - list_room)
+    lines = [_rule(f"samples · {selected + 1} of {len(s.samples)}, latest first", width)]
+    for i in range(start, start + list_room):
+        row = s.samples[i]
+        score = "    –" if row.reward is None else f"{row.reward:5.2f}"
+        text = Text.assemble(
+            "▸" if i == selected else " ",
+            f"{score} {row.num_tokens:>6,} tok  step {row.step:<5} ",
+            (cut(f"{row.prompt} {row.text}", max(1, width - 30)), "" if i == selected else "dim"),
+        )
+        lines.append(text)
+    lines.append(_rule(sample.response, width))
+    lines += _wrapped(sample.prompt, "bold", width)
+    lines += _wrapped(sample.text, "", width)
+    return lines
+
+
+def _wrapped(text: str, style: str, width: int) -> list[Text]:
+    """Long texts in full, cut at the width, with line breaks kept: what the model wrote, not a summary."""
+    room = max(2, width - 2)  # a wide character takes two cells
+    return [
+        Text(" " + part, style)
+        for line in text.split("\n")
+        for part in chop_cells(printable(line), room) or [""]
+    ]
+
+
+def _help(width: int) -> list[Text]:
+    return [
+        _rule("keys", width),
+        *(Text.assemble((f"   {keys:14}", "bold"), what) for keys, what in HELP),
+    ]
+
+
+def _footer(view: View, width: int) -> Text:
+    if view.notice:
+        return Text(f" {cut(view.notice, width - 2)}", "bold yellow")
+    marks = [(f" {i} {page} ", "reverse" if page == view.page else "dim") for i, page in enumerate(PAGES, 1)]
+    return _spread(Text.assemble(*marks), Text("? help  q quit ", "dim"), width)
+
+
+def _bar(share: float, width: int, style: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """What is done, and a thin line for what is not."""
+    done = bar(share, width).rstrip()
+    return (done, style), ("─" * (width - len(done)), "dim")
+
+
+def _rule(title: str, width: int) -> Text:
+    text = f"── {cut(title, max(1, width - 6))} "
+    return Text(text + "─" * max(0, width - len(text)), "blue")
+
+
+def _spread(left: Text, right: Text, width: int) -> Text:
+    gap = max(1, width - left.cell_len - right.cell_len)
+    return Text.assemble(left, " " * gap, right)

@@ -1,0 +1,264 @@
+"""Weights over plain TCP: fetches a version from whoever holds it, and proves that it is that version.
+
+Owns one transfer: streams, retries, resuming, digests. Threads do all of it, the event loop only waits.
+Must not import torch; decides neither what to pull nor from whom. The other side is `serve.py`.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightrl.errors import WeightsError
+from lightrl.messages import Manifest
+from lightrl.weights import manifest as m
+from lightrl.weights.serve import IDLE_LIMIT_S, MAX_TICKET_BYTES, WeightServer, format_address, pack_request
+
+__all__ = ["PullStats", "WeightServer", "pull"]
+
+CONNECT_LIMIT_S = 3.0
+MAX_FAILURES = 3  # of each holder in a row, without progress, before a stream gives up
+
+_CHUNK_BYTES = 256 << 10  # fits a core's cache, where it is digested and written
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """The reverse of `format_address`. Raises WeightsError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal():
+        raise WeightsError(f"{address!r}: a holder looks like host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class PullStats:
+    """What one pull cost. `num_bytes` were transferred; a resumed pull needs fewer than the version has."""
+
+    num_bytes: int
+    seconds: float
+
+
+async def pull(
+    manifest: Manifest,
+    holders: Sequence[str],
+    ticket: str,
+    destination: Path,
+    streams: int = 4,
+    timeout_s: float = 600.0,
+) -> PullStats:
+    """Fetches a version into `destination`, every bucket proved, from any of the holders.
+
+    Grows "destination.part" and resumes from the whole buckets in it; `destination` appears complete or
+    not at all. Raises WeightsError after `timeout_s`, or sooner if every holder keeps failing or the
+    bytes of a bucket were wrong twice. Cancelling ends it within CONNECT_LIMIT_S.
+    """
+    m.verify(manifest)
+    if not holders:
+        raise WeightsError(f"version {manifest.policy_version}: nobody holds it")
+    if not 0 < len(ticket.encode()) <= MAX_TICKET_BYTES:
+        raise WeightsError(f"version {manifest.policy_version}: not a ticket: {ticket[:20]!r}")
+    start = time.monotonic()
+    part = destination.with_name(destination.name + ".part")
+    fetch = _Fetch(manifest, [parse_address(h) for h in holders], ticket.encode(), start + timeout_s, part)
+    num_streams = max(1, min(streams, len(manifest.buckets)))
+    loop = asyncio.get_running_loop()
+    try:
+        with ThreadPoolExecutor(num_streams, thread_name_prefix="weights-pull") as threads:
+            runs = [loop.run_in_executor(threads, _Stream(fetch, k).run) for k in range(num_streams)]
+            try:
+                await asyncio.gather(*(asyncio.shield(r) for r in runs))
+            except BaseException:
+                fetch.end("cancelled")
+                await asyncio.wait(runs)
+                raise
+    finally:
+        fetch.close()
+    if fetch.failure is not None:
+        raise WeightsError(f"version {manifest.policy_version}: {fetch.failure}")
+    part.replace(destination)
+    return PullStats(fetch.num_bytes, time.monotonic() - start)
+
+
+class _Fetch:
+    """What the streams of one pull share; its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        holders: Sequence[tuple[str, int]],
+        ticket: bytes,
+        deadline: float,
+        part: Path,
+    ) -> None:
+        self.manifest = manifest
+        self.holders = holders
+        self.ticket = ticket
+        self.failure: str | None = None  # the first that ended the pull
+        self.num_bytes = 0  # received
+        self._deadline = deadline  # time.monotonic()
+        self._todo = deque(enumerate(m.bucket_offsets(manifest)))
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._sockets: set[socket.socket] = set()
+        try:
+            self.file = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+            self.has_leftovers = os.fstat(self.file).st_size > 0
+            os.ftruncate(self.file, m.num_bytes(manifest))
+        except OSError as e:
+            raise WeightsError(f"{part}: cannot be written: {e.strerror}") from e
+
+    def buckets(self) -> Iterator[tuple[int, int]]:
+        """(index, position in the file) of buckets that no stream has taken yet, until the pull ends."""
+        while not self._ended.is_set():
+            with self._lock:
+                if not self._todo:
+                    return
+                bucket = self._todo.popleft()
+            yield bucket
+
+    def end(self, why: str) -> None:
+        """The pull has failed: all streams stop soon, whatever they are doing."""
+        with self._lock:
+            self.failure = self.failure or why
+            self._ended.set()
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):  # not connected any more
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def remaining_s(self, limit_s: float) -> float:
+        """Up to `limit_s`, less near the deadline. Raises WeightsError when the pull is over."""
+        left = self._deadline - time.monotonic()
+        if left <= 0 or self._ended.is_set():
+            raise WeightsError("not complete within its time limit")
+        return min(left, limit_s)
+
+    def pause(self, seconds: float) -> None:
+        self._ended.wait(self.remaining_s(seconds))
+
+    def register(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.add(sock)
+
+    def forget(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._sockets.discard(sock)
+        sock.close()
+
+    def count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
+class _Stream:
+    """One thread with one connection at a time. Streams start at different holders, to share the load."""
+
+    def __init__(self, fetch: _Fetch, number: int) -> None:
+        self._fetch = fetch
+        self._turn = number  # whose turn it is among the holders
+        self._failures = 0  # in a row, without progress
+        self._sock: socket.socket | None = None
+        self._buffer = memoryview(bytearray(_CHUNK_BYTES))
+
+    def run(self) -> None:
+        try:
+            for index, position in self._fetch.buckets():
+                if not (self._fetch.has_leftovers and self._is_held(index, position)):
+                    self._pull_bucket(index, position)
+        except WeightsError as e:
+            self._fetch.end(str(e))
+        finally:
+            self._disconnect()
+
+    def _pull_bucket(self, index: int, position: int) -> None:
+        bucket = self._fetch.manifest.buckets[index]
+        for _ in range(2):
+            if self._receive(position, bucket.size) == bucket.digest:
+                return
+            self._disconnect()
+            self._turn += 1  # rather from another holder
+        raise WeightsError(f"bucket {index}: digest differs, twice")
+
+    def _receive(self, position: int, size: int) -> str:
+        """Receives and writes a range, going on where it was broken off; returns its digest."""
+        fetch = self._fetch
+        digest = hashlib.blake2b(digest_size=16)
+        received = 0
+        while received < size:
+            try:
+                sock = self._request(position + received, size - received)
+                while received < size:
+                    sock.settimeout(fetch.remaining_s(IDLE_LIMIT_S))
+                    n = sock.recv_into(self._buffer, min(size - received, _CHUNK_BYTES))
+                    if n == 0:
+                        raise EOFError(
+                            "closed the connection (wrong ticket, or it no longer holds the version)"
+                        )
+                    data = self._buffer[:n]
+                    digest.update(data)
+                    self._write(data, position + received)
+                    received += n
+                    self._failures = 0
+                    fetch.count(n)
+            except (OSError, EOFError) as e:
+                self._disconnect()
+                self._blame_holder(e)
+        return digest.hexdigest()
+
+    def _request(self, offset: int, size: int) -> socket.socket:
+        fetch = self._fetch
+        if self._sock is None:
+            address = fetch.holders[self._turn % len(fetch.holders)]
+            self._sock = socket.create_connection(address, fetch.remaining_s(CONNECT_LIMIT_S))
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            fetch.register(self._sock)
+        self._sock.settimeout(fetch.remaining_s(IDLE_LIMIT_S))
+        version = fetch.manifest.policy_version
+        self._sock.sendall(pack_request(version, offset, size, fetch.ticket))
+        return self._sock
+
+    def _blame_holder(self, e: OSError | EOFError) -> None:
+        """On to the next holder, with a pause after each time around. Raises WeightsError to give up."""
+        holders = self._fetch.holders
+        host, port = holders[self._turn % len(holders)]
+        self._failures += 1
+        if self._failures >= MAX_FAILURES * len(holders):
+            raise WeightsError(f"no holder serves it; last {format_address(host, port)}: {e}") from e
+        self._turn += 1
+        if self._failures % len(holders) == 0:
+            self._fetch.pause(0.05 * 2 ** (self._failures // len(holders)))
+
+    def _write(self, data: memoryview, position: int) -> None:
+        try:
+            while data:
+                n = os.pwrite(self._fetch.file, data, position)
+                data, position = data[n:], position + n
+        except OSError as e:  # the disk's fault, not the holder's
+            raise WeightsError(f"cannot write: {e.strerror}") from e
+
+    def _is_held(self, index: int, position: int) -> bool:
+        """Whether an earlier pull left this bucket whole."""
+        bucket = self._fetch.manifest.buckets[index]
+        digest = hashlib.blake2b(digest_size=16)
+        done = 0
+        while done < bucket.size:
+            self._fetch.remaining_s(0.0)  # the pull may have ended
+            n = os.preadv(self._fetch.file, [self._buffer[: bucket.size - done]], position + done)
+            digest.update(self._buffer[:n])
+            done += n
+        return digest.hexdigest() == bucket.digest
+
+    def _disconnect(self) -> None:
+        if self._sock is not None:
+            self._fetch.forget(self._sock)
+            self._sock = None

@@ -1,0 +1,222 @@
+"""The holder's side of a weight pull: byte ranges of published versions over TCP, to whoever has the ticket.
+
+Owns open versions and connections. The event loop only accepts, reads requests and waits; threads move
+the bytes. Must not import torch; decides neither which versions exist nor who may have them.
+
+A connection carries any number of requests, one after the other. A request is `REQUEST` and then the
+ticket; the reply is exactly the bytes asked for. Whatever is wrong with a request (ticket, version,
+range), the answer is a closed connection, so that a stranger learns nothing.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import select
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightrl.errors import WeightsError
+from lightrl.messages import Manifest
+from lightrl.weights import manifest as m
+
+REQUEST = struct.Struct("<8sQQQB")  # magic, policy_version, offset, size, length of the ticket
+MAGIC = b"LRPULL1\n"
+MAX_TICKET_BYTES = 128
+MAX_CONNECTIONS = 512
+KEPT_VERSIONS = 2
+IDLE_LIMIT_S = 10.0  # without a single byte, or without a request
+
+_SEND_BYTES = 16 << 20  # one turn of a sending thread
+_SEND_PATIENCE_MS = 50  # a thread waits so long for a slow peer, then the event loop does
+_SEND_THREADS = 16
+
+
+def pack_request(policy_version: int, offset: int, size: int, ticket: bytes) -> bytes:
+    """Asks for `size` bytes of a version's file from `offset` on."""
+    return REQUEST.pack(MAGIC, policy_version, offset, size, len(ticket)) + ticket
+
+
+@dataclass(slots=True)
+class _Held:
+    """A published version. The open file outlives its deletion; closed when nobody sends it any more."""
+
+    policy_version: int
+    ticket: bytes
+    file: int
+    size: int
+    num_users: int = 0
+    is_retired: bool = False
+
+    def release(self) -> None:
+        if self.is_retired and self.num_users == 0:
+            os.close(self.file)
+            self.file = -1
+
+
+class WeightServer:
+    """Serves the last two versions published. `await start(host)` once; `await close()` at the end."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, _Held] = {}  # in the order of publication
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(_SEND_THREADS, thread_name_prefix="weights-send")
+
+    async def start(self, host: str) -> str:
+        """Listens on a free port of `host`; returns "host:port". Raises WeightsError if it cannot."""
+        try:
+            family, kind, protocol, _, address = (
+                await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            )[0]
+            self._listener = socket.socket(family, kind, protocol)
+            self._listener.setblocking(False)
+            self._listener.bind(address)
+            self._listener.listen(MAX_CONNECTIONS)
+        except OSError as e:
+            raise WeightsError(f"cannot serve weights on {host}: {e}") from e
+        self._accepting = asyncio.create_task(self._accept(self._listener), name="weights-accept")
+        return format_address(host, self._listener.getsockname()[1])
+
+    def publish(self, manifest: Manifest, path: Path, ticket: str) -> None:
+        """From now on serves the version in `path`; the file may be deleted. Raises WeightsError."""
+        secret = ticket.encode()
+        if not 0 < len(secret) <= MAX_TICKET_BYTES:
+            raise WeightsError(f"a ticket has 1 to {MAX_TICKET_BYTES} bytes, not {len(secret)}")
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except OSError as e:
+            raise WeightsError(f"{path}: cannot be served: {e.strerror}") from e
+        size = os.fstat(file).st_size
+        if size != m.num_bytes(manifest):
+            os.close(file)
+            raise WeightsError(f"{path}: has {size} bytes, its manifest says {m.num_bytes(manifest)}")
+        version = manifest.policy_version
+        self._retire(version)
+        self._held[version] = _Held(version, secret, file, size)
+        while len(self._held) > KEPT_VERSIONS:
+            self._retire(next(iter(self._held)))
+
+    async def close(self) -> None:
+        """Stops serving at once; transfers under way are cut."""
+        tasks = [*self._connections, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for version in list(self._held):
+            self._retire(version)
+        self._threads.shutdown(wait=False)
+
+    def _retire(self, version: int) -> None:
+        held = self._held.pop(version, None)
+        if held is not None:
+            held.is_retired = True
+            held.release()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError:  # the peer has gone already, or no descriptor is free
+                await asyncio.sleep(0.01)
+                continue
+            if len(self._connections) >= MAX_CONNECTIONS:
+                sock.close()
+                continue
+            sock.setblocking(False)
+            task = loop.create_task(self._serve(sock))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Answers one peer until it goes, says something wrong or falls silent."""
+        with sock, contextlib.suppress(OSError, EOFError, TimeoutError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                async with asyncio.timeout(IDLE_LIMIT_S):
+                    magic, version, offset, size, ticket_size = REQUEST.unpack(
+                        await _read(sock, REQUEST.size)
+                    )
+                    if magic != MAGIC or not 0 < ticket_size <= MAX_TICKET_BYTES:
+                        return
+                    ticket = await _read(sock, ticket_size)
+                held = self._held.get(version)
+                if held is None or not hmac.compare_digest(ticket, held.ticket):
+                    return
+                if offset > held.size or size > held.size - offset:
+                    return
+                await self._send(sock, held, offset, size)
+
+    async def _send(self, sock: socket.socket, held: _Held, offset: int, size: int) -> None:
+        loop = asyncio.get_running_loop()
+        held.num_users += 1  # keeps the file open if the version is retired meanwhile
+        try:
+            while size > 0:
+                turn = loop.run_in_executor(
+                    self._threads, _send_some, sock.fileno(), held.file, offset, min(size, _SEND_BYTES)
+                )
+                try:
+                    sent = await asyncio.shield(turn)
+                except asyncio.CancelledError:
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                    await asyncio.wait([turn])
+                    raise
+                offset, size = offset + sent, size - sent
+                if size > 0:
+                    async with asyncio.timeout(IDLE_LIMIT_S):
+                        await _writable(sock)
+        finally:
+            held.num_users -= 1
+            held.release()
+
+
+def _send_some(sock: int, file: int, offset: int, size: int) -> int:
+    """Sends up to `size` bytes; fewer if the peer does not take them. Returns how many. Runs in a thread."""
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    sent = 0
+    while sent < size:
+        try:
+            n = os.sendfile(sock, file, offset + sent, size - sent)
+        except BlockingIOError:
+            if not poll.poll(_SEND_PATIENCE_MS):
+                return sent
+            continue
+        if n == 0:
+            raise EOFError("the file is shorter than it was")
+        sent += n
+    return sent
+
+
+async def _read(sock: socket.socket, size: int) -> bytes:
+    """Exactly `size` bytes. Raises EOFError if the peer has gone."""
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < size:
+        part = await loop.sock_recv(sock, size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+async def _writable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_writer(sock, lambda: ready.done() or ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_writer(sock)
+
+
+def format_address(host: str, port: int) -> str:
+    """Example: "10.0.0.1:41873", "[::1]:41873"."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,140 @@
+"""Joining, leases, draining and losing nodes; work never goes with them."""
+
+from lightrl.core.commands import Admit, Finish
+from lightrl.core.events import (
+    DrainRequested,
+    NodeDraining,
+    NodeHeard,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    TimerFired,
+)
+from lightrl.messages import Drain, Generate, Hello, Load, PublishWeights, TrainShard, Welcome
+
+from .conftest import Driver, ids, of_kind, sent
+
+
+def test_late_node_is_offered_the_published_version_and_works_in_the_same_step(driver: Driver):
+    driver.start("a", slots=1)
+    joined = driver.join("b", slots=2)
+    assert of_kind(joined, Admit) == [Admit("b")]
+    [(_, offer)] = sent(joined, PublishWeights)
+    assert offer.manifest.policy_version == 0
+    ready = driver.confirm("b", 0)
+    [(node, generate)] = sent(ready, Generate)
+    assert node == "b"
+    assert len(generate.requests) == 2
+
+
+def test_lost_node_resumes_from_the_prefix_it_already_paid_for(driver: Driver):
+    driver.start("a", slots=1)
+    driver.tokens("p0@0#0", 7, 8)
+    driver.feed(NodeLost("a", "gone"))
+    driver.join("b", slots=1)
+    [(_, generate)] = sent(driver.confirm("b", 0), Generate)
+    [request] = generate.requests
+    assert (request.response, request.attempt) == ("p0@0#0", 2)
+    assert (request.prompt, request.prefix) == (ids(1, 2, 0), ids(7, 8))
+    assert request.max_new_tokens == 8
+
+
+def test_tokens_of_an_attempt_that_was_given_up_are_ignored(driver: Driver):
+    driver.start("a", slots=1)
+    driver.tokens("p0@0#0", 7)
+    driver.feed(NodeDraining("a", "SIGTERM"))
+    driver.join("b", slots=1)
+    driver.confirm("b", 0)
+    driver.tokens("p0@0#0", 5, 5, offset=1, node="a", attempt=1)
+    assert list(driver.core.ledger.responses["p0@0#0"].tokens) == [7]
+    assert driver.core.ledger.counters.chunks_ignored == 1
+
+
+def test_silent_node_is_lost_when_its_lease_runs_out_and_a_heard_one_is_not(driver: Driver):
+    driver.start("a", "b", slots=1)
+    driver.feed(NodeHeard("b", Load()), now=4.0)
+    driver.feed(NodeHeard("t", Load()))
+    assert driver.core.next_deadline() == 5.0
+    driver.feed(TimerFired(), now=5.0)
+    assert set(driver.core.fleet.nodes) == {"b", "t"}
+    assert driver.core.next_deadline() == 9.0
+    assert driver.core.ledger.counters.nodes_lost == 1
+
+
+def test_restarted_node_replaces_its_old_incarnation_and_a_ghost_does_not(driver: Driver):
+    driver.start("a", slots=2)
+    driver.join("a", slots=2, incarnation=2)
+    assert driver.core.ledger.counters.responses_moved == 2
+    assert driver.core.fleet.nodes["a"].incarnation == 2
+    assert driver.join("a", incarnation=1) == []
+    assert driver.core.fleet.nodes["a"].incarnation == 2
+
+
+def test_hello_of_a_known_process_is_welcomed_again_without_moving_anything(driver: Driver):
+    driver.start("a", slots=2)
+    assert driver.join("a", slots=2) == [Admit("a")]
+    assert driver.core.ledger.counters.responses_moved == 0
+
+
+def test_second_trainer_and_wrong_protocol_are_refused_in_one_line(driver: Driver):
+    driver.start("a")
+    [(_, refusal)] = sent(driver.join("t2", "trainer"), Welcome)
+    assert refusal.refused == "this run has a trainer node already"
+    old = Hello("x", 1, ("rollout",), 99, pid=1, host="h")
+    [(_, refusal)] = sent(driver.feed(NodeJoined(old)), Welcome)
+    assert refusal.refused == "speaks protocol 99, this run 1"
+    assert set(driver.core.fleet.nodes) == {"t", "a"}
+
+
+def test_draining_node_gets_no_new_work_and_its_responses_move(driver: Driver):
+    driver.start("a", "b", slots=2)
+    moved = driver.feed(NodeDraining("a", "SIGTERM"))
+    assert sent(moved, Generate) == []  # b is full: they wait
+    for done, taken_up in (("p1@0#0", "p0@0#0"), ("p1@0#1", "p0@0#1")):
+        [(node, generate)] = sent(driver.finish(done), Generate)
+        assert (node, generate.requests[0].response) == ("b", taken_up)
+    driver.feed(NodeLeft("a", "drained", ok=True))
+    assert "a" not in driver.core.fleet.nodes
+    assert driver.core.ledger.counters.nodes_lost == 0
+
+
+def test_operator_drain_reaches_the_node_and_an_unknown_name_is_reported(driver: Driver):
+    driver.start("a")
+    assert sent(driver.feed(DrainRequested("a", "upkeep")), Drain) == [("a", Drain("a", "upkeep"))]
+    assert sent(driver.feed(DrainRequested("zzz", "")), Drain) == []
+
+
+def test_stopping_the_run_asks_every_node_and_finishes_when_all_have_left(driver: Driver):
+    driver.start("a")
+    drains = sent(driver.feed(DrainRequested("*", "ctrl-C")), Drain)
+    assert [node for node, _ in drains] == ["t", "a"]
+    assert of_kind(driver.feed(NodeLeft("a", "drained", ok=True)), Finish) == []
+    [finish] = of_kind(driver.feed(NodeLeft("t", "drained", ok=True)), Finish)
+    assert (str(finish.state), finish.reason) == ("stopped", "ctrl-C")
+    assert driver.join("late") == []
+
+
+def test_losing_the_trainer_fails_the_run_with_its_reason(driver: Driver):
+    driver.start("a")
+    driver.feed(NodeLost("t", "connection lost"))
+    [finish] = of_kind(driver.feed(NodeLeft("a", "drained", ok=True)), Finish)
+    assert (str(finish.state), finish.reason) == ("failed", "trainer node t lost (connection lost)")
+
+
+def test_trainer_that_fails_while_the_run_finishes_well_turns_it_into_a_failure():
+    d = Driver(num_steps=1)
+    d.start("a")
+    d.finish_round()
+    d.train(0)
+    d.feed(NodeLeft("a", "drained", ok=True))
+    [finish] = of_kind(d.feed(NodeLeft("t", "disk full", ok=False)), Finish)
+    assert (str(finish.state), finish.reason) == ("failed", "trainer node t: disk full")
+
+
+def test_no_rollout_node_left_means_waiting_not_failing(driver: Driver):
+    driver.start("a", slots=4)
+    driver.feed(NodeLost("a", "gone"))
+    assert sent(driver.feed(TimerFired(), now=1.0), TrainShard) == []
+    driver.join("b", slots=4)
+    [(_, generate)] = sent(driver.confirm("b", 0), Generate)
+    assert [r.response for r in generate.requests] == ["p0@0#0", "p0@0#1", "p1@0#0", "p1@0#1"]

@@ -1,0 +1,132 @@
+"""What becomes of tokens and scores: fencing, overlaps, holes, bad peers, failed rewards."""
+
+import pytest
+
+from lightrl.core import placement
+from lightrl.core.commands import CloseRound, Score
+from lightrl.core.state import Node, sample_seed
+from lightrl.messages import Abort, Generate, TrainShard
+
+from .conftest import Driver, ids, of_kind, sent
+
+
+def test_overlapping_chunk_is_trimmed(driver: Driver):
+    driver.start("a", slots=1)
+    driver.tokens("p0@0#0", 3, 4)
+    driver.tokens("p0@0#0", 4, 5, offset=1)
+    assert list(driver.core.ledger.responses["p0@0#0"].tokens) == [3, 4, 5]
+
+
+def test_hole_gives_the_attempt_up_and_resumes_from_what_is_held(driver: Driver):
+    driver.start("a", slots=1)
+    driver.tokens("p0@0#0", 3)
+    commands = driver.tokens("p0@0#0", 9, offset=5)
+    assert sent(commands, Abort) == [("a", Abort((("p0@0#0", 1),)))]
+    [(_, generate)] = sent(commands, Generate)
+    assert (generate.requests[0].attempt, generate.requests[0].prefix) == (2, ids(3))
+
+
+def test_response_that_the_engine_gave_up_is_resumed(driver: Driver):
+    driver.start("a", slots=1)
+    [(_, generate)] = sent(driver.tokens("p0@0#0", 3, finish="abort"), Generate)
+    assert (generate.requests[0].response, generate.requests[0].prefix) == ("p0@0#0", ids(3))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "why"),
+    [
+        ({"version": 3}, "unconfirmed"),
+        ({"offset": -1}, "malformed"),
+    ],
+)
+def test_peer_that_breaks_the_protocol_is_lost_and_its_tokens_are_not_taken(
+    driver: Driver, chunk: dict, why: str
+):
+    driver.start("a", slots=1)
+    driver.tokens("p0@0#0", 7, **chunk)
+    assert "a" not in driver.core.fleet.nodes, why
+    assert len(driver.core.ledger.responses["p0@0#0"].tokens) == 0
+    assert driver.core.ledger.counters.bad_chunks == 1
+
+
+def test_more_tokens_than_allowed_lose_the_peer(driver: Driver):
+    driver.start("a", slots=1)
+    driver.tokens("p0@0#0", *range(11))
+    assert "a" not in driver.core.fleet.nodes
+
+
+def test_finished_response_is_scored_once_and_a_second_score_changes_nothing(driver: Driver):
+    driver.start("a")
+    [score] = of_kind(driver.tokens("p0@0#0", 9, finish="stop"), Score)
+    assert (score.response.id, score.prompt, score.source) == ("p0@0#0", "p0", "train")
+    driver.score("p0@0#0", 1.0)
+    driver.score("p0@0#0", 0.0)
+    assert driver.core.ledger.responses["p0@0#0"].reward == 1.0
+
+
+def test_score_of_a_response_that_still_runs_is_ignored(driver: Driver):
+    driver.start("a")
+    driver.score("p0@0#0", 1.0)
+    assert not driver.core.ledger.responses["p0@0#0"].scored
+
+
+def test_unscored_response_drops_its_group_and_the_step_goes_on_with_the_rest(driver: Driver):
+    driver.start("a")
+    driver.tokens("p0@0#1", 4)
+    commands = driver.finish("p0@0#0", None)
+    assert sent(commands, Abort) == [("a", Abort((("p0@0#1", 1),)))]
+    closing = driver.finish_round()
+    [closed] = of_kind(closing, CloseRound)
+    assert {g.id: str(g.state) for g in closed.round.groups.values()} == {"p0@0": "dropped", "p1@0": "scored"}
+    last = sent(closing, TrainShard)[-1][1]
+    assert (last.last, last.num_groups) == (True, 1)
+    assert driver.core.ledger.counters.groups_dropped == 1
+    assert driver.core.ledger.counters.aborted_tokens == 2
+
+
+def test_unscored_response_gets_the_configured_reward_instead():
+    d = Driver(reward_on_failure=-1.0)
+    d.start("a")
+    d.finish("p0@0#0", None)
+    [(_, shard)] = sent(d.finish("p0@0#1", 1.0), TrainShard)
+    assert [r.reward for r in shard.groups[0].responses] == [-1.0, 1.0]
+
+
+def test_step_whose_groups_are_all_dropped_is_still_a_step(driver: Driver):
+    driver.start("a")
+    driver.finish("p0@0#0", None)
+    [(_, last)] = sent(driver.finish("p1@0#0", None), TrainShard)
+    assert (last.last, last.groups, last.num_groups) == (True, (), 0)
+    driver.train(0)
+    driver.confirm("a", 1)
+    assert driver.core.ledger.round is not None
+    assert driver.core.ledger.round.step == 1
+
+
+def test_no_node_holds_more_than_its_slots_and_the_rest_waits_for_credit(driver: Driver):
+    driver.start("a", slots=3)
+    assert len(driver.core.fleet.nodes["a"].running) == 3
+    [(_, generate)] = sent(driver.finish("p0@0#0"), Generate)
+    assert [r.response for r in generate.requests] == ["p1@0#1"]
+
+
+def node(name: str, slots: int, running: int = 0) -> Node:
+    held = dict.fromkeys(f"{name}{i}" for i in range(running))
+    return Node(name, 1, ("rollout",), slots, 0.0, 1, "h", "", running=held)
+
+
+def test_placement_fills_the_emptiest_node_first_and_breaks_ties_by_name():
+    nodes = [node("b", 2), node("a", 2), node("c", 4, running=3)]
+    assert placement.assign(["r0", "r1", "r2"], nodes) == [("r0", "a"), ("r1", "b"), ("r2", "a")]
+
+
+def test_placement_stops_when_all_slots_are_taken():
+    assert placement.assign(["r0", "r1"], [node("a", 1)]) == [("r0", "a")]
+    assert placement.assign(["r0"], []) == []
+
+
+def test_seed_of_a_response_depends_on_run_and_name_only():
+    assert sample_seed(0, "p0@0#0") == sample_seed(0, "p0@0#0")
+    seeds = {sample_seed(s, f"p{i}@0#{k}") for s in range(3) for i in range(50) for k in range(8)}
+    assert len(seeds) == 3 * 50 * 8
+    assert all(0 <= s < 2**63 for s in seeds)

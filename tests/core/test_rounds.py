@@ -1,0 +1,128 @@
+"""Steps in their order: versions, shards, evaluations, the end."""
+
+from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish
+from lightrl.core.events import NodeLeft, NodeLost, WeightsRefused
+from lightrl.messages import Drain, Generate, PublishWeights, TrainShard, WeightsFailed
+
+from .conftest import Driver, ids, of_kind, sent
+
+
+def test_nothing_is_generated_before_a_digest_is_confirmed(driver: Driver):
+    driver.join("t", "trainer")
+    driver.join("a")
+    assert sent(driver.publish(0), Generate) == []
+    assert [n for n, _ in sent(driver.confirm("a", 0, digest="other"), PublishWeights)] == ["a"]
+    assert sent(driver.confirm("a", 0), Generate) != []
+
+
+def test_node_that_cannot_load_a_version_is_asked_to_leave(driver: Driver):
+    driver.join("t", "trainer")
+    driver.join("a")
+    driver.publish(0)
+    failed = WeightsRefused("a", WeightsFailed(0, "no space left"))
+    assert sent(driver.feed(failed), PublishWeights) != []
+    assert sent(driver.feed(failed), PublishWeights) != []
+    [(name, drain)] = sent(driver.feed(failed), Drain)
+    assert (name, drain.reason) == ("a", "cannot load version 0")
+    assert driver.core.fleet.num_weights_failed == 3
+
+
+def test_whole_groups_stream_to_the_trainer_while_others_still_generate(driver: Driver):
+    driver.start("a")
+    driver.finish("p0@0#0", 1.0, 5, 6)
+    [(trainer, shard)] = sent(driver.finish("p0@0#1", 0.0), TrainShard)
+    assert trainer == "t"
+    assert (shard.step, shard.index, shard.policy_version, shard.last) == (0, 0, 0, False)
+    [group] = shard.groups
+    assert (group.group, group.prompt) == ("p0@0", ids(1, 2, 0))
+    assert [(r.token_ids, r.reward) for r in group.responses] == [(ids(5, 6), 1.0), (ids(9), 0.0)]
+    assert driver.core.ledger.responses["p1@0#0"].state == "running"
+
+
+def test_step_opens_only_when_the_new_version_is_confirmed(driver: Driver):
+    driver.start("a")
+    driver.finish_round()
+    trained = driver.train(0)
+    assert of_kind(trained, DrawPrompts) == []
+    driver.now = 3.0
+    opened = driver.confirm("a", 1)
+    [step] = of_kind(opened, CloseStep)
+    assert (step.step, step.seconds, step.metrics) == (0, 3.0, {"loss/policy": 0.5})
+    [(_, generate)] = sent(opened, Generate)
+    assert generate.policy_version == 1
+    assert [r.response for r in generate.requests] == ["p2@0#0", "p2@0#1", "p3@0#0", "p3@0#1"]
+
+
+def test_version_that_nobody_expects_is_ignored(driver: Driver):
+    driver.start("a")
+    driver.publish(5)
+    assert driver.core.fleet.published is not None
+    assert driver.core.fleet.published.policy_version == 0
+
+
+def test_run_ends_after_its_last_step_and_only_when_all_nodes_have_left(driver: Driver):
+    driver.start("a")
+    for step in range(2):
+        driver.finish_round()
+        commands = driver.train(step) + driver.confirm("a", step + 1)
+    assert [n for n, _ in sent(commands, Drain)] == ["t", "a"]
+    assert [c.step for c in of_kind(commands, CloseStep)] == [1]
+    driver.feed(NodeLeft("a", "drained", ok=True))
+    [finish] = of_kind(driver.feed(NodeLeft("t", "drained", ok=True)), Finish)
+    assert str(finish.state) == "finished"
+    assert driver.core.ledger.counters.trained_responses == 8
+
+
+def test_evaluations_come_first_last_and_every_interval():
+    d = Driver(num_steps=5, eval_interval=2, num_eval_prompts=1)
+    closed: list[tuple[str, int]] = []
+    commands = d.start("a")
+    for _ in range(20):
+        commands = d.finish_round()
+        closed += [(c.round.kind, c.round.step) for c in of_kind(commands, CloseRound)]
+        if (
+            d.core.ledger.round is not None
+            and d.core.ledger.round.state == "closed"
+            and not d.core.ledger.round.is_eval
+        ):
+            step = d.core.ledger.round.step
+            d.train(step)
+            d.confirm("a", step + 1)
+        if d.core.state == "finishing":
+            break
+    evals = [step for kind, step in closed if kind == "eval"]
+    assert evals == [0, 2, 4, 5]
+    assert [step for kind, step in closed if kind == "short"] == [0, 1, 2, 3, 4]
+
+
+def test_evaluation_is_greedy_never_trained_and_survives_unscored_responses():
+    d = Driver(num_eval_prompts=2)
+    [(_, generate)] = sent(d.start("a"), Generate)
+    assert generate.sampling.temperature == 0.0
+    assert [r.response for r in generate.requests] == ["e0@eval0#0", "e1@eval0#0"]
+    d.finish("e0@eval0#0", None)
+    commands = d.finish("e1@eval0#0", 1.0)
+    [closed] = of_kind(commands, CloseRound)
+    assert [r.reward for g in closed.round.groups.values() for r in g.responses] == [None, 1.0]
+    assert sent(commands, TrainShard) == []
+    assert d.core.ledger.round is not None
+    assert d.core.ledger.round.kind == "short"
+
+
+def test_first_node_to_load_a_version_leaves_their_share_to_those_that_still_load(driver: Driver):
+    driver.start("a", "b", slots=4)
+    driver.finish_round()
+    driver.train(0)
+    [(node, generate)] = sent(driver.confirm("a", 1), Generate)
+    assert (node, len(generate.requests)) == ("a", 2)
+    [(node, generate)] = sent(driver.confirm("b", 1), Generate)
+    assert (node, len(generate.requests)) == ("b", 2)
+
+
+def test_share_of_a_node_that_never_loads_goes_to_the_others(driver: Driver):
+    driver.start("a", "b", slots=4)
+    driver.finish_round()
+    driver.train(0)
+    driver.confirm("a", 1)
+    [(node, generate)] = sent(driver.feed(NodeLost("b", "gone")), Generate)
+    assert (node, len(generate.requests)) == ("a", 2)

@@ -1,0 +1,159 @@
+"""A tiny random model on disk, samples for it, and ranks that train it: in this process or in real ones."""
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from lightrl.child import Child
+from lightrl.config import Config, parse_config
+from lightrl.trainer.loop import Rank
+from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RANK_TARGET, StartRank, TrainSample
+from lightrl.wire import pack_f32, pack_i32
+
+VOCABULARY = 24
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def save_model() -> Callable[..., Path]:
+    def save(folder: Path, dtype: torch.dtype = torch.float32, tied: bool = True) -> Path:
+        torch.manual_seed(7)
+        shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = Qwen2Config(
+            **shape,
+            vocab_size=VOCABULARY,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=tied,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+            initializer_range=0.3,  # far from uniform, so that wrong positions show
+        )
+        Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
+        words = {"<pad>": 0, "<eos>": 1} | {chr(ord("a") + i): i + 2 for i in range(VOCABULARY - 2)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+        ).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def model_dir(save_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[TrainSample]:
+    """24 responses of 1 to 20 tokens to prompts of 2 to 5."""
+    rng = random.Random(3)
+
+    def tokens(n: int) -> list[int]:
+        return [rng.randrange(1, VOCABULARY) for _ in range(n)]
+
+    made = []
+    for i in range(24):
+        response = tokens(rng.randint(1, 20))
+        logprobs = [-3 * rng.random() for _ in response]
+        made.append(
+            TrainSample(
+                f"p{i // 8}@0#{i % 8}",
+                pack_i32(tokens(rng.randint(2, 5))),
+                pack_i32(response),
+                pack_f32(logprobs),
+                rng.choice([-1.0, -0.5, 0.25, 1.5]),
+            )
+        )
+    return made
+
+
+@pytest.fixture(scope="session")
+def config() -> Callable[..., Config]:
+    def make(**sections: dict[str, Any]) -> Config:
+        sections = {"train": {"optim": {"lr": 1e-3}}} | sections
+        return parse_config({"model": {"path": "unused"}, "data": {"path": "unused"}, **sections})
+
+    return make
+
+
+@pytest.fixture
+def start(tmp_path: Path, model_dir: Path, config: Callable[..., Config]) -> Callable[..., StartRank]:
+    def make(directory: Path = model_dir, start_step: int = 0, **sections: dict[str, Any]) -> StartRank:
+        return StartRank(
+            config(**sections).model_dump_json(),
+            str(directory),
+            rank=0,
+            world=1,
+            rendezvous="",
+            publish_dir=str(tmp_path / "weights"),
+            run_dir=str(tmp_path / "run"),
+            start_step=start_step,
+        )
+
+    return make
+
+
+@pytest.fixture
+def new_rank(start: Callable[..., StartRank]) -> Callable[..., Rank]:
+    """A rank in this process."""
+    return lambda *args, **sections: Rank(start(*args, **sections))
+
+
+@pytest.fixture
+def processes(
+    tmp_path: Path,
+) -> Callable[[StartRank, int], "contextlib.AbstractAsyncContextManager[list[Child]]"]:
+    """`world` rank processes that were told to start."""
+
+    @contextlib.asynccontextmanager
+    async def launch(start: StartRank, world: int) -> AsyncIterator[list[Child]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            rendezvous = f"127.0.0.1:{free.getsockname()[1]}"
+        environment = {"OMP_NUM_THREADS": "1"}
+        names = [f"rank-{rank}" for rank in range(world)]
+        ranks: list[Child] = []
+        try:
+            async with asyncio.timeout(60):
+                for rank, name in enumerate(names):
+                    log = tmp_path / f"{name}.log"
+                    child = await Child.start(
+                        RANK_TARGET, name, RANK_COMMANDS, RANK_EVENTS, env=environment, log=log
+                    )
+                    ranks.append(child)
+                    child.send(
+                        StartRank(
+                            start.config_json,
+                            start.model_dir,
+                            rank,
+                            world,
+                            rendezvous,
+                            start.publish_dir,
+                            start.run_dir,
+                            start.start_step,
+                        )
+                    )
+                yield ranks
+        finally:
+            for child in ranks:
+                await child.stop()
+
+    return launch

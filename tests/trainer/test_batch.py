@@ -1,0 +1,75 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightrl.trainer.batch import (
+    BATCH_PRICE_TOKENS,
+    PADDING_SHARE,
+    micro_batches,
+    num_tokens,
+    plan,
+    trainable,
+)
+from lightrl.trainer.protocol import TrainSample
+from lightrl.wire import pack_f32, pack_i32
+
+LENGTHS = st.lists(st.integers(1, 3000), max_size=120)
+
+
+def cost(rows, lengths):
+    return len(rows) * max((lengths[i] for i in rows), default=0)
+
+
+def test_plan_by_hand():
+    assert plan([3, 9, 3, 3], ranks=2, max_tokens=9) == [[(1,)], [(3, 2, 0)]]
+
+
+def test_a_lone_batch_is_split_so_that_no_rank_is_idle():
+    assert plan([5, 5, 5, 5], ranks=2, max_tokens=100) == [[(1, 0)], [(3, 2)]]
+
+
+def test_ranks_without_samples_get_empty_batches():
+    assert plan([4], ranks=3, max_tokens=100) == [[(0,)], [()], [()]]
+    assert plan([], ranks=2, max_tokens=100) == [[], []]
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 8000))
+def test_every_sample_is_planned_once_within_the_budget(lengths, ranks, max_tokens):
+    plans = plan(lengths, ranks, max_tokens)
+    assert sorted(i for batches in plans for rows in batches for i in rows) == list(range(len(lengths)))
+    for rows in (rows for batches in plans for rows in batches if len(rows) > 1):
+        assert cost(rows, lengths) <= max_tokens
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 8000))
+def test_ranks_are_balanced_and_meet_equally_often(lengths, ranks, max_tokens):
+    plans = plan(lengths, ranks, max_tokens)
+    assert len({len(batches) for batches in plans}) == 1
+    loads = [sum(cost(rows, lengths) for rows in batches) for batches in plans]
+    largest = max((cost(rows, lengths) for batches in plans for rows in batches), default=0)
+    assert max(loads) - min(loads) <= largest
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 8000))
+def test_padding_is_bounded(lengths, ranks, max_tokens):
+    for rows in (rows for batches in plan(lengths, ranks, max_tokens) for rows in batches):
+        real = sum(lengths[i] for i in rows)
+        assert cost(rows, lengths) - real <= max(BATCH_PRICE_TOKENS, PADDING_SHARE * real)
+
+
+@pytest.mark.parametrize(("kl_coef", "kept"), [(0.0, ["signal"]), (0.1, ["signal", "none"])])
+def test_samples_without_gradient_are_left_out(kl_coef, kept):
+    tokens, logprobs = pack_i32([5, 6]), pack_f32([-1, -1])
+    samples = [
+        TrainSample("signal", tokens, tokens, logprobs, -0.5),
+        TrainSample("none", tokens, tokens, logprobs, 0.0),
+        TrainSample("empty", tokens, b"", b"", 0.5),
+    ]
+    assert [s.response for s in trainable(samples, kl_coef)] == kept
+
+
+def test_micro_batches_are_the_samples_of_the_plan(samples):
+    ranks = micro_batches(samples, ranks=2, max_tokens=60)
+    sent = [s for batches in ranks for batch in batches for s in batch]
+    assert sorted(s.response for s in sent) == sorted(s.response for s in samples)
+    assert all(num_tokens(batch[0]) == max(map(num_tokens, batch)) for b in ranks for batch in b if batch)

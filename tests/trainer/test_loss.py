@@ -1,0 +1,133 @@
+import math
+
+import pytest
+import torch
+
+from lightrl.config import ALGORITHMS, AlgorithmSection
+from lightrl.trainer.loss import advantage_scale, denominator, kl, losses, needs_whole_step
+
+LOG2, LOG_HALF = math.log(2), math.log(0.5)
+# Two responses, of two tokens and of one. Ratios 2, 1/2 and 2; advantages 1 and -3.
+RATIOS = torch.tensor([[LOG2, LOG_HALF], [LOG2, 9.9]])
+ADVANTAGES = torch.tensor([[1.0], [-3.0]])
+MASK = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+OLD = torch.tensor([[-1.0, -2.0], [-1.5, 7.7]])
+
+
+def evaluate(name, ref=None, rollout=OLD, **settings):
+    algorithm = AlgorithmSection(name=name, clip_low=0.2, clip_high=0.3, **settings)
+    logprobs = (OLD + RATIOS).requires_grad_()
+    result = losses(algorithm, logprobs, OLD, rollout, ref, ADVANTAGES, MASK)
+    (gradient,) = torch.autograd.grad(result.total, logprobs)
+    return result, gradient
+
+
+# min(2 * 1, 1.3 * 1) = 1.3; min(0.5 * 1, 0.8 * 1) = 0.5; min(2 * -3, 1.3 * -3) = -6.
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("grpo", -(1.3 + 0.5) / 2 + 6),
+        ("dr_grpo", -(1.3 + 0.5) + 6),
+        ("dapo", -(1.3 + 0.5) + 6),
+        ("rloo", -(1.3 + 0.5) + 6),
+        ("reinforce++", -(1.3 + 0.5) + 6),
+    ],
+)
+def test_clipped_loss_by_hand(name, policy):
+    result, gradient = evaluate(name)
+    assert result.policy.item() == pytest.approx(policy)
+    assert result.num_clipped.item() == 1
+    share = 0.5 if name == "grpo" else 1.0
+    # -A r where the ratio is free, nothing where it is clipped, nothing at padding.
+    assert gradient.flatten().tolist() == pytest.approx([0.0, -0.5 * share, 6.0, 0.0])
+
+
+def test_gspo_has_one_ratio_per_response_by_hand():
+    result, gradient = evaluate("gspo")
+    # s = (2 * 1/2)^(1/2) = 1 for the first, 2 for the second response: min(1, 1) and min(-6, -3.9).
+    assert result.policy.item() == pytest.approx(-1 + 6)
+    assert result.num_clipped.item() == 0
+    assert gradient.flatten().tolist() == pytest.approx([-0.5, -0.5, 6.0, 0.0])
+
+
+def test_gspo_clips_a_response_as_a_whole():
+    algorithm = AlgorithmSection(name="gspo", clip_low=0.2, clip_high=0.3)
+    logprobs = OLD + torch.tensor([[LOG2, LOG2], [LOG_HALF, 0.0]])
+    result = losses(algorithm, logprobs, OLD, OLD, None, ADVANTAGES, MASK)
+    # s = 2 with A > 0 is held to 1.3; s = 1/2 with A < 0 to 0.8.
+    assert result.policy.item() == pytest.approx(-1.3 + 0.8 * 3)
+    assert result.num_clipped.item() == 3
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens_by_hand():
+    result, gradient = evaluate("cispo")
+    logprobs = OLD + RATIOS
+    expected = -1.3 * logprobs[0, 0] - 0.8 * logprobs[0, 1] + 3 * 1.3 * logprobs[1, 0]
+    assert result.policy.item() == pytest.approx(expected.item())
+    assert gradient.flatten().tolist() == pytest.approx([-1.3, -0.8, 3.9, 0.0])
+    assert result.num_clipped.item() == 3
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_on_policy_the_gradient_is_the_policy_gradient_and_nothing_is_clipped(name):
+    algorithm = AlgorithmSection(name=name, loss_norm="token", clip_low=0.0, clip_high=0.0)
+    logprobs = OLD.clone().requires_grad_()
+    result = losses(algorithm, logprobs, OLD, OLD, None, ADVANTAGES, MASK)
+    result.total.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.flatten().tolist() == [-1.0, -1.0, 3.0, 0.0]
+    assert result.num_clipped.item() == 0
+
+
+def test_truncated_importance_weight_by_hand():
+    # pi_old / pi_rollout = 1/2, 4 (held to 2) and 1; old as in `test_clipped_loss_by_hand`.
+    rollout = OLD - torch.tensor([[LOG_HALF, math.log(4)], [0.0, 0.0]])
+    result, gradient = evaluate("dapo", rollout=rollout, tis_cap=2.0)
+    assert result.policy.item() == pytest.approx(-(0.5 * 1.3 + 2 * 0.5) + 6)
+    assert gradient.flatten().tolist() == pytest.approx([0.0, -1.0, 6.0, 0.0])
+
+
+def test_kl_estimators_by_hand():
+    logprobs, ref = torch.tensor([LOG2]), torch.tensor([0.0])
+    assert kl("k1", logprobs, ref).item() == pytest.approx(LOG2)
+    assert kl("k2", logprobs, ref).item() == pytest.approx(LOG2**2 / 2)
+    assert kl("k3", logprobs, ref).item() == pytest.approx(0.5 - 1 + LOG2)
+    assert kl("k3", logprobs, logprobs).item() == 0.0
+
+
+def test_the_kl_term_is_normalised_like_the_loss_and_weighted():
+    result, _ = evaluate("grpo", ref=OLD, kl_coef=0.1, kl_type="k1")
+    assert result.kl.item() == pytest.approx((LOG2 + LOG_HALF) / 2 + LOG2, abs=1e-6)
+    assert result.total.item() == pytest.approx(result.policy.item() + 0.1 * result.kl.item())
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"name": "grpo"}, 8),
+        ({"name": "gspo"}, 8),
+        ({"name": "dapo"}, 100),
+        ({"name": "cispo"}, 100),
+        ({"name": "reinforce++"}, 100),
+        ({"name": "dr_grpo"}, 8 * 512),
+        ({"name": "rloo"}, 8 * 512),
+        ({"name": "dr_grpo", "loss_constant": 20}, 160),
+        ({"name": "grpo", "loss_norm": "token"}, 100),
+    ],
+)
+def test_denominators(settings, expected):
+    assert denominator(AlgorithmSection(**settings), 8, 100, max_response_length=512) == expected
+
+
+def test_reinforce_plus_plus_divides_by_the_std_of_the_batch():
+    algorithm = AlgorithmSection(name="reinforce++")
+    # Advantages 0.5, -0.5, 0, 0: variance 0.5 / 4.
+    assert advantage_scale(algorithm, 0.5, 4) == pytest.approx(math.sqrt(8))
+    assert advantage_scale(algorithm, 0.0, 4) == 1.0
+    assert advantage_scale(AlgorithmSection(name="grpo"), 0.5, 4) == 1.0
+
+
+def test_only_reinforce_plus_plus_with_kl_cannot_stream():
+    waits = {n for n in ALGORITHMS for c in (0.0, 0.1) if needs_whole_step(AlgorithmSection(name=n, kl_coef=c))}
+    assert waits == {"reinforce++"}
+    assert not needs_whole_step(AlgorithmSection(name="reinforce++"))

@@ -47,7 +47,7 @@ def resolve_engine(kind: EngineKind) -> Literal["vllm", "torch", "emulated"]:
         return "vllm" if installed else "torch"
     if kind == "vllm" and not installed:
         raise EngineError(
-            'rollout.engine = "vllm": not installed; pip install "lightrl[cpu]" or "lightrl[gpu]"'
+            'rollout.engine = "vllm": not installed; pip install "lightrl[cpu]"'
         )
     return kind
 
@@ -118,8 +118,8 @@ class Outbox:
 
     attempt: int
     offset: int  # of the first of them, in tokens of the response
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     finish_reason: FinishReason | None = None
 
 

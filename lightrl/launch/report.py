@@ -49,9 +49,10 @@ class Progress:
 
     def lines(self, s: Snapshot, now: float) -> Iterator[str]:
         """The lines that this snapshot adds."""
-        if s.state != self._state and s.state in {"starting", "finishing", "failed"}:
-            yield f"{s.state}: {_readiness(s)}" if s.state == "starting" else f"{s.state} at step {s.step}"
-        self._state = s.state
+        state = f"starting: {_readiness(s)}" if s.state == "starting" else s.state
+        if state != self._state and s.state in {"starting", "finishing", "failed"}:
+            yield state
+        self._state = state
         for step, score in s.evals[self._num_evals :]:
             yield f"step {step:>5}/{s.num_steps}  eval {score:.3f}"
         self._num_evals = len(s.evals)

@@ -35,7 +35,7 @@ from lightrl.trainer.protocol import (
     StepFinished,
     TrainSample,
 )
-from lightrl.weights.pull import WeightServer
+from lightrl.weights.serve import WeightServer
 
 Reply = TypeVar("Reply", bound=RankEvent)
 

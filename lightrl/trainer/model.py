@@ -56,7 +56,7 @@ def load_policy(
         module.gradient_checkpointing_enable({"use_reentrant": False})
         module.train()  # transformers checkpoints in training mode only
         _drop_dropout(module)
-    module.to(device=device)
+    module.to(device)  # pyright: ignore[reportArgumentType] - transformers' decorator hides the signature
     if world > 1:
         _shard(module, device, world)
     return Policy(module, dtypes)

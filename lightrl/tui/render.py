@@ -31,6 +31,7 @@ STATE_STYLES = {
     "failed": "bold red",
     "gone": "dim",
 }
+ORDINARY = {"rollout_tokens", "eval_tokens", "trained_responses", "nodes_joined"}  # no news
 SHORT_ROLES = {"coordinator": "head", "trainer": "train", "rollout": "roll"}
 HELP = (
     ("1 2 3, tab", "overview, samples, events"),
@@ -207,7 +208,8 @@ def _mode(s: Snapshot) -> str:
 
 
 def _counters(s: Snapshot, width: int) -> list[Text]:
-    shown = [f"{name.replace('_', ' ')} {value:,}" for name, value in s.counters.items() if value]
+    counted = ((name, value) for name, value in s.counters.items() if value and name not in ORDINARY)
+    shown = [f"{name.replace('_', ' ')} {value:,}" for name, value in counted]
     if not shown:
         return []
     return [_rule("counted", width), Text(" " + cut(" · ".join(shown), width - 2), "yellow")]

@@ -76,7 +76,9 @@ class Policy:
         return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0], mask[:, 1:]
 
 
-def accumulate(policy: Policy, prompts: list[list[int]], responses: list[list[int]], rewards: torch.Tensor) -> None:
+def accumulate(
+    policy: Policy, prompts: list[list[int]], responses: list[list[int]], rewards: torch.Tensor
+) -> None:
     """Gradients of one step: advantage = reward - mean of its group; groups without signal cost nothing."""
     groups = rewards.view(-1, GROUP_SIZE)
     advantages = (groups - groups.mean(1, keepdim=True)).view(-1)
@@ -134,7 +136,8 @@ def main() -> None:
         prompts = [encoded[row["prompt"]] for row in rows]
         responses = policy.generate(prompts, greedy=False)
         generated = time.monotonic()
-        rewards = torch.tensor([policy.reward(r, row["answer"]) for r, row in zip(responses, rows, strict=True)])
+        pairs = zip(responses, rows, strict=True)
+        rewards = torch.tensor([policy.reward(r, row["answer"]) for r, row in pairs])
         accumulate(policy, prompts, responses, rewards)
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
         optimizer.step()

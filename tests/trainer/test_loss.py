@@ -128,6 +128,8 @@ def test_reinforce_plus_plus_divides_by_the_std_of_the_batch():
 
 
 def test_only_reinforce_plus_plus_with_kl_cannot_stream():
-    waits = {n for n in ALGORITHMS for c in (0.0, 0.1) if needs_whole_step(AlgorithmSection(name=n, kl_coef=c))}
+    waits = {
+        n for n in ALGORITHMS for c in (0.0, 0.1) if needs_whole_step(AlgorithmSection(name=n, kl_coef=c))
+    }
     assert waits == {"reinforce++"}
     assert not needs_whole_step(AlgorithmSection(name="reinforce++"))

@@ -1,0 +1,239 @@
+"""A tiny random model with two versions of weights, and engine processes that the tests share."""
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightrl.child import ChildDied
+from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSpec, EngineStarted, LoadWeights
+from lightrl.engine.process import start_engine
+from lightrl.engine.sampling import sample, uniforms
+from lightrl.messages import Abort, Generate, Load, Manifest, ResponseRequest, Sampling, TokenChunk
+from lightrl.weights.tensors import write_tensors
+from lightrl.wire import pack_i32, unpack_f32, unpack_i32
+
+VOCABULARY = 32
+MAX_LENGTH = 512
+DEADLINE_S = 60.0
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "dtype": "float32",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.15,
+    "eos_token_id": 1,
+}
+
+
+@dataclass
+class TinyModel:
+    """Model directory and versions 1 and 2 of its weights; `reference` computes with transformers alone."""
+
+    dir: Path
+    files: dict[int, tuple[Path, Manifest]]
+    models: dict[int, Any]
+
+    @torch.inference_mode()
+    def reference(self, version: int, prompt: list[int], seed: int, sampling: Sampling, num: int):
+        """(tokens, logprobs) of one response: the whole sequence again for every token, no cache, no batch."""
+        tokens, logprobs = list(prompt), []
+        for position in range(len(prompt), len(prompt) + num):
+            logits = self.models[version](torch.tensor([tokens])).logits[:, -1]
+            controls = [[sampling.temperature], [sampling.top_p], [sampling.top_k]]
+            ids, logprob = sample(logits, uniforms([seed], [position]), *map(_array, controls))
+            tokens.append(int(ids))
+            logprobs.append(float(logprob))
+        return tokens[len(prompt) :], logprobs
+
+
+def _array(values: list[float]) -> Any:
+    return torch.tensor(values, dtype=torch.float64).numpy()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    files, models = {}, {}
+    for version in (1, 2):
+        torch.manual_seed(version)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+        path = folder / f"v{version}.bin"
+        files[version] = (path, write_tensors(path, version, model.named_parameters()))
+        models[version] = model
+    return TinyModel(folder, files, models)
+
+
+@dataclass
+class Outcome:
+    """All that an engine process said about one response."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+    versions: list[int] = field(default_factory=list)  # of each token
+    digests: set[str] = field(default_factory=set)
+    offset: int | None = None  # of the first token
+
+
+class EngineClient:
+    """The daemon's side of one engine process, for synchronous tests. Every wait has a deadline."""
+
+    def __init__(self, runner: asyncio.Runner, spec: EngineSpec, tiny: TinyModel, log: Path) -> None:
+        self._runner = runner
+        self.kind = spec.kind
+        self.tiny = tiny
+        self.child = runner.run(start_engine(spec, threads=1, log=log))
+        self.outcomes: dict[str, Outcome] = {}
+        self.failures: list[EngineFailed] = []
+        self.loads: list[Load] = []
+        self.num_chunks = 0
+        try:
+            assert isinstance(self.receive(), EngineStarted)
+        except ChildDied:
+            pytest.fail(log.read_text())
+
+    def receive(self) -> Any:
+        """The next event, noted where it belongs."""
+        event = self._runner.run(asyncio.wait_for(self.child.receive(), DEADLINE_S))
+        match event:
+            case TokenChunk(version, digest, responses):
+                self.num_chunks += 1
+                for r in responses:
+                    outcome = self.outcomes.setdefault(r.response, Outcome())
+                    assert outcome.finish is None, f"{r.response} goes on after its end"
+                    ids, logprobs = unpack_i32(r.token_ids), unpack_f32(r.logprobs)
+                    assert len(ids) == len(logprobs)
+                    if outcome.offset is None:
+                        outcome.offset = r.offset
+                    assert r.offset == outcome.offset + len(outcome.tokens)
+                    outcome.tokens += ids
+                    outcome.logprobs += logprobs
+                    outcome.versions += [version] * len(ids)
+                    outcome.digests.add(digest)
+                    outcome.finish = r.finish_reason
+            case EngineFailed():
+                self.failures.append(event)
+            case Load():
+                self.loads.append(event)
+        return event
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            self.receive()
+
+    def generate(self, version: int, sampling: Sampling, *requests: ResponseRequest) -> None:
+        for r in requests:
+            self.outcomes.pop(r.response, None)
+        self.child.send(Generate(version, sampling, requests))
+
+    def finished(self, *responses: str) -> list[Outcome]:
+        """Waits until these responses have finished."""
+        self.until(lambda: all(r in self.outcomes and self.outcomes[r].finish for r in responses))
+        return [self.outcomes[r] for r in responses]
+
+    def run(self, version: int, sampling: Sampling, *requests: ResponseRequest) -> list[Outcome]:
+        self.generate(version, sampling, *requests)
+        return self.finished(*(r.response for r in requests))
+
+    def abort(self, *attempts: tuple[str, int]) -> None:
+        self.child.send(Abort(attempts))
+
+    def load(self, version: int) -> EngineLoaded:
+        path, manifest = self.tiny.files[version]
+        return self.load_file(path, manifest)
+
+    def load_file(self, path: Path, manifest: Manifest) -> Any:
+        self.child.send(LoadWeights(str(path), manifest))
+        while True:
+            event = self.receive()
+            if isinstance(event, EngineLoaded) or (isinstance(event, EngineFailed) and event.policy_version):
+                return event
+
+    def stop(self) -> int:
+        return self._runner.run(self.child.stop())
+
+
+@pytest.fixture(scope="session")
+def start(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineClient]]:
+    """Starts engine processes: `start("torch", slots=4)`; all are stopped at the end of the session."""
+    clients: list[EngineClient] = []
+    logs = tmp_path_factory.mktemp("logs")
+    with asyncio.Runner() as runner:
+
+        def begin(kind: str, slots: int = 16, **fields: Any) -> EngineClient:
+            spec = EngineSpec(kind, str(tiny.dir), "auto", MAX_LENGTH, slots, **fields)
+            clients.append(EngineClient(runner, spec, tiny, logs / f"{kind}-{len(clients)}.log"))
+            return clients[-1]
+
+        yield begin
+        for client in clients:
+            assert client.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def emulated_engine(start: Callable[..., EngineClient]) -> EngineClient:
+    return start("emulated", engine_args={"t0_ms": 1.0})
+
+
+@pytest.fixture(scope="session")
+def torch_engine(start: Callable[..., EngineClient]) -> EngineClient:
+    return start("torch")
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(start: Callable[..., EngineClient]) -> EngineClient:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    return start("vllm")
+
+
+@pytest.fixture(scope="session", params=["emulated", "torch", "vllm"])
+def any_engine(request: pytest.FixtureRequest) -> EngineClient:
+    return request.getfixturevalue(f"{request.param}_engine")
+
+
+@pytest.fixture(scope="session", params=["torch", "vllm"])
+def real_engine(request: pytest.FixtureRequest) -> EngineClient:
+    return request.getfixturevalue(f"{request.param}_engine")
+
+
+@pytest.fixture
+def engine(any_engine: EngineClient) -> EngineClient:
+    """Each kind in turn, with version 1 loaded."""
+    any_engine.load(1)
+    return any_engine
+
+
+@pytest.fixture
+def real(real_engine: EngineClient) -> EngineClient:
+    """The engines that run the model, with version 1 loaded."""
+    real_engine.load(1)
+    return real_engine
+
+
+def request_of(
+    response: str, prompt: list[int], num: int, seed: int = 7, prefix: list[int] | None = None, attempt: int = 1
+) -> ResponseRequest:
+    return ResponseRequest(response, attempt, seed, pack_i32(prompt), pack_i32(prefix or []), num)
+
+
+@pytest.fixture(scope="session")
+def ask() -> Callable[..., ResponseRequest]:
+    return request_of

@@ -1,0 +1,178 @@
+"""What every engine must do, asked of each through its process."""
+
+import pytest
+
+from lightrl.engine.base import EngineFailed
+from lightrl.messages import Sampling
+
+KINDS_OF_SAMPLING = [
+    pytest.param(Sampling(1.0), id="T=1"),
+    pytest.param(Sampling(0.0), id="greedy"),
+    pytest.param(Sampling(0.7, top_p=0.9), id="T=.7,top_p=.9"),
+    pytest.param(Sampling(1.3, top_k=5), id="T=1.3,top_k=5"),
+]
+PROMPTS = [[2 + (3 * i + 5 * j) % 30 for j in range(4 + i)] for i in range(6)]
+
+
+def test_streams_as_many_logprobs_as_tokens_up_to_the_length_limit(engine, ask):
+    outcomes = engine.run(1, Sampling(1.0), *(ask(f"a{i}", p, 30 + i, seed=i) for i, p in enumerate(PROMPTS)))
+    assert [len(o.tokens) for o in outcomes] == [30 + i for i in range(len(PROMPTS))]
+    assert all(o.finish == "length" for o in outcomes)
+    assert all(logprob <= 0 for o in outcomes for logprob in o.logprobs)
+    assert {d for o in outcomes for d in o.digests} == {engine.tiny.files[1][1].digest}
+
+
+def test_a_stop_token_ends_the_response_and_is_part_of_it(engine, ask):
+    stop = (3, 4, 5, 6, 7, 8)
+    sampling = Sampling(1.0, stop_token_ids=stop)
+    if engine.kind == "emulated":
+        pytest.skip("emulated lengths are drawn from mean_length; see test_emulated")
+    outcomes = engine.run(1, sampling, *(ask(f"s{i}", p, 400, seed=i) for i, p in enumerate(PROMPTS)))
+    for o in outcomes:
+        assert o.finish == "stop"
+        assert o.tokens[-1] in stop
+        assert not set(o.tokens[:-1]) & set(stop)
+
+
+def test_more_responses_than_slots_wait_their_turn(engine, ask):
+    outcomes = engine.run(1, Sampling(1.0), *(ask(f"w{i}", [5, 6], 12, seed=i) for i in range(40)))
+    assert [len(o.tokens) for o in outcomes] == [12] * 40
+
+
+def test_an_aborted_response_keeps_what_was_sent_and_gets_no_more(engine, ask):
+    engine.generate(1, Sampling(1.0), ask("gone", [4, 5, 6], 400), ask("stays", [4, 5, 6], 60))
+    engine.until(lambda: "gone" in engine.outcomes)
+    engine.abort(("gone", 2))  # an attempt that does not run: ignored
+    engine.abort(("gone", 1))
+    (gone,) = engine.finished("gone")
+    assert gone.finish == "abort"
+    assert 0 < len(gone.tokens) < 400
+    # Whatever came for "gone" after its end would fail in EngineClient.receive.
+    (stays,) = engine.finished("stays")
+    assert len(stays.tokens) == 60
+    (again,) = engine.run(1, Sampling(1.0), ask("gone", [4, 5, 6], 400, attempt=2))
+    assert again.tokens[: len(gone.tokens)] == gone.tokens
+
+
+@pytest.mark.parametrize("sampling", KINDS_OF_SAMPLING)
+def test_resuming_from_a_prefix_gives_the_same_rest(engine, ask, sampling):
+    num = 40
+    whole = engine.run(1, sampling, *(ask(f"u{i}", p, num, seed=50 + i) for i, p in enumerate(PROMPTS)))
+    cuts = [1 + 6 * i for i in range(len(PROMPTS))]
+    rest = engine.run(
+        1,
+        sampling,
+        *(
+            ask(f"v{i}", p, num - cut, seed=50 + i, prefix=o.tokens[:cut])
+            for i, (p, o, cut) in enumerate(zip(PROMPTS, whole, cuts, strict=True))
+        ),
+    )
+    for w, r, cut in zip(whole, rest, cuts, strict=True):
+        assert r.offset == cut
+        assert r.tokens == w.tokens[cut:]
+        assert r.logprobs == pytest.approx(w.logprobs[cut:], abs=1e-4)
+
+
+def test_a_response_does_not_depend_on_its_company(engine, ask):
+    (alone,) = engine.run(1, Sampling(1.0), ask("x", [9, 8, 7], 50))
+    others = [ask(f"o{i}", PROMPTS[i % 6], 10 + 3 * i, seed=i) for i in range(12)]
+    among = engine.run(1, Sampling(1.0), *others[:6], ask("x", [9, 8, 7], 50), *others[6:])[6]
+    assert among.tokens == alone.tokens
+    assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_seeds_tell_the_responses_of_a_group_apart(engine, ask):
+    outcomes = engine.run(1, Sampling(1.0), *(ask(f"g{i}", [4, 5], 20, seed=i) for i in range(8)))
+    assert len({tuple(o.tokens) for o in outcomes}) == 8
+
+
+def test_new_weights_give_other_responses_and_their_digest(engine, ask):
+    (old,) = engine.run(1, Sampling(1.0), ask("n", [4, 5, 6], 30))
+    loaded = engine.load(2)
+    assert (loaded.policy_version, loaded.digest) == (2, engine.tiny.files[2][1].digest)
+    (new,) = engine.run(2, Sampling(1.0), ask("n", [4, 5, 6], 30))
+    assert new.tokens != old.tokens
+    assert set(new.versions) == {2}
+    engine.load(1)
+    (back,) = engine.run(1, Sampling(1.0), ask("n", [4, 5, 6], 30))
+    assert back.tokens == old.tokens
+
+
+def test_a_running_response_goes_on_under_new_weights(engine, ask):
+    engine.generate(1, Sampling(1.0), ask("long", [4, 5, 6], 400))
+    engine.until(lambda: "long" in engine.outcomes)
+    engine.load(2)
+    (outcome,) = engine.finished("long")
+    assert len(outcome.tokens) == 400
+    cut = outcome.versions.count(1)
+    assert 0 < cut < 400
+    assert outcome.versions == [1] * cut + [2] * (400 - cut)
+    # What follows the load is what a fresh request with this prefix gives: no KV of old weights is left.
+    (fresh,) = engine.run(2, Sampling(1.0), ask("f", [4, 5, 6], 400 - cut, prefix=outcome.tokens[:cut]))
+    assert fresh.tokens == outcome.tokens[cut:]
+    assert fresh.logprobs == pytest.approx(outcome.logprobs[cut:], abs=1e-4)
+
+
+def test_a_corrupted_version_is_refused_and_nothing_is_served_until_a_good_one_is_loaded(engine, ask, tmp_path):
+    path, manifest = engine.tiny.files[2]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    bad = tmp_path / "bad.bin"
+    bad.write_bytes(data)
+    engine.generate(1, Sampling(1.0), ask("victim", [4, 5, 6], 400))
+    engine.until(lambda: "victim" in engine.outcomes)
+    failed = engine.load_file(bad, manifest)
+    assert isinstance(failed, EngineFailed)
+    assert failed.policy_version == 2
+    assert "digest differs" in failed.reason
+    for version in (1, 2):
+        engine.failures.clear()
+        engine.generate(version, Sampling(1.0), ask("refused", [4, 5, 6], 5))
+        engine.until(lambda: engine.failures)
+        assert "loaded is none" in engine.failures[0].reason
+    assert "refused" not in engine.outcomes
+    assert engine.outcomes["victim"].finish is None
+    engine.load(1)
+    (outcome,) = engine.run(1, Sampling(1.0), ask("ok", [4, 5, 6], 5))
+    assert len(outcome.tokens) == 5
+
+
+def test_a_missing_file_is_a_failure_not_a_crash(engine, ask, tmp_path):
+    failed = engine.load_file(tmp_path / "nowhere.bin", engine.tiny.files[2][1])
+    assert isinstance(failed, EngineFailed)
+    engine.load(1)
+    assert len(engine.run(1, Sampling(1.0), ask("ok", [4], 3))[0].tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num", "sampling", "complaint"),
+    [
+        ([], 5, Sampling(1.0), "prompt is empty"),
+        ([2, 99], 5, Sampling(1.0), "token ids"),
+        ([2], 512, Sampling(1.0), "exceed"),
+        ([2], 0, Sampling(1.0), "max_new_tokens"),
+        ([2], 5, Sampling(-1.0), "temperature"),
+        ([2], 5, Sampling(1.0, top_p=0.0), "top_p"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_in_one_line(engine, ask, prompt, num, sampling, complaint):
+    engine.failures.clear()
+    engine.generate(1, sampling, ask("bad", prompt, num))
+    engine.until(lambda: engine.failures)
+    assert complaint in engine.failures[0].reason
+    assert "\n" not in engine.failures[0].reason
+    assert engine.failures[0].policy_version is None
+
+
+def test_a_repeated_generate_does_not_start_a_response_twice(engine, ask):
+    request = ask("twice", [4, 5], 60)
+    engine.generate(1, Sampling(1.0), request, request)
+    (outcome,) = engine.finished("twice")
+    assert len(outcome.tokens) == 60
+
+
+def test_load_is_reported_while_it_changes(engine, ask):
+    engine.loads.clear()
+    engine.run(1, Sampling(1.0), *(ask(f"l{i}", [4, 5], 500, seed=i) for i in range(20)))
+    engine.until(lambda: engine.loads and engine.loads[-1].running == 0)
+    assert engine.loads[-1].waiting == 0

@@ -1,0 +1,85 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightrl.errors import TrainerError
+from lightrl.trainer.checkpoint import latest
+from lightrl.trainer.protocol import Accumulate, FinishStep, Save, Saved
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def train(rank, samples, step):
+    list(rank.perform(Accumulate(step, (tuple(samples),))))
+    tokens = sum(len(s.token_ids) // 4 for s in samples)
+    return list(rank.perform(FinishStep(step, len(samples), tokens, step + 1)))[0].manifest.digest
+
+
+def save(rank, folder: Path, step: int, export: bool = False) -> Path:
+    path = folder / "run" / "checkpoints" / f"step_{step}"
+    assert list(rank.perform(Save(step, str(path), export))) == [Saved(str(path))]
+    return path
+
+
+def test_a_restored_rank_goes_on_bit_for_bit(new_rank, samples, tmp_path):
+    rank = new_rank()
+    for step in range(2):
+        digest = train(rank, samples, step)
+    path = save(rank, tmp_path, 2)
+    again = new_rank(start_step=2)
+    assert again.started.manifest.digest == digest
+    assert again.started.manifest.policy_version == 2
+    for a, b in zip(rank.parameters, again.parameters, strict=True):
+        assert rank.optimizer.state[a].keys() == again.optimizer.state[b].keys()
+        for key, value in rank.optimizer.state[a].items():
+            assert torch.equal(value, again.optimizer.state[b][key]), key
+    assert train(again, samples, 2) == train(rank, samples, 2)
+    assert json.loads((path / "trainer.json").read_text())["digest"] == digest
+
+
+def test_saving_changes_nothing_even_before_the_first_update(new_rank, samples, tmp_path):
+    rank, other = new_rank(), new_rank()
+    save(rank, tmp_path, 0)
+    assert train(rank, samples, 0) == train(other, samples, 0)
+
+
+def test_only_whole_checkpoints_appear_and_the_newest_stay(new_rank, samples, tmp_path):
+    rank = new_rank(checkpoint={"keep_last": 2})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / ".step_1.draft" / "state").mkdir(parents=True)  # a save that was killed
+    assert latest(checkpoints) is None
+    for step in range(3):
+        train(rank, samples, step)
+        save(rank, tmp_path, step + 1)
+    save(rank, tmp_path, 3)  # once more, after a resume
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_2", "step_3"]
+    assert latest(checkpoints) == checkpoints / "step_3"
+
+
+def test_the_export_is_a_model_that_transformers_loads(new_rank, samples, tmp_path, save_model):
+    source = save_model(tmp_path / "source", torch.bfloat16)
+    rank = new_rank(source)
+    train(rank, samples, 0)
+    exported = save(rank, tmp_path, 1, export=True) / "hf"
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert (exported / "config.json").read_text() == (source / "config.json").read_text()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        published = rank.policy.module.bfloat16()(ids).logits
+        assert torch.equal(model(ids).logits, published)
+    assert AutoTokenizer.from_pretrained(exported)("abc")["input_ids"] == [2, 3, 4]
+
+
+def test_a_missing_or_torn_checkpoint_is_named(new_rank, samples, tmp_path):
+    with pytest.raises(TrainerError, match="step_1: no complete checkpoint"):
+        new_rank(start_step=1)
+    rank = new_rank()
+    train(rank, samples, 0)
+    path = save(rank, tmp_path, 1)
+    (path / "state" / ".metadata").unlink()
+    with pytest.raises(TrainerError, match="step_1: cannot be restored"):
+        new_rank(start_step=1)

@@ -1,0 +1,101 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightrl.errors import TrainerError
+from lightrl.trainer import model as m
+from lightrl.trainer.model import collate, full_parameters, load_policy, response_logprobs
+from lightrl.trainer.protocol import TrainSample
+from lightrl.wire import pack_f32, pack_i32, unpack_f32, unpack_i32
+
+CPU = torch.device("cpu")
+
+
+def alone(module, sample, temperature=1.0):
+    """Logprobs and entropies of one response, without padding, batch or slicing."""
+    prompt, response = unpack_i32(sample.prompt), unpack_i32(sample.token_ids)
+    with torch.no_grad():
+        logits = module(torch.tensor([prompt + response])).logits[0].float() / temperature
+    every = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return every.gather(-1, torch.tensor(response)[:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_a_padded_batch_equal_those_of_each_response_alone(model_dir, samples, temperature):
+    policy = load_policy(model_dir, CPU)
+    batch = collate(samples, CPU)
+    with torch.no_grad():
+        logprobs, entropy = response_logprobs(policy, batch, temperature)
+    for i, sample in enumerate(samples):
+        here = batch.mask[i] == 1
+        expected, expected_entropy = alone(policy.module, sample, temperature)
+        assert batch.targets[i][here].tolist() == unpack_i32(sample.token_ids)
+        assert batch.rollout_logprobs[i][here].tolist() == unpack_f32(sample.rollout_logprobs)
+        torch.testing.assert_close(logprobs[i][here], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(entropy[i][here], expected_entropy, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_are_scored_by_pieces_with_the_same_gradient(model_dir, samples, monkeypatch):
+    def gradients():
+        policy = load_policy(model_dir, CPU)
+        batch = collate(samples, CPU)
+        logprobs, _ = response_logprobs(policy, batch)
+        (logprobs * batch.mask).sum().backward()
+        return [p.grad for p in policy.module.parameters()]
+
+    whole = gradients()
+    monkeypatch.setattr(m, "SCORE_VALUES", 1000)
+    torch.testing.assert_close(gradients(), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_activation_checkpointing_changes_no_gradient(model_dir, samples):
+    def gradients(activation_checkpointing):
+        policy = load_policy(model_dir, CPU, activation_checkpointing=activation_checkpointing)
+        batch = collate(samples, CPU)
+        logprobs, _ = response_logprobs(policy, batch)
+        (logprobs * batch.mask).sum().backward()
+        return [p.grad for p in policy.module.parameters()]
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_full_parameters_are_those_of_the_checkpoint(save_model, tmp_path, dtype, tied):
+    policy = load_policy(save_model(tmp_path, dtype, tied), CPU)
+    assert {p.dtype for p in policy.module.parameters()} == {torch.float32}
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").state_dict()
+    full = dict(full_parameters(policy))
+    assert set(full) == set(stored) - ({"lm_head.weight"} if tied else set())
+    for name, tensor in full.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, stored[name])
+
+
+def test_an_empty_batch_is_a_row_of_nothing(model_dir):
+    policy = load_policy(model_dir, CPU)
+    batch = collate([], CPU)
+    logprobs, _ = response_logprobs(policy, batch)
+    assert batch.mask.sum() == 0
+    assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        TrainSample("r", b"", pack_i32([3]), pack_f32([-1]), 1.0),
+        TrainSample("r", pack_i32([3]), pack_i32([3]), pack_f32([-1, -1]), 1.0),
+    ],
+)
+def test_samples_that_contradict_themselves_are_refused(sample):
+    with pytest.raises(TrainerError, match="^r: .* logprobs$"):
+        collate([sample], CPU)
+
+
+def test_a_folder_without_a_model_is_named_in_one_line(tmp_path):
+    with pytest.raises(TrainerError, match="no config.json"):
+        load_policy(tmp_path, CPU)
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(TrainerError, match="cannot be loaded") as e:
+        load_policy(tmp_path, CPU)
+    assert "\n" not in str(e.value)

@@ -1,0 +1,200 @@
+"""Whole steps of a rank in this process: exactness of streaming, gradients, publishing, edge cases."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightrl.config import ALGORITHMS
+from lightrl.errors import TrainerError
+from lightrl.trainer import loss
+from lightrl.trainer.batch import micro_batches, num_tokens
+from lightrl.trainer.protocol import Accumulate, Accumulated, FinishStep, Published, StepFinished
+from lightrl.weights.tensors import read_tensors
+from lightrl.wire import pack_f32, unpack_f32, unpack_i32
+
+
+def finish(samples, step=0, extra=0):
+    """`extra` responses without signal, of 10 tokens each."""
+    tokens = sum(len(s.token_ids) // 4 for s in samples)
+    return FinishStep(step, len(samples) + extra, tokens + 10 * extra, step + 1)
+
+
+def run_step(rank, arrivals, samples, step=0, extra=0):
+    for batches in arrivals:
+        [done] = rank.perform(Accumulate(step, batches))
+        assert done == Accumulated(step, len(batches), done.busy_s)
+    published, finished = rank.perform(finish(samples, step, extra))
+    assert isinstance(published, Published)
+    assert isinstance(finished, StepFinished)
+    return published, finished.metrics
+
+
+def weights(rank):
+    return {name: p.detach().clone() for name, p in rank.policy.module.named_parameters()}
+
+
+def assert_same_weights(a, b):
+    for name in a:
+        # Adam divides by the gradient's size: rounding in near-zero gradients shows, within lr = 1e-3.
+        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"name": name} for name in ALGORITHMS),
+        {"name": "grpo", "kl_coef": 0.1},
+        {"name": "reinforce++", "kl_coef": 0.1},
+        {"name": "dapo", "tis_cap": 2.0},
+    ],
+    ids=lambda a: "-".join(str(v) for v in a.values()),
+)
+def test_a_streamed_step_equals_one_big_batch(new_rank, samples, algorithm):
+    mixed = random.Random(5).sample(samples, len(samples))
+    ways = {
+        "one batch": [((tuple(samples)),)],
+        "planned": [micro_batches(samples, 1, 40)[0]],
+        "one by one, out of order": [((s,),) for s in mixed],
+    }
+    after = {}
+    for way, arrivals in ways.items():
+        rank = new_rank(algorithm=algorithm)
+        arrivals = [arrivals[0]] if way == "one batch" else arrivals
+        for step in range(2):  # in the second the policy has left the reference
+            _, metrics = run_step(rank, arrivals, samples, step, extra=3)
+        after[way] = (weights(rank), metrics)
+    reference, expected = after.pop("one batch")
+    for found, metrics in after.values():
+        assert_same_weights(found, reference)
+        for key in ("loss/policy", "loss/kl", "entropy", "grad_norm", "train_rollout_logprob_abs_diff"):
+            assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
+
+
+def naive_gradients(rank, samples, settings, advantage_scale, divisor):
+    """The formula, response by response and token by token, without padding, masks or detours."""
+    module = rank.policy.module
+    parameters = list(module.parameters())
+    total = torch.zeros(())
+    for s in samples:
+        prompt, response = unpack_i32(s.prompt), unpack_i32(s.token_ids)
+        ids = torch.tensor([prompt + response])
+        lines = slice(len(prompt) - 1, -1)
+        index = torch.tensor(response)[:, None]
+        logprobs = module(ids).logits[0, lines].log_softmax(-1).gather(-1, index)[:, 0]
+        with torch.no_grad():
+            ref = rank.reference.module(ids).logits[0, lines].log_softmax(-1).gather(-1, index)[:, 0]
+        tokens = []
+        for t in range(len(response)):
+            old = logprobs[t].item()
+            weight = min(math.exp(old - unpack_f32(s.rollout_logprobs)[t]), settings["tis_cap"])
+            policy = -torch.exp(logprobs[t] - old) * s.advantage * advantage_scale * weight
+            divergence = torch.exp(ref[t] - logprobs[t]) - (ref[t] - logprobs[t]) - 1
+            tokens.append(policy + settings["kl_coef"] * divergence)
+        share = len(response) if rank.algorithm.name in ("grpo", "gspo") else 1
+        total = total + torch.stack(tokens).sum() / share
+    return torch.autograd.grad(total / divisor, parameters)
+
+
+# On-policy all algorithms but for normalisation have the policy gradient; the clipping is tested by hand.
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients_equal_a_naive_implementation(new_rank, samples, name):
+    settings = {"name": name, "tis_cap": 1.5, "kl_coef": 0.2, "kl_type": "k3", "loss_constant": 20}
+    rank = new_rank(algorithm=settings, train={"optim": {"lr": 1e-2, "grad_clip": 0.0}})
+    run_step(rank, [(tuple(samples),)], samples)  # away from the reference
+    some = samples[:10]
+    tokens = sum(len(s.token_ids) // 4 for s in some)
+    divisor = {"grpo": 10, "gspo": 10, "dr_grpo": 200, "rloo": 200}.get(name, tokens)
+    scale = 1.0
+    if name == "reinforce++":
+        scale = 1 / math.sqrt(sum(s.advantage**2 for s in some) / len(some))
+    expected = naive_gradients(rank, some, settings, scale, divisor)
+
+    assert loss.denominator(rank.algorithm, 10, tokens, 1) == divisor
+    list(rank.perform(Accumulate(1, (tuple(some[:7]), tuple(some[7:])))))
+    if name != "reinforce++":  # which computes when the step ends
+        found = [p.grad / divisor for p in rank.policy.module.parameters()]
+        torch.testing.assert_close(found, list(expected), rtol=2e-4, atol=2e-6)
+    _, finished = rank.perform(finish(some, step=1))
+    norm = torch.nn.utils.get_total_norm(expected).item()
+    assert finished.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_the_step_is_that_of_a_plain_loop(new_rank, samples, model_dir):
+    """AdamW, clipping and warm-up against the textbook, two steps."""
+    optim = {"lr": 1e-3, "grad_clip": 0.5, "warmup_steps": 4, "weight_decay": 0.1}
+    rank = new_rank(algorithm={"name": "dr_grpo", "loss_constant": 20}, train={"optim": optim})
+    other = new_rank(algorithm={"name": "dr_grpo", "kl_coef": 1e-9, "loss_constant": 20})
+    module = other.policy.module
+    plain = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(2):
+        _, metrics = run_step(rank, [micro_batches(samples, 1, 100)[0]], samples, step)
+        gradients = naive_gradients(other, samples, {"tis_cap": math.inf, "kl_coef": 0.0}, 1.0, 24 * 20)
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        plain.param_groups[0]["lr"] = 1e-3 * (step + 1) / 4
+        plain.step()
+        assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert metrics["lr"] == pytest.approx(1e-3 * (step + 1) / 4)
+        assert_same_weights(weights(rank), dict(module.named_parameters()))
+
+
+def test_the_published_file_holds_the_new_weights_and_old_ones_go(new_rank, samples):
+    rank = new_rank()
+    first = rank.started.manifest
+    for step in range(3):
+        published, _ = run_step(rank, [(tuple(samples),)], samples, step)
+    assert published.policy_version == published.manifest.policy_version == 3
+    assert published.manifest.digest != first.digest
+    read = dict(read_tensors(__import__("pathlib").Path(published.path), published.manifest))
+    for name, tensor in weights(rank).items():
+        assert torch.equal(read[name], tensor)
+    folder = __import__("pathlib").Path(published.path).parent
+    assert sorted(p.name for p in folder.iterdir()) == ["version_2.bin", "version_3.bin"]
+
+
+def test_a_step_without_signal_changes_no_bit(new_rank, samples):
+    rank = new_rank(train={"optim": {"lr": 1e-3, "weight_decay": 0.1}})
+    before, _ = run_step(rank, [(tuple(samples),)], samples)
+    after, metrics = run_step(rank, [], [], step=1, extra=8)
+    assert after.manifest.digest == before.manifest.digest
+    assert after.manifest.policy_version == 2
+    assert metrics["grad_norm"] == metrics["num_micro_batches"] == 0
+    assert metrics["num_tokens"] == 80
+
+
+def test_a_gradient_that_is_not_finite_is_left_out(new_rank, samples):
+    rank = new_rank()
+    before = rank.started.manifest.digest
+    poisoned = [*samples, replace(samples[0], advantage=math.inf)]
+    published, metrics = run_step(rank, [(tuple(poisoned),)], poisoned)
+    assert metrics["train/skipped_nonfinite"] == 1
+    assert published.manifest.digest == before
+    published, metrics = run_step(rank, [(tuple(samples),)], samples, step=1)
+    assert metrics["train/skipped_nonfinite"] == 0
+    assert math.isfinite(metrics["grad_norm"])
+    assert published.manifest.digest != before
+
+
+def test_the_difference_to_the_engine_is_measured(new_rank, samples):
+    rank = new_rank()
+    logprobs = [unpack_f32(s.rollout_logprobs) for s in samples]
+    _, first = run_step(rank, [(tuple(samples),)], samples)
+    assert first["train_rollout_logprob_abs_diff_max"] >= first["train_rollout_logprob_abs_diff"] > 0
+    shifted = [
+        replace(s, rollout_logprobs=pack_f32([x + 100 for x in lp])) for s, lp in zip(samples, logprobs)
+    ]
+    rank = new_rank()
+    _, metrics = run_step(rank, [(tuple(shifted),)], samples)
+    assert metrics["train_rollout_logprob_abs_diff"] == pytest.approx(100, rel=0.1)
+    assert metrics["clip_frac"] == 0
+    assert metrics["num_trained_tokens"] == sum(num_tokens(s) - len(s.prompt) // 4 for s in samples)
+
+
+def test_commands_of_another_step_are_refused(new_rank):
+    rank = new_rank()
+    with pytest.raises(TrainerError, match="step 3, but the rank is at step 0"):
+        list(rank.perform(Accumulate(3, ())))

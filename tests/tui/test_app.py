@@ -1,0 +1,73 @@
+"""Keys and the terminal: a real pseudo-terminal, because that is what can be left broken."""
+
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import time
+
+from lightrl.tui.app import keys, turn
+from lightrl.tui.render import View
+
+DEADLINE_S = 30.0
+SHOW = """
+import asyncio
+from lightrl.messages import Snapshot
+from lightrl.tui.app import show_finished
+asyncio.run(show_finished(Snapshot("quick", "/r", "finished", 3, 3, 3, 9.0)))
+print("BACK")
+"""
+
+
+def test_keys_of_a_terminal():
+    assert list(keys(b"q\x1b[A?\x1bOB\t1")) == ["q", "up", "?", "down", "tab", "1"]
+    assert len(list(keys(b"\xff"))) == 1
+
+
+def test_keys_turn_the_view():
+    view = View()
+    assert turn(view, "q") is None
+    assert turn(view, "2") == View("samples")
+    assert turn(View("events", selected=3), "tab") == View("overview")
+    assert turn(View(help=True), "?") == View()
+    assert turn(View(help=True), "x") == View()
+    assert turn(View("samples"), "up") == View("samples")
+    assert turn(View("samples"), "j") == View("samples", selected=1)
+
+
+def test_screen_on_a_terminal_is_left_as_it_was():
+    import fcntl
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    before = termios.tcgetattr(theirs)
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    with subprocess.Popen(
+        [sys.executable, "-c", SHOW], stdin=theirs, stdout=theirs, env=environment
+    ) as process:
+        said = b""
+
+        def until(text: bytes) -> None:
+            nonlocal said
+            deadline = time.monotonic() + DEADLINE_S
+            while text not in said:
+                assert select.select([ours], [], [], deadline - time.monotonic())[0], said
+                said += os.read(ours, 65536)
+
+        until(b"between rounds")
+        assert not termios.tcgetattr(theirs)[3] & termios.ECHO
+        os.write(ours, b"?")
+        until(b"leave the screen")
+        os.write(ours, b"3")
+        until(b"nothing has happened yet")
+        os.write(ours, b"q")
+        until(b"BACK")
+        assert process.wait(DEADLINE_S) == 0
+    assert b"\x1b[?1049h" in said  # the alternate screen was opened
+    assert b"\x1b[?1049l" in said  # and closed
+    assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)

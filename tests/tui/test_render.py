@@ -1,0 +1,157 @@
+"""The screen at fixed sizes: what it says, and that it never exceeds its width or height."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from lightrl.messages import NodeRow, Sample, Snapshot
+from lightrl.tui.figures import bar, columns, count, cut, duration, shrink, sparkline
+from lightrl.tui.render import View, render
+
+SIZES = [(80, 24), (120, 40)]
+
+
+def node(name: str, state: str = "ready", running: int = 93) -> NodeRow:
+    return NodeRow(name, ("rollout",), state, "box1", 4213, "cpu", 41, running, 128, 4912.0, 0.31, 0.2)
+
+
+STARTING = Snapshot("quick", "/runs/quick", "starting", 0, 100, None, 0.4)
+RUNNING = Snapshot(
+    run="quick",
+    run_dir="/runs/quick",
+    state="running",
+    step=41,
+    num_steps=100,
+    policy_version=41,
+    elapsed_s=72.0,
+    nodes=(
+        NodeRow("head", ("coordinator", "trainer"), "ready", "box1", 4211, "cpu", 41, 0, 0, 0.0, 0.0, 0.1),
+        node("rollout-0"),
+        node("rollout-1", "updating", 24),
+    ),
+    round_kind="short",
+    round_accepted=21,
+    round_needed=32,
+    responses_running=117,
+    responses_queued=24,
+    responses_done=115,
+    rollout_tokens=412_345,
+    tokens_per_s=9812.0,
+    rewards=(0.4, 0.6, 0.889),
+    lengths=(30.0, 25.0, 22.1),
+    step_seconds=(0.8, 0.6, 0.67),
+    evals=((0, 0.292), (10, 0.635), (20, 0.917)),
+    length_histogram=((16, 40), (64, 80), (105, 3)),
+    counters={"reward_failures": 2, "nodes_lost": 0},
+    events=((1.0, "rollout-0 joined"), (66.0, "step 40 done")),
+    samples=(
+        Sample("p4@0#3", "87%7=", "80,73,66", 1.0, 36, 41),
+        Sample("p5@0#1", "39%3=", "36,33\x1b[2Jbad", None, 9, 41),
+    ),
+)
+FINISHED = replace(RUNNING, state="finished", step=100, round_kind="")
+CROWDED = replace(RUNNING, nodes=tuple(node(f"rollout-{k}") for k in range(64)))
+HOSTILE = replace(
+    RUNNING,
+    run="r" * 200,
+    nodes=(node("n" * 90, "draining"),),
+    events=((5.0, "e" * 300),),
+    samples=(replace(RUNNING.samples[0], text="漢字" * 200 + "\n\n" + "x" * 900),),
+)
+
+
+def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
+    console = Console(
+        width=width, height=height, color_system=None, force_terminal=True, legacy_windows=False
+    )
+    with console.capture() as capture:
+        console.print(render(snapshot, view, width, height))
+    return capture.get()
+
+
+@pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 12), (200, 60), (40, 5)])
+@pytest.mark.parametrize("snapshot", [STARTING, RUNNING, FINISHED, CROWDED, HOSTILE])
+@pytest.mark.parametrize("view", [View(), View("samples"), View("events", selected=9), View(help=True)])
+def test_fits_exactly(snapshot, view, width, height):
+    # On a console that is wider and higher, what is too long would show.
+    console = Console(width=1000, height=1000, color_system=None, force_terminal=True, legacy_windows=False)
+    lines = console.render_lines(render(snapshot, view, width, height), pad=False)
+    assert len(lines) == height
+    assert max(sum(segment.cell_length for segment in line) for line in lines) <= width
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_running(width, height):
+    text = screen(RUNNING, View(), width, height)
+    for part in (
+        "quick",
+        "running  1:12",
+        "step 41/100",
+        "41%  v41  9.8k tok/s  412k tokens",
+        "head+train",
+        "updating",
+        "93/128",
+        "round · short",
+        "groups 21/32",
+        "117 running, 24 queued, 115 done",
+        "0.889 ▁▄█",
+        "0.292 @0 → 0.635 @10 → 0.917 @20",
+        "reward failures 2",
+        "step 40 done",
+        "? help  q quit",
+    ):
+        assert part in text, part
+    assert "nodes lost" not in text  # zero counters say nothing
+    assert ("4213" in text) == (width >= 100)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_starting_says_that_nothing_is_there_yet(width, height):
+    text = screen(STARTING, View(), width, height)
+    assert "starting" in text
+    assert "none yet" in text
+    assert "no step is finished yet" in text
+
+
+def test_many_nodes_are_summed_up_and_leave_room_for_the_rest():
+    text = screen(CROWDED, View(), 80, 24)
+    assert "nodes 64" in text
+    assert "… and 58 more: 5394 running, 285k tok/s" in text
+    assert "groups 21/32" in text
+    assert "reward" in text
+
+
+def test_samples_show_prompt_text_and_score_without_control_characters():
+    text = screen(RUNNING, View("samples", selected=1), 80, 24)
+    assert "samples · 2 of 2" in text
+    assert "▸    –" in text
+    assert " 39%3=" in text
+    assert "36,33·[2Jbad" in text
+    assert "\x1b[2J" not in text
+
+
+def test_events_page_starts_with_the_newest():
+    text = screen(RUNNING, View("events"), 80, 24)
+    assert text.index("step 40 done") < text.index("rollout-0 joined")
+
+
+def test_notice_takes_the_place_of_the_hints():
+    text = screen(RUNNING, View(notice="no answer from tcp://a:1; trying again ..."), 80, 24)
+    assert "no answer from tcp://a:1; trying again ..." in text
+    assert "q quit" not in text
+
+
+def test_figures():
+    assert [count(v) for v in (0, 999, 1000, 9812, 99_960, 412_345, 3.1e6)] == [
+        *("0", "999", "1.0k", "9.8k", "100k", "412k", "3.1M")
+    ]
+    assert [duration(v) for v in (7.9, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
+    assert bar(0.5, 5) == "━━╸  "
+    assert bar(7.0, 3) == "━━━"
+    assert sparkline((0.0, 1.0), 10) == "▁█"
+    assert sparkline((2.0, 2.0), 10) == "▄▄"
+    assert shrink((1, 3, 5, 7), 2) == [2.0, 6.0]
+    assert columns((0, 1, 8)) == " ▁█"
+    assert cut("a  b\nc", 10) == "a b c"
+    assert cut("abcdef", 4) == "abc…"

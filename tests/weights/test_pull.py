@@ -1,0 +1,368 @@
+"""Pulling weights over real sockets: equality, and every way in which a transfer goes wrong."""
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from lightrl.errors import WeightsError
+from lightrl.messages import Manifest
+from lightrl.weights import manifest as m
+from lightrl.weights.pull import WeightServer, pull
+from lightrl.weights.serve import IDLE_LIMIT_S, pack_request
+
+TICKET = "c0ffee"
+BUCKET = 1 << 18
+
+
+def make_version(path: Path, policy_version: int = 1, num_buckets: int = 4, bucket: int = BUCKET) -> Manifest:
+    data = random.Random(policy_version).randbytes(bucket)
+    tensors = [
+        m.TensorBytes(f"layer.{i}", "uint8", (bucket,), memoryview(bytes([i]) + data[1:]))
+        for i in range(num_buckets)
+    ]
+    return m.write_version(path, policy_version, tensors, bucket)
+
+
+def flip_bit(path: Path, position: int) -> Path:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    wrong = path.with_name(path.name + ".wrong")
+    wrong.write_bytes(data)
+    return wrong
+
+
+@contextlib.asynccontextmanager
+async def serving(manifest: Manifest, path: Path) -> AsyncIterator[str]:
+    server = WeightServer()
+    try:
+        address = await server.start("127.0.0.1")
+        server.publish(manifest, path, TICKET)
+        yield address
+    finally:
+        await server.close()
+
+
+class Relay:
+    """Sits between a puller and a holder; `allow(n)` says how many reply bytes of connection n pass."""
+
+    def __init__(self, target: str, allow: Callable[[int], int], released: asyncio.Event | None = None) -> None:
+        self._target = target
+        self._allow = allow
+        self._released = released  # None: cut there; else wait for it, then let everything pass
+        self.stalled = asyncio.Event()
+        self.num_connections = 0
+
+    async def __aenter__(self) -> str:
+        self._tasks = set[asyncio.Task[None]]()
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return "127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        left = self._allow(self.num_connections)
+        self.num_connections += 1
+        host, _, port = self._target.rpartition(":")
+        up_reader, up_writer = await asyncio.open_connection(host, int(port))
+
+        async def upstream() -> None:
+            while data := await reader.read(1 << 16):
+                up_writer.write(data)
+
+        asking = asyncio.create_task(upstream())
+        try:
+            while data := await up_reader.read(1 << 16):
+                writer.write(data[:left])
+                left -= min(left, len(data))
+                if left == 0:
+                    self.stalled.set()
+                    if self._released is None:
+                        break
+                    await self._released.wait()
+                    left = 1 << 62
+                await writer.drain()
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            asking.cancel()
+            for w in (writer, up_writer):
+                w.close()
+                with contextlib.suppress(ConnectionError):
+                    await w.wait_closed()
+
+
+def test_a_pulled_version_equals_the_served_one(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=9)
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
+            stats = await pull(manifest, [address], TICKET, tmp_path / "pulled")
+        assert stats.num_bytes == m.num_bytes(manifest)
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+        assert sum(1 for _ in m.read_buckets(tmp_path / "pulled", manifest)) == 9
+        assert not (tmp_path / "pulled.part").exists()
+
+    asyncio.run(scenario())
+
+
+def test_several_pullers_at_once_each_get_the_version(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=8)
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
+            await asyncio.gather(*(pull(manifest, [address], TICKET, tmp_path / f"p{k}") for k in range(6)))
+        for k in range(6):
+            assert (tmp_path / f"p{k}").read_bytes() == (tmp_path / "v1").read_bytes()
+
+    asyncio.run(scenario())
+
+
+def test_a_cut_connection_resumes_where_it_broke_off(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=1 << 20)
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
+            relay = Relay(address, lambda n: 300_000 if n < 3 else 1 << 62)
+            async with relay as holder:
+                stats = await pull(manifest, [holder], TICKET, tmp_path / "pulled")
+        assert relay.num_connections == 4
+        assert stats.num_bytes == m.num_bytes(manifest)  # no byte twice
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+
+    asyncio.run(scenario())
+
+
+def test_a_corrupted_bucket_is_fetched_again_from_another_holder(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1")
+        wrong = flip_bit(tmp_path / "v1", position=2 * BUCKET + 17)
+        async with (
+            serving(manifest, wrong) as bad,
+            serving(manifest, tmp_path / "v1") as good,
+            asyncio.timeout(20),
+        ):
+            stats = await pull(manifest, [bad, good], TICKET, tmp_path / "pulled", streams=1)
+        assert stats.num_bytes == m.num_bytes(manifest) + BUCKET
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+
+    asyncio.run(scenario())
+
+
+def test_a_version_corrupted_everywhere_never_appears_and_its_good_buckets_are_kept(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1")
+        wrong = flip_bit(tmp_path / "v1", position=3 * BUCKET)
+        async with serving(manifest, wrong) as bad, asyncio.timeout(20):
+            with pytest.raises(WeightsError, match="version 1: bucket 3: digest differs"):
+                await pull(manifest, [bad], TICKET, tmp_path / "pulled", streams=1)
+        assert not (tmp_path / "pulled").exists()
+        async with serving(manifest, tmp_path / "v1") as good, asyncio.timeout(20):
+            stats = await pull(manifest, [good], TICKET, tmp_path / "pulled")
+        assert stats.num_bytes == BUCKET  # only the bucket that was missing
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+
+    asyncio.run(scenario())
+
+
+def test_leftovers_of_another_version_are_replaced(tmp_path):
+    async def scenario() -> None:
+        make_version(tmp_path / "pulled.part", policy_version=1, num_buckets=6)
+        manifest = make_version(tmp_path / "v2", policy_version=2)
+        async with serving(manifest, tmp_path / "v2") as address, asyncio.timeout(20):
+            stats = await pull(manifest, [address], TICKET, tmp_path / "pulled")
+        assert stats.num_bytes == m.num_bytes(manifest)
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v2").read_bytes()
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_holder_is_passed_over(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1")
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            dead = "127.0.0.1:%d" % closed.getsockname()[1]
+        async with serving(manifest, tmp_path / "v1") as good, asyncio.timeout(20):
+            await pull(manifest, [dead, good], TICKET, tmp_path / "pulled")
+            with pytest.raises(WeightsError, match=f"no holder serves it; last {dead}"):
+                await pull(manifest, [dead], TICKET, tmp_path / "other")
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+        assert not (tmp_path / "other").exists()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ticket", ["c0ffef", "c0ffe", "c0ffee00", "f" * 128])
+def test_a_wrong_ticket_gets_nothing(tmp_path, ticket):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=1)
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
+            with pytest.raises(WeightsError, match="closed the connection"):
+                await pull(manifest, [address], ticket, tmp_path / "pulled")
+        assert not (tmp_path / "pulled").exists()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET / HTTP/1.1\r\nHost: weights\r\n\r\n" + b"x" * 64,
+        pack_request(7, 0, 16, TICKET.encode()),  # never published
+        pack_request(1, 0, BUCKET + 1, TICKET.encode()),  # beyond the end
+        pack_request(1, 2**64 - 8, 16, TICKET.encode()),  # wraps around
+        pack_request(1, 0, 16, TICKET.encode())[:-6] + b"\xff" * 6,
+    ],
+    ids=["http", "version", "too long", "wraps", "ticket"],
+)
+def test_a_strange_request_closes_the_connection_and_the_server_lives_on(tmp_path, request_bytes):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=1)
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(IDLE_LIMIT_S / 2):
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(request_bytes)
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            writer.close()
+            with contextlib.suppress(ConnectionResetError):
+                await writer.wait_closed()
+            await pull(manifest, [address], TICKET, tmp_path / "pulled")
+
+    asyncio.run(scenario())
+
+
+def test_the_last_two_versions_are_served_even_if_their_files_are_gone(tmp_path):
+    async def scenario() -> None:
+        server = WeightServer()
+        address = await server.start("127.0.0.1")
+        manifests = {}
+        for version in (1, 2, 3):
+            path = tmp_path / f"v{version}"
+            manifests[version] = make_version(path, version)
+            server.publish(manifests[version], path, f"{version:032x}")
+            path.unlink()
+        async with asyncio.timeout(20):
+            for version in (2, 3):
+                await pull(manifests[version], [address], f"{version:032x}", tmp_path / f"p{version}")
+                assert list(m.read_buckets(tmp_path / f"p{version}", manifests[version]))
+            with pytest.raises(WeightsError, match="no holder"):
+                await pull(manifests[1], [address], f"{1:032x}", tmp_path / "p1")
+        await server.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_transfer_under_way_survives_the_retirement_of_its_version(tmp_path):
+    async def scenario() -> None:
+        server = WeightServer()
+        address = await server.start("127.0.0.1")
+        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)  # more than sockets buffer
+        server.publish(manifest, tmp_path / "v1", TICKET)
+        released = asyncio.Event()
+        relay = Relay(address, lambda _: 1000, released)
+        async with asyncio.timeout(20), relay as holder:
+            pulling = asyncio.create_task(pull(manifest, [holder], TICKET, tmp_path / "pulled"))
+            await relay.stalled.wait()
+            for version in (2, 3):
+                server.publish(
+                    make_version(tmp_path / f"v{version}", version), tmp_path / f"v{version}", TICKET
+                )
+            released.set()
+            await pulling
+        assert relay.num_connections == 1
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+        await server.close()
+
+    asyncio.run(scenario())
+
+
+def test_peers_that_never_read_do_not_keep_others_waiting(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=2, bucket=8 << 20)
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
+            host, _, port = address.rpartition(":")
+            with contextlib.ExitStack() as stack:
+                for _ in range(24):  # more than there are sending threads
+                    sock = stack.enter_context(socket.create_connection((host, int(port))))
+                    sock.sendall(pack_request(1, 0, 16 << 20, TICKET.encode()))
+                stats = await pull(manifest, [address], TICKET, tmp_path / "pulled")
+            assert stats.seconds < IDLE_LIMIT_S
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_holder_costs_no_more_than_the_time_limit(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=1)
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, never answers
+            holder = "127.0.0.1:%d" % silent.getsockname()[1]
+            async with asyncio.timeout(IDLE_LIMIT_S / 2):
+                with pytest.raises(WeightsError, match="time limit"):
+                    await pull(manifest, [holder], TICKET, tmp_path / "pulled", timeout_s=0.2)
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_pull_ends_at_once_and_leaves_no_version(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=4)
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(IDLE_LIMIT_S / 2):
+            relay = Relay(address, lambda _: 1000, released=asyncio.Event())
+            async with relay as holder:
+                pulling = asyncio.create_task(pull(manifest, [holder], TICKET, tmp_path / "pulled"))
+                await relay.stalled.wait()
+                pulling.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await pulling
+        assert not (tmp_path / "pulled").exists()
+        assert os.listdir("/proc/self/task")  # the process is fine
+
+    asyncio.run(scenario())
+
+
+def test_a_closing_server_cuts_its_transfers(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)
+        server = WeightServer()
+        address = await server.start("127.0.0.1")
+        server.publish(manifest, tmp_path / "v1", TICKET)
+        relay = Relay(address, lambda _: 1000, released=asyncio.Event())
+        async with asyncio.timeout(20), relay as holder:
+            pulling = asyncio.create_task(pull(manifest, [holder], TICKET, tmp_path / "pulled", timeout_s=5))
+            await relay.stalled.wait()
+            await server.close()
+            pulling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await pulling
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("holders", "ticket", "reason"),
+    [((), TICKET, "nobody holds it"), (("host",), TICKET, "host:port"), (("a:1",), "", "not a ticket")],
+)
+def test_a_senseless_pull_is_refused(tmp_path, holders, ticket, reason):
+    manifest = make_version(tmp_path / "v1", num_buckets=1)
+    with pytest.raises(WeightsError, match=reason):
+        asyncio.run(pull(manifest, holders, ticket, tmp_path / "pulled"))
+    assert not (tmp_path / "pulled.part").exists()
+
+
+def test_publishing_a_file_that_is_not_the_version_is_refused(tmp_path):
+    manifest = make_version(tmp_path / "v1")
+    os.truncate(tmp_path / "v1", 5)
+    with pytest.raises(WeightsError, match="has 5 bytes, its manifest says"):
+        WeightServer().publish(manifest, tmp_path / "v1", TICKET)
+    with pytest.raises(WeightsError, match="cannot be served"):
+        WeightServer().publish(manifest, tmp_path / "nowhere", TICKET)

@@ -1,0 +1,162 @@
+"""Every message survives the wire, its bytes are pinned, and garbage is a ProtocolError, nothing else."""
+
+import dataclasses
+import random
+from typing import Any, get_args
+
+import pytest
+
+from lightrl import messages as m
+from lightrl import wire
+from lightrl.errors import ProtocolError
+
+MANIFEST = m.Manifest(
+    4, "9f3a", (m.TensorSpec("w", "float32", (2, 3), 0, 64),), (m.Bucket(88, "77"), m.Bucket(1, "78"))
+)
+EXAMPLES: list[m.Message] = [
+    m.Hello("rollout-0", 17, ("rollout", "trainer"), 1, pid=4242, host="a", device="cpu", slots=128),
+    m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
+    m.Heartbeat(m.Load(3, 1, 0.5, 2), loop_lag_ms=0.4),
+    m.Generate(
+        4,
+        m.Sampling(0.7, 0.9, 5, (1, 2)),
+        (m.ResponseRequest("p7@0#3", 1, 2**63 - 1, wire.pack_i32([1, 2]), b"", 5),),
+    ),
+    m.Abort((("p7@0#3", 1),)),
+    m.TokenChunk(
+        4,
+        "9f3a",
+        (m.ResponseTokens("p7@0#3", 1, 16, wire.pack_i32([7]), wire.pack_f32([-0.25]), "stop"),),
+    ),
+    m.TrainShard(
+        4,
+        2,
+        4,
+        (m.TrainGroup("p7@0", b"", (m.TrainResponse("p7@0#3", b"", b"", 1.0, "length"),)),),
+        True,
+        32,
+    ),
+    m.StepDone(4, 5, {"loss/policy": 0.1}),
+    m.PublishWeights(MANIFEST, ("10.0.0.1:41873",), "c0ffee"),
+    m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03),
+    m.WeightsFailed(4, "bucket 3: digest differs"),
+    m.Drain("rollout-0", "SIGTERM"),
+    m.Bye("drained", True),
+    m.Watch(0.5),
+    m.Snapshot(
+        run="a",
+        run_dir="runs/a",
+        state="running",
+        step=3,
+        num_steps=10,
+        policy_version=3,
+        elapsed_s=1.5,
+        nodes=(m.NodeRow("n", ("rollout",), "ready", "h", 1, "cpu", None, 1, 2, 3.0, 0.1, 0.2),),
+        rewards=(0.5,),
+        evals=((0, 0.25),),
+        length_histogram=((9, 3),),
+        metrics={"lr": 1e-4},
+        counters={"nodes_lost": 1},
+        events=((0.5, "hello"),),
+        samples=(m.Sample("r", "p", "t", None, 3, 1),),
+    ),
+]
+
+
+def test_every_message_has_an_example_here():
+    assert [type(e) for e in EXAMPLES] == list(get_args(m.Message))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_round_trip(message: m.Message):
+    assert wire.MESSAGES.decode(wire.MESSAGES.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_every_field_without_a_default_is_required_and_checked(message: m.Message):
+    """Leaving a field out, or giving it a type that no message field has, must not decode."""
+    fields: dict[str, Any] = dataclasses.asdict(message)
+    for f in dataclasses.fields(message):
+        without = {k: v for k, v in fields.items() if k != f.name}
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required:
+            with pytest.raises(ProtocolError, match=f.name):
+                wire.MESSAGES.decode(frame(type(message).__name__, without))
+        with pytest.raises(ProtocolError):
+            wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
+
+
+def test_bytes_of_protocol_1_are_pinned():
+    """A change here means that daemons of two releases do not understand each other: raise PROTOCOL."""
+    abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
+    assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
+    chunk = m.TokenChunk(1, "d", (m.ResponseTokens("r", 2, 0, wire.pack_i32([3]), wire.pack_f32([-1.0])),))
+    assert wire.MESSAGES.encode(chunk).hex() == (
+        "92aa546f6b656e4368756e6b83ae706f6c6963795f76657273696f6e01a6646967657374a164a9726573706f6e736573"
+        "9186a8726573706f6e7365a172a7617474656d707402a66f666673657400a9746f6b656e5f696473c40403000000a86c"
+        "6f6770726f6273c404000080bfad66696e6973685f726561736f6ec0"
+    )
+
+
+def test_unknown_field_is_skipped_so_that_newer_peers_may_add_some():
+    assert wire.MESSAGES.decode(frame("Bye", {"reason": "x", "colour": [1]})) == m.Bye("x")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x92",
+        wire.MESSAGES.encode(m.Bye("x"))[:-1],
+        b"\x93\xa3Bye\x81\xa6reason\xa1x\x00",
+        b"\xff" * 100,
+        b"\xdd\xff\xff\xff\xff",
+        b"\x92\xa3Bye\xdf\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        b"\x92\xa6Object\x80",
+        b"\x92\x01\x80",
+        b"\x92\xa3Bye\x81\xa6reason\xa2\xff\xfe",
+    ],
+)
+def test_garbage_is_a_protocol_error(data: bytes):
+    with pytest.raises(ProtocolError):
+        wire.MESSAGES.decode(data)
+
+
+def test_mutated_frames_decode_or_are_protocol_errors():
+    rng = random.Random(1)
+    frames = [wire.MESSAGES.encode(e) for e in EXAMPLES]
+    survived = 0
+    for _ in range(20_000):
+        data = bytearray(rng.choice(frames))
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            wire.MESSAGES.decode(bytes(data[: rng.randint(1, len(data))]))
+            survived += 1
+        except ProtocolError:
+            pass
+    assert 0 < survived < 10_000
+
+
+def test_frame_above_the_limit_is_refused_unread(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 10)
+    with pytest.raises(ProtocolError, match="exceeds 10"):
+        wire.MESSAGES.decode(wire.MESSAGES.encode(m.Bye("longer than that")))
+
+
+def test_arrays_are_little_endian_and_checked():
+    assert wire.pack_i32([1, -1]) == b"\x01\x00\x00\x00\xff\xff\xff\xff"
+    assert wire.unpack_i32(wire.pack_i32([5, 6])) == [5, 6]
+    assert wire.unpack_f32(wire.pack_f32([-0.5])) == [-0.5]
+    with pytest.raises(ProtocolError, match="whole number"):
+        wire.unpack_i32(b"123")
+    with pytest.raises(OverflowError):
+        wire.pack_i32([2**31])
+
+
+def frame(name: str, fields: dict[str, Any]) -> bytes:
+    import msgspec
+
+    return msgspec.msgpack.encode((name, fields))

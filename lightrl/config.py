@@ -185,6 +185,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     _anchor(tree, path.resolve().parent)
     for override in overrides:
         _apply(tree, override)
+    _anchor(tree, Path.cwd())
     return parse_config(tree)
 
 

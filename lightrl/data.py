@@ -46,10 +46,12 @@ def load_tokenizer(model_path: str) -> Any:
     folder = _model_folder(model_path)
     if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise ConfigError(f"model.path = {model_path!r}: has no tokenizer.json or tokenizer_config.json")
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if (folder / "tokenizer.json").is_file():  # complete in itself; AutoTokenizer would load torch
+            from transformers import PreTrainedTokenizerFast as Tokenizer
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+        return Tokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:  # the tokenizers library raises plain Exception for a broken file
         raise ConfigError(
             f"model.path = {model_path!r}: its tokenizer cannot be loaded: {_first_line(e)}"

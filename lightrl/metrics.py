@@ -4,6 +4,7 @@ Owns the files and sinks, not the names or values of metrics. Must not import a 
 asked for.
 """
 
+import importlib.util
 import math
 import time
 from pathlib import Path
@@ -29,6 +30,9 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: Path, backends: tuple[str, ...], config: Config) -> None:
+        for backend in backends:
+            if backend != "jsonl" and importlib.util.find_spec(backend) is None:
+                raise ConfigError(f"logging.backends = {backend!r}: not installed: pip install {backend}")
         self._sinks: list[Sink] = [_Jsonl(run_dir)]
         if "tensorboard" in backends:
             self._sinks.append(_Tensorboard(run_dir))
@@ -87,11 +91,9 @@ class _Tensorboard:
     """Event files by tensorboard's own writer: torch's wrapper would load torch into the daemon."""
 
     def __init__(self, run_dir: Path) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
-            from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ConfigError(_not_installed("tensorboard")) from None
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
+
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._writer: Any = event_file_writer.EventFileWriter(str(run_dir / "tensorboard"))
 
@@ -108,10 +110,8 @@ class _Tensorboard:
 
 class _Wandb:
     def __init__(self, run_dir: Path, config: Config) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ConfigError(_not_installed("wandb")) from None
+        import wandb  # pyright: ignore[reportMissingImports]
+
         self._run: Any = wandb.init(
             project="lightrl",
             name=config.run.name,
@@ -124,7 +124,3 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _not_installed(backend: str) -> str:
-    return f"logging.backends = {backend!r}: is not installed: pip install {backend}"

@@ -46,9 +46,7 @@ def resolve_engine(kind: EngineKind) -> Literal["vllm", "torch", "emulated"]:
     if kind == "auto":
         return "vllm" if installed else "torch"
     if kind == "vllm" and not installed:
-        raise EngineError(
-            'rollout.engine = "vllm": not installed; pip install "lightrl[cpu]"'
-        )
+        raise EngineError('rollout.engine = "vllm": not installed; pip install "lightrl[cpu]"')
     return kind
 
 

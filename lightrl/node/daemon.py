@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 
 from lightrl.config import Config
-from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, TrainerError
+from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.messages import (
     PROTOCOL,
     Abort,
@@ -66,7 +66,7 @@ async def _main(options: DaemonOptions) -> int:
         assert options.run_dir is not None
         head = Head(options.config, options.run_dir)
         address = head.address
-    worker_roles = tuple(r for r in options.roles if r != "coordinator")
+    worker_roles: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
     worker = Worker(options, worker_roles, address) if worker_roles and address else None
 
     def stop(reason: str) -> None:
@@ -131,10 +131,10 @@ class Worker:
         """Returns when the node has left. Raises LightRLError if it failed."""
         link = self._link = await Link.connect(self._address, self._name)
         try:
-            welcome = await self._join(link)
+            welcome, early = await self._join(link)
             config = Config.model_validate_json(welcome.config_json)
             with scratch_dir(self._name) as scratch:
-                await self._serve(link, config, welcome.model_files, scratch)
+                await self._serve(link, config, welcome.model_files, early, scratch)
             link.send(Bye(self._reason))
         except LightRLError as e:
             link.send(Bye(str(e), ok=False))
@@ -142,19 +142,28 @@ class Worker:
         finally:
             link.close()
 
-    async def _join(self, link: Link) -> Welcome:
+    async def _join(self, link: Link) -> tuple[Welcome, list[Message]]:
+        """The coordinator's welcome, and what came with it and is yet to be handled."""
         link.send(self._hello)
         try:
             async with asyncio.timeout(WELCOME_S):
                 while True:
-                    for message in await link.receive():
+                    messages = await link.receive()
+                    for i, message in enumerate(messages):
                         if isinstance(message, Welcome):
                             _raise_if_refused(message)
-                            return message
+                            return message, messages[i + 1 :]
         except TimeoutError:
             raise PeerUnreachable(f"{self._address}: no welcome within {WELCOME_S:.0f} s") from None
 
-    async def _serve(self, link: Link, config: Config, model_files: dict[str, bytes], scratch: Path) -> None:
+    async def _serve(
+        self,
+        link: Link,
+        config: Config,
+        model_files: dict[str, bytes],
+        early: list[Message],
+        scratch: Path,
+    ) -> None:
         logs = self._log_dir()
         self._heard_at = time.monotonic()
         try:
@@ -168,8 +177,11 @@ class Worker:
                     running.append(tasks.create_task(self._rollout.run(), name="rollout"))
                 if "trainer" in self._roles:
                     host = own_address(self._address)
-                    self._trainer = Trainer(config, self._run_dir_or_fail(), scratch, host, link.send)
+                    run_dir = self._run_dir or _run_dir_here(config)
+                    self._trainer = Trainer(config, run_dir, scratch, host, link.send)
                     finished.append(tasks.create_task(self._trainer.run(), name="trainer"))
+                for message in early:
+                    self._handle(message)
                 running.append(tasks.create_task(self._receive(link), name="receive"))
                 running.append(tasks.create_task(self._beat(link, config), name="heartbeat"))
                 await self._drained.wait()
@@ -227,10 +239,12 @@ class Worker:
         """A node that joined from elsewhere has no run directory: its children write where it does."""
         return self._run_dir / "logs" if self._run_dir is not None else None
 
-    def _run_dir_or_fail(self) -> Path:
-        if self._run_dir is None:
-            raise TrainerError("a trainer node needs a run directory for its checkpoints: --run-dir DIR")
-        return self._run_dir
+
+def _run_dir_here(config: Config) -> Path:
+    """On a machine that does not share the coordinator's: checkpoints and logs under the same name."""
+    run_dir = config.run_dir.resolve()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    return run_dir
 
 
 def _raise_if_refused(welcome: Welcome) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.utils.logging import disable_progress_bar
 
 from lightrl.child import Pipe
 from lightrl.config import Config
@@ -66,6 +67,7 @@ def main(sock: socket.socket) -> None:
     """The child process: serves commands until the daemon closes the pipe."""
     pipe: Pipe[RankCommand, RankEvent] = Pipe(sock, RANK_COMMANDS, RANK_EVENTS)
     _reuse_memory()
+    disable_progress_bar()  # the end of the log is shown when a rank dies
     try:
         serve(pipe)
     except EOFError:
@@ -203,7 +205,7 @@ class Rank:
         )
         sums.total.backward()
         gap = (old_logprobs - batch.rollout_logprobs).abs() * batch.mask
-        counts = gap.new_tensor([num_responses])[0]
+        counts = gap.new_tensor(num_responses)
         values = [
             sums.policy,
             sums.kl,

@@ -133,11 +133,16 @@ class WeightServer:
             sock.setblocking(False)
             task = loop.create_task(self._serve(sock))
             self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            task.add_done_callback(lambda task, sock=sock: self._ended(task, sock))
+
+    def _ended(self, task: asyncio.Task[None], sock: socket.socket) -> None:
+        """Closes here and not in the task, which may be cancelled before it has begun."""
+        self._connections.discard(task)
+        sock.close()
 
     async def _serve(self, sock: socket.socket) -> None:
         """Answers one peer until it goes, says something wrong or falls silent."""
-        with sock, contextlib.suppress(OSError, EOFError, TimeoutError):
+        with contextlib.suppress(OSError, EOFError, TimeoutError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
                 async with asyncio.timeout(IDLE_LIMIT_S):
@@ -166,7 +171,7 @@ class WeightServer:
                     sent = await asyncio.shield(turn)
                 except asyncio.CancelledError:
                     sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
-                    await asyncio.wait([turn])
+                    await asyncio.gather(turn, return_exceptions=True)
                     raise
                 offset, size = offset + sent, size - sent
                 if size > 0:

@@ -59,20 +59,24 @@ def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_prints_a_config_that_loads_to_the_same(capsys, tmp_path):
-    lightrl("up", QUICKSTART, "--dry-run", "train.optim.lr=3e-5")
+def test_dry_run_prints_a_config_that_loads_to_the_same_from_elsewhere(capsys, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "11%8=", "answer": "03"}\n')
+    lightrl("up", QUICKSTART, "--dry-run", "train.optim.lr=3e-5", "data.path=mine.jsonl")
     resolved, _, _ = capsys.readouterr().out.rpartition("\nrun  ")
-    (tmp_path / "again.toml").write_text(resolved)
-    assert load_config(tmp_path / "again.toml") == load_config(QUICKSTART, ["train.optim.lr=3e-5"])
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "again.toml").write_text(resolved)
+    again = load_config(tmp_path / "sub" / "again.toml")
+    assert again == load_config(QUICKSTART, ["train.optim.lr=3e-5", "data.path=mine.jsonl"])
+    assert again.data.path == str(tmp_path / "mine.jsonl")
 
 
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
         ("model.path=nowhere", ("model.path = nowhere", "no such directory")),
-        ("data.path=none.jsonl", ("data.path = none.jsonl", "no such file")),
-        ("data.path=empty.jsonl", ("data.path = empty.jsonl", "empty")),
-        ("eval.path=none.jsonl", ("eval.path = none.jsonl", "no such file")),
+        ("data.path=none.jsonl", ("data.path = ", "/none.jsonl: no such file")),
+        ("data.path=empty.jsonl", ("data.path = ", "/empty.jsonl: the file is empty")),
+        ("eval.path=none.jsonl", ("eval.path = ", "/none.jsonl: no such file")),
         ("reward.functions=none.py:f", ("none.py:f", "no such file")),
         ("reward.functions=broken.py:f", ("broken.py:1", "syntax")),
         ("reward.functions=other.py:f", ("other.py:f", "it defines g")),

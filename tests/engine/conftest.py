@@ -229,7 +229,12 @@ def real(real_engine: EngineClient) -> EngineClient:
 
 
 def request_of(
-    response: str, prompt: list[int], num: int, seed: int = 7, prefix: list[int] | None = None, attempt: int = 1
+    response: str,
+    prompt: list[int],
+    num: int,
+    seed: int = 7,
+    prefix: list[int] | None = None,
+    attempt: int = 1,
 ) -> ResponseRequest:
     return ResponseRequest(response, attempt, seed, pack_i32(prompt), pack_i32(prefix or []), num)
 

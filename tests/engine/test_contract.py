@@ -40,17 +40,17 @@ def test_more_responses_than_slots_wait_their_turn(engine, ask):
 
 
 def test_an_aborted_response_keeps_what_was_sent_and_gets_no_more(engine, ask):
-    engine.generate(1, Sampling(1.0), ask("gone", [4, 5, 6], 400), ask("stays", [4, 5, 6], 60))
+    engine.generate(1, Sampling(1.0), ask("gone", [4, 5, 6], 200), ask("stays", [4, 5, 6], 60))
     engine.until(lambda: "gone" in engine.outcomes)
     engine.abort(("gone", 2))  # an attempt that does not run: ignored
     engine.abort(("gone", 1))
     (gone,) = engine.finished("gone")
     assert gone.finish == "abort"
-    assert 0 < len(gone.tokens) < 400
+    assert 0 < len(gone.tokens) < 200
     # Whatever came for "gone" after its end would fail in EngineClient.receive.
     (stays,) = engine.finished("stays")
     assert len(stays.tokens) == 60
-    (again,) = engine.run(1, Sampling(1.0), ask("gone", [4, 5, 6], 400, attempt=2))
+    (again,) = engine.run(1, Sampling(1.0), ask("gone", [4, 5, 6], 200, attempt=2))
     assert again.tokens[: len(gone.tokens)] == gone.tokens
 
 
@@ -99,21 +99,23 @@ def test_new_weights_give_other_responses_and_their_digest(engine, ask):
 
 
 def test_a_running_response_goes_on_under_new_weights(engine, ask):
-    engine.generate(1, Sampling(1.0), ask("long", [4, 5, 6], 400))
+    engine.generate(1, Sampling(1.0), ask("long", [4, 5, 6], 200))
     engine.until(lambda: "long" in engine.outcomes)
     engine.load(2)
     (outcome,) = engine.finished("long")
-    assert len(outcome.tokens) == 400
+    assert len(outcome.tokens) == 200
     cut = outcome.versions.count(1)
-    assert 0 < cut < 400
-    assert outcome.versions == [1] * cut + [2] * (400 - cut)
+    assert 0 < cut < 200
+    assert outcome.versions == [1] * cut + [2] * (200 - cut)
     # What follows the load is what a fresh request with this prefix gives: no KV of old weights is left.
-    (fresh,) = engine.run(2, Sampling(1.0), ask("f", [4, 5, 6], 400 - cut, prefix=outcome.tokens[:cut]))
+    (fresh,) = engine.run(2, Sampling(1.0), ask("f", [4, 5, 6], 200 - cut, prefix=outcome.tokens[:cut]))
     assert fresh.tokens == outcome.tokens[cut:]
     assert fresh.logprobs == pytest.approx(outcome.logprobs[cut:], abs=1e-4)
 
 
-def test_a_corrupted_version_is_refused_and_nothing_is_served_until_a_good_one_is_loaded(engine, ask, tmp_path):
+def test_a_corrupted_version_is_refused_and_nothing_is_served_until_a_good_one_is_loaded(
+    engine, ask, tmp_path
+):
     path, manifest = engine.tiny.files[2]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -173,6 +175,6 @@ def test_a_repeated_generate_does_not_start_a_response_twice(engine, ask):
 
 def test_load_is_reported_while_it_changes(engine, ask):
     engine.loads.clear()
-    engine.run(1, Sampling(1.0), *(ask(f"l{i}", [4, 5], 500, seed=i) for i in range(20)))
+    engine.run(1, Sampling(1.0), *(ask(f"l{i}", [4, 5], 50, seed=i) for i in range(20)))
     engine.until(lambda: engine.loads and engine.loads[-1].running == 0)
     assert engine.loads[-1].waiting == 0

@@ -45,7 +45,9 @@ def test_a_response_moved_to_another_vllm_process_equals_the_undisturbed_one(vll
         engine.load(1)
     whole = vllm_engine.run(1, sampling, *(ask(f"m{i}", p, num, seed=i) for i, p in enumerate(PROMPTS)))
     names = [f"c{i}" for i in range(len(PROMPTS))]
-    vllm_engine.generate(1, sampling, *(ask(n, p, num, seed=i) for i, (n, p) in enumerate(zip(names, PROMPTS, strict=True))))
+    vllm_engine.generate(
+        1, sampling, *(ask(n, p, num, seed=i) for i, (n, p) in enumerate(zip(names, PROMPTS, strict=True)))
+    )
     vllm_engine.until(lambda: all(n in vllm_engine.outcomes for n in names))
     vllm_engine.abort(*((n, 1) for n in names))
     parts = vllm_engine.finished(*names)

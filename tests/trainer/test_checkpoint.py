@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.errors import TrainerError
 from lightrl.trainer.checkpoint import latest
+from lightrl.trainer.model import full_parameters
 from lightrl.trainer.protocol import Accumulate, FinishStep, Save, Saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 def train(rank, samples, step):
     list(rank.perform(Accumulate(step, (tuple(samples),))))
     tokens = sum(len(s.token_ids) // 4 for s in samples)
-    return list(rank.perform(FinishStep(step, len(samples), tokens, step + 1)))[0].manifest.digest
+    published, _ = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
+    return published.manifest.digest
 
 
 def save(rank, folder: Path, step: int, export: bool = False) -> Path:
@@ -68,9 +70,11 @@ def test_the_export_is_a_model_that_transformers_loads(new_rank, samples, tmp_pa
     assert model.dtype == torch.bfloat16
     assert (exported / "config.json").read_text() == (source / "config.json").read_text()
     ids = torch.tensor([[3, 4, 5, 6]])
+    published = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    published.load_state_dict(dict(full_parameters(rank.policy)), strict=False)
     with torch.no_grad():
-        published = rank.policy.module.bfloat16()(ids).logits
-        assert torch.equal(model(ids).logits, published)
+        assert torch.equal(model(ids).logits, published(ids).logits)
+    assert {name: p.dtype for name, p in model.named_parameters()} == rank.policy.dtypes
     assert AutoTokenizer.from_pretrained(exported)("abc")["input_ids"] == [2, 3, 4]
 
 

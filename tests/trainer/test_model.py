@@ -72,6 +72,16 @@ def test_full_parameters_are_those_of_the_checkpoint(save_model, tmp_path, dtype
         assert torch.equal(tensor, stored[name])
 
 
+def test_a_bfloat16_checkpoint_computes_as_its_float32_copy(save_model, tmp_path, samples):
+    """Rotary frequencies and other buffers must not have been rounded on the way."""
+    policy = load_policy(save_model(tmp_path, torch.bfloat16), CPU)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    batch = collate(samples[:1], CPU)
+    with torch.no_grad():
+        logprobs, _ = response_logprobs(policy, batch)
+    torch.testing.assert_close(logprobs[0], alone(module, samples[0])[0], rtol=1e-5, atol=1e-5)
+
+
 def test_an_empty_batch_is_a_row_of_nothing(model_dir):
     policy = load_policy(model_dir, CPU)
     batch = collate([], CPU)
@@ -88,12 +98,12 @@ def test_an_empty_batch_is_a_row_of_nothing(model_dir):
     ],
 )
 def test_samples_that_contradict_themselves_are_refused(sample):
-    with pytest.raises(TrainerError, match="^r: .* logprobs$"):
+    with pytest.raises(TrainerError, match=r"^r: .* logprobs$"):
         collate([sample], CPU)
 
 
 def test_a_folder_without_a_model_is_named_in_one_line(tmp_path):
-    with pytest.raises(TrainerError, match="no config.json"):
+    with pytest.raises(TrainerError, match="not a model directory"):
         load_policy(tmp_path, CPU)
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(TrainerError, match="cannot be loaded") as e:

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,10 +37,10 @@ def weights(rank):
     return {name: p.detach().clone() for name, p in rank.policy.module.named_parameters()}
 
 
-def assert_same_weights(a, b):
-    for name in a:
-        # Adam divides by the gradient's size: rounding in near-zero gradients shows, within lr = 1e-3.
-        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=2e-6)
+def assert_close(a, b, tolerance):
+    """Relative to the norm of all values: Adam blows up the rounding of gradients that are about zero."""
+    difference = math.sqrt(sum((a[name] - b[name]).square().sum().item() for name in a))
+    assert difference <= tolerance * math.sqrt(sum(b[name].square().sum().item() for name in a))
 
 
 @pytest.mark.parametrize(
@@ -55,20 +56,19 @@ def assert_same_weights(a, b):
 def test_a_streamed_step_equals_one_big_batch(new_rank, samples, algorithm):
     mixed = random.Random(5).sample(samples, len(samples))
     ways = {
-        "one batch": [((tuple(samples)),)],
+        "one batch": [(tuple(samples),)],
         "planned": [micro_batches(samples, 1, 40)[0]],
-        "one by one, out of order": [((s,),) for s in mixed],
+        "as they come": [(tuple(mixed[i : i + 5]),) for i in range(0, len(mixed), 5)],
     }
     after = {}
     for way, arrivals in ways.items():
         rank = new_rank(algorithm=algorithm)
-        arrivals = [arrivals[0]] if way == "one batch" else arrivals
         for step in range(2):  # in the second the policy has left the reference
             _, metrics = run_step(rank, arrivals, samples, step, extra=3)
         after[way] = (weights(rank), metrics)
     reference, expected = after.pop("one batch")
     for found, metrics in after.values():
-        assert_same_weights(found, reference)
+        assert_close(found, reference, 2e-6)
         for key in ("loss/policy", "loss/kl", "entropy", "grad_norm", "train_rollout_logprob_abs_diff"):
             assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
 
@@ -89,8 +89,13 @@ def naive_gradients(rank, samples, settings, advantage_scale, divisor):
         tokens = []
         for t in range(len(response)):
             old = logprobs[t].item()
-            weight = min(math.exp(old - unpack_f32(s.rollout_logprobs)[t]), settings["tis_cap"])
-            policy = -torch.exp(logprobs[t] - old) * s.advantage * advantage_scale * weight
+            weight = 1.0
+            if settings["tis_cap"]:
+                weight = min(math.exp(old - unpack_f32(s.rollout_logprobs)[t]), settings["tis_cap"])
+            ratio = torch.exp(logprobs[t] - old)
+            if rank.algorithm.name == "gspo":
+                ratio = torch.exp((logprobs - logprobs.detach()).mean())
+            policy = -ratio * s.advantage * advantage_scale * weight
             divergence = torch.exp(ref[t] - logprobs[t]) - (ref[t] - logprobs[t]) - 1
             tokens.append(policy + settings["kl_coef"] * divergence)
         share = len(response) if rank.algorithm.name in ("grpo", "gspo") else 1
@@ -98,7 +103,7 @@ def naive_gradients(rank, samples, settings, advantage_scale, divisor):
     return torch.autograd.grad(total / divisor, parameters)
 
 
-# On-policy all algorithms but for normalisation have the policy gradient; the clipping is tested by hand.
+# On-policy: nothing is clipped here. The clipping is tested by hand in test_loss.py.
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradients_equal_a_naive_implementation(new_rank, samples, name):
     settings = {"name": name, "tis_cap": 1.5, "kl_coef": 0.2, "kl_type": "k3", "loss_constant": 20}
@@ -115,14 +120,14 @@ def test_gradients_equal_a_naive_implementation(new_rank, samples, name):
     assert loss.denominator(rank.algorithm, 10, tokens, 1) == divisor
     list(rank.perform(Accumulate(1, (tuple(some[:7]), tuple(some[7:])))))
     if name != "reinforce++":  # which computes when the step ends
-        found = [p.grad / divisor for p in rank.policy.module.parameters()]
-        torch.testing.assert_close(found, list(expected), rtol=2e-4, atol=2e-6)
+        found = {name: p.grad / divisor for name, p in rank.policy.module.named_parameters()}
+        assert_close(found, dict(zip(found, expected, strict=True)), 1e-4)
     _, finished = rank.perform(finish(some, step=1))
     norm = torch.nn.utils.get_total_norm(expected).item()
     assert finished.metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_the_step_is_that_of_a_plain_loop(new_rank, samples, model_dir):
+def test_the_step_is_that_of_a_plain_loop(new_rank, samples):
     """AdamW, clipping and warm-up against the textbook, two steps."""
     optim = {"lr": 1e-3, "grad_clip": 0.5, "warmup_steps": 4, "weight_decay": 0.1}
     rank = new_rank(algorithm={"name": "dr_grpo", "loss_constant": 20}, train={"optim": optim})
@@ -131,7 +136,7 @@ def test_the_step_is_that_of_a_plain_loop(new_rank, samples, model_dir):
     plain = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(2):
         _, metrics = run_step(rank, [micro_batches(samples, 1, 100)[0]], samples, step)
-        gradients = naive_gradients(other, samples, {"tis_cap": math.inf, "kl_coef": 0.0}, 1.0, 24 * 20)
+        gradients = naive_gradients(other, samples, {"tis_cap": 0.0, "kl_coef": 0.0}, 1.0, 24 * 20)
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
@@ -139,7 +144,7 @@ def test_the_step_is_that_of_a_plain_loop(new_rank, samples, model_dir):
         plain.step()
         assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         assert metrics["lr"] == pytest.approx(1e-3 * (step + 1) / 4)
-        assert_same_weights(weights(rank), dict(module.named_parameters()))
+        assert_close(weights(rank), dict(module.named_parameters()), 2e-6)
 
 
 def test_the_published_file_holds_the_new_weights_and_old_ones_go(new_rank, samples):
@@ -149,11 +154,11 @@ def test_the_published_file_holds_the_new_weights_and_old_ones_go(new_rank, samp
         published, _ = run_step(rank, [(tuple(samples),)], samples, step)
     assert published.policy_version == published.manifest.policy_version == 3
     assert published.manifest.digest != first.digest
-    read = dict(read_tensors(__import__("pathlib").Path(published.path), published.manifest))
+    path = Path(published.path)
+    read = dict(read_tensors(path, published.manifest))
     for name, tensor in weights(rank).items():
         assert torch.equal(read[name], tensor)
-    folder = __import__("pathlib").Path(published.path).parent
-    assert sorted(p.name for p in folder.iterdir()) == ["version_2.bin", "version_3.bin"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["version_2.bin", "version_3.bin"]
 
 
 def test_a_step_without_signal_changes_no_bit(new_rank, samples):
@@ -185,7 +190,8 @@ def test_the_difference_to_the_engine_is_measured(new_rank, samples):
     _, first = run_step(rank, [(tuple(samples),)], samples)
     assert first["train_rollout_logprob_abs_diff_max"] >= first["train_rollout_logprob_abs_diff"] > 0
     shifted = [
-        replace(s, rollout_logprobs=pack_f32([x + 100 for x in lp])) for s, lp in zip(samples, logprobs)
+        replace(s, rollout_logprobs=pack_f32([x + 100 for x in lp]))
+        for s, lp in zip(samples, logprobs, strict=True)
     ]
     rank = new_rank()
     _, metrics = run_step(rank, [(tuple(shifted),)], samples)

@@ -14,7 +14,7 @@ from lightrl.errors import WeightsError
 from lightrl.messages import Manifest
 from lightrl.weights import manifest as m
 from lightrl.weights.pull import WeightServer, pull
-from lightrl.weights.serve import IDLE_LIMIT_S, pack_request
+from lightrl.weights.serve import IDLE_LIMIT_S, format_address, pack_request
 
 TICKET = "c0ffee"
 BUCKET = 1 << 18
@@ -51,7 +51,9 @@ async def serving(manifest: Manifest, path: Path) -> AsyncIterator[str]:
 class Relay:
     """Sits between a puller and a holder; `allow(n)` says how many reply bytes of connection n pass."""
 
-    def __init__(self, target: str, allow: Callable[[int], int], released: asyncio.Event | None = None) -> None:
+    def __init__(
+        self, target: str, allow: Callable[[int], int], released: asyncio.Event | None = None
+    ) -> None:
         self._target = target
         self._allow = allow
         self._released = released  # None: cut there; else wait for it, then let everything pass
@@ -61,7 +63,7 @@ class Relay:
     async def __aenter__(self) -> str:
         self._tasks = set[asyncio.Task[None]]()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return "127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        return format_address("127.0.0.1", self._server.sockets[0].getsockname()[1])
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
@@ -76,7 +78,11 @@ class Relay:
         left = self._allow(self.num_connections)
         self.num_connections += 1
         host, _, port = self._target.rpartition(":")
-        up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        try:
+            up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        except ConnectionError:
+            writer.close()
+            return
 
         async def upstream() -> None:
             while data := await reader.read(1 << 16):
@@ -85,13 +91,15 @@ class Relay:
         asking = asyncio.create_task(upstream())
         try:
             while data := await up_reader.read(1 << 16):
-                writer.write(data[:left])
-                left -= min(left, len(data))
+                passed = data[:left]
+                writer.write(passed)
+                left -= len(passed)
                 if left == 0:
                     self.stalled.set()
                     if self._released is None:
                         break
                     await self._released.wait()
+                    writer.write(data[len(passed) :])
                     left = 1 << 62
                 await writer.drain()
         except (ConnectionError, asyncio.CancelledError):
@@ -190,7 +198,7 @@ def test_a_dead_holder_is_passed_over(tmp_path):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1")
         with socket.create_server(("127.0.0.1", 0)) as closed:
-            dead = "127.0.0.1:%d" % closed.getsockname()[1]
+            dead = format_address("127.0.0.1", closed.getsockname()[1])
         async with serving(manifest, tmp_path / "v1") as good, asyncio.timeout(20):
             await pull(manifest, [dead, good], TICKET, tmp_path / "pulled")
             with pytest.raises(WeightsError, match=f"no holder serves it; last {dead}"):
@@ -305,7 +313,7 @@ def test_a_silent_holder_costs_no_more_than_the_time_limit(tmp_path):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1", num_buckets=1)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, never answers
-            holder = "127.0.0.1:%d" % silent.getsockname()[1]
+            holder = format_address("127.0.0.1", silent.getsockname()[1])
             async with asyncio.timeout(IDLE_LIMIT_S / 2):
                 with pytest.raises(WeightsError, match="time limit"):
                     await pull(manifest, [holder], TICKET, tmp_path / "pulled", timeout_s=0.2)
@@ -325,24 +333,24 @@ def test_a_cancelled_pull_ends_at_once_and_leaves_no_version(tmp_path):
                 with pytest.raises(asyncio.CancelledError):
                     await pulling
         assert not (tmp_path / "pulled").exists()
-        assert os.listdir("/proc/self/task")  # the process is fine
 
     asyncio.run(scenario())
 
 
 def test_a_closing_server_cuts_its_transfers(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)
+        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)  # more than sockets buffer
         server = WeightServer()
         address = await server.start("127.0.0.1")
         server.publish(manifest, tmp_path / "v1", TICKET)
-        relay = Relay(address, lambda _: 1000, released=asyncio.Event())
+        released = asyncio.Event()
+        relay = Relay(address, lambda _: 1000, released)
         async with asyncio.timeout(20), relay as holder:
-            pulling = asyncio.create_task(pull(manifest, [holder], TICKET, tmp_path / "pulled", timeout_s=5))
+            pulling = asyncio.create_task(pull(manifest, [holder], TICKET, tmp_path / "pulled"))
             await relay.stalled.wait()
             await server.close()
-            pulling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            released.set()
+            with pytest.raises(WeightsError, match="no holder"):
                 await pulling
 
     asyncio.run(scenario())

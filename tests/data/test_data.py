@@ -1,0 +1,353 @@
+"""Prompts from files in every known layout, every error line, and the order in which prompts are drawn."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl import config
+from lightrl.data import (
+    PromptCursor,
+    answer_of,
+    load_prompts,
+    load_tokenizer,
+    model_files,
+    stop_token_ids,
+)
+from lightrl.errors import ConfigError, DataError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz:|# "
+VOCAB = {"<bos>": 0, "<eos>": 1, "<pad>": 2, **{c: i for i, c in enumerate(LETTERS, 3)}}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] + ':' + m['content'] + '|' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def make_model(folder: Path, with_bos: bool, chat_template: str | None) -> str:
+    """A model directory without weights, whose tokenizer has one token for each letter."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<pad>"])
+    if with_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)]
+        )
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>"}
+    if with_bos:
+        settings["bos_token"] = "<bos>"
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def plain_model(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "plain", with_bos=False, chat_template=None)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory) -> str:
+    return make_model(tmp_path_factory.mktemp("models") / "chat", with_bos=True, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def plain(plain_model) -> Any:
+    return load_tokenizer(plain_model)
+
+
+@pytest.fixture(scope="session")
+def chat(chat_model) -> Any:
+    return load_tokenizer(chat_model)
+
+
+def settings(**keys: Any) -> config.Data:
+    return config.Data(path="unused", **keys)
+
+
+def jsonl(folder: Path, *rows: Any) -> str:
+    path = folder / "train.jsonl"
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return str(path)
+
+
+def ids(text: str) -> list[int]:
+    return [VOCAB[c] for c in text]
+
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+# Model directory
+
+
+def test_the_small_files_of_a_model_are_collected_without_weights(plain_model):
+    files = model_files(plain_model)
+    assert sorted(files) == [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert json.loads(files["config.json"]) == {"eos_token_id": 1}
+
+
+def test_stop_tokens_are_those_of_all_files_and_the_tokenizer(plain_model, plain):
+    assert stop_token_ids(plain_model, plain) == (1, 2)
+
+
+def test_a_model_that_is_missing_is_named_with_its_key(tmp_path):
+    for load in (load_tokenizer, model_files):
+        with pytest.raises(ConfigError, match=r"model.path = '/nowhere': no such directory"):
+            load("/nowhere")
+        with pytest.raises(ConfigError, match=r"model.path = 'no/such': no such directory, and the hub says"):
+            load("no/such")
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        model_files(str(tmp_path))
+
+
+def test_a_broken_tokenizer_is_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ConfigError, match="its tokenizer cannot be loaded") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_too_large_for_the_wire_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "tokenizer.json").open("wb") as f:
+        f.truncate(33 << 20)
+    with pytest.raises(ConfigError, match=r"tokenizer.json has 33 MiB; at most 32 MiB"):
+        model_files(str(tmp_path))
+
+
+def test_loading_a_tokenizer_and_prompts_does_not_load_torch(chat_model, tmp_path):
+    path = jsonl(tmp_path, {"prompt": USER})
+    program = (
+        "import sys; from lightrl import config, data; "
+        f"data.load_prompts({path!r}, config.Data(path=''), data.load_tokenizer({chat_model!r})); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# Layouts
+
+
+def test_plain_text_is_tokenised_as_it_is(tmp_path, plain):
+    path = jsonl(tmp_path, {"prompt": "ab", "answer": "c", "level": 3}, b"", {"prompt": "cab"})
+    first, second = load_prompts(path, settings(), plain)
+    assert (first.text, first.token_ids.tolist()) == ("ab", ids("ab"))
+    assert first.token_ids.itemsize == 4
+    assert first.row == {"prompt": "ab", "answer": "c", "level": 3}
+    assert second.token_ids.tolist() == ids("cab")
+
+
+def test_plain_text_gets_bos_where_the_model_expects_it_but_no_eos(tmp_path, chat):
+    path = jsonl(tmp_path, {"prompt": "ab"}, {"prompt": "<bos>ab"})
+    assert [p.token_ids.tolist() for p in load_prompts(path, settings(), chat)] == [[0, *ids("ab")]] * 2
+
+
+def test_chat_messages_go_through_the_template(tmp_path, chat):
+    path = jsonl(tmp_path, {"prompt": USER, "answer": "x"})
+    [prompt] = load_prompts(path, settings(), chat)
+    assert prompt.text == "<bos>user:hi|assistant:"
+    assert prompt.token_ids.tolist() == [0, *ids("user:hi|assistant:")]  # one BOS, no EOS
+
+
+def test_a_system_prompt_is_put_before_chats_without_one(tmp_path, chat):
+    path = jsonl(tmp_path, {"prompt": USER}, {"prompt": [{"role": "system", "content": "be"}, *USER]})
+    texts = [p.text for p in load_prompts(path, settings(system_prompt="think"), chat)]
+    assert texts == [
+        "<bos>system:think|user:hi|assistant:",
+        "<bos>system:be|user:hi|assistant:",
+    ]
+
+
+def test_verls_layout(tmp_path, chat):
+    row = {
+        "data_source": "sums",
+        "prompt": USER,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 17, "split": "train"},
+    }
+    [prompt] = load_prompts(jsonl(tmp_path, row), settings(), chat)
+    assert prompt.id == "17"
+    assert prompt.row == row
+    assert answer_of(prompt.row, "answer") == "4"
+
+
+def test_gsm8ks_layout_is_found_without_settings(tmp_path, plain):
+    path = jsonl(tmp_path, {"question": "how many", "answer": "so #### 4"})
+    [prompt] = load_prompts(path, settings(), plain)
+    assert prompt.text == "how many"
+    assert answer_of(prompt.row, "answer") == "so #### 4"
+
+
+def test_other_columns_can_be_named(tmp_path, plain):
+    path = jsonl(tmp_path, {"problem": "ab", "label": 5})
+    [prompt] = load_prompts(path, settings(prompt_key="problem", answer_key="label"), plain)
+    assert prompt.text == "ab"
+    assert answer_of(prompt.row, "label") == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"answer": None, "solution": "x"}, None),
+        ({"solution": "x"}, "x"),
+        ({"ground_truth": 0}, 0),
+        ({"reward_spec": {"method": "rule", "ground_truth": "y"}}, "y"),
+        ({"reward_model": {"style": "model"}}, None),
+        ({}, None),
+    ],
+)
+def test_the_answer_is_found_where_the_layout_keeps_it(row, answer):
+    assert answer_of(row, "answer") == answer
+
+
+# Ids
+
+
+def test_ids_are_the_rows_own_or_a_hash_of_the_prompt(tmp_path, plain):
+    rows = [{"prompt": "ab", "id": "first"}, {"prompt": "ab", "id": 5}, {"prompt": "ab"}, {"prompt": "cd"}]
+    prompts = load_prompts(jsonl(tmp_path, *rows, {"prompt": "ab"}), settings(), plain)
+    assert [p.id for p in prompts[:2]] == ["first", "5"]
+    assert prompts[4].id == f"{prompts[2].id}-2"
+    assert len({p.id for p in prompts}) == 5
+    # They depend on the prompt alone: not on its place, its other columns or the tokenizer.
+    moved = load_prompts(
+        jsonl(tmp_path, {"prompt": "cd", "answer": "x"}, {"prompt": "ab"}), settings(), plain
+    )
+    assert [p.id for p in moved] == [prompts[3].id, prompts[2].id]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], "holds no prompts"),
+        ([{"prompt": "a"}, b"", b"{oops"], r"line 3: not valid JSON: Expecting property name"),
+        ([{"prompt": "a"}, b"\xff\xfe{}"], "line 2: not valid JSON"),
+        ([b'["a"]'], "line 1: expected a JSON object, found list"),
+        (
+            [{"prompt": "a"}, {"text": "a", "answer": "b"}],
+            r"line 2: no 'prompt' \(data.prompt_key\); its keys are text, answer",
+        ),
+        ([{"prompt": 5}], "line 1: 'prompt' is int, expected text or a list of chat messages"),
+        ([{"prompt": "a"}, {"prompt": ""}], "line 2: the prompt is empty"),
+        (
+            [{"prompt": "a"}, {"prompt": "abcdefghi"}],
+            r"line 2: the prompt has 9 tokens, more than data.max_prompt_length = 8",
+        ),
+        (
+            [{"prompt": "a", "id": 7}, {"prompt": "b"}, {"prompt": "c", "id": "7"}],
+            r"line 3: id '7' was used before \(.*line 1\)",
+        ),
+        ([{"prompt": USER}], "line 1: the prompt is chat messages, but the model's tokenizer has no chat"),
+        ([{"prompt": ["hi"]}], "line 1: a chat message looks like"),
+        ([b'{"prompt": "\\ud800"}'], "line 1: a column holds what JSON cannot carry"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line_with_its_number(tmp_path, plain, rows, reason):
+    path = jsonl(tmp_path, *rows)
+    with pytest.raises(DataError, match=reason) as caught:
+        load_prompts(path, settings(max_prompt_length=8), plain)
+    assert str(caught.value).startswith(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_refuses_a_chat_is_one_line(tmp_path, chat_model):
+    tokenizer = load_tokenizer(chat_model)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="line 1: the chat template refuses the prompt: roles must alternate"):
+        load_prompts(jsonl(tmp_path, {"prompt": USER}), settings(), tokenizer)
+
+
+def test_paths_that_lead_nowhere(tmp_path, plain):
+    with pytest.raises(DataError, match=r"nowhere.jsonl: no such file"):
+        load_prompts(str(tmp_path / "nowhere.jsonl"), settings(), plain)
+    with pytest.raises(DataError, match=r"data/nowhere.jsonl: no such file"):  # looks like a hub id
+        load_prompts("data/nowhere.jsonl", settings(), plain)
+    with pytest.raises(DataError, match=r"is a directory"):
+        load_prompts(str(tmp_path), settings(), plain)
+
+
+def test_a_hub_data_set_that_cannot_be_loaded(plain):
+    with pytest.raises(DataError, match=r"no/such.*(pip install 'lightrl\[data\]'|cannot be loaded)"):
+        load_prompts("no/such:train", settings(), plain)
+
+
+def test_parquet_is_read_like_jsonl(tmp_path, chat):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    rows = [
+        {"prompt": USER, "reward_model": {"ground_truth": "4"}, "extra_info": {"index": i}} for i in (3, 4)
+    ]
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    prompts = load_prompts(str(path), settings(), chat)
+    assert [p.id for p in prompts] == ["3", "4"]
+    assert [p.row for p in prompts] == rows
+    with pytest.raises(DataError, match="row 1: the prompt has 19 tokens"):
+        load_prompts(str(path), settings(max_prompt_length=8), chat)
+
+
+def test_a_broken_parquet_file_or_a_missing_library_is_one_line(tmp_path, plain):
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"not parquet")
+    with pytest.raises(DataError, match=r"train.parquet: (not a readable parquet file|.*lightrl\[data\])"):
+        load_prompts(str(path), settings(), plain)
+
+
+# The cursor
+
+
+def test_every_epoch_holds_every_prompt_once_in_an_order_of_its_own():
+    cursor = PromptCursor(10, seed=3, shuffle=True)
+    drawn = [pair for _ in range(10) for pair in cursor.draw(3)]  # draws do not divide the epoch
+    assert [epoch for epoch, _ in drawn] == [0] * 10 + [1] * 10 + [2] * 10
+    orders = [[i for e, i in drawn if e == epoch] for epoch in range(3)]
+    assert all(Counter(order) == Counter(range(10)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert PromptCursor(10, seed=3, shuffle=True).draw(30) == drawn
+    assert PromptCursor(10, seed=4, shuffle=True).draw(30) != drawn
+
+
+def test_a_draw_may_span_epochs():
+    assert PromptCursor(2, seed=0, shuffle=False).draw(5) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("num_drawn", range(12))
+def test_a_restored_cursor_goes_on_where_the_other_stopped(num_drawn):
+    cursor = PromptCursor(4, seed=1, shuffle=True)
+    cursor.draw(num_drawn)
+    restored = PromptCursor(4, seed=1, shuffle=True)
+    restored.restore(json.loads(json.dumps(cursor.state())))
+    assert restored.draw(9) == cursor.draw(9)
+
+
+def test_a_cursor_of_another_data_set_is_refused():
+    with pytest.raises(DataError, match="does not fit a data set of 4 prompts"):
+        PromptCursor(4, seed=0, shuffle=True).restore({"epoch": 0, "position": 5})

@@ -1,0 +1,118 @@
+"""The torch engine on several architectures, against transformers without cache or batch."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightrl.engine.base import EngineSpec
+from lightrl.engine.sampling import sample, uniforms
+from lightrl.engine.torch import TorchEngine
+from lightrl.errors import EngineError, WeightsError
+from lightrl.messages import Sampling
+from lightrl.weights.tensors import write_tensors
+
+COMMON = {
+    "dtype": "float32",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "vocab_size": 40,
+    "initializer_range": 0.2,
+}
+ARCHITECTURES = {
+    "llama, untied": {"model_type": "llama", "tie_word_embeddings": False},
+    "qwen3, tied": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "mistral, sliding window": {"model_type": "mistral", "sliding_window": 16},
+    "gemma3, mixed attention": {
+        "model_type": "gemma3_text",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gpt2, learned positions": {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 256,
+        "vocab_size": 40,
+        "initializer_range": 0.2,
+        "dtype": "float32",
+    },
+}
+
+
+def model_of(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+    path = folder / "w.bin"
+    return model, path, write_tensors(path, 1, model.named_parameters())
+
+
+def spec_of(folder, **fields):
+    return EngineSpec("torch", str(folder), "auto", **{"max_model_length": 160, "slots": 4, **fields})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_equals_transformers(tmp_path, ask, name):
+    """More responses than slots, of all lengths, past the first growth of the cache; prompts shared by two."""
+    config = ARCHITECTURES[name] if name.startswith("gpt2") else COMMON | ARCHITECTURES[name]
+    model, path, manifest = model_of(tmp_path, config)
+    engine = TorchEngine(spec_of(tmp_path))
+    assert engine.load_weights(path, manifest) == manifest.digest
+    prompts = [[2 + (5 * (i // 2) + 3 * j) % 38 for j in range(3 + i // 2 * 9)] for i in range(6)]
+    limits = [20, 100, 45, 7, 90, 33]
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        engine.add(ask(f"r{i}", prompt, limit, seed=i), Sampling(1.0))
+    tokens = {f"r{i}": [] for i in range(6)}
+    logprobs = {f"r{i}": [] for i in range(6)}
+    while engine.num_unfinished():
+        for d in engine.step():
+            tokens[d.response] += d.token_ids
+            logprobs[d.response] += d.logprobs
+    one = np.ones(1)
+    with torch.inference_mode():
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            got = tokens[f"r{i}"]
+            assert len(got) == limit
+            logits = model(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
+            noise = uniforms(np.full(limit, i), np.arange(len(prompt), len(prompt) + limit))
+            same = one.repeat(limit)
+            ids, expected = sample(logits, noise, same, same, np.zeros(limit, np.int64))
+            assert got == ids.tolist()
+            assert logprobs[f"r{i}"] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_version_that_does_not_fit_the_model_is_refused(tmp_path):
+    model, _, _ = model_of(tmp_path, COMMON | ARCHITECTURES["llama, untied"])
+    engine = TorchEngine(spec_of(tmp_path))
+    named = dict(model.named_parameters())
+    path = tmp_path / "other.bin"
+    without = {k: v for k, v in named.items() if k != "lm_head.weight"}
+    with pytest.raises(WeightsError, match=r"lm_head\.weight: missing"):
+        engine.load_weights(path, write_tensors(path, 1, without.items()))
+    with pytest.raises(WeightsError, match="no such tensor"):
+        engine.load_weights(path, write_tensors(path, 1, {**named, "extra": torch.zeros(1)}.items()))
+    with pytest.raises(WeightsError, match="shape"):
+        engine.load_weights(
+            path, write_tensors(path, 1, {**named, "lm_head.weight": torch.zeros(3, 32)}.items())
+        )
+
+
+def test_kv_cache_gib_limits_how_many_responses_run_at_once(tmp_path, ask):
+    model_of(tmp_path, COMMON | ARCHITECTURES["llama, untied"])
+    bytes_per_token = 2 * 3 * 2 * 8 * 4
+    engine = TorchEngine(spec_of(tmp_path, slots=64, kv_cache_gib=2.5 * 160 * bytes_per_token / 2**30))
+    for i in range(5):
+        engine.add(ask(f"r{i}", [4, 5], 9), Sampling(1.0))
+    engine.step()
+    assert (engine.load().running, engine.load().waiting) == (2, 3)
+    with pytest.raises(EngineError, match="kv_cache_gib"):
+        TorchEngine(spec_of(tmp_path, kv_cache_gib=1e-9))

@@ -1,0 +1,185 @@
+"""Real daemons on loopback for tests: a coordinator in the test's own loop, rollout daemons as processes,
+and a trainer node that speaks the protocol but has no model, so that no test waits for torch.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from lightrl.config import Config, parse_config
+from lightrl.engine.base import EngineSpec
+from lightrl.engine.emulated import EmulatedEngine
+from lightrl.messages import (
+    PROTOCOL,
+    Bye,
+    Drain,
+    Heartbeat,
+    Hello,
+    Manifest,
+    PublishWeights,
+    ResponseRequest,
+    Sampling,
+    Snapshot,
+    StepDone,
+    TrainShard,
+    Welcome,
+)
+from lightrl.node import client
+from lightrl.node.coordinator import Head
+from lightrl.node.link import Link
+from lightrl.weights.manifest import TensorBytes, write_version
+from lightrl.weights.serve import WeightServer
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
+DEADLINE_S = 60.0  # generous: the machine may be busy; nothing waits that long when all is well
+
+
+def make_config(tmp_path: Path, **changes: dict[str, Any]) -> Config:
+    """A small run on the emulated engine; `changes` are sections."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "test", "dir": str(tmp_path), "bind": "tcp://127.0.0.1:*"},
+        "model": {"path": str(QUICKSTART / "model")},
+        "data": {"path": str(QUICKSTART / "train.jsonl"), "max_prompt_length": 8},
+        "rollout": {
+            "engine": "emulated",
+            "slots": 8,
+            "group_size": 4,
+            "max_response_length": 60,
+            "engine_args": {"t0_ms": 1.0, "mean_length": 20.0},
+        },
+        "train": {"steps": 2, "prompts_per_step": 4},
+        "reward": {"functions": str(QUICKSTART / "reward.py") + ":reward"},
+        "node": {"heartbeat_s": 0.1, "lease_s": 1.5, "grace_s": 5.0},
+    }
+    for section, values in changes.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return parse_config(tree)
+
+
+class ScriptedTrainer:
+    """A trainer node that publishes arbitrary bytes as weights and keeps every shard it is sent."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.shards: list[TrainShard] = []
+        self.manifests: list[Manifest] = []
+        self._scratch = scratch
+        self._server = WeightServer()
+        self._holder = ""
+
+    async def run(self, address: str) -> None:
+        link = await Link.connect(address, "trainer")
+        self._holder = await self._server.start("127.0.0.1")
+        link.send(Hello("trainer", 1, ("trainer",), PROTOCOL, pid=0, host="test"))
+        beating = asyncio.create_task(self._beat(link))
+        try:
+            while True:
+                for message in await link.receive():
+                    match message:
+                        case Welcome():
+                            self._publish(link, 0)
+                        case TrainShard():
+                            self.shards.append(message)
+                            if message.last:
+                                self._publish(link, message.step + 1)
+                                link.send(StepDone(message.step, message.step + 1, {"loss/policy": 0.0}))
+                        case Drain():
+                            link.send(Bye("drained"))
+                            return
+                        case _:
+                            pass
+        finally:
+            beating.cancel()
+            link.close()
+            await self._server.close()
+
+    def _publish(self, link: Link, version: int) -> None:
+        path = self._scratch / f"version_{version}.bin"
+        tensor = TensorBytes("w", "uint8", (1000,), memoryview(bytes([version]) * 1000))
+        manifest = write_version(path, version, [tensor])
+        self.manifests.append(manifest)
+        self._server.publish(manifest, path, "ab" * 16)
+        link.send(PublishWeights(manifest, (self._holder,), "ab" * 16))
+
+    async def _beat(self, link: Link) -> None:
+        while True:
+            link.send(Heartbeat())
+            await asyncio.sleep(0.1)
+
+
+class Running:
+    """A run under test."""
+
+    def __init__(self, config: Config, head: Head, trainer: ScriptedTrainer) -> None:
+        self.config = config
+        self.head = head
+        self.trainer = trainer
+        self.finished = asyncio.create_task(head.run())
+        self.training = asyncio.create_task(trainer.run(head.address))
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self.silenced = False
+
+    async def add_rollout(self, name: str) -> asyncio.subprocess.Process:
+        command = ("-m", "lightrl.cli", "up", "--join", self.head.address, "--name", name)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
+        self.processes[name] = process
+        return process
+
+    async def until(self, holds: Callable[[Snapshot], bool]) -> Snapshot:
+        """The first snapshot for which `holds`."""
+        async with asyncio.timeout(DEADLINE_S):
+            async for snapshot in client.watch(self.head.address, 0.05):
+                if holds(snapshot):
+                    return snapshot
+        raise AssertionError("the coordinator stopped answering")
+
+    async def silence(self) -> None:
+        """The coordinator vanishes without a word to anybody."""
+        self.silenced = True
+        for task in (self.finished, self.training):
+            task.cancel()
+        await asyncio.gather(self.finished, self.training, return_exceptions=True)
+
+    async def until_finished(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.shield(self.finished)
+
+
+@contextlib.asynccontextmanager
+async def a_run(tmp_path: Path, **changes: dict[str, Any]) -> AsyncIterator[Running]:
+    """A coordinator and a scripted trainer; afterwards every process that was started is gone."""
+    config = make_config(tmp_path, **changes)
+    config.run_dir.mkdir(parents=True)
+    head = Head(config, config.run_dir)
+    trainer = ScriptedTrainer(tmp_path)
+    running = Running(config, head, trainer)
+    try:
+        yield running
+    finally:
+        if not running.finished.done():
+            head.stop("the test is over")
+        for process in running.processes.values():
+            if process.returncode is None:
+                process.terminate()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(p.communicate() for p in running.processes.values()))
+            await asyncio.gather(running.finished, running.training, return_exceptions=running.silenced)
+
+
+def expected_tokens(config: Config, manifest: Manifest, weights: Path, seed: int, prompt: bytes) -> list[int]:
+    """What the emulated engine samples when nothing ever disturbs it."""
+    r = config.rollout
+    args = {**r.engine_args, "t0_ms": 0.0}
+    engine = EmulatedEngine(
+        EngineSpec("emulated", config.model.path, "auto", config.max_model_length, r.slots, engine_args=args)
+    )
+    engine.load_weights(weights, manifest)
+    request = ResponseRequest("r", 1, seed, prompt, b"", r.max_response_length)
+    engine.add(request, Sampling(r.temperature, r.top_p, r.top_k, (1,)))
+    tokens: list[int] = []
+    while engine.num_unfinished():
+        tokens += [t for delta in engine.step() for t in delta.token_ids]
+    return tokens

@@ -1,0 +1,250 @@
+"""The reward pool with real worker processes and functions that misbehave in every way."""
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl import config
+from lightrl.errors import RewardError
+from lightrl.rewards import worker
+from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult, check_functions
+from lightrl.wire import pack_i32
+
+LETTERS = "abcdefghij"
+LIMIT_S = 20.0  # of a whole scenario; generous, since test machines are slow
+
+MISBEHAVE = """
+import os, time
+
+def reward(sample):
+    match sample.row.get("do", "pass"):
+        case "raise":
+            raise ValueError("no number in it\\nsecond line")
+        case "exit":
+            raise SystemExit(3)
+        case "crash":
+            os._exit(3)
+        case "hang":
+            while True:
+                pass
+        case "work":
+            end = time.perf_counter() + sample.row["seconds"]
+            while time.perf_counter() < end:
+                pass
+        case "none":
+            return None
+        case "nan":
+            return float("nan")
+        case "dict":
+            return {"score": 0.5, "length": len(sample.response_ids), "note": "text"}
+        case "print":
+            print("seen by the log")
+        case "environment":
+            return float(any(k.startswith("LIGHTRL_") for k in os.environ))
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="session")
+def model_files(tmp_path_factory) -> Path:
+    """A tokenizer of ten letters: id 0 = <eos>, 1 = a, 2 = b, ..."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {"<eos>": 0, **{c: i for i, c in enumerate(LETTERS, 1)}}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    # Only here is it said that <eos> is special.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
+    return folder
+
+
+def job(name: str, text: str = "abc", **row: Any) -> RewardJob:
+    return RewardJob(name, "say abc", row, pack_i32([1 + LETTERS.index(c) for c in text] + [0]), "stop")
+
+
+def run_jobs(
+    source: str, jobs: list[RewardJob], model_files: Path, folder: Path, **reward: Any
+) -> dict[str, RewardResult]:
+    """The results of all jobs, submitted at once, in the order in which they came."""
+    (folder / "rewards.py").write_text(source)
+    settings = config.Reward(functions=(f"{folder}/rewards.py:reward",), **reward)
+    results: dict[str, RewardResult] = {}
+
+    async def scenario() -> None:
+        done = asyncio.Event()
+
+        def collect(result: RewardResult) -> None:
+            assert result.response not in results
+            results[result.response] = result
+            if len(results) == len(jobs):
+                done.set()
+
+        pool = RewardPool(settings, model_files, "answer", folder, collect)
+        async with asyncio.timeout(LIMIT_S):
+            await pool.start()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(pool.run())
+                try:
+                    for j in jobs:
+                        pool.submit(j)
+                    await done.wait()
+                    assert pool.num_waiting() == 0
+                finally:
+                    await pool.stop()
+
+    asyncio.run(scenario())
+    return results
+
+
+def test_one_worker_survives_every_kind_of_answer_and_exception(model_files, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTRL_KEY", "secret")
+    kinds = ["pass", "none", "nan", "raise", "dict", "print", "environment"]
+    results = run_jobs(MISBEHAVE, [job(k, do=k) for k in kinds], model_files, tmp_path)
+    assert [r.failure for r in results.values()] == [
+        "",
+        "no score",
+        "returned nan, which is not finite",
+        "ValueError: no number in it",
+        "",
+        "",
+        "",
+    ]
+    assert [r.reward for r in results.values()] == [1.0, None, None, None, 0.5, 1.0, 0.0]
+    assert results["dict"].metrics == {"length": 4.0}
+    assert {r.text for r in results.values()} == {"abc"}
+    log = (tmp_path / "reward-0.log").read_text()
+    assert "seen by the log" in log
+    assert "second line" in log  # the whole traceback
+
+
+def test_only_the_hanging_and_crashing_jobs_fail_and_none_is_lost(model_files, tmp_path):
+    kinds = ["pass", "hang", "pass", "crash", "pass", "exit", "pass"]
+    jobs = [job(f"{i}", do=kind) for i, kind in enumerate(kinds)]
+    results = run_jobs(MISBEHAVE, jobs, model_files, tmp_path, timeout_s=1.0)
+    failures = [results[f"{i}"].failure for i in range(len(kinds))]
+    assert failures == ["", "timeout", "", "crashed", "", "crashed", ""]
+    assert results["1"].duration_s >= 1.0
+    assert [results[f"{i}"].reward for i in (0, 2, 4, 6)] == [1.0] * 4
+
+
+def test_waiting_behind_others_does_not_count_against_the_limit(model_files, tmp_path):
+    jobs = [job(f"{i}", do="work", seconds=0.15) for i in range(10)]
+    results = run_jobs(MISBEHAVE, jobs, model_files, tmp_path, timeout_s=1.0)
+    assert Counter(r.failure for r in results.values()) == {"": 10}
+    assert sum(r.duration_s for r in results.values()) > 1.0
+
+
+def test_two_workers_score_each_job_once_whatever_the_order(model_files, tmp_path):
+    source = "def reward(sample):\n    return sample.row['number'] + len(sample.response)\n"
+    jobs = [job(f"{i}", "a" * (i % 7), number=i) for i in range(300)]
+    results = run_jobs(source, jobs, model_files, tmp_path, workers=2)
+    assert {name: r.reward for name, r in results.items()} == {f"{i}": float(i + i % 7) for i in range(300)}
+
+
+def test_asynchronous_calls_overlap_and_only_the_hanging_one_times_out(model_files, tmp_path):
+    source = """
+import asyncio, os
+barrier = asyncio.Barrier(3)
+
+async def reward(sample):
+    if sample.row.get("do") == "hang":
+        await asyncio.Event().wait()
+    await barrier.wait()  # nobody gets past it alone
+    return {"reward": 1.0, "pid": os.getpid()}
+"""
+    jobs = [job("a"), job("hang", do="hang"), job("b"), job("c")]
+    results = run_jobs(source, jobs, model_files, tmp_path, timeout_s=1.0)
+    assert {name: r.failure for name, r in results.items()} == {"a": "", "b": "", "c": "", "hang": "timeout"}
+    assert len({results[name].metrics["pid"] for name in "abc"}) == 1
+
+
+def test_a_blocked_asynchronous_worker_is_killed_and_the_others_get_their_score(model_files, tmp_path):
+    source = """
+async def reward(sample):
+    while sample.row.get("do") == "block":
+        pass
+    return 1.0
+"""
+    jobs = [job("block", do="block"), job("a"), job("b")]
+    results = run_jobs(source, jobs, model_files, tmp_path, timeout_s=0.2)
+    assert results["block"].failure == "timeout"
+    assert (results["a"].reward, results["b"].reward) == (1.0, 1.0)
+
+
+def test_long_responses_are_cut_and_numbers_beyond_64_bits_travel(model_files, tmp_path):
+    source = (
+        "def reward(sample):\n    return float(sample.answer == 10**30 and len(sample.response) == 5000)\n"
+    )
+    results = run_jobs(source, [job("a", "a" * 5000, answer=10**30)], model_files, tmp_path)
+    assert results["a"].reward == 1.0
+    assert len(results["a"].text) == worker.MAX_TEXT
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def reward(text):\n    return 0\n", r"rewards.py:reward\(text\): unknown signature"),
+        ("def other(sample):\n    return 0\n", "no such function; rewards.py defines other"),
+        ("import not_there\n", "cannot be imported: ModuleNotFoundError: No module named 'not_there'"),
+        ("def reward(sample\n", "cannot be imported: SyntaxError"),
+        ("import os\nos._exit(4)\n", "ended with exit status 4"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_reported_at_the_start(model_files, tmp_path, source, reason):
+    with pytest.raises(RewardError, match=reason) as caught:
+        run_jobs(source, [job("a")], model_files, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_functions_can_be_checked_without_a_tokenizer_and_are_not_run(tmp_path):
+    (tmp_path / "rewards.py").write_text("def reward(sample):\n    raise SystemExit\n")
+    good = f"{tmp_path}/rewards.py:reward"
+
+    async def scenario() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await check_functions([good, "exact_match"])
+            with pytest.raises(RewardError, match="'exact': no such reward; did you mean exact_match"):
+                await check_functions([good, "exact"])
+
+    asyncio.run(scenario())
+    assert "rewards" not in sys.modules  # it was not imported here
+
+
+def test_workers_that_die_without_a_job_end_the_pool(model_files, tmp_path):
+    source = """
+import os, threading
+threading.Thread(target=lambda: (threading.main_thread().join(0.05), os._exit(5)), daemon=True).start()
+
+def reward(sample):
+    return 1.0
+"""
+    (tmp_path / "rewards.py").write_text(source)
+    settings = config.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
+
+    async def scenario() -> None:
+        pool = RewardPool(settings, model_files, "answer", tmp_path, lambda _: None)
+        try:
+            await pool.start()
+            await pool.run()
+        finally:
+            await pool.stop()
+
+    with pytest.raises((RewardError, ExceptionGroup)) as caught:
+        asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    if isinstance(caught.value, ExceptionGroup):
+        assert caught.group_contains(RewardError, match="exit status 5")
+
+
+def test_a_model_directory_without_a_usable_tokenizer_is_an_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    pool = RewardPool(config.Reward(), tmp_path, "answer", tmp_path, lambda _: None)
+    with pytest.raises(RewardError, match=r"tokenizer\.json: cannot be loaded"):
+        asyncio.run(asyncio.wait_for(pool.start(), LIMIT_S))

@@ -203,7 +203,7 @@ def run() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends (Linux; elsewhere the closed pipe does it)."""
+    """The kernel kills this process when its parent ends (Linux; elsewhere the closed pipe ends it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked

@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -29,99 +29,114 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Run(Section):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="directory below run.dir")
-    dir: str = Field("runs", description="where run directories live")
-    seed: int = Field(0, ge=0, lt=2**32, description="order of the data and noise of every sampled token")
-    bind: str = Field("tcp://127.0.0.1:5600", description="where the coordinator listens; port * = any")
+    name: str = Field(
+        default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="directory below run.dir"
+    )
+    dir: str = Field(default="runs", description="where run directories live")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="order of the data and noise of every sampled token"
+    )
+    bind: str = Field(
+        default="tcp://127.0.0.1:5600", description="where the coordinator listens; port * = any"
+    )
 
 
 class Model(Section):
     path: str = Field(description="HF model directory or hub id")
-    dtype: Dtype = Field("auto", description="of the engines; auto = as stored on CPU, bfloat16 on GPU")
+    dtype: Dtype = Field(
+        default="auto", description="of the engines; auto = as stored on CPU, bfloat16 on GPU"
+    )
 
 
 class Data(Section):
     path: str = Field(description="JSONL or parquet file of prompts, or an HF datasets id")
-    prompt_key: str = Field("prompt", description="column with the prompt: text or chat messages")
-    answer_key: str = Field("answer", description="column with the reference answer, if there is one")
-    max_prompt_length: Positive = Field(1024, description="tokens; a longer prompt is an error")
-    shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
-    system_prompt: str = Field("", description="put before chat prompts that bring no system message")
+    prompt_key: str = Field(default="prompt", description="column with the prompt: text or chat messages")
+    answer_key: str = Field(default="answer", description="column with the reference answer, if there is one")
+    max_prompt_length: Positive = Field(default=1024, description="tokens; a longer prompt is an error")
+    shuffle: bool = Field(default=True, description="a new order every epoch, from run.seed")
+    system_prompt: str = Field(default="", description="put before chat prompts that bring no system message")
 
 
 class Rollout(Section):
-    engine: EngineKind = Field("auto", description="auto = vllm where it is installed, else torch")
-    nodes: Annotated[int, Field(ge=0)] = Field(1, description="rollout daemons that `lightrl up` starts here")
-    slots: Positive = Field(64, description="responses that run at once on a node")
-    group_size: Positive = Field(8, description="responses sampled for one prompt")
-    max_response_length: Positive = Field(1024, description="tokens")
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0 = off")
-    threads: Positive = Field(1, description="CPU threads of one engine")
-    kv_cache_gib: float = Field(0.0, ge=0, description="KV cache of a CPU engine; 0 = what slots need")
-    chunk_tokens: Positive = Field(16, description="tokens of a response after which a chunk is sent")
-    chunk_ms: Positive = Field(50, description="milliseconds after which a chunk is sent anyway")
+    engine: EngineKind = Field(default="auto", description="auto = vllm where it is installed, else torch")
+    nodes: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="rollout daemons that `lightrl up` starts here"
+    )
+    slots: Positive = Field(default=64, description="responses that run at once on a node")
+    group_size: Positive = Field(default=8, description="responses sampled for one prompt")
+    max_response_length: Positive = Field(default=1024, description="tokens")
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0 = off")
+    threads: Positive = Field(default=1, description="CPU threads of one engine")
+    kv_cache_gib: float = Field(
+        default=0.0, ge=0, description="KV cache of a CPU engine; 0 = what slots need"
+    )
+    chunk_tokens: Positive = Field(default=16, description="tokens of a response after which a chunk is sent")
+    chunk_ms: Positive = Field(default=50, description="milliseconds after which a chunk is sent anyway")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="handed to vLLM as they are")
 
 
 class Optim(Section):
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float = Field(1.0, ge=0, description="maximal gradient norm; 0 = off")
-    warmup_steps: int = Field(0, ge=0, description="linear warm-up, then constant")
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0, description="maximal gradient norm; 0 = off")
+    warmup_steps: int = Field(default=0, ge=0, description="linear warm-up, then constant")
 
 
 class Train(Section):
-    steps: Positive = Field(100, description="optimizer steps of the run")
-    prompts_per_step: Positive = Field(32, description="groups that feed one optimizer step")
-    ranks: Positive = Field(1, description="training processes on the trainer node")
-    max_tokens_per_gpu: Positive = Field(16384, description="tokens of one micro-batch on one rank")
-    threads: Positive = Field(1, description="CPU threads of one rank")
+    steps: Positive = Field(default=100, description="optimizer steps of the run")
+    prompts_per_step: Positive = Field(default=32, description="groups that feed one optimizer step")
+    ranks: Positive = Field(default=1, description="training processes on the trainer node")
+    max_tokens_per_gpu: Positive = Field(default=16384, description="tokens of one micro-batch on one rank")
+    threads: Positive = Field(default=1, description="CPU threads of one rank")
     activation_checkpointing: bool = False
     optim: Optim = Optim()
 
 
 class AlgorithmSection(Section):
     name: Algorithm = "grpo"
-    clip_low: float = Field(0.2, ge=0, description="ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(0.2, ge=0, description="ratio is clipped above at 1 + clip_high")
-    kl_coef: float = Field(0.0, ge=0, description="0 = no reference model is loaded")
+    clip_low: float = Field(default=0.2, ge=0, description="ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(default=0.2, ge=0, description="ratio is clipped above at 1 + clip_high")
+    kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
     kl_type: Literal["k1", "k2", "k3"] = "k3"
-    loss_norm: LossNorm | None = Field(None, description="default: what the algorithm prescribes")
+    loss_norm: LossNorm | None = Field(default=None, description="default: what the algorithm prescribes")
     loss_constant: Positive | None = Field(
-        None, description='tokens per response that loss_norm = "constant" divides by; default max_response_length'
+        default=None,
+        description='tokens per response that loss_norm = "constant" divides by; default max_response_length',
     )
-    tis_cap: float = Field(0.0, ge=0, description="cap of the truncated importance weight; 0 = off")
+    tis_cap: float = Field(default=0.0, ge=0, description="cap of the truncated importance weight; 0 = off")
 
 
 class Reward(Section):
-    functions: Names = Field(("exact_match",), description='"path.py:function" or a built-in name')
-    weights: tuple[float, ...] = Field((), description="one for each function; default all 1")
-    workers: Positive = Field(1, description="reward processes")
-    timeout_s: Seconds = Field(10.0, description="limit of one call, counted from its start")
+    functions: Names = Field(default=("exact_match",), description='"path.py:function" or a built-in name')
+    weights: tuple[float, ...] = Field(default=(), description="one for each function; default all 1")
+    workers: Positive = Field(default=1, description="reward processes")
+    timeout_s: Seconds = Field(default=10.0, description="limit of one call, counted from its start")
     on_failure: float | Literal["drop"] = Field(
-        "drop", description="a response without a score: drop its group, or give it this reward"
+        default="drop", description="a response without a score: drop its group, or give it this reward"
     )
 
 
 class Eval(Section):
-    path: str = Field("", description="held-out prompts in the layout of data.path; empty = no evaluation")
-    interval: int = Field(0, ge=0, description="steps between evaluations; 0 = only first and last")
-    samples: Positive = Field(1, description="responses for each prompt")
-    temperature: float = Field(0.0, ge=0)
+    path: str = Field(
+        default="", description="held-out prompts in the layout of data.path; empty = no evaluation"
+    )
+    interval: int = Field(default=0, ge=0, description="steps between evaluations; 0 = only first and last")
+    samples: Positive = Field(default=1, description="responses for each prompt")
+    temperature: float = Field(default=0.0, ge=0)
 
 
 class Checkpoint(Section):
-    interval: int = Field(0, ge=0, description="steps between checkpoints; 0 = only the last")
-    keep_last: Positive = Field(2, description="checkpoints kept")
+    interval: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = only the last")
+    keep_last: Positive = Field(default=2, description="checkpoints kept")
 
 
 class NodeSection(Section):
     heartbeat_s: Seconds = 0.5
-    lease_s: Seconds = Field(5.0, description="a node not heard of for so long is lost")
-    grace_s: Seconds = Field(20.0, description="a stopping daemon gives its children so long")
+    lease_s: Seconds = Field(default=5.0, description="a node not heard of for so long is lost")
+    grace_s: Seconds = Field(default=20.0, description="a stopping daemon gives its children so long")
 
 
 class Logging(Section):
@@ -216,24 +231,34 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _keys(kind, f"{prefix}{name}.")
         else:
-            default = "(required)" if info.is_required() else json.dumps(info.get_default(call_default_factory=True))
+            default = (
+                "(required)"
+                if info.is_required()
+                else json.dumps(info.get_default(call_default_factory=True))
+            )
             yield f"{prefix}{name}", default, info.description or ""
 
 
 def _anchor(tree: dict[str, Any], folder: Path) -> None:
     for section, key in PATH_KEYS:
-        table = tree.get(section)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
+        table = _table(tree, section)
+        if isinstance(table.get(key), str):
             table[key] = _anchored(table[key], folder)
-    reward = tree.get("reward")
-    if isinstance(reward, dict):
-        functions = reward.get("functions")
-        if isinstance(functions, str):
-            functions = [functions]
-        if isinstance(functions, list):
-            reward["functions"] = [
-                _anchored(f, folder) if isinstance(f, str) and ".py:" in f else f for f in functions
-            ]
+    reward = _table(tree, "reward")
+    functions: Any = reward.get("functions")
+    if isinstance(functions, str):
+        functions = [functions]
+    if isinstance(functions, list):
+        named = cast("list[Any]", functions)
+        reward["functions"] = [
+            _anchored(f, folder) if isinstance(f, str) and ".py:" in f else f for f in named
+        ]
+
+
+def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    """The section if there is one and it is a table; validation will complain if it is not."""
+    table = tree.get(key)
+    return cast("dict[str, Any]", table) if isinstance(table, dict) else {}
 
 
 def _anchored(value: str, folder: Path) -> str:
@@ -253,9 +278,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     *parents, leaf = key.strip().split(".")
     table = tree
     for parent in parents:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
+        section: Any = table.setdefault(parent, {})
+        if not isinstance(section, dict):
             raise ConfigError(f"{key}: {parent} is not a section")
+        table = cast("dict[str, Any]", section)
     try:
         table[leaf] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -273,9 +299,9 @@ def _one_line(error: ValidationError) -> str:
         case "missing":
             return f"{dotted}: is required"
         case "value_error":
-            return str(problem["ctx"]["error"])
+            return problem["msg"].removeprefix("Value error, ")
         case _:
-            text = problem["msg"].removeprefix("Value error, ")
+            text = problem["msg"]
             return f"{dotted} = {problem['input']!r}: {text[0].lower()}{text[1:]}"
 
 
@@ -301,7 +327,7 @@ def _dump_table(name: str, table: dict[str, Any], lines: list[str]) -> None:
     nested: list[tuple[str, dict[str, Any]]] = []
     for key, value in table.items():
         if isinstance(value, dict):
-            nested.append((key, value))
+            nested.append((key, cast("dict[str, Any]", value)))
         else:
             lines.append(f"{_bare(key)} = {json.dumps(value, ensure_ascii=False)}")
     lines.append("")

@@ -59,7 +59,7 @@ class Welcome:
 
     run: str
     config_json: str = ""
-    model_files: dict[str, bytes] = field(default_factory=dict)
+    model_files: dict[str, bytes] = field(default_factory=dict[str, bytes])
     refused: str = ""  # empty = accepted
 
 
@@ -346,8 +346,10 @@ class Snapshot:
     step_seconds: tuple[float, ...] = ()
     evals: tuple[tuple[int, float], ...] = ()  # (step, score)
     length_histogram: tuple[tuple[int, int], ...] = ()  # (upper bound in tokens, responses), last step
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last step
-    counters: dict[str, int] = field(default_factory=dict)  # reward failures, lost nodes, bad frames, ...
+    metrics: dict[str, float] = field(default_factory=dict[str, float])  # of the last step
+    counters: dict[str, int] = field(
+        default_factory=dict[str, int]
+    )  # reward failures, lost nodes, bad frames, ...
     events: tuple[tuple[float, str], ...] = ()  # (seconds since the start, one line), oldest first
     samples: tuple[Sample, ...] = ()  # latest first
 

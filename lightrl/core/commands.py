@@ -48,11 +48,13 @@ class CloseRound:
 
 @dataclass(frozen=True, slots=True)
 class CloseStep:
-    """Step `step` is trained and its version published. `metrics` are the trainer's."""
+    """Step `step` is trained and its version served. The three times follow each other without a gap."""
 
     step: int
-    seconds: float  # from the opening of its round until the next thing could start
-    metrics: dict[str, float]
+    rollout_s: float  # from the opening of its round until every group was settled
+    train_s: float  # from then on until the new version was published; the rest of training was hidden
+    weights_s: float  # from then on until a node served it and the next round could open
+    metrics: dict[str, float]  # the trainer's
 
 
 @dataclass(frozen=True, slots=True)

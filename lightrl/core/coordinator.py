@@ -49,6 +49,7 @@ from lightrl.core.state import (
 from lightrl.messages import (
     Drain,
     Hello,
+    PublishWeights,
     StepDone,
     TokenChunk,
     TrainGroup,
@@ -97,8 +98,7 @@ class Coordinator:
             case ResponseScored(response, reward, failure):
                 self._score(response, reward, failure)
             case WeightsPublished(name, message):
-                expected = 0 if self.fleet.published is None else self.step + 1
-                self._out += self.fleet.publish(name, message, expected)
+                self._publish(name, message, now)
             case WeightsConfirmed(name, ready):
                 self._out += self.fleet.confirm(name, ready)
             case WeightsRefused(name, failed):
@@ -126,6 +126,12 @@ class Coordinator:
     def check(self) -> None:
         """Raises InvariantViolation if any invariant is broken."""
         check(self)
+
+    def _publish(self, name: str, message: PublishWeights, now: float) -> None:
+        expected = 0 if self.fleet.published is None else self.step + 1
+        self._out += self.fleet.publish(name, message, expected)
+        if self.ledger.round is not None:
+            self.ledger.round.published_at = now
 
     # Responses
 
@@ -259,7 +265,15 @@ class Coordinator:
         round.move(RoundState.TRAINED)
         self.step = round.step + 1
         self._step_done = None
-        self._out.append(CloseStep(round.step, now - round.opened_at, done.metrics))
+        self._out.append(
+            CloseStep(
+                step=round.step,
+                rollout_s=round.closed_at - round.opened_at,
+                train_s=round.published_at - round.closed_at,
+                weights_s=now - round.published_at,
+                metrics=done.metrics,
+            )
+        )
 
     def _send_shard(self, round: Round, groups: tuple[Group, ...], last: bool = False) -> None:
         trainer = self.fleet.trainer()

@@ -182,7 +182,8 @@ class Round:
     num_settled: int = 0  # groups scored or dropped
     num_scored: int = 0
     num_shards: int = 0  # sent to the trainer
-    closed_at: float | None = None
+    closed_at: float = 0.0
+    published_at: float = 0.0  # when the version that it was trained into appeared
 
     def move(self, to: RoundState) -> None:
         check_edge(f"round of step {self.step}", self.state, to)

@@ -253,8 +253,7 @@ class Server:
 
     def _report_load(self, now: float, every_s: float) -> None:
         if now - self._load_sent_at >= every_s:
-            self._load_sent_at = now
             load = self._engine.load()
             if load != self._load:
-                self._load = load
+                self._load, self._load_sent_at = load, now
                 self._pipe.send(load)

@@ -5,6 +5,7 @@ One clear line for each. Runs no user code and reads no data: the daemons do tha
 
 import ast
 from pathlib import Path
+from typing import cast
 
 from lightrl.config import Config
 from lightrl.errors import ConfigError
@@ -62,7 +63,7 @@ def _require_on_hub(name: str) -> None:
 
     # Which HTTP library the hub client uses differs between its versions: a failed connection is the
     # class that its own HTTP errors derive from.
-    http_error = HfHubHTTPError.__bases__[0]
+    http_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return

@@ -71,7 +71,7 @@ MIN_WATCH_S = 0.1  # between two snapshots to one watcher
 class Head:
     """Listens from its construction on, so that nodes may connect while the data is still being read."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, name: str) -> None:
         """Raises ConfigError or DataError, one line, for anything that is wrong with the run's input."""
         self._config = config
         self._run_dir = run_dir
@@ -95,7 +95,7 @@ class Head:
         )
         self._core = Coordinator(self._settings, time.monotonic())
         self._records = Records(
-            config.run.name, str(run_dir), config.train.steps, config.rollout.max_response_length
+            config.run.name, str(run_dir), name, config.train.steps, config.rollout.max_response_length
         )
         self._rewards: RewardPool | None = None
         self._reason = "ended before it was over"
@@ -169,8 +169,8 @@ class Head:
                 self._report(f"evaluation at step {round.step}: {score:.3f}")
             case CloseRound(round):
                 self._records.close_round(round)
-            case CloseStep(step, seconds, metrics):
-                record = self._records.close_step(step, seconds, metrics)
+            case CloseStep(step):
+                record = self._records.close_step(command)
                 self._metrics.write(step + 1, record)
                 self._report(_step_line(step + 1, record))
             case Report(text):

@@ -64,7 +64,7 @@ async def _main(options: DaemonOptions) -> int:
     if "coordinator" in options.roles:
         assert options.config is not None
         assert options.run_dir is not None
-        head = Head(options.config, options.run_dir)
+        head = Head(options.config, options.run_dir, options.name)
         address = head.address
     worker_roles: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
     worker = Worker(options, worker_roles, address) if worker_roles and address else None

@@ -5,11 +5,14 @@ Reads the core's rounds when they close; decides nothing and does no I/O.
 
 import hashlib
 import math
+import os
+import socket
 import statistics
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.state import Group, GroupState, NodeState, Response, ResponseState, Round
 from lightrl.messages import NodeRow, Sample, Snapshot
@@ -21,8 +24,10 @@ HISTOGRAM_BINS = 12
 
 
 class Records:
-    def __init__(self, run: str, run_dir: str, num_steps: int, max_response_tokens: int) -> None:
+    def __init__(self, run: str, run_dir: str, head: str, num_steps: int, max_response_tokens: int) -> None:
+        """`head` is the name of the coordinator's daemon."""
         self._run = run
+        self._head = head
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._max_response_tokens = max_response_tokens
@@ -60,7 +65,7 @@ class Records:
         responses = [r for g in trained for r in g.responses]
         rewards = [r.reward or 0.0 for r in responses]
         lengths = [len(r.tokens) for r in responses]
-        rollout_s = (round.closed_at or round.opened_at) - round.opened_at
+        rollout_s = round.closed_at - round.opened_at
         self._digest.update(digest_responses(round.step, trained))
         self._histogram = histogram(lengths, self._max_response_tokens)
         self._pending = {
@@ -72,15 +77,23 @@ class Records:
             "response_length/clip_ratio": _mean([float(r.finish_reason == "length") for r in responses]),
             "round/groups_trained": float(len(trained)),
             "round/groups_dropped": float(len(round.groups) - len(trained)),
-            "timing_s/rollout": rollout_s,
             "perf/rollout_tokens_per_s": sum(lengths) / rollout_s if rollout_s > 0 else 0.0,
         }
 
-    def close_step(self, step: int, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
+    def close_step(self, done: CloseStep) -> dict[str, float]:
         """The record of a finished step, for metrics.jsonl."""
+        seconds = done.rollout_s + done.train_s + done.weights_s
         self._rl_wall_s += seconds
-        record = {"step": float(step + 1), **self._pending, **metrics, "timing_s/step": seconds}
-        if self.evals and self.evals[-1][0] == step:
+        record = {
+            "step": float(done.step + 1),
+            **self._pending,
+            **done.metrics,
+            "timing_s/step": seconds,
+            "timing_s/rollout": done.rollout_s,
+            "timing_s/train_after_rollout": done.train_s,
+            "timing_s/weights": done.weights_s,
+        }
+        if self.evals and self.evals[-1][0] == done.step:
             record["eval/reward"] = self.evals[-1][1]
         self._rewards.append(record["reward/mean"])
         self._lengths.append(record["response_length/mean"])
@@ -116,7 +129,7 @@ class Records:
         elapsed = now - core.started_at
         round = core.ledger.round
         states = [r.state for r in core.ledger.responses.values()]
-        rows = tuple(self._row(core, name, now) for name in sorted(core.fleet.nodes))
+        rows = self._rows(core, now)
         return Snapshot(
             run=self._run,
             run_dir=self._run_dir,
@@ -159,6 +172,25 @@ class Records:
             self._rates.setdefault(name, _Rate(now, node.num_tokens)).update(now, node.num_tokens)
         for name in self._rates.keys() - core.fleet.nodes.keys():
             del self._rates[name]
+
+    def _rows(self, core: Coordinator, now: float) -> tuple[NodeRow, ...]:
+        """The coordinator's daemon first, whether or not it has other roles too."""
+        rows = {name: self._row(core, name, now) for name in sorted(core.fleet.nodes)}
+        head = rows.pop(self._head, None) or NodeRow(
+            self._head,
+            (),
+            str(NodeState.READY),
+            socket.gethostname(),
+            os.getpid(),
+            "",
+            None,
+            0,
+            0,
+            0.0,
+            0.0,
+            0.0,
+        )
+        return (replace(head, roles=("coordinator", *head.roles)), *rows.values())
 
     def _row(self, core: Coordinator, name: str, now: float) -> NodeRow:
         node = core.fleet.nodes[name]

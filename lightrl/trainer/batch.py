@@ -14,7 +14,7 @@ from lightrl.trainer.protocol import MicroBatch, TrainSample
 # A micro-batch is closed once its padding costs more than starting another one: the larger of a
 # fixed price (tokens whose forward and backward pass takes as long as the Python around a pass) and
 # a share of its real tokens.
-BATCH_PRICE_TOKENS = 256
+BATCH_PRICE_TOKENS = 128
 PADDING_SHARE = 0.125
 
 

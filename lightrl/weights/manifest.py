@@ -18,7 +18,7 @@ BUCKET_BYTES = 64 << 20
 ALIGNMENT = 64  # bytes; tensors start at multiples of it, so that views into a bucket are aligned
 
 
-def digest_bytes(data: bytes | memoryview) -> str:
+def digest_bytes(data: bytes | bytearray | memoryview) -> str:
     """Digest of one bucket. Releases the GIL, so buckets can be digested by threads."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
@@ -53,7 +53,7 @@ def write_version(
 
     def flush(file: IO[bytes]) -> None:
         file.write(pending)
-        buckets.append(Bucket(len(pending), digest_bytes(bytes(pending))))
+        buckets.append(Bucket(len(pending), digest_bytes(pending)))
         pending.clear()
 
     with path.open("wb") as file:
@@ -101,5 +101,3 @@ def verify(manifest: Manifest) -> None:
     """Raises WeightsError if the manifest contradicts itself."""
     if digest_version(manifest.tensors, [b.digest for b in manifest.buckets]) != manifest.digest:
         raise WeightsError(f"manifest of version {manifest.policy_version}: digest differs")
-
-

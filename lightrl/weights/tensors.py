@@ -1,7 +1,11 @@
-"""Versions as torch tensors: what a training rank writes and an engine loads. Imports torch; daemons must not import this."""
+"""Versions as torch tensors: what a training rank writes and an engine loads.
+
+Imports torch; daemons must not import this.
+"""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,13 +20,14 @@ def write_tensors(path: Path, policy_version: int, named: Iterable[tuple[str, to
     def as_bytes() -> Iterator[m.TensorBytes]:
         for name, tensor in named:
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            yield m.TensorBytes(name, dtype_name(tensor.dtype), tuple(tensor.shape), memoryview(flat.numpy()))
+            data: Any = flat.numpy()
+            yield m.TensorBytes(name, dtype_name(tensor.dtype), tuple(tensor.shape), memoryview(data))
 
     return m.write_version(path, policy_version, as_bytes())
 
 
 def read_tensors(path: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a version's file, on the CPU, each bucket verified before any of its tensors is given out.
+    """The tensors of a version's file, on the CPU; a bucket is verified before a tensor of it is given out.
 
     When the iterator ends, every byte of the version has been read and its digest proved equal to
     `manifest.digest`. Raises WeightsError otherwise.

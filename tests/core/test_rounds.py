@@ -41,13 +41,16 @@ def test_whole_groups_stream_to_the_trainer_while_others_still_generate(driver: 
 
 def test_step_opens_only_when_the_new_version_is_confirmed(driver: Driver):
     driver.start("a")
+    driver.now = 1.0
     driver.finish_round()
+    driver.now = 2.0
     trained = driver.train(0)
     assert of_kind(trained, DrawPrompts) == []
-    driver.now = 3.0
+    driver.now = 5.0
     opened = driver.confirm("a", 1)
     [step] = of_kind(opened, CloseStep)
-    assert (step.step, step.seconds, step.metrics) == (0, 3.0, {"loss/policy": 0.5})
+    assert (step.step, step.metrics) == (0, {"loss/policy": 0.5})
+    assert (step.rollout_s, step.train_s, step.weights_s) == (1.0, 1.0, 3.0)
     [(_, generate)] = sent(opened, Generate)
     assert generate.policy_version == 1
     assert [r.response for r in generate.requests] == ["p2@0#0", "p2@0#1", "p3@0#0", "p3@0#1"]

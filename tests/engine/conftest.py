@@ -51,7 +51,7 @@ class TinyModel:
 
     @torch.inference_mode()
     def reference(self, version: int, prompt: list[int], seed: int, sampling: Sampling, num: int):
-        """(tokens, logprobs) of one response: the whole sequence again for every token, no cache, no batch."""
+        """(tokens, logprobs) of one response: the whole sequence anew for every token, no cache, no batch."""
         tokens, logprobs = list(prompt), []
         for position in range(len(prompt), len(prompt) + num):
             logits = self.models[version](torch.tensor([tokens])).logits[:, -1]

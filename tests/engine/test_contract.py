@@ -171,10 +171,3 @@ def test_a_repeated_generate_does_not_start_a_response_twice(engine, ask):
     engine.generate(1, Sampling(1.0), request, request)
     (outcome,) = engine.finished("twice")
     assert len(outcome.tokens) == 60
-
-
-def test_load_is_reported_while_it_changes(engine, ask):
-    engine.loads.clear()
-    engine.run(1, Sampling(1.0), *(ask(f"l{i}", [4, 5], 50, seed=i) for i in range(20)))
-    engine.until(lambda: engine.loads and engine.loads[-1].running == 0)
-    assert engine.loads[-1].waiting == 0

@@ -44,6 +44,15 @@ def test_a_finished_response_does_not_wait_for_a_full_chunk(start, ask):
     engine.finished("long")
 
 
+def test_load_is_reported_when_work_begins_and_when_it_ends(start, ask):
+    engine = start("emulated", slots=4, engine_args={"t0_ms": 1.0})
+    engine.load(1)
+    engine.run(1, Sampling(1.0), *(ask(f"l{i}", [4, 5], 20, seed=i) for i in range(6)))
+    engine.until(lambda: len(engine.loads) > 1 and engine.loads[-1].running == 0)
+    assert (engine.loads[0].running, engine.loads[0].waiting) == (4, 2)
+    assert engine.loads[-1].waiting == 0
+
+
 def test_a_later_attempt_replaces_a_running_one(emulated_engine, ask):
     engine = emulated_engine
     engine.load(1)

@@ -62,7 +62,7 @@ def spec_of(folder, **fields):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_equals_transformers(tmp_path, ask, name):
-    """More responses than slots, of all lengths, past the first growth of the cache; prompts shared by two."""
+    """More responses than slots, of all lengths, past the first growth of the cache; two share a prompt."""
     config = ARCHITECTURES[name] if name.startswith("gpt2") else COMMON | ARCHITECTURES[name]
     model, path, manifest = model_of(tmp_path, config)
     engine = TorchEngine(spec_of(tmp_path))

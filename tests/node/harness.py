@@ -153,7 +153,7 @@ async def a_run(tmp_path: Path, **changes: dict[str, Any]) -> AsyncIterator[Runn
     """A coordinator and a scripted trainer; afterwards every process that was started is gone."""
     config = make_config(tmp_path, **changes)
     config.run_dir.mkdir(parents=True)
-    head = Head(config, config.run_dir)
+    head = Head(config, config.run_dir, "head")
     trainer = ScriptedTrainer(tmp_path)
     running = Running(config, head, trainer)
     try:

@@ -50,6 +50,9 @@ def up(
         typer.Option(metavar="ROLE,...", help="coordinator, trainer, rollout: one daemon with these"),
     ] = "",
     name: Annotated[str, typer.Option(help="of this node; default: HOST-PID")] = "",
+    slots: Annotated[
+        int, typer.Option(min=0, help="responses at once on this node; default: rollout.slots")
+    ] = 0,
     no_tui: Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the resolved config and what it means, start nothing")
@@ -64,7 +67,7 @@ def up(
     if dry_run:
         _dry_run(config)
     elif role or join:
-        _foreground(config, join, role, name)
+        _foreground(config, join, role, name, slots)
     elif config is None:
         raise typer.BadParameter("give a CONFIG to start a run, or --join tcp://HOST:PORT to join one")
     else:
@@ -176,7 +179,7 @@ def daemon(
     _exit(run(DaemonOptions(name, _roles(role), run_dir, config, join or None)))
 
 
-def _foreground(config: "Config | None", join: str, role: str, name: str) -> None:
+def _foreground(config: "Config | None", join: str, role: str, name: str, slots: int) -> None:
     """One daemon in this process."""
     from lightrl.launch.address import require_reachable
 
@@ -201,7 +204,7 @@ def _foreground(config: "Config | None", join: str, role: str, name: str) -> Non
         require_reachable(join)
     from lightrl.node.daemon import DaemonOptions, run
 
-    _exit(run(DaemonOptions(name or _default_name(), roles, run_dir, config, join or None)))
+    _exit(run(DaemonOptions(name or _default_name(), roles, run_dir, config, join or None, slots)))
 
 
 def _dry_run(config: "Config | None") -> None:

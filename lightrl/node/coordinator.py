@@ -66,6 +66,7 @@ from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
 from lightrl.wire import pack_i32, to_json
 
 MIN_WATCH_S = 0.1  # between two snapshots to one watcher
+SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 does not explain
 
 
 class Head:
@@ -172,6 +173,10 @@ class Head:
             case CloseStep(step):
                 record = self._records.close_step(command)
                 self._metrics.write(step + 1, record)
+                if (gap := record.get("train_rollout_logprob_abs_diff", 0.0)) > SUSPICIOUS_GAP:
+                    self._report(
+                        f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?"
+                    )
                 self._report(_step_line(step + 1, record))
             case Report(text):
                 self._report(text)

@@ -44,13 +44,17 @@ WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to 
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that role."""
+    """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that role.
+
+    `slots` 0 = as the run's config says.
+    """
 
     name: str
     roles: tuple[Role, ...]
     run_dir: Path | None = None
     config: Config | None = None
     join: str | None = None
+    slots: int = 0
 
 
 def run(options: DaemonOptions) -> int:
@@ -111,6 +115,7 @@ class Worker:
             protocol=PROTOCOL,
             pid=os.getpid(),
             host=socket.gethostname(),
+            slots=options.slots,
         )
         self._rollout: Rollout | None = None
         self._trainer: Trainer | None = None
@@ -173,7 +178,8 @@ class Worker:
                 if "rollout" in self._roles:
                     model_dir = _write_model_files(scratch, model_files)
                     log = logs / f"{self._name}-engine.log" if logs else None
-                    self._rollout = Rollout(config, model_dir, scratch, log, link.send, self._rejoin)
+                    slots = self._hello.slots or config.rollout.slots
+                    self._rollout = Rollout(config, slots, model_dir, scratch, log, link.send, self._rejoin)
                     running.append(tasks.create_task(self._rollout.run(), name="rollout"))
                 if "trainer" in self._roles:
                     host = own_address(self._address)

@@ -41,6 +41,7 @@ class Rollout:
     def __init__(
         self,
         config: Config,
+        slots: int,
         model_dir: Path,
         scratch: Path,
         log: Path | None,
@@ -51,6 +52,7 @@ class Rollout:
         self.load = Load()
         self.device = ""
         self._config = config
+        self._slots = slots
         self._model_dir = model_dir
         self._scratch = scratch
         self._log = log
@@ -89,7 +91,7 @@ class Rollout:
             model_dir=str(self._model_dir),
             dtype=self._config.model.dtype,
             max_model_length=self._config.max_model_length,
-            slots=rollout.slots,
+            slots=self._slots,
             kv_cache_gib=rollout.kv_cache_gib,
             chunk_tokens=rollout.chunk_tokens,
             chunk_ms=rollout.chunk_ms,

@@ -114,14 +114,18 @@ class Child(Generic[Command, Event]):
     async def stop(self, grace_s: float = 5.0) -> int:
         """Closes the pipe, waits `grace_s` for the child to end, then kills it with its own children."""
         self._writer.close()
-        with contextlib.suppress(ConnectionError, BrokenPipeError):
-            await self._writer.wait_closed()
         try:
-            code = await asyncio.wait_for(self._process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
         except TimeoutError:
-            self.kill()
-            code = await self._process.wait()
-        return code
+            pass
+        finally:  # also when cancelled
+            self._writer.transport.abort()  # a child that does not read would keep it open
+            if self._process.returncode is None:
+                self.kill()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        return await self._process.wait()
 
     def kill(self) -> None:
         """SIGKILL to the child and all processes of its session."""
@@ -196,10 +200,33 @@ def run() -> None:
     _, target, descriptor, parent = sys.argv[1:5]
     die_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop. A handler
+    # and not SIG_IGN, which the programs that user code starts would inherit.
+    signal.signal(signal.SIGTERM, _ignore)
+    # Forked helpers heed it again (multiprocessing's `terminate` would wait for ever), also if it comes at once.
+    os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_heed_sigterm)
     module, _, function = target.partition(":")
     main = getattr(importlib.import_module(module), function)
     with socket.socket(fileno=int(descriptor)) as sock:
         main(sock)
+
+
+def _ignore(number: int, frame: object) -> None:
+    pass
+
+
+def _hold_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _release_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _heed_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _release_sigterm()
 
 
 def die_with(parent: int) -> None:

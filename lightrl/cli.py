@@ -3,6 +3,7 @@
 `lightrl --help` must stay quick: everything heavier than typer is imported inside the commands.
 """
 
+import re
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from lightrl.messages import Role
 
 T = TypeVar("T")
+
+MAX_NAME = 64  # characters of a node's name
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models on reserved and preemptible nodes.",
@@ -63,11 +66,13 @@ def up(
     With CONFIG alone: coordinator, trainer and rollout nodes as separate processes here. With --role: one
     daemon with these roles in the foreground. With --join: a node of a running coordinator; ctrl-C leaves.
     """
+    roles = _roles(role or ("rollout" if join else ""))
+    _require_coherent(settings or [], join, roles, name, slots)
     config = _config(settings or [])
     if dry_run:
         _dry_run(config)
-    elif role or join:
-        _foreground(config, join, role, name, slots)
+    elif roles:
+        _foreground(config, join, roles, name, slots)
     elif config is None:
         raise typer.BadParameter("give a CONFIG to start a run, or --join tcp://HOST:PORT to join one")
     else:
@@ -82,7 +87,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")] = False,
 ) -> None:
     """Show the nodes, the round and the step of a run."""
-    from lightrl.launch.report import one_snapshot, status_lines
+    from lightrl.launch.report import status_lines
+    from lightrl.launch.running import one_snapshot
     from lightrl.wire import to_json
 
     snapshot = _wait_for(one_snapshot(addr))
@@ -93,27 +99,27 @@ def status(
 def top(addr: Target = None) -> None:
     """Watch a running or finished run on a live screen (q leaves, ? shows the keys)."""
     from lightrl.launch.address import find
-    from lightrl.launch.report import final_snapshot
+    from lightrl.launch.running import OVER, one_snapshot
     from lightrl.tui.app import show_finished, watch_live
 
     if not sys.stdout.isatty():
         raise LightRLError("lightrl top needs a terminal; lightrl status prints plain lines")
     address, run_dir = find(addr)
-    last = final_snapshot(run_dir) if run_dir else None
-    if last is not None:
-        _wait_for(show_finished(last))
-    elif address is None:
-        raise LightRLError(f"{run_dir}: this run never listened; see {run_dir}/logs")
+    now = _wait_for(one_snapshot(addr))
+    if address is None or now.state in OVER:
+        _wait_for(show_finished(now))
     else:
-        _wait_for(watch_live(address, stay=True))
+        _wait_for(watch_live(address, stay=True, run_dir=run_dir))
 
 
 @app.command()
 def down(addr: Target = None) -> None:
-    """Stop a run: no new work, a last checkpoint, all daemons leave."""
+    """Stop a run: no new work, a checkpoint of the steps done, all daemons leave."""
+    from lightrl.launch.running import live_run
     from lightrl.node import client
 
-    _wait_for(client.drain(_address(addr), "*", "lightrl down"))
+    address, _ = _wait_for(live_run(addr))
+    _wait_for(client.drain(address, "*", "lightrl down"))
     print("the run is stopping; lightrl status shows when it is over")
 
 
@@ -122,14 +128,12 @@ def drain(
     node: Annotated[str, typer.Argument(metavar="NODE", help="as lightrl status names it")],
     addr: Target = None,
 ) -> None:
-    """Let one node go: its responses continue on others."""
-    from lightrl.launch.report import one_snapshot
+    """Let one rollout node go: its responses continue on others."""
+    from lightrl.launch.running import live_run, require_drainable
     from lightrl.node import client
 
-    address = _address(addr)
-    names = [n.name for n in _wait_for(one_snapshot(address)).nodes if n.state != "gone"]
-    if node not in names:
-        raise LightRLError(f"{node}: no such node; there are {', '.join(names) or 'none'}")
+    address, snapshot = _wait_for(live_run(addr))
+    require_drainable(snapshot, node)
     _wait_for(client.drain(address, node, "lightrl drain"))
     print(f"{node} is leaving")
 
@@ -179,32 +183,54 @@ def daemon(
     _exit(run(DaemonOptions(name, _roles(role), run_dir, config, join or None)))
 
 
-def _foreground(config: "Config | None", join: str, role: str, name: str, slots: int) -> None:
+def _foreground(config: "Config | None", join: str, roles: "tuple[Role, ...]", name: str, slots: int) -> None:
     """One daemon in this process."""
-    from lightrl.launch.address import require_reachable
-
-    roles = _roles(role) if role else cast("tuple[Role, ...]", ("rollout",))
-    run_dir = None
+    name = name or _default_name()
     if "coordinator" in roles:
         if config is None:
             raise typer.BadParameter("--role coordinator needs a CONFIG")
         if join:
             raise typer.BadParameter("a coordinator does not --join another one")
-        from lightrl.launch.local import create_run_dir, point_latest
         from lightrl.launch.preflight import require_files, require_new
 
         require_files(config)
         require_new(config)
-        run_dir = create_run_dir(config)
-        point_latest(run_dir)
+        from lightrl.launch.local import in_foreground
+        from lightrl.node.daemon import DaemonOptions, run
+
+        _exit(in_foreground(config, lambda d: run(DaemonOptions(name, roles, d, config, slots=slots))))
     elif not join:
-        raise typer.BadParameter(f"--role {role} needs --join tcp://HOST:PORT of the coordinator")
+        raise typer.BadParameter(f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator")
     else:
+        from lightrl.launch.address import require_reachable
+
         join = "tcp://" + join.removeprefix("tcp://")
         require_reachable(join)
-    from lightrl.node.daemon import DaemonOptions, run
+        from lightrl.node.daemon import DaemonOptions, run
 
-    _exit(run(DaemonOptions(name or _default_name(), roles, run_dir, config, join or None, slots)))
+        _exit(run(DaemonOptions(name, roles, join=join, slots=slots)))
+
+
+def _require_coherent(
+    settings: list[str], join: str, roles: "tuple[Role, ...]", name: str, slots: int
+) -> None:
+    """Nothing that a user says may be ignored. Raises ConfigError, one line."""
+    if join and settings and "coordinator" not in roles:
+        raise ConfigError(
+            f"--join: a joining node takes its config from the coordinator; leave out {' '.join(settings)}"
+        )
+    if slots and "rollout" not in roles:
+        raise ConfigError(
+            "--slots is for one rollout daemon: --join, or --role ...,rollout; else set rollout.slots"
+        )
+    if name and not roles:
+        raise ConfigError("--name is for one daemon: --join or --role; else set run.name")
+    if name:
+        from lightrl.config import NAME_PATTERN
+
+        if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
+            what = f"a letter or digit, then letters, digits, . _ -; at most {MAX_NAME} in all"
+            raise ConfigError(f"--name {name!r}: is not a name: {what}")
 
 
 def _dry_run(config: "Config | None") -> None:
@@ -239,30 +265,19 @@ def _roles(text: str) -> "tuple[Role, ...]":
 
     chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     known = get_args(Role)
+    if text and not chosen:
+        raise typer.BadParameter(f"--role {text}: roles are {', '.join(known)}")
     for part in chosen:
         if part not in known:
             raise typer.BadParameter(f"--role {part}: roles are {', '.join(known)}")
     return cast("tuple[Role, ...]", chosen)
 
 
-def _address(target: str | None) -> str:
-    """Of a run that should answer."""
-    from lightrl.launch.address import find
-    from lightrl.launch.report import final_snapshot
-
-    address, run_dir = find(target)
-    if run_dir is not None and final_snapshot(run_dir) is not None:
-        raise LightRLError(f"{run_dir}: this run is over")
-    if address is None:
-        raise LightRLError(f"{run_dir}: this run never listened; see {run_dir}/logs")
-    return address
-
-
 def _default_name() -> str:
     import os
     import socket
 
-    return f"{socket.gethostname().split('.')[0]}-{os.getpid()}"
+    return f"{socket.gethostname().split('.')[0][: MAX_NAME - 20]}-{os.getpid()}"
 
 
 def _wait_for(work: "Coroutine[object, object, T]") -> T:

@@ -4,6 +4,8 @@ allowed value; knows nothing of what they are used for. Must stay importable wit
 
 import difflib
 import json
+import math
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,23 +17,44 @@ from lightrl.errors import ConfigError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    # The config travels as JSON, which knows neither infinity nor NaN.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
+
+def _one_or_many(value: Any) -> Any:
+    """A bare string where a list of them is possible."""
+    return (value,) if isinstance(value, str) else value
+
+
+def _not_plain(value: Any) -> str | None:
+    """Why a value of engine_args would not come back the same from JSON and TOML."""
+    if isinstance(value, dict):
+        value = list(cast("dict[str, Any]", value).values())
+    if isinstance(value, list):
+        return next((p for v in cast("list[Any]", value) if (p := _not_plain(v))), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} cannot be sent to nodes"
+    if not isinstance(value, str | int | float):
+        return f"{_short(value)} has the type {type(value).__name__}, which cannot be sent to nodes"
+    return None
+
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++"]
 LossNorm = Literal["token", "sequence", "constant"]
 EngineKind = Literal["auto", "vllm", "torch", "emulated"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Backend = Literal["jsonl", "tensorboard", "wandb"]
 
 
 class Run(Section):
-    name: str = Field(
-        default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="directory below run.dir"
-    )
+    name: str = Field(default="run", pattern=NAME_PATTERN, description="directory below run.dir")
     dir: str = Field(default="runs", description="where run directories live")
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="order of the data and noise of every sampled token"
@@ -79,7 +102,7 @@ class Rollout(Section):
 
 class Optim(Section):
     lr: float = Field(default=1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float = Field(default=1.0, ge=0, description="maximal gradient norm; 0 = off")
     warmup_steps: int = Field(default=0, ge=0, description="linear warm-up, then constant")
@@ -140,7 +163,7 @@ class NodeSection(Section):
 
 
 class Logging(Section):
-    backends: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl",)
+    backends: Annotated[tuple[Backend, ...], BeforeValidator(_one_or_many)] = ("jsonl",)
 
 
 class Config(Section):
@@ -158,6 +181,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.run.name == "latest":
+            raise ValueError("run.name = 'latest': is the link to the newest run; choose another name")
+        if problem := _not_plain(self.rollout.engine_args):
+            raise ValueError(f"rollout.engine_args: {problem}")
         weights, functions = self.reward.weights, self.reward.functions
         if weights and len(weights) != len(functions):
             raise ValueError(f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions")
@@ -243,15 +270,14 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
     for section, key in PATH_KEYS:
         table = _table(tree, section)
         if isinstance(table.get(key), str):
-            table[key] = _anchored(table[key], folder)
+            table[key] = _anchored(f"{section}.{key}", table[key], folder)
     reward = _table(tree, "reward")
-    functions: Any = reward.get("functions")
-    if isinstance(functions, str):
-        functions = [functions]
-    if isinstance(functions, list):
+    functions: Any = _one_or_many(reward.get("functions"))
+    if isinstance(functions, list | tuple):
         named = cast("list[Any]", functions)
         reward["functions"] = [
-            _anchored(f, folder) if isinstance(f, str) and ".py:" in f else f for f in named
+            _anchored("reward.functions", f, folder) if isinstance(f, str) and ".py:" in f else f
+            for f in named
         ]
 
 
@@ -261,13 +287,16 @@ def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
     return cast("dict[str, Any]", table) if isinstance(table, dict) else {}
 
 
-def _anchored(value: str, folder: Path) -> str:
+def _anchored(key: str, value: str, folder: Path) -> str:
     """Hub ids ("org/name") stay as they are unless such a file lies beside the config."""
     file, colon, rest = value.partition(".py:")
     candidate = folder / (file + ".py" if colon else value)
     looks_local = value.startswith(".") or colon or Path(value).suffix in {".jsonl", ".parquet", ".json"}
-    if value and not Path(value).is_absolute() and (candidate.exists() or looks_local):
-        return str(candidate.resolve()) + (f":{rest}" if colon else "")
+    try:
+        if value and not Path(value).is_absolute() and (candidate.exists() or looks_local):
+            return str(candidate.resolve()) + (f":{rest}" if colon else "")
+    except (OSError, ValueError) as e:  # too long, a zero byte, a directory that may not be looked into
+        raise ConfigError(f"{key} = {_short(value)}: cannot be looked up: {e}") from None
     return value
 
 
@@ -291,29 +320,43 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _one_line(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     path = [str(part) for part in problem["loc"] if isinstance(part, str)]
+    if problem["type"] == "extra_forbidden":
+        return f"{'.'.join(path)}: unknown key{_nearest(path)}"
+    # After the key, pydantic names the member of the union that was tried.
     path = [p for p in path if not p.startswith("literal[") and p not in {"float", "int", "str"}]
     dotted = ".".join(path)
     match problem["type"]:
-        case "extra_forbidden":
-            return f"{dotted}: unknown key{_nearest(path)}"
         case "missing":
-            return f"{dotted}: is required"
+            return f"{_first_required(dotted)}: is required"
+        case "model_type":
+            return f"{dotted} = {_short(problem['input'])}: is a section; its keys are {dotted}.KEY"
         case "value_error":
             return problem["msg"].removeprefix("Value error, ")
         case _:
             text = problem["msg"]
-            return f"{dotted} = {problem['input']!r}: {text[0].lower()}{text[1:]}"
+            return f"{dotted} = {_short(problem['input'])}: {text[0].lower()}{text[1:]}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _first_required(dotted: str) -> str:
+    """The key that is missing when a whole section is."""
+    required = (key for key, default, _ in keys() if default == "(required)")
+    return next((key for key in required if key.startswith(f"{dotted}.")), dotted)
 
 
 def _nearest(path: Sequence[str]) -> str:
     known = [key for key, _, _ in keys()]
     dotted = ".".join(path)
     sections = list(Config.model_fields)
-    if len(path) == 1:
-        close = difflib.get_close_matches(path[0], sections, n=1)
-        return f"; did you mean [{close[0]}]?" if close else f"; sections are {', '.join(sections)}"
-    siblings = [k for k in known if k.rpartition(".")[0] == ".".join(path[:-1])]
     leaf = [k for k in known if k.rpartition(".")[2] == path[-1]]
+    if len(path) == 1:
+        close = [f"[{name}]" for name in difflib.get_close_matches(path[0], sections, n=1)] or leaf
+        return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(sections)}"
+    siblings = [k for k in known if k.rpartition(".")[0] == ".".join(path[:-1])]
     close = (
         difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
         or leaf
@@ -329,14 +372,24 @@ def _dump_table(name: str, table: dict[str, Any], lines: list[str]) -> None:
         if isinstance(value, dict):
             nested.append((key, cast("dict[str, Any]", value)))
         else:
-            lines.append(f"{_bare(key)} = {json.dumps(value, ensure_ascii=False)}")
+            lines.append(f"{_key(key)} = {_value(value)}")
     lines.append("")
     for key, value in nested:
-        _dump_table(f"{name}.{_bare(key)}", value, lines)
+        _dump_table(f"{name}.{_key(key)}", value, lines)
 
 
-def _bare(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() else json.dumps(key)
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    """One TOML value on one line; tables in lists are inline. JSON differs in these and in DEL."""
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in table.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, cast("list[Any]", value))) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)

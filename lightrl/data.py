@@ -33,6 +33,7 @@ MODEL_FILES = (
     "*.model",
 )
 MAX_MODEL_FILE_BYTES = 32 << 20  # they travel to every node in one message
+WEIGHTS_INDEX = "model.safetensors.index.json"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZE_BATCH = 1024
@@ -96,8 +97,30 @@ def model_files(model_path: str) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in files}
 
 
-def _model_folder(model_path: str) -> Path:
-    """The directory itself, or for a hub id the local copy of its small files."""
+def weights_folder(model_path: str) -> Path:
+    """The directory itself, or for a hub id its local copy with the weights, which may be downloaded now.
+
+    Raises ConfigError, one line, if it does not hold all its weights as safetensors.
+    """
+    folder = _model_folder(model_path, ("*.safetensors", "*.safetensors.index.json"))
+    if (folder / WEIGHTS_INDEX).is_file():
+        try:
+            shards = set(json.loads((folder / WEIGHTS_INDEX).read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ConfigError(f"model.path = {model_path!r}: {WEIGHTS_INDEX} is not an index") from None
+        missing = sorted(name for name in shards if not (folder / name).is_file())
+        if missing:
+            raise ConfigError(f"model.path = {model_path!r}: {len(missing)} shards are missing: {missing[0]}")
+    elif not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path = {model_path!r}: has no *.safetensors; a model that has only .bin or .pt files is "
+            "converted by loading it with transformers and save_pretrained()"
+        )
+    return folder
+
+
+def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
+    """The directory itself, or for a hub id the local copy of its small files and `further_files`."""
     folder = Path(model_path)
     if folder.is_dir():
         return folder
@@ -106,8 +129,15 @@ def _model_folder(model_path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model_path, allow_patterns=list(MODEL_FILES)))
-    except (OSError, ValueError) as e:  # HfHubHTTPError and LocalEntryNotFoundError are among them
+        return Path(
+            snapshot_download(
+                model_path,
+                allow_patterns=[*MODEL_FILES, *further_files],
+                # "*" matches "/" too: folders hold other formats, "consolidated" the same weights once more.
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+        )
+    except Exception as e:  # the errors of the hub's HTTP library have no base that we could name
         raise ConfigError(
             f"model.path = {model_path!r}: no such directory, and the hub says: {_first_line(e)}"
         ) from e

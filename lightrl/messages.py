@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 PROTOCOL = 1
+REJOIN = "rejoin"
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
@@ -33,18 +34,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A daemon introduces itself; sent again after every reconnect.
+    """A daemon introduces itself; again, as a larger incarnation, when what ran there is gone.
 
-    Example: Hello("rollout-0", 17, ("rollout",), 1, pid=4242, host="a", device="cpu", slots=128)
+    Example: Hello("rollout-0", 17, ("rollout",), 1, pid=4242, host="a", slots=128)
     """
 
     node: str
-    incarnation: int  # larger for every new process under the same name; an older one is lost
+    incarnation: int  # a larger one replaces what the coordinator knew under this name
     roles: tuple[Role, ...]
     protocol: int
     pid: int
     host: str
-    device: str = ""
     slots: int = 0  # responses that may run at once; 0 = as the run's config says
 
 
@@ -60,15 +60,16 @@ class Welcome:
     run: str
     config_json: str = ""
     model_files: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    refused: str = ""  # empty = accepted
+    refused: str = ""  # empty = accepted; REJOIN = you were given up while you were silent, say hello again
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I am alive; the head answers with its own. Example: Heartbeat(Load(running=3), loop_lag_ms=0.4)."""
+    """I am alive; the head sends its own. Example: Heartbeat(Load(running=3), 0.4, "cpu")."""
 
     load: Load = field(default_factory=Load)
-    loop_lag_ms: float = 0.0
+    loop_lag_ms: float = 0.0  # how late the sender's event loop is
+    device: str = ""  # of its engine or ranks, once they have started
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,8 @@ class Manifest:
 class PublishWeights:
     """A complete version can be pulled from `holders` ("host:port", any of them) with `ticket`.
 
+    Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator.
+
     Example: PublishWeights(manifest, ("10.0.0.1:41873",), ticket="c0ffee...")
     """
 
@@ -253,7 +256,7 @@ class WeightsReady:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFailed:
-    """A version could not be pulled or loaded. Example: WeightsFailed(4, "bucket 3: digest differs")."""
+    """A version cannot be served, or not any more. Example: WeightsFailed(4, "bucket 3: digest differs")."""
 
     policy_version: int
     reason: str
@@ -261,7 +264,7 @@ class WeightsFailed:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """To the coordinator: take no new work to `node`, let it go ("*" = stop the run). To a node: leave.
+    """From a tool: let `node` go ("*" = stop the run). To a node: leave. From a node: no more work, I leave.
 
     Example: Drain("rollout-0", "SIGTERM")
     """
@@ -304,6 +307,7 @@ class NodeRow:
     tokens_per_s: float
     kv_usage: float
     heard_s_ago: float
+    loop_lag_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +331,7 @@ class Snapshot:
 
     run: str
     run_dir: str
-    state: str  # starting running evaluating finishing finished failed
+    state: str  # starting running evaluating finishing finished stopped failed
     step: int  # optimizer steps done
     num_steps: int
     policy_version: int | None

@@ -55,6 +55,7 @@ from lightrl.messages import (
     TrainGroup,
     TrainResponse,
     TrainShard,
+    WeightsFailed,
     Welcome,
 )
 
@@ -80,9 +81,10 @@ class Coordinator:
         match event:
             case NodeJoined(hello):
                 self._join(hello, now)
-            case NodeHeard(name, load):
+            case NodeHeard(name, heartbeat):
                 if node := self.fleet.nodes.get(name):
-                    node.heard_at, node.load = now, load
+                    node.heard_at, node.load = now, heartbeat.load
+                    node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
             case NodeLost(name, reason):
                 self._lose(name, reason)
             case NodeDraining(name, reason):
@@ -102,13 +104,9 @@ class Coordinator:
             case WeightsConfirmed(name, ready):
                 self._out += self.fleet.confirm(name, ready)
             case WeightsRefused(name, failed):
-                self._out += self.fleet.refuse(name, failed)
-            case StepTrained(_, done):
-                if (
-                    self.ledger.round is not None
-                    and done.step == self.ledger.round.step
-                    and not self.ledger.round.is_eval
-                ):
+                self._refuse(name, failed)
+            case StepTrained(name, done):
+                if name == self.fleet.trainer() and self._awaits(done):
                     self._step_done = done
             case TimerFired():
                 self._expire_leases(now)
@@ -133,17 +131,26 @@ class Coordinator:
         if self.ledger.round is not None:
             self.ledger.round.published_at = now
 
+    def _refuse(self, name: str, failed: WeightsFailed) -> None:
+        """A node cannot load the published version, or its engine died and serves nothing any more."""
+        node = self.fleet.nodes.get(name)
+        if node is not None and node.policy_version == failed.policy_version:
+            self.ledger.requeue_all(node)
+        self._out += self.fleet.refuse(name, failed)
+
     # Responses
 
     def _accept(self, name: str, chunk: TokenChunk, now: float) -> None:
         node = self.fleet.nodes.get(name)
-        if node is None:
+        if node is None or self._ending is not None:
             return
         node.heard_at = now
         if (problem := self.ledger.accept(node, chunk, self._out)) is not None:
             self._lose(name, problem)
 
     def _score(self, response: str, reward: float | None, failure: str) -> None:
+        if self._ending is not None:
+            return
         group, round = self.ledger.score(response, reward, failure, self._out), self.ledger.round
         if group is not None and round is not None and not round.is_eval:
             self._send_shard(round, (group,))
@@ -161,7 +168,10 @@ class Coordinator:
         known = self.fleet.nodes.get(hello.node)
         if known is not None and known.incarnation < hello.incarnation:
             self._lose(hello.node, "restarted")
-        self._out += self.fleet.add(hello, now)
+        if self._ending is None:
+            self._out += self.fleet.add(hello, now)
+        else:  # it was the trainer
+            self._out.append(Send(hello.node, Welcome(run="", refused="the run is ending")))
 
     def _lose(self, name: str, reason: str) -> None:
         if name in self.fleet.nodes:
@@ -189,8 +199,7 @@ class Coordinator:
         if node is None or node.state is NodeState.DRAINING:
             return
         node.move(NodeState.DRAINING)
-        moved = self.ledger.requeue_all(node)
-        self._report(f"{name} drains ({reason})" + (f": {moved} responses move" if moved else ""))
+        self._report(f"{name} drains ({reason})")
 
     def _request_drain(self, name: str, reason: str) -> None:
         if name == "*":
@@ -235,6 +244,10 @@ class Coordinator:
             return False
         published = self.fleet.published is not None and self.fleet.published.policy_version == round.step + 1
         return round.is_eval or (published and self._step_done is not None)
+
+    def _awaits(self, done: StepDone) -> bool:
+        round = self.ledger.round
+        return round is not None and round.state is RoundState.CLOSED and done.step == round.step
 
     @staticmethod
     def _steps_after(round: Round) -> int:

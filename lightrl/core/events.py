@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightrl.core.state import DrawnPrompt
-from lightrl.messages import Hello, Load, PublishWeights, StepDone, TokenChunk, WeightsFailed, WeightsReady
+from lightrl.messages import (
+    Heartbeat,
+    Hello,
+    PublishWeights,
+    StepDone,
+    TokenChunk,
+    WeightsFailed,
+    WeightsReady,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +25,7 @@ class NodeHeard:
     """A heartbeat."""
 
     node: str
-    load: Load
+    heartbeat: Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class NodeLost:
 
 @dataclass(frozen=True, slots=True)
 class NodeDraining:
-    """The node said that it takes no more work; all its tokens have arrived."""
+    """The node takes no more work; its last tokens follow, and then NodeLeft."""
 
     node: str
     reason: str

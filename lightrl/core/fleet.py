@@ -33,6 +33,8 @@ class Fleet:
         """In one line, or None if the node may take part."""
         if hello.protocol != PROTOCOL:
             return f"speaks protocol {hello.protocol}, this run {PROTOCOL}"
+        if hello.slots < 0 or not hello.roles:
+            return f"offers {hello.slots} slots and {len(hello.roles)} roles"
         others = (n for n in self.nodes.values() if n.name != hello.node)
         if "trainer" in hello.roles and any("trainer" in n.roles for n in others):
             return "this run has a trainer node already"
@@ -57,7 +59,6 @@ class Fleet:
             heard_at=now,
             pid=hello.pid,
             host=hello.host,
-            device=hello.device,
         )
         self.nodes[node.name] = node
         self.num_joined += 1
@@ -137,10 +138,17 @@ class Fleet:
         return []
 
     def refuse(self, name: str, failed: WeightsFailed) -> list[Command]:
-        """A node could not load the published version: again, and after MAX_WEIGHTS_FAILURES it must go."""
+        """A node does not serve the published version: again, and after MAX_WEIGHTS_FAILURES it must go.
+
+        If it was ready, its engine has died; the caller has taken its responses away.
+        """
         node, published = self.nodes.get(name), self.published
         if node is None or published is None or failed.policy_version != published.policy_version:
             return []
+        if node.state is NodeState.DRAINING:
+            return []
+        if node.state is NodeState.READY:
+            node.move(NodeState.UPDATING)
         self.num_weights_failed += 1
         node.weights_failures += 1
         report = Report(f"{name}: version {failed.policy_version} failed: {failed.reason}")

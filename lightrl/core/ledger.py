@@ -4,6 +4,7 @@ Owns responses and their queue; a response is in exactly one place. Which node g
 `placement`; when a round is over, in `rounds`. Methods append what is to be done to `out`.
 """
 
+import math
 import sys
 from array import array
 from collections import deque
@@ -77,16 +78,21 @@ class Ledger:
             self._abort(response, out)
             self._requeue(response)
             return None
-        tokens = _decode("i", item.token_ids)[known:]
+        tokens, logprobs = _decode("i", item.token_ids)[known:], _decode("f", item.logprobs)[known:]
         if len(response.tokens) + len(tokens) > self._settings.max_response_tokens:
             return f"sent more than {self._settings.max_response_tokens} tokens for one response"
-        response.append(chunk.policy_version, tokens, _decode("f", item.logprobs)[known:])
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._settings.vocabulary):
+            return f"sent a token outside the vocabulary of {self._settings.vocabulary}"
+        if not all(map(math.isfinite, logprobs)):
+            return "sent a logprob that is not finite"
+        response.append(chunk.policy_version, tokens, logprobs)
         node.num_tokens += len(tokens)
         if round.is_eval:
             self.counters.eval_tokens += len(tokens)
         else:
             self.counters.rollout_tokens += len(tokens)
-        if item.finish_reason == "abort":  # the engine gave it up
+        if item.finish_reason == "abort":  # the node gave it up: it drains, or its engine cannot go on
+            self.counters.responses_moved += 1
             self._requeue(response)
         elif item.finish_reason is not None:
             self._finish(round, response, item, out)
@@ -111,7 +117,7 @@ class Ledger:
         if reward is None:
             self.counters.rewards_failed += 1
             out.append(Report(f"no reward for {name}: {failure}"))
-            reward = self._settings.reward_on_failure
+            reward = None if round.is_eval else self._settings.reward_on_failure
         response.reward, response.scored = reward, True
         group = round.groups[response.group]
         if group.state is GroupState.DROPPED:
@@ -142,12 +148,14 @@ class Ledger:
         """Sends waiting responses to nodes with free slots.
 
         Nodes that are about to serve the round's version count as free, and what falls to them waits
-        for them: else the first node to load a new version would take the work of all the others.
+        for them: else the first node to load a new version would take the work of all the others. But
+        a node that would have nothing to do does not wait for one that is slow to load.
         """
         round = self.round
         if not self.queue or round is None or round.state is not RoundState.RUNNING:
             return
-        nodes = self._fleet.serving(round.policy_version) + self._fleet.updating()
+        serving = self._fleet.serving(round.policy_version)
+        nodes = serving + self._fleet.updating()
         free = sum(n.slots - len(n.running) for n in nodes)
         wanted: list[str] = []
         while self.queue and len(wanted) < free:
@@ -161,6 +169,11 @@ class Ledger:
                 sent.setdefault(node, []).append(self._place(round, self.responses[name], node))
             else:
                 reserved.append(name)
+        if reserved:
+            idle = [n for n in serving if not n.running]
+            for name, node in placement.assign(reserved, idle):
+                sent.setdefault(node, []).append(self._place(round, self.responses[name], node))
+            reserved = [r for r in reserved if self.responses[r].state is ResponseState.QUEUED]
         self.queue.extendleft(reversed(reserved))
         out += [
             Send(node, Generate(round.policy_version, round.sampling, tuple(requests)))

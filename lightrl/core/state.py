@@ -24,6 +24,7 @@ class Settings:
     eval_samples: int
     eval_sampling: Sampling
     slots: int  # of a node that does not name its own
+    vocabulary: int  # token ids are below it
     lease_s: float
     reward_on_failure: float | None  # None = a group with an unscored response is dropped
 
@@ -205,12 +206,13 @@ class Node:
     heard_at: float
     pid: int
     host: str
-    device: str
     state: NodeState = NodeState.JOINING
     running: dict[str, None] = field(default_factory=dict[str, None])
     policy_version: int | None = None  # confirmed by digest
     weights_failures: int = 0  # of the version on its way
     load: Load = field(default_factory=Load)
+    loop_lag_ms: float = 0.0
+    device: str = ""
     num_tokens: int = 0  # accepted from it
 
     def move(self, to: NodeState) -> None:

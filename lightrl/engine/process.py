@@ -6,7 +6,6 @@ confirmed. Knows no engine's inner life, and imports torch or vLLM only in the c
 
 import gc
 import importlib.util
-import signal
 import socket
 import sys
 import time
@@ -70,8 +69,6 @@ async def start_engine(spec: EngineSpec, threads: int, log: Path | None = None) 
 
 def main(sock: socket.socket) -> None:
     """The child: builds the engine that the first command describes, then serves until the pipe closes."""
-    # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe: EnginePipe = Pipe(sock, Codec(EngineCommand), Codec(EngineEvent))
     try:
         spec, *commands = pipe.receive()

@@ -4,6 +4,7 @@ Speaks no protocol: a reachable address is one that accepts a TCP connection.
 """
 
 import errno
+import os
 import socket
 from pathlib import Path
 
@@ -18,10 +19,35 @@ def parse(address: str) -> tuple[str, int]:
     Raises ConfigError with an example if it is neither.
     """
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    if ":" in host or "[" in host:
+        raise ConfigError(f"{address}: IPv6 is not supported; use an IPv4 address: tcp://10.0.0.1:5600")
     number = "0" if port == "*" else port
     if not colon or not host or "/" in host or not number.isdecimal() or int(number) > 65535:
         raise ConfigError(f"{address}: not an address; one looks like tcp://10.0.0.1:5600")
-    return host.strip("[]"), int(number)
+    return host, int(number)
+
+
+def reachable(address: str) -> str:
+    """What others connect to: `address` with this machine's own address for "all of them".
+
+    Example: "tcp://10.0.0.1:5600" for "tcp://0.0.0.0:5600".
+    """
+    host, port = parse(address)
+    return f"tcp://{_own_host()}:{port}" if host in {"0.0.0.0", "*"} else address
+
+
+def _own_host() -> str:
+    """The address that this machine uses towards others; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address: routed like the rest of the world
+            return probe.getsockname()[0]
+        except OSError:  # no route out of here
+            pass
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Path | None]:
@@ -38,15 +64,26 @@ def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Pat
     if not folder.is_dir():
         wanted = "no run here yet" if target is None else f"{target}: no such run"
         raise ConfigError(f"{wanted}; give an address (tcp://HOST:PORT) or a run directory")
-    file = folder / "address"
-    return (file.read_text().strip() or None) if file.exists() else None, folder.resolve()
+    return listening(folder), folder.resolve()
+
+
+def listening(run_dir: Path) -> str | None:
+    """The address that the coordinator of a run has left, which it takes away at its end."""
+    try:
+        return (run_dir / "address").read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def shown(path: Path) -> str:
+    """Relative to the working directory where that is shorter."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def require_free(bind: str) -> None:
     """Raises ConfigError if the coordinator could not listen on `bind`."""
     host, port = parse(bind)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("" if host == "*" else host, port))

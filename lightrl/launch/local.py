@@ -10,11 +10,16 @@ import os
 import shutil
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.config import Config, to_toml
-from lightrl.errors import LightRLError, PeerUnreachable
+from lightrl.core.state import RunState
+from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
+from lightrl.launch.address import listening, reachable, shown
+from lightrl.launch.running import ask, final_snapshot
 from lightrl.messages import Role
 from lightrl.node import client
 
@@ -45,7 +50,7 @@ class Daemon:
         code = self.ended.result()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         last = last_line(self.log).removeprefix("lightrl: ")
-        return f"{self.name} {how}{': ' if last else ''}{last} (log: {_shown(self.log)})"
+        return f"{self.name} {how}{': ' if last else ''}{last} (log: {shown(self.log)})"
 
 
 class LocalRun:
@@ -56,7 +61,7 @@ class LocalRun:
         self.run_dir = config.run_dir.resolve()
         self.daemons: list[Daemon] = []
         self.address = ""
-        self.lost: list[str] = []  # rollout daemons that failed while the run went on
+        self.lost: list[str] = []  # daemons that failed while the run went on
 
     async def start(self) -> None:
         """Returns when the coordinator listens and the other daemons are started.
@@ -80,7 +85,7 @@ class LocalRun:
             await self._spawn(f"rollout-{k}", "rollout")
 
     async def until_over(self) -> None:
-        """Returns when the coordinator has ended well. Raises RunFailed when the run cannot go on."""
+        """Returns when the run is over, finished or stopped. Raises RunFailed when it cannot go on."""
         head = self.daemons[0]
         known: set[str] = set()
         while not head.ended.done():
@@ -88,12 +93,11 @@ class LocalRun:
             await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
             news = [d for d in self.daemons if d.failed() and d.name not in known]
             known |= {d.name for d in news}
-            rollouts = [d for d in self.daemons if d.role == "rollout"]
-            all_gone = bool(rollouts) and all(d.ended.done() for d in rollouts)
             for daemon in news:
-                if daemon.role != "rollout" or all_gone:
+                if daemon.role != "rollout" or not await self._others_roll_out():
                     await self._give_up(daemon)
-                self.lost.append(daemon.obituary())
+                if daemon is not head:
+                    self.lost.append(daemon.obituary())
         if head.failed():
             await self._give_up(head)
 
@@ -131,32 +135,46 @@ class LocalRun:
 
     async def _listening(self, head: Daemon) -> str:
         """The address that the coordinator writes once it listens."""
-        file = self.run_dir / "address"
         deadline = asyncio.get_running_loop().time() + LISTENS_WITHIN_S
-        while not (file.exists() and (address := file.read_text().strip())):
+        while (address := listening(self.run_dir)) is None:
             await asyncio.wait([head.ended], timeout=0.05)
             if head.ended.done():
                 raise RunFailed(head.obituary())
             if asyncio.get_running_loop().time() > deadline:
                 said = last_line(head.log) or "nothing in its log"
                 raise RunFailed(
-                    f"head does not listen after {LISTENS_WITHIN_S:.0f} s: {said} (log: {_shown(head.log)})"
+                    f"head does not listen after {LISTENS_WITHIN_S:.0f} s: {said} (log: {shown(head.log)})"
                 )
-        return address
+        return reachable(address)  # the trainer learns from it under which address others see it
+
+    async def _others_roll_out(self) -> bool:
+        """Whether a rollout node is left, here or elsewhere."""
+        here = {d.name for d in self.daemons}
+        if any(d.role == "rollout" and not d.ended.done() for d in self.daemons):
+            return True
+        try:
+            snapshot = await ask(self.address)
+        except LightRLError:
+            return False
+        return any("rollout" in n.roles and n.state != "gone" and n.name not in here for n in snapshot.nodes)
 
     async def _give_up(self, daemon: Daemon) -> None:
-        """Raises RunFailed with the first cause, unless the run is ending well at this moment.
+        """Raises RunFailed with the first cause, unless the run is over or ending well at this moment.
 
         A coordinator that ends because its trainer failed, and the other way round, end within moments
         of each other: the one that is not the coordinator knows the reason.
         """
         head = self.daemons[0]
         await asyncio.wait([d.ended for d in self.daemons if d.role != "rollout"], timeout=FOLLOWS_WITHIN_S)
-        if daemon.role == "rollout" and head.ended.done() and not head.failed():
+        if head.ended.done() and (self._was_stopped() or (daemon.role == "rollout" and not head.failed())):
             return
         trainers = [d for d in self.daemons if d.role == "trainer" and d.failed()]
         cause = trainers[0] if daemon is head and trainers and _speaks(trainers[0]) else daemon
         raise RunFailed(cause.obituary())
+
+    def _was_stopped(self) -> bool:
+        last = final_snapshot(self.run_dir)
+        return last is not None and last.state == RunState.STOPPED
 
     async def _ask_to_drain(self, head: Daemon, reason: str) -> None:
         if self.address:
@@ -173,19 +191,59 @@ class LocalRun:
 
 
 def create_run_dir(config: Config) -> Path:
-    """The run directory with its resolved config, made now. The caller has checked that it is new."""
+    """The run directory with its resolved config, made now. The caller has checked that it is new.
+
+    Raises ConfigError if it cannot be made.
+    """
     run_dir = config.run_dir.resolve()
-    (run_dir / "logs").mkdir(parents=True)
-    (run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    try:
+        run_dir.mkdir(parents=True)
+        (run_dir / "logs").mkdir()
+        (run_dir / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    except OSError as e:
+        where = f"run.dir = {config.run.dir!r}, run.name = {config.run.name!r}"
+        raise ConfigError(f"{where}: cannot make this directory: {e.strerror}: {e.filename}") from None
     return run_dir
 
 
 def point_latest(run_dir: Path) -> None:
-    """Makes `latest` beside the run directory point at it, in one step."""
-    fresh = run_dir.parent / f".latest-{os.getpid()}"
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(run_dir.name)
-    fresh.replace(run_dir.parent / "latest")
+    """Makes `latest` beside the run directory point at it, in one step. Raises ConfigError."""
+    latest, fresh = run_dir.parent / "latest", run_dir.parent / f".latest-{os.getpid()}"
+    try:
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(run_dir.name)
+        fresh.replace(latest)
+    except OSError as e:
+        fresh.unlink(missing_ok=True)
+        raise ConfigError(f"run.dir: cannot make the link {latest}: {e.strerror}") from None
+
+
+def in_foreground(config: Config, daemon: Callable[[Path], int]) -> int:
+    """Runs a coordinator's `daemon` in this process with a new run directory; returns its exit status.
+
+    As with LocalRun, a run that never listened leaves nothing behind and `latest` alone.
+    """
+    run_dir = create_run_dir(config)
+    over = threading.Event()
+    threading.Thread(target=_announce, args=(run_dir, over), name="announce", daemon=True).start()
+    try:
+        return daemon(run_dir)
+    except (LightRLError, KeyboardInterrupt):
+        if listening(run_dir) is None and final_snapshot(run_dir) is None:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+    finally:
+        over.set()
+
+
+def _announce(run_dir: Path, over: threading.Event) -> None:
+    """Says so and moves `latest` once the coordinator listens, which comes after reading its input."""
+    while (address := listening(run_dir)) is None:
+        if over.wait(0.1):
+            return
+    print(f"join it from elsewhere: lightrl up --join {reachable(address)}", flush=True)
+    with contextlib.suppress(ConfigError):  # looked at before the start; the run is worth more than the link
+        point_latest(run_dir)
 
 
 def last_line(log: Path) -> str:
@@ -206,8 +264,3 @@ def _speaks(daemon: Daemon) -> bool:
 def _signal_session(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def _shown(path: Path) -> str:
-    """Relative to the working directory where that is shorter."""
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

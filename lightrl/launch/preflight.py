@@ -4,6 +4,7 @@ One clear line for each. Runs no user code and reads no data: the daemons do tha
 """
 
 import ast
+import os
 from pathlib import Path
 from typing import cast
 
@@ -28,8 +29,13 @@ def require_files(config: Config) -> None:
 
 def require_new(config: Config) -> None:
     """Raises ConfigError if the name or the port of the run is taken."""
-    if config.run_dir.exists():
+    if os.path.lexists(config.run_dir):
         raise ConfigError(f"run directory {config.run_dir} exists; choose another run.name or remove it")
+    latest = config.run_dir.parent / "latest"
+    if os.path.lexists(latest) and not latest.is_symlink():
+        raise ConfigError(
+            f"run.dir = {config.run.dir}: {latest} is not a link to a run, but in its place: move it"
+        )
     parse(config.run.bind)
     require_free(config.run.bind)
 

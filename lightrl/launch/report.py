@@ -6,12 +6,12 @@ Reads snapshots and the run directory; starts and stops nothing.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
-from lightrl.launch.address import find
+from lightrl.launch.running import OVER
 from lightrl.messages import NodeRow, Snapshot
 from lightrl.node import client
 from lightrl.tui.figures import count, duration
@@ -20,6 +20,7 @@ from lightrl.wire import from_json
 SNAPSHOT_EVERY_S = 0.5
 LINE_EVERY_S = 2.0
 RETRY_S = 1.0
+TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost")  # counters that a result must not hide
 
 
 async def print_progress(address: str, say: Callable[[str], None] = print) -> None:
@@ -31,7 +32,7 @@ async def print_progress(address: str, say: Callable[[str], None] = print) -> No
                 async for snapshot in snapshots:
                     for line in progress.lines(snapshot, time.monotonic()):
                         say(line)
-                    if snapshot.state in {"finished", "failed"}:
+                    if snapshot.state in OVER:
                         return
         except PeerUnreachable:
             pass  # whoever supervises the coordinator says why
@@ -43,14 +44,16 @@ class Progress:
 
     def __init__(self) -> None:
         self._said_at = float("-inf")
+        self._warned_at = float("-inf")
         self._step = 0
+        self._warned_step = 0
         self._num_evals = 0
         self._state = ""
 
     def lines(self, s: Snapshot, now: float) -> Iterator[str]:
         """The lines that this snapshot adds."""
         state = f"starting: {_readiness(s)}" if s.state == "starting" else s.state
-        if state != self._state and s.state in {"starting", "finishing", "failed"}:
+        if state != self._state and s.state in {"starting", "finishing", "stopped", "failed"}:
             yield state
         self._state = state
         for step, score in s.evals[self._num_evals :]:
@@ -65,15 +68,15 @@ class Progress:
                 + (f"  {s.step_seconds[-1]:.2f} s/step" if s.step_seconds else "")
                 + f"  {count(s.tokens_per_s)} tokens/s  {duration(s.elapsed_s)}"
             )
+        idle = s.step > self._warned_step and s.metrics.get("round/groups_trained") == 0
+        if idle and now - self._warned_at >= LINE_EVERY_S:
+            self._warned_step, self._warned_at = s.step, now
+            yield f"WARNING: step {s.step} trained no group; so far {', '.join(_trouble(s.counters))}"
 
 
 def result_lines(run_dir: Path) -> list[str]:
     """The short account of a finished run, from its summary. Raises LightRLError if there is none."""
-    file = run_dir / "summary.json"
-    try:
-        summary = from_json(file.read_bytes(), dict[str, Any])
-    except FileNotFoundError:
-        raise LightRLError(f"{file}: missing, so the run did not finish; see {run_dir / 'logs'}") from None
+    summary = _summary(run_dir)
     wall_s = summary.get("rl_wall_s") or 0.0
     tokens = summary.get("rollout_tokens") or 0
     lines = [f"finished {summary.get('steps')} steps in {duration(wall_s)} ({wall_s:.1f} s)"]
@@ -84,11 +87,20 @@ def result_lines(run_dir: Path) -> list[str]:
     lines.append(
         f"  tokens     {tokens:,}{speed}; {summary.get('trained_responses', 0):,} responses trained on"
     )
+    if trouble := _trouble(summary.get("counters") or {}):
+        lines.append(f"  WARNING    {', '.join(trouble)}; see {run_dir / 'logs'}")
+    if not summary.get("trained_responses"):
+        lines.append("  WARNING    no response was trained on: the model is as it was")
     model = exported_model(run_dir)
     if model is not None:
         lines.append(f"  model      {model}")
     lines.append(f"  run        {run_dir}")
     return lines
+
+
+def stop_reason(run_dir: Path) -> str:
+    """Why the run ended, from its summary. Raises LightRLError if there is none."""
+    return str(_summary(run_dir).get("reason") or "no reason given")
 
 
 def exported_model(run_dir: Path) -> Path | None:
@@ -97,31 +109,18 @@ def exported_model(run_dir: Path) -> Path | None:
     return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
 
 
-async def one_snapshot(target: str | None) -> Snapshot:
-    """How the run stands that ADDR, a run directory or nothing (the latest run) means.
-
-    Raises PeerUnreachable if it neither answers nor has left a last snapshot.
-    """
-    address, run_dir = find(target)
-    if run_dir is not None and (last := final_snapshot(run_dir)) is not None:
-        return last
-    if address is None:
-        raise PeerUnreachable(f"{run_dir}: this run never listened; see {run_dir}/logs")
-    async with contextlib.aclosing(client.watch(address, 0.0)) as snapshots:
-        async for snapshot in snapshots:
-            return snapshot
-    raise PeerUnreachable(f"{address}: closed the connection without an answer")
-
-
-def final_snapshot(run_dir: Path) -> Snapshot | None:
-    """The snapshot left at the end of a run; None while it runs (again)."""
-    file, address = run_dir / "snapshot.json", run_dir / "address"
-    if not file.exists() or (address.exists() and address.stat().st_mtime > file.stat().st_mtime):
-        return None
+def _summary(run_dir: Path) -> dict[str, Any]:
+    file = run_dir / "summary.json"
     try:
-        return from_json(file.read_bytes(), Snapshot)
+        return from_json(file.read_bytes(), dict[str, Any])
+    except FileNotFoundError:
+        raise LightRLError(f"{file}: missing, so the run did not finish; see {run_dir / 'logs'}") from None
     except ProtocolError as e:
         raise LightRLError(f"{file}: {e}") from None
+
+
+def _trouble(counters: Mapping[str, int]) -> list[str]:
+    return [f"{name.replace('_', ' ')}: {counters[name]:,}" for name in TROUBLE if counters.get(name)]
 
 
 def status_lines(s: Snapshot) -> list[str]:

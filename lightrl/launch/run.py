@@ -9,9 +9,11 @@ import signal
 from pathlib import Path
 
 from lightrl.config import Config
+from lightrl.core.state import RunState
 from lightrl.launch.local import LocalRun, RunFailed
 from lightrl.launch.preflight import require_files, require_new
-from lightrl.launch.report import final_snapshot, print_progress, result_lines
+from lightrl.launch.report import print_progress, result_lines, stop_reason
+from lightrl.launch.running import final_snapshot
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -74,11 +76,11 @@ async def _watch(address: str, tui: bool) -> None:
 
 def _conclude(run_dir: Path, interrupted: bool) -> int:
     last = final_snapshot(run_dir)
-    if last is not None and last.state != "finished":
-        why = "interrupted" if interrupted else last.state
-        print(f"{why} at step {last.step} of {last.num_steps}; the run is in {run_dir}")
+    if last is not None and last.state != RunState.FINISHED:
+        where = f"{last.state} at step {last.step} of {last.num_steps} ({stop_reason(run_dir)})"
+        print(f"{where}; the run is in {run_dir}")
         return 1
-    if interrupted and not (run_dir / "summary.json").exists():
+    if last is None and interrupted:
         print(f"interrupted; the run is in {run_dir}" if run_dir.exists() else "interrupted")
         return 1
     print("\n".join(result_lines(run_dir)), flush=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import secrets
+import time
 from collections.abc import AsyncGenerator
 
 from lightrl.errors import PeerUnreachable
@@ -10,6 +10,7 @@ from lightrl.messages import Drain, Snapshot, Watch
 from lightrl.node.link import Link
 
 ANSWER_S = 3.0  # a live coordinator answers a Watch at once
+RENEW_S = 2.0  # a watcher says so often that it still looks on
 
 
 async def watch(address: str, every_s: float) -> AsyncGenerator[Snapshot, None]:
@@ -18,9 +19,12 @@ async def watch(address: str, every_s: float) -> AsyncGenerator[Snapshot, None]:
     Raises PeerUnreachable if nobody answers or the coordinator falls silent.
     """
     link = await Link.connect(address, _name(), ANSWER_S)
+    renewed_at = -RENEW_S
     try:
-        link.send(Watch(every_s))
         while True:
+            if time.monotonic() - renewed_at >= RENEW_S:
+                renewed_at = time.monotonic()
+                link.send(Watch(every_s))
             for snapshot in await _snapshots(link, address, every_s):
                 yield snapshot
             if every_s == 0:
@@ -50,4 +54,4 @@ async def _snapshots(link: Link, address: str, every_s: float) -> list[Snapshot]
 
 
 def _name() -> str:
-    return f"tool-{os.getpid()}-{secrets.token_hex(3)}"
+    return f"tool-{os.getpid()}"

@@ -39,10 +39,11 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.core.state import DrawnPrompt, RunState, Settings
+from lightrl.core.state import DrawnPrompt, RunState
 from lightrl.data import Prompt, PromptCursor, load_prompts, load_tokenizer, model_files, stop_token_ids
 from lightrl.errors import DataError, PeerUnreachable, ProtocolError
 from lightrl.messages import (
+    REJOIN,
     Bye,
     Drain,
     Heartbeat,
@@ -50,7 +51,6 @@ from lightrl.messages import (
     Message,
     PublishWeights,
     Sample,
-    Sampling,
     StepDone,
     TokenChunk,
     Watch,
@@ -59,13 +59,15 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.metrics import MetricsLog
-from lightrl.node.link import Hub
+from lightrl.node.link import SEPARATOR, Hub
 from lightrl.node.records import Records
 from lightrl.node.scratch import scratch_dir
+from lightrl.node.settings import core_settings, vocabulary
+from lightrl.node.watchers import Watchers
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
 from lightrl.wire import pack_i32, to_json
 
-MIN_WATCH_S = 0.1  # between two snapshots to one watcher
+MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
 SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 does not explain
 
 
@@ -87,22 +89,33 @@ class Head:
         )
         if len(self._prompts) < config.train.prompts_per_step:
             raise DataError(
-                f"{config.data.path}: {len(self._prompts)} prompts, but train.prompts_per_step = "
-                f"{config.train.prompts_per_step}; a step must not hold a prompt twice"
+                f"{config.data.path}: {len(self._prompts)} prompts are fewer than "
+                f"train.prompts_per_step = {config.train.prompts_per_step}"
             )
         self._cursor = PromptCursor(len(self._prompts), config.run.seed, config.data.shuffle)
-        self._settings = _settings(
-            config, stop_token_ids(config.model.path, tokenizer), len(self._eval_prompts)
+        self._settings = core_settings(
+            config,
+            vocabulary=vocabulary(self._model_files, self._prompts | self._eval_prompts, config),
+            stop_ids=stop_token_ids(config.model.path, tokenizer),
+            num_eval_prompts=len(self._eval_prompts),
         )
         self._core = Coordinator(self._settings, time.monotonic())
+        eval_set = Path(config.eval.path).stem
         self._records = Records(
-            config.run.name, str(run_dir), name, config.train.steps, config.rollout.max_response_length
+            config.run.name,
+            str(run_dir),
+            name,
+            eval_set,
+            config.train.steps,
+            config.rollout.max_response_length,
         )
         self._rewards: RewardPool | None = None
         self._reason = "ended before it was over"
         self._timer: asyncio.TimerHandle | None = None
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._watchers = Watchers(self._send_snapshot)
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
+        self._identity: dict[str, str] = {}  # node -> identity of the process that speaks for it
 
     @property
     def succeeded(self) -> bool:
@@ -110,7 +123,7 @@ class Head:
 
     def stop(self, reason: str) -> None:
         """Ends the run in order: every node is asked to leave."""
-        self.feed(DrainRequested("*", reason))
+        self._inbox.put_nowait(DrainRequested("*", reason))
 
     async def run(self) -> None:
         """Returns when the run is over. Raises RewardError if the reward functions cannot be used."""
@@ -122,22 +135,28 @@ class Head:
             rewards = self._rewards = RewardPool(
                 self._config.reward, scratch, self._config.data.answer_key, logs, self._scored
             )
-            await rewards.start()
-            (self._run_dir / "address").write_text(self.address + "\n")
             try:
                 async with asyncio.TaskGroup() as tasks:
                     background = [
-                        tasks.create_task(rewards.run(), name="rewards"),
                         tasks.create_task(self._receive(tasks), name="receive"),
+                        tasks.create_task(self._feed_inbox(), name="inbox"),
                         tasks.create_task(self._beat(), name="heartbeat"),
+                        tasks.create_task(self._serve_rewards(rewards), name="rewards"),
                     ]
                     await self._finished
-                    for task in (*background, *self._watching.values()):
+                    self._watchers.cancel()
+                    for task in background:
                         task.cancel()
             finally:
                 await rewards.stop()
                 self._write_end()
                 self._hub.close()
+
+    async def _serve_rewards(self, rewards: RewardPool) -> None:
+        """Nodes may come while the workers start; that all input is good is said by the address file."""
+        await rewards.start()
+        (self._run_dir / "address").write_text(self.address + "\n")
+        await rewards.run()
 
     # Events in, commands out
 
@@ -166,17 +185,15 @@ class Head:
                 ids = response.tokens.tobytes()
                 self._rewards.submit(RewardJob(response.id, task.text, task.row, ids, response.finish_reason))
             case CloseRound(round) if round.is_eval:
-                score = self._records.close_eval(round)
-                self._report(f"evaluation at step {round.step}: {score:.3f}")
+                record = self._records.close_eval(round)
+                self._metrics.write(round.step, record)
+                self._report(f"evaluation at step {round.step}: {self._records.evals[-1][1]:.3f}")
             case CloseRound(round):
                 self._records.close_round(round)
             case CloseStep(step):
                 record = self._records.close_step(command)
                 self._metrics.write(step + 1, record)
-                if (gap := record.get("train_rollout_logprob_abs_diff", 0.0)) > SUSPICIOUS_GAP:
-                    self._report(
-                        f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?"
-                    )
+                self._warn(record)
                 self._report(_step_line(step + 1, record))
             case Report(text):
                 self._report(text)
@@ -187,12 +204,26 @@ class Head:
                     self._finished.set_result(None)
         return None
 
+    def _warn(self, record: dict[str, float]) -> None:
+        r = self._config.rollout
+        gap = record.get("train_rollout_logprob_abs_diff", 0.0)
+        if gap > SUSPICIOUS_GAP and r.top_p == 1 and r.top_k == 0:  # the trainer knows of neither filter
+            self._report(f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?")
+        if record["round/groups_trained"] == 0:
+            self._report("WARNING: no group of this step had all its rewards; nothing was trained")
+
     def _send(self, node: str, message: Message) -> Event | None:
-        try:
-            self._hub.send(node, message)
-        except PeerUnreachable:
+        if not self._tell(self._identity.get(node, node), message):
             return NodeLost(node, "connection lost")
         return None
+
+    def _tell(self, identity: str, message: Message) -> bool:
+        """Whether there is such a peer."""
+        try:
+            self._hub.send(identity, message)
+        except PeerUnreachable:
+            return False
+        return True
 
     def _draw(self, source: str, count: int) -> tuple[DrawnPrompt, ...]:
         if source == "eval":
@@ -204,11 +235,13 @@ class Head:
     def _scored(self, result: RewardResult) -> None:
         response = self._core.ledger.responses.get(result.response)
         if response is not None and self._core.ledger.round is not None:
+            if not self._core.ledger.round.is_eval:
+                self._records.reward_figures(result.metrics)
             task = self._task_of(response.group)
             self._records.sample(
                 Sample(
                     response=result.response,
-                    prompt=task.text if task is not None else "",
+                    prompt=task.text[:MAX_SAMPLE_TEXT] if task is not None else "",
                     text=result.text,
                     reward=result.reward,
                     num_tokens=len(response.tokens),
@@ -223,6 +256,14 @@ class Head:
         held = self._core.ledger.round.groups.get(group)
         return prompts.get(held.prompt.id) if held is not None else None
 
+    def _send_snapshot(self, identity: str) -> bool:
+        return self._tell(identity, self._records.snapshot(self._core, time.monotonic()))
+
+    async def _feed_inbox(self) -> None:
+        """In a task of its own, so that an error ends the run instead of a callback."""
+        while True:
+            self.feed(await self._inbox.get())
+
     def _set_timer(self) -> None:
         deadline = self._core.next_deadline()
         if self._timer is not None:
@@ -230,28 +271,57 @@ class Head:
             self._timer = None
         if deadline is not None and not self._finished.done():
             delay = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self.feed, TimerFired())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._time_out, deadline)
+
+    def _time_out(self, deadline: float) -> None:
+        """If this process was late itself, heartbeats wait in its socket: they come first."""
+        grace_s = 2 * self._config.node.heartbeat_s
+        if time.monotonic() - deadline > grace_s:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(grace_s, self._inbox.put_nowait, TimerFired())
+        else:
+            self._inbox.put_nowait(TimerFired())
 
     # Peers
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            for peer, message in await self._hub.receive():
-                self._take(peer, message, tasks)
+            for identity, message in await self._hub.receive():
+                peer = identity.rpartition(SEPARATOR)[0] or identity
+                if isinstance(message, Watch):
+                    self._watchers.renew(identity, message.every_s, tasks)
+                elif isinstance(message, Hello) and message.node == peer:
+                    self._greet(identity, message)
+                elif isinstance(message, Drain) and message.node != peer:
+                    self.feed(DrainRequested(message.node, message.reason))
+                elif self._identity.get(peer) == identity:
+                    self._take(peer, message)
+                elif isinstance(message, Heartbeat):  # given up while it was silent, or taken over
+                    self._tell(identity, Welcome(self._config.run.name, refused=REJOIN))
+                elif isinstance(message, ProtocolError):
+                    self._records.bad_frames += 1
 
-    def _take(self, peer: str, message: Message | ProtocolError, tasks: asyncio.TaskGroup) -> None:
+    def _greet(self, identity: str, hello: Hello) -> None:
+        """The process that says hello speaks for its node from now on, if the core agrees."""
+        before = self._identity.get(hello.node)
+        self._identity[hello.node] = identity
+        self.feed(NodeJoined(hello))
+        known = self._core.fleet.nodes.get(hello.node)
+        if known is None or known.incarnation != hello.incarnation:
+            if before is not None:
+                self._identity[hello.node] = before
+            else:
+                del self._identity[hello.node]
+
+    def _take(self, peer: str, message: Message | ProtocolError) -> None:
         match message:
             case TokenChunk():
                 self.feed(TokensArrived(peer, message))
-            case Heartbeat(load):
+            case Heartbeat():
                 if peer in self._core.fleet.nodes:
-                    self.feed(NodeHeard(peer, load))
-                else:  # it was given up while it was silent
-                    self._send(
-                        peer, Welcome(self._config.run.name, refused="this node was lost; start it again")
-                    )
-            case Hello() if message.node == peer:
-                self.feed(NodeJoined(message))
+                    self.feed(NodeHeard(peer, message))
+                else:
+                    self._send(peer, Welcome(self._config.run.name, refused=REJOIN))
             case PublishWeights():
                 self.feed(WeightsPublished(peer, message))
             case WeightsReady():
@@ -262,34 +332,12 @@ class Head:
                 self.feed(StepTrained(peer, message))
             case Bye(reason, ok):
                 self.feed(NodeLeft(peer, reason, ok))
-            case Drain(node, reason) if node == peer:
+            case Drain(_, reason):
                 self.feed(NodeDraining(peer, reason))
-            case Drain(node, reason):
-                self.feed(DrainRequested(node, reason))
-            case Watch(every_s):
-                self._watch(peer, every_s, tasks)
             case _:
                 self._records.bad_frames += 1
                 problem = str(message) if isinstance(message, ProtocolError) else "unexpected message"
-                self.feed(NodeLost(peer, f"{problem[:200]}"))
-
-    def _watch(self, peer: str, every_s: float, tasks: asyncio.TaskGroup) -> None:
-        previous = self._watching.pop(peer, None)
-        if previous is not None:
-            previous.cancel()
-        if self._send_snapshot(peer) and every_s > 0:
-            self._watching[peer] = tasks.create_task(self._keep_watching(peer, max(every_s, MIN_WATCH_S)))
-
-    async def _keep_watching(self, peer: str, every_s: float) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            if not self._send_snapshot(peer):
-                self._watching.pop(peer, None)
-                return
-
-    def _send_snapshot(self, peer: str) -> bool:
-        snapshot = self._records.snapshot(self._core, time.monotonic())
-        return self._send(peer, snapshot) is None
+                self.feed(NodeLost(peer, problem[:200]))
 
     async def _beat(self) -> None:
         """Lets every node know that the coordinator lives, and measures how fast they are."""
@@ -311,31 +359,12 @@ class Head:
         now = time.monotonic()
         summary = self._records.summary(self._core, self._reason, now - self._core.started_at)
         (self._run_dir / "summary.json").write_bytes(to_json(summary) + b"\n")
-        snapshot = self._records.snapshot(self._core, now)
+        snapshot = self._records.snapshot(self._core, now, over=True)
         (self._run_dir / "snapshot.json").write_bytes(to_json(snapshot) + b"\n")
-        for peer in self._watching:  # the last word to whoever looks on
-            self._send(peer, snapshot)
+        for identity in self._watchers.identities:  # the last word to whoever looks on
+            self._tell(identity, snapshot)
         (self._run_dir / "address").unlink(missing_ok=True)
         self._metrics.close()
-
-
-def _settings(config: Config, stop_ids: tuple[int, ...], num_eval_prompts: int) -> Settings:
-    r = config.rollout
-    return Settings(
-        run_seed=config.run.seed,
-        num_steps=config.train.steps,
-        prompts_per_step=config.train.prompts_per_step,
-        group_size=r.group_size,
-        max_response_tokens=r.max_response_length,
-        sampling=Sampling(r.temperature, r.top_p, r.top_k, stop_ids),
-        eval_interval=config.eval.interval,
-        num_eval_prompts=num_eval_prompts,
-        eval_samples=config.eval.samples,
-        eval_sampling=Sampling(config.eval.temperature, stop_token_ids=stop_ids),
-        slots=r.slots,
-        lease_s=config.node.lease_s,
-        reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
-    )
 
 
 def _by_id(prompts: list[Prompt]) -> dict[str, Prompt]:

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from lightrl.config import Config
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.messages import (
     PROTOCOL,
+    REJOIN,
     Abort,
     Bye,
     Drain,
@@ -82,14 +82,25 @@ async def _main(options: DaemonOptions) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         loop.add_signal_handler(number, stop, signal.Signals(number).name)
-    parts: list[Coroutine[Any, Any, None]] = [part.run() for part in (head, worker) if part is not None]
     try:
         async with asyncio.TaskGroup() as tasks:
-            for part in parts:
-                tasks.create_task(part)
+            if head is not None:
+                tasks.create_task(head.run())
+            if worker is not None:
+                tasks.create_task(_work(worker, beside=head))
     except* LightRLError as errors:
         raise first_error(errors) from None
     return 0 if head is None or head.succeeded else 1
+
+
+async def _work(worker: "Worker", beside: Head | None) -> None:
+    """A worker that fails has told the coordinator why; it ends its daemon unless that is here, too."""
+    try:
+        await worker.run()
+    except LightRLError as e:
+        if beside is None:
+            raise
+        print(f"lightrl: {e}", flush=True)
 
 
 def first_error(group: BaseExceptionGroup[Any]) -> BaseException:
@@ -122,6 +133,8 @@ class Worker:
         self._drained = asyncio.Event()
         self._heard_at = time.monotonic()
         self._reason = "drained"
+        self._broken = ""  # why this node cannot go on
+        self._is_rejoining = False  # said hello again, not yet welcomed
         self._link: Link | None = None
 
     def drain(self, reason: str) -> None:
@@ -134,7 +147,9 @@ class Worker:
 
     async def run(self) -> None:
         """Returns when the node has left. Raises LightRLError if it failed."""
-        link = self._link = await Link.connect(self._address, self._name)
+        link = self._link = await Link.connect(
+            self._address, self._name, on_break=lambda: self._rejoin("the connection broke")
+        )
         try:
             welcome, early = await self._join(link)
             config = Config.model_validate_json(welcome.config_json)
@@ -169,38 +184,63 @@ class Worker:
         early: list[Message],
         scratch: Path,
     ) -> None:
-        logs = self._log_dir()
         self._heard_at = time.monotonic()
         try:
             async with asyncio.TaskGroup() as tasks:
-                running: list[asyncio.Task[None]] = []
-                finished: list[asyncio.Task[None]] = []
-                if "rollout" in self._roles:
-                    model_dir = _write_model_files(scratch, model_files)
-                    log = logs / f"{self._name}-engine.log" if logs else None
-                    slots = self._hello.slots or config.rollout.slots
-                    self._rollout = Rollout(config, slots, model_dir, scratch, log, link.send, self._rejoin)
-                    running.append(tasks.create_task(self._rollout.run(), name="rollout"))
-                if "trainer" in self._roles:
-                    host = own_address(self._address)
-                    run_dir = self._run_dir or _run_dir_here(config)
-                    self._trainer = Trainer(config, run_dir, scratch, host, link.send)
-                    finished.append(tasks.create_task(self._trainer.run(), name="trainer"))
+                roles = self._start_roles(tasks, link, config, model_files, scratch)
                 for message in early:
                     self._handle(message)
-                running.append(tasks.create_task(self._receive(link), name="receive"))
-                running.append(tasks.create_task(self._beat(link, config), name="heartbeat"))
+                background = [
+                    tasks.create_task(self._receive(link), name="receive"),
+                    tasks.create_task(self._beat(link, config), name="heartbeat"),
+                ]
                 await self._drained.wait()
-                # A trainer that was told that the run is over has a last checkpoint to finish.
-                if finished and self._trainer is not None and self._trainer.all_steps_done:
-                    await asyncio.wait(finished)
-                for task in running + finished:
+                await self._leave(roles, config)
+                for task in background:  # until here the coordinator must see that this node lives
                     task.cancel()
         except* LightRLError as errors:
             raise first_error(errors) from None
         finally:
             if self._trainer is not None:
                 await self._trainer.close()
+
+    def _start_roles(
+        self,
+        tasks: asyncio.TaskGroup,
+        link: Link,
+        config: Config,
+        model_files: dict[str, bytes],
+        scratch: Path,
+    ) -> list[asyncio.Task[None]]:
+        started: list[asyncio.Task[None]] = []
+        if "rollout" in self._roles:
+            # A node that joined from elsewhere has no run directory: its engine writes where the daemon does.
+            log = self._run_dir / "logs" / f"{self._name}-engine.log" if self._run_dir is not None else None
+            model_dir, pulled = scratch / "model", scratch / "pulled"
+            _write_model_files(model_dir, model_files)
+            pulled.mkdir()
+            slots = self._hello.slots or config.rollout.slots
+            self._rollout = Rollout(config, slots, model_dir, pulled, log, self._address, link.send)
+            started.append(tasks.create_task(self._rollout.run(), name="rollout"))
+        if "trainer" in self._roles:
+            run_dir = self._run_dir or _run_dir_here(config)
+            published = scratch / "published"
+            published.mkdir()
+            self._trainer = Trainer(config, run_dir, published, own_address(self._address), link.send)
+            started.append(tasks.create_task(self._trainer.run(), name="trainer"))
+        return started
+
+    async def _leave(self, roles: list[asyncio.Task[None]], config: Config) -> None:
+        """The last tokens are sent and a checkpoint is written before the roles end."""
+        if self._rollout is not None:
+            await self._rollout.flush()
+        if self._trainer is not None:
+            limit_s = None if self._trainer.all_steps_done else config.node.grace_s
+            self._trainer.stop()
+            await asyncio.wait([t for t in roles if t.get_name() == "trainer"], timeout=limit_s)
+        for task in roles:
+            task.cancel()
+        await asyncio.wait(roles)
 
     async def _receive(self, link: Link) -> None:
         while True:
@@ -210,14 +250,19 @@ class Worker:
 
     def _handle(self, message: Message) -> None:
         match message:
+            case Generate() if self._drained.is_set():
+                pass  # sent before the coordinator knew; it hands it to another node when this one has left
             case Generate() | Abort() | PublishWeights() if self._rollout is not None:
                 self._rollout.handle(message)
             case TrainShard() if self._trainer is not None:
                 self._trainer.handle(message)
             case Drain(_, reason):
                 self.drain(reason)
+            case Welcome(refused=refused) if refused == REJOIN:
+                self._rejoin("given up by the coordinator")
             case Welcome():
                 _raise_if_refused(message)
+                self._is_rejoining = False
             case _:
                 pass  # a heartbeat, or news for a role that this daemon does not have
 
@@ -227,23 +272,34 @@ class Worker:
         due = time.monotonic()
         while True:
             lag = time.monotonic() - due
+            parts = [part for part in (self._rollout, self._trainer) if part is not None]
             load = self._rollout.load if self._rollout is not None else Load()
-            link.send(Heartbeat(load, lag * 1000))
+            link.send(Heartbeat(load, lag * 1000, next((p.device for p in parts if p.device), "")))
+            if self._broken:
+                raise PeerUnreachable(f"{self._address}: {self._broken}")
             silent = time.monotonic() - self._heard_at
             if silent > config.node.lease_s and lag < period:  # else it is this process that was stopped
                 raise PeerUnreachable(f"{self._address}: coordinator not heard of for {silent:.1f} s")
             due = time.monotonic() + period
             await asyncio.sleep(period)
 
-    def _rejoin(self) -> None:
-        """All that ran here is gone: introduce this node as a new one."""
+    def _rejoin(self, why: str) -> None:
+        """Messages may be lost: introduce this node as a new one, with nothing running.
+
+        A trainer cannot: what it has trained on is not known any more.
+        """
+        if self._drained.is_set() or self._is_rejoining:
+            return
+        if "trainer" in self._roles:
+            self._broken = why
+            return
+        print(f"joining again: {why}", flush=True)
+        if self._rollout is not None:
+            self._rollout.forget()
+        self._is_rejoining = True
         self._hello = replace(self._hello, incarnation=time.time_ns())
         if self._link is not None:
             self._link.send(self._hello)
-
-    def _log_dir(self) -> Path | None:
-        """A node that joined from elsewhere has no run directory: its children write where it does."""
-        return self._run_dir / "logs" if self._run_dir is not None else None
 
 
 def _run_dir_here(config: Config) -> Path:
@@ -258,11 +314,9 @@ def _raise_if_refused(welcome: Welcome) -> None:
         raise PeerUnreachable(f"the coordinator refuses this node: {welcome.refused}")
 
 
-def _write_model_files(scratch: Path, files: dict[str, bytes]) -> Path:
-    folder = scratch / "model"
+def _write_model_files(folder: Path, files: dict[str, bytes]) -> None:
     folder.mkdir()
     for name, data in files.items():
         if Path(name).name != name:
             raise ProtocolError(f"model file {name!r} is not a plain name")
         (folder / name).write_bytes(data)
-    return folder

@@ -6,10 +6,14 @@ messages; decides nothing.
 - Without ROUTER_HANDOVER a restarted daemon is ignored while its old connection lives.
 - Awaiting every message costs four times as much as waiting once and draining without awaiting.
 - ZeroMQ's file descriptor is edge-triggered, and a send may consume the edge: look at EVENTS after both.
+- A connection that breaks and comes back loses what was in flight, silently: a node must notice it.
+- Two daemons of one name would steal each other's connection: an identity is a name and a process.
 """
 
 import asyncio
+import secrets
 import socket
+from collections.abc import Callable
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -21,6 +25,8 @@ from lightrl.wire import MAX_FRAME_BYTES, MESSAGES
 
 MAX_DRAIN = 256  # messages taken before other tasks get their turn
 LINGER_MS = 1000  # what closing may wait for the last messages
+WILDCARD = "0.0.0.0"
+SEPARATOR = "/"  # between the two halves of an identity
 
 
 class _Socket:
@@ -113,8 +119,13 @@ class Link(_Socket):
     """A node's or a tool's end: one connection to the coordinator, which ZeroMQ re-establishes."""
 
     @classmethod
-    async def connect(cls, address: str, name: str, timeout_s: float = 3.0) -> Self:
-        """Connects as `name`. Raises PeerUnreachable if nothing listens at `address`."""
+    async def connect(
+        cls, address: str, name: str, timeout_s: float = 3.0, on_break: Callable[[], None] | None = None
+    ) -> Self:
+        """Connects as a process of node or tool `name`. Raises PeerUnreachable if nothing listens there.
+
+        `on_break` is called when the connection has broken: messages may be lost, in both directions.
+        """
         host, port = host_and_port(address)
         try:
             async with asyncio.timeout(timeout_s):
@@ -122,11 +133,15 @@ class Link(_Socket):
         except (OSError, TimeoutError):
             raise PeerUnreachable(f"{address}: nothing answers there; is the coordinator running?") from None
         writer.close()
-        return cls(address, name)
+        return cls(address, f"{name}{SEPARATOR}{secrets.token_hex(4)}", on_break)
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, identity: str, on_break: Callable[[], None] | None) -> None:
         super().__init__(zmq.DEALER)
-        self._sock.set(zmq.IDENTITY, name.encode())
+        self._sock.set(zmq.IDENTITY, identity.encode())
+        self._monitor: zmq.Socket[bytes] | None = None
+        if on_break is not None:
+            monitor = self._monitor = self._sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._loop.add_reader(monitor.fileno(), self._drain_monitor, on_break)
         self._sock.connect(address)
 
     def send(self, message: Message) -> None:
@@ -135,6 +150,18 @@ class Link(_Socket):
     async def receive(self) -> list[Message]:
         """Waits for messages. Raises ProtocolError if the coordinator sends something unreadable."""
         return [MESSAGES.decode(frames[-1]) for frames in await self._receive_frames()]
+
+    def close(self) -> None:
+        if self._monitor is not None:
+            self._loop.remove_reader(self._monitor.fileno())
+            self._sock.disable_monitor()
+            self._monitor = None
+        super().close()
+
+    def _drain_monitor(self, on_break: Callable[[], None]) -> None:
+        while self._monitor is not None and self._monitor.poll(0):
+            self._monitor.recv_multipart(zmq.DONTWAIT)
+            on_break()
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -150,8 +177,13 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def own_address(towards: str) -> str:
-    """The address of this machine that `towards` (tcp://host:port) sees; nothing is sent."""
+    """The address of this machine that `towards` (tcp://host:port) sees; nothing is sent.
+
+    0.0.0.0 stays what it is: a coordinator that listens everywhere, on this machine.
+    """
     host, port = host_and_port(towards)
+    if host == WILDCARD:
+        return host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

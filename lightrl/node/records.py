@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.state import Group, GroupState, NodeState, Response, ResponseState, Round
+from lightrl.core.state import Group, GroupState, NodeState, Response, ResponseState, Round, RunState
 from lightrl.messages import NodeRow, Sample, Snapshot
 
 HISTORY_STEPS = 500
@@ -24,15 +24,19 @@ HISTOGRAM_BINS = 12
 
 
 class Records:
-    def __init__(self, run: str, run_dir: str, head: str, num_steps: int, max_response_tokens: int) -> None:
-        """`head` is the name of the coordinator's daemon."""
+    def __init__(
+        self, run: str, run_dir: str, head: str, eval_set: str, num_steps: int, max_response_tokens: int
+    ) -> None:
+        """`head` is the name of the coordinator's daemon, `eval_set` that of the evaluation set."""
         self._run = run
         self._head = head
+        self._eval_set = eval_set
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._max_response_tokens = max_response_tokens
         self._digest = hashlib.blake2b(digest_size=16)  # of all trained responses so far
         self._pending: dict[str, float] = {}  # of the round that is closed but not yet trained
+        self._reward_figures: dict[str, list[float]] = {}  # of the round that is open
         self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._lengths: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._seconds: deque[float] = deque(maxlen=HISTORY_STEPS)
@@ -53,12 +57,25 @@ class Records:
     def sample(self, sample: Sample) -> None:
         self._samples.appendleft(sample)
 
-    def close_eval(self, round: Round) -> float:
-        """Mean reward over all responses of an evaluation; one without a score counts as 0."""
-        rewards = [r.reward or 0.0 for g in round.groups.values() for r in g.responses]
-        score = statistics.fmean(rewards)
+    def reward_figures(self, figures: dict[str, float]) -> None:
+        """What a reward function said about a response besides its reward."""
+        for name, value in figures.items():
+            self._reward_figures.setdefault(name, []).append(value)
+
+    def close_eval(self, round: Round) -> dict[str, float]:
+        """The record of an evaluation. A response without a score counts as 0.
+
+        avg@k is the mean reward, pass@k the share of prompts with a response of reward 1 or more.
+        """
+        groups_GR = [[r.reward or 0.0 for r in g.responses] for g in round.groups.values()]
+        score = statistics.fmean(reward for group in groups_GR for reward in group)
+        passed = statistics.fmean(float(max(group) >= 1.0) for group in groups_GR)
         self.evals.append((round.step, score))
-        return score
+        k = round.group_size
+        return {
+            f"eval/{self._eval_set}/avg@{k}": score,
+            f"eval/{self._eval_set}/pass@{k}": passed,
+        }
 
     def close_round(self, round: Round) -> None:
         trained = [g for g in round.groups.values() if g.state is GroupState.SCORED]
@@ -78,7 +95,9 @@ class Records:
             "round/groups_trained": float(len(trained)),
             "round/groups_dropped": float(len(round.groups) - len(trained)),
             "perf/rollout_tokens_per_s": sum(lengths) / rollout_s if rollout_s > 0 else 0.0,
+            **{f"reward/{name}": _mean(values) for name, values in self._reward_figures.items()},
         }
+        self._reward_figures.clear()
 
     def close_step(self, done: CloseStep) -> dict[str, float]:
         """The record of a finished step, for metrics.jsonl."""
@@ -93,8 +112,6 @@ class Records:
             "timing_s/train_after_rollout": done.train_s,
             "timing_s/weights": done.weights_s,
         }
-        if self.evals and self.evals[-1][0] == done.step:
-            record["eval/reward"] = self.evals[-1][1]
         self._rewards.append(record["reward/mean"])
         self._lengths.append(record["response_length/mean"])
         self._seconds.append(seconds)
@@ -108,7 +125,7 @@ class Records:
         c = core.ledger.counters
         return {
             "run": self._run,
-            "state": str(core.state),
+            "state": _final(core.state),
             "reason": reason,
             "steps": core.step,
             "eval_start": self.evals[0][1] if self.evals else None,
@@ -125,7 +142,8 @@ class Records:
             "counters": self._counters(core),
         }
 
-    def snapshot(self, core: Coordinator, now: float) -> Snapshot:
+    def snapshot(self, core: Coordinator, now: float, over: bool = False) -> Snapshot:
+        """`over`: nothing will follow, in whatever state the core is."""
         elapsed = now - core.started_at
         round = core.ledger.round
         states = [r.state for r in core.ledger.responses.values()]
@@ -133,7 +151,7 @@ class Records:
         return Snapshot(
             run=self._run,
             run_dir=self._run_dir,
-            state=str(core.state),
+            state=str(core.state) if not over else _final(core.state),
             step=core.step,
             num_steps=self._num_steps,
             policy_version=core.fleet.published.policy_version if core.fleet.published else None,
@@ -212,7 +230,14 @@ class Records:
             tokens_per_s=rate.per_s if rate is not None else 0.0,
             kv_usage=node.load.kv_usage,
             heard_s_ago=now - node.heard_at,
+            loop_lag_ms=node.loop_lag_ms,
         )
+
+
+def _final(state: RunState) -> str:
+    """A coordinator that ends in any other state has failed."""
+    ends = {RunState.FINISHED, RunState.STOPPED, RunState.FAILED}
+    return str(state if state in ends else RunState.FAILED)
 
 
 class _Rate:

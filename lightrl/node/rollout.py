@@ -31,10 +31,13 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
+from lightrl.node.link import WILDCARD, host_and_port
 from lightrl.weights.manifest import num_bytes
 from lightrl.weights.pull import pull
 
-MAX_RESTARTS = 3  # of the engine process, then the daemon gives up
+MAX_DEATHS = 3  # of engine processes in a row that never loaded a version
+STOP_S = 2.0  # an engine holds nothing that must be saved
+FLUSH_S = 2.0  # for the last tokens of what runs here
 
 
 class Rollout:
@@ -45,10 +48,10 @@ class Rollout:
         model_dir: Path,
         scratch: Path,
         log: Path | None,
+        coordinator: str,
         send: Callable[[Message], None],
-        rejoin: Callable[[], None],
     ) -> None:
-        """`send` reaches the coordinator; `rejoin` tells it that all that ran here is gone."""
+        """`scratch` is for pulled versions alone; `send` reaches the coordinator, whose address is given."""
         self.load = Load()
         self.device = ""
         self._config = config
@@ -56,24 +59,36 @@ class Rollout:
         self._model_dir = model_dir
         self._scratch = scratch
         self._log = log
+        self._coordinator_host, _ = host_and_port(coordinator)
         self._send = send
-        self._rejoin = rejoin
-        self._engine: Child[EngineCommand, EngineEvent] | None = None
+        self._engine: Child[EngineCommand, EngineEvent] | None = None  # once it has started
+        self._running: dict[str, int] = {}  # response -> attempt
+        self._all_out = asyncio.Event()  # nothing runs here
+        self._all_out.set()
         self._wanted: PublishWeights | None = None
         self._wanted_changed = asyncio.Event()
-        self._loaded: asyncio.Future[EngineLoaded | EngineFailed] | None = None
+        self._loading: asyncio.Future[EngineLoaded | EngineFailed] | None = None
+        self._held: PublishWeights | None = None  # the version whose file is complete
+        self._served: int | None = None
 
     async def run(self) -> None:
         """Serves until cancelled. Raises EngineError when the engine cannot be kept alive."""
-        for attempt in range(MAX_RESTARTS + 1):
+        deaths = 0
+        while True:
+            self._served = None
             try:
                 await self._serve()
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
-                if attempt == MAX_RESTARTS or self._engine is None:
+                deaths = 0 if self._served is not None else deaths + 1
+                if deaths == MAX_DEATHS or self._engine is None:
                     raise EngineError(reason) from None
-                print(f"engine ended, starting it again: {reason}", flush=True)
-                self._rejoin()
+                print(f"starting the engine again: {reason}", flush=True)
+                self._engine = None
+                self._running.clear()
+                self._all_out.set()
+                if self._wanted is not None:  # what ran here is gone; the version will be offered again
+                    self._send(WeightsFailed(self._wanted.manifest.policy_version, reason))
 
     def handle(self, message: Generate | Abort | PublishWeights) -> None:
         """Takes a message of the coordinator."""
@@ -81,13 +96,29 @@ class Rollout:
             self._wanted = message
             self._wanted_changed.set()
         elif self._engine is not None:
+            if isinstance(message, Generate):
+                self._running |= {r.response: r.attempt for r in message.requests}
+                self._all_out.clear()
             self._engine.send(message)
 
+    async def flush(self) -> None:
+        """Gives up all that runs here; returns when its last tokens were sent, or after FLUSH_S."""
+        if self._engine is not None and self._running:
+            self._engine.send(Abort(tuple(self._running.items())))
+            try:
+                await asyncio.wait_for(self._all_out.wait(), FLUSH_S)
+            except TimeoutError:
+                print(f"{len(self._running)} responses leave without their last tokens", flush=True)
+
+    def forget(self) -> None:
+        """The coordinator has given this node up: what runs here, runs elsewhere by now."""
+        if self._engine is not None and self._running:
+            self._engine.send(Abort(tuple(self._running.items())))
+
     async def _serve(self) -> None:
-        kind = resolve_engine(self._config.rollout.engine)
         rollout = self._config.rollout
         spec = EngineSpec(
-            kind=kind,
+            kind=resolve_engine(rollout.engine),
             model_dir=str(self._model_dir),
             dtype=self._config.model.dtype,
             max_model_length=self._config.max_model_length,
@@ -104,13 +135,14 @@ class Rollout:
                 tasks.create_task(self._receive(engine, started), name="engine")
                 tasks.create_task(self._keep_weights(engine, started), name="weights")
         finally:
-            await engine.stop(self._config.node.grace_s)
+            await engine.stop(STOP_S)
 
     async def _receive(self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event) -> None:
         while True:
             match await engine.receive():
                 case TokenChunk() as chunk:
                     self._send(chunk)
+                    self._note_finished(chunk)
                 case Load() as load:
                     self.load = load
                 case EngineStarted(device, seconds):
@@ -119,13 +151,22 @@ class Rollout:
                     self._engine = engine
                     started.set()
                 case EngineLoaded() as loaded:
-                    if self._loaded is not None and not self._loaded.done():
-                        self._loaded.set_result(loaded)
+                    self._conclude_loading(loaded)
                 case EngineFailed(reason, None):
                     raise EngineError(reason)
                 case EngineFailed() as failed:
-                    if self._loaded is not None and not self._loaded.done():
-                        self._loaded.set_result(failed)
+                    self._conclude_loading(failed)
+
+    def _note_finished(self, chunk: TokenChunk) -> None:
+        for item in chunk.responses:
+            if item.finish_reason is not None and self._running.get(item.response) == item.attempt:
+                del self._running[item.response]
+        if not self._running:
+            self._all_out.set()
+
+    def _conclude_loading(self, result: EngineLoaded | EngineFailed) -> None:
+        if self._loading is not None and not self._loading.done():
+            self._loading.set_result(result)
 
     async def _keep_weights(self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event) -> None:
         """Pulls and loads the newest version offered; pulling goes on while the engine starts."""
@@ -134,24 +175,35 @@ class Rollout:
             self._wanted_changed.clear()
             offer = self._wanted
             assert offer is not None
-            version = offer.manifest.policy_version
-            path = self._scratch / f"version_{version}.bin"
             begin = time.monotonic()
             try:
-                await pull(offer.manifest, offer.holders, offer.ticket, path)
+                path = await self._pull(offer)
             except WeightsError as e:
-                self._send(WeightsFailed(version, str(e)))
+                self._send(WeightsFailed(offer.manifest.policy_version, str(e)))
                 continue
-            pulled = time.monotonic()
+            pull_s = time.monotonic() - begin
             await started.wait()
-            self._loaded = asyncio.get_running_loop().create_future()
+            self._loading = asyncio.get_running_loop().create_future()
             engine.send(LoadWeights(str(path), offer.manifest))
-            match await self._loaded:
-                case EngineLoaded(_, digest, seconds):
-                    ready = WeightsReady(version, digest, num_bytes(offer.manifest), pulled - begin, seconds)
-                    self._send(ready)
+            match await self._loading:
+                case EngineLoaded(version, digest, load_s):
+                    self._served = version
+                    self._send(WeightsReady(version, digest, num_bytes(offer.manifest), pull_s, load_s))
                 case EngineFailed(reason):
-                    self._send(WeightsFailed(version, reason))
-            for old in self._scratch.glob("version_*.bin"):
-                if old != path:
-                    old.unlink()
+                    self._held = None  # pull it again: the file may be what is wrong
+                    self._send(WeightsFailed(offer.manifest.policy_version, reason))
+
+    async def _pull(self, offer: PublishWeights) -> Path:
+        """The file of this version, which may be here already; older ones are removed."""
+        path = self._scratch / f"version_{offer.manifest.policy_version}.bin"
+        if self._held is None or self._held.manifest != offer.manifest:
+            await pull(offer.manifest, tuple(map(self._reachable, offer.holders)), offer.ticket, path)
+            self._held = offer
+        for old in self._scratch.glob("version_*.bin"):
+            if old != path:
+                old.unlink(missing_ok=True)
+        return path
+
+    def _reachable(self, holder: str) -> str:
+        host, _, port = holder.rpartition(":")
+        return f"{self._coordinator_host}:{port}" if host == WILDCARD else holder

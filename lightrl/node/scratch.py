@@ -1,10 +1,13 @@
 """Where a daemon keeps the weight files that travel: in shared memory where there is room for it.
 
-A directory carries its daemon's pid; what a killed daemon left behind is removed by the next one.
+A directory carries its daemon's pid and is locked while in use; what a killed daemon left behind is
+removed by the next one.
 """
 
 import contextlib
+import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,29 +15,61 @@ from pathlib import Path
 
 PREFIX = "lightrl-"
 MIN_FREE_BYTES = 1 << 30  # below that, shared memory is not used
+NUM_VERSIONS = 3  # in a directory at once: the one that is served or loaded, its successor, a draft
 
 
 @contextlib.contextmanager
-def scratch_dir(name: str) -> Iterator[Path]:
-    """A directory for this process alone, removed at the end."""
-    root = _root()
-    for path in root.glob(f"{PREFIX}*-*"):
-        pid = path.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not _is_alive(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
-    path = root / f"{PREFIX}{os.getpid()}-{name}"
-    path.mkdir(mode=0o700)
+def scratch_dir(name: str, need_bytes: int = 0) -> Iterator[Path]:
+    """A new directory for the caller alone, removed at the end. `need_bytes`: size of one version."""
+    for root in {_shared(), _disk()}:
+        _remove_stale(root)
+    readable = re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:40]
+    path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{readable}-", dir=_root(need_bytes)))
+    lock = os.open(path, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
-def _root() -> Path:
-    shared = Path("/dev/shm")
-    if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= MIN_FREE_BYTES:
-        return shared
+def _shared() -> Path:
+    return Path("/dev/shm")
+
+
+def _disk() -> Path:
     return Path(tempfile.gettempdir())
+
+
+def _root(need_bytes: int) -> Path:
+    needed = max(MIN_FREE_BYTES, NUM_VERSIONS * need_bytes)
+    if os.access(_shared(), os.W_OK) and shutil.disk_usage(_shared()).free >= needed:
+        return _shared()
+    return _disk()
+
+
+def _remove_stale(root: Path) -> None:
+    """A pid alone does not tell: it may be used again, by this very process, or belong to another
+    container that shares this directory. Nobody holds the lock of a dead daemon's directory."""
+    for path in root.glob(f"{PREFIX}*-*"):
+        pid = path.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))) and not _is_locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return True  # gone, or not a directory of ours
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_alive(pid: int) -> bool:

@@ -38,6 +38,7 @@ from lightrl.trainer.protocol import (
 from lightrl.weights.serve import WeightServer
 
 Reply = TypeVar("Reply", bound=RankEvent)
+STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
 
 
 class Trainer:
@@ -58,7 +59,9 @@ class Trainer:
         self._server = WeightServer()
         self._holder = ""
         self._ranks: list[Child[RankCommand, RankEvent]] = []
+        self.device = ""
         self.all_steps_done = False  # the last version is published; a checkpoint may still be written
+        self._stopping = asyncio.Event()
         self._shards: asyncio.Queue[TrainShard] = asyncio.Queue()
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
 
@@ -66,7 +69,7 @@ class Trainer:
         self._shards.put_nowait(message)
 
     async def run(self) -> None:
-        """Trains until the last step is saved. Raises TrainerError if a rank fails."""
+        """Trains until the last step is saved, or `stop`. Raises TrainerError if a rank fails."""
         self._holder = await self._server.start(self._host)
         try:
             await self._start_ranks()
@@ -76,16 +79,26 @@ class Trainer:
                     for rank, replies in zip(self._ranks, self._replies, strict=True)
                 ]
                 await self._announce()
-                for step in range(self._config.train.steps):
-                    await self._train(step)
-                    self.all_steps_done = step + 1 == self._config.train.steps
-                    if self._is_due(step + 1):
-                        await self._save(step + 1)
+                await self._train_all()
                 for reader in readers:
                     reader.cancel()
         finally:
-            for rank in self._ranks:
-                await rank.stop(self._config.node.grace_s)
+            await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))
+
+    def stop(self) -> None:
+        """End after the step that is being trained, with a checkpoint of the steps done."""
+        self._stopping.set()
+
+    async def _train_all(self) -> None:
+        done = saved = 0
+        while done < self._config.train.steps and await self._train(done):
+            done += 1
+            self.all_steps_done = done == self._config.train.steps
+            if self._is_due(done):
+                await self._save(done)
+                saved = done
+        if done > saved:
+            await self._save(done)
 
     async def close(self) -> None:
         """Stops serving weights; call it when no node will pull any more."""
@@ -137,20 +150,26 @@ class Trainer:
         )
         self._publish(started.manifest, Path(started.path))
 
-    async def _train(self, step: int) -> None:
-        """One optimizer step: whatever groups wait are accumulated at once, while others still generate."""
-        index, last, num_responses, num_tokens = 0, False, 0, 0
+    async def _train(self, step: int) -> bool:
+        """One optimizer step: whatever groups wait are accumulated at once, while others still generate.
+
+        False: stopped before all groups of the step had come; the weights are those of the last step.
+        """
+        index, num_groups, last, num_responses, num_tokens = 0, 0, False, 0, 0
         while not last:
-            shards = [await self._shards.get()]
-            while not self._shards.empty():
-                shards.append(self._shards.get_nowait())
+            shards = await self._waiting_shards()
+            if not shards:
+                return False
             samples: list[TrainSample] = []
             for shard in shards:
-                if (shard.step, shard.index) != (step, index):
+                if (shard.step, shard.index, shard.policy_version) != (step, index, step):
                     raise TrainerError(
                         f"shard {shard.index} of step {shard.step} came instead of {index} of {step}"
                     )
                 index, last = index + 1, shard.last
+                num_groups += len(shard.groups)
+                if last and num_groups != shard.num_groups:
+                    raise TrainerError(f"step {step}: {num_groups} of {shard.num_groups} groups came")
                 for group in shard.groups:
                     samples += _samples(group, self._config)
             num_responses += len(samples)
@@ -162,6 +181,23 @@ class Trainer:
         self._publish(published.manifest, Path(published.path))
         finished, *_ = [await self._reply(rank, StepFinished) for rank in range(len(self._ranks))]
         self._send(StepDone(step, version, finished.metrics))
+        return True
+
+    async def _waiting_shards(self) -> list[TrainShard]:
+        """All shards that have come, at least one; none if the trainer is to stop instead."""
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        coming = asyncio.ensure_future(self._shards.get())
+        try:
+            await asyncio.wait({stopping, coming}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                return []
+            shards = [coming.result()]
+        finally:
+            stopping.cancel()
+            coming.cancel()
+        while not self._shards.empty():
+            shards.append(self._shards.get_nowait())
+        return shards
 
     async def _accumulate(self, step: int, samples: list[TrainSample]) -> None:
         useful = trainable(samples, self._config.algorithm.kl_coef)
@@ -174,7 +210,7 @@ class Trainer:
             await self._reply(rank, Accumulated)
 
     async def _save(self, step: int) -> None:
-        last = step == self._config.train.steps
+        last = step == self._config.train.steps or self._stopping.is_set()
         path = self._run_dir / "checkpoints" / f"step_{step}"
         self._tell(Save(step, str(path), export=last))
         for rank in range(len(self._ranks)):

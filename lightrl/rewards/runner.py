@@ -9,7 +9,6 @@ it has to be killed, those that had not started go back to the head of the queue
 
 import asyncio
 import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,10 +103,6 @@ class RewardPool:
     def submit(self, job: RewardJob) -> None:
         self._queue.append(job)
         self._dispatch()
-
-    def num_waiting(self) -> int:
-        """Jobs without a result."""
-        return len(self._queue) + sum(len(w.jobs) for w in self._workers)
 
     async def stop(self) -> None:
         """Kills the workers; jobs without a result are forgotten."""
@@ -231,14 +226,15 @@ class _Worker:
     def failures(self) -> list[RewardResult]:
         """Results of the jobs that the worker's death is blamed on; they leave `jobs`.
 
-        After an overrun that is the job that ran longest, after a crash every job that had started:
-        of asynchronous ones that overlap, nobody can say which did it.
+        After an overrun that is the job that ran longest, unless its answer had just arrived; after a
+        crash every job that had started: of asynchronous ones that overlap, nobody can say which did it.
         """
         now = asyncio.get_running_loop().time()
         self._is_ready = False
         self._stop_timer()
-        why = "crashed" if self._timed_out is None else "timeout"
-        blamed = list(self._started) if self._timed_out is None else [self._timed_out]
+        why, blamed = "crashed", list(self._started)
+        if self._timed_out is not None:
+            why, blamed = "timeout", [n for n in blamed if n == self._timed_out]
         results = [
             RewardResult(self.jobs.pop(n).response, None, {}, "", now - self._started[n], why) for n in blamed
         ]
@@ -279,21 +275,7 @@ class _Worker:
             self._timer = None
 
 
-async def check_functions(functions: Sequence[str]) -> None:
-    """Imports the functions in a process of their own and looks at their signatures; runs none.
-
-    Raises RewardError, one line, for the first that cannot be used.
-    """
-    child = await _start_child("reward-check", None)
-    setup = Setup(tuple(functions), (1.0,) * len(functions), "", "", math.inf)
-    try:
-        await _set_up(child, setup)
-    finally:
-        child.kill()
-        await child.stop()
-
-
-async def _start_child(name: str, log: Path | None) -> RewardChild:
+async def _start_child(name: str, log: Path) -> RewardChild:
     return await Child.start(
         "lightrl.rewards.worker:main",
         name,

@@ -30,7 +30,7 @@ _MAX_TRACEBACKS = 20  # of one worker's log: a function that always fails must n
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first command. `tokenizer_dir` "" = only import the functions and report."""
+    """The first command."""
 
     functions: tuple[str, ...]
     weights: tuple[float, ...]
@@ -109,7 +109,7 @@ def main(sock: socket.socket) -> None:
             raise TypeError(f"the first command is {type(setup).__name__}, not Setup")
         try:
             functions = [load_function(reference) for reference in setup.functions]
-            decode = load_decoder(Path(setup.tokenizer_dir)) if setup.tokenizer_dir else None
+            decode = load_decoder(Path(setup.tokenizer_dir))
         except RewardError as e:
             pipe.send(WorkerFailed(str(e)))
             return
@@ -118,8 +118,7 @@ def main(sock: socket.socket) -> None:
             pipe.send(WorkerFailed(f"{', '.join(setup.functions)}: cannot be imported: {_one_line(e)}"))
             return
         pipe.send(WorkerReady(any(f.is_async for f in functions)))
-        if decode is not None:
-            asyncio.run(_Worker(sock, pipe, setup, functions, decode).serve(commands[1:]))
+        asyncio.run(_Worker(sock, pipe, setup, functions, decode).serve(commands[1:]))
     except EOFError:
         pass  # the pool has gone
 

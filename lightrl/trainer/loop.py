@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lightrl.child import Pipe
 from lightrl.config import Config
+from lightrl.data import weights_folder
 from lightrl.errors import LightRLError, TrainerError
 from lightrl.messages import Manifest
 from lightrl.trainer import checkpoint, loss
@@ -73,9 +74,9 @@ def main(sock: socket.socket) -> None:
     except EOFError:
         if dist.is_initialized():
             dist.destroy_process_group()
-    except (LightRLError, OSError, RuntimeError, ValueError, IndexError) as e:
-        # What torch raises for out of memory, bad token ids, lost peers. Anything else is a bug: the
-        # daemon sees the process end with a traceback.
+    except (LightRLError, OSError, RuntimeError, ValueError) as e:
+        # What torch raises for out of memory and lost peers. Anything else is a bug: the daemon sees the
+        # process end with a traceback.
         traceback.print_exc(file=sys.stderr)
         lines = str(e).strip().splitlines() or [type(e).__name__]
         pipe.send(RankFailed(lines[0] if isinstance(e, LightRLError) else f"{type(e).__name__}: {lines[0]}"))
@@ -108,6 +109,8 @@ class Rank:
         self.step = start.start_step
         self.device = _device(start)
         torch.set_num_threads(self.config.train.threads)
+        # Before the ranks wait for each other: it may take as long as a download.
+        self.model_dir = weights_folder(start.model_dir)
         if start.world > 1:
             _join(start, self.device)
         self.policy = self._load(self.config.train.activation_checkpointing)
@@ -132,12 +135,11 @@ class Rank:
         match command:
             case Accumulate(step, batches):
                 self._expect(step, command)
-                before = self.forward_backward_s
                 if loss.needs_whole_step(self.algorithm):
                     self.held += batches
                 else:
                     self._accumulate(batches)
-                yield Accumulated(step, len(batches), self.forward_backward_s - before)
+                yield Accumulated(step)
             case FinishStep(step):
                 self._expect(step, command)
                 metrics = self._update(command)
@@ -158,9 +160,7 @@ class Rank:
                 assert_never(command)
 
     def _load(self, activation_checkpointing: bool) -> Policy:
-        return load_policy(
-            Path(self.start.model_dir), self.device, self.start.world, activation_checkpointing
-        )
+        return load_policy(self.model_dir, self.device, self.start.world, activation_checkpointing)
 
     def _expect(self, step: int, command: RankCommand) -> None:
         if step != self.step:
@@ -180,7 +180,8 @@ class Rank:
         for samples in batches:
             # Without samples there is still work to do when others compute: their collectives need us.
             if samples or self.start.world > 1:
-                self._backward(collate(samples, self.device), len(samples), advantage_factor)
+                batch = collate(samples, self.device, self.policy.vocabulary)
+                self._backward(batch, len(samples), advantage_factor)
         self.num_batches += len(batches)
         self.forward_backward_s += time.monotonic() - begun
 
@@ -317,7 +318,7 @@ class Rank:
             digest=self.manifest.digest if self.manifest else "",
             has_optimizer=bool(self.optimizer.state),
         )
-        export_from = Path(self.start.model_dir) if export else None
+        export_from = self.model_dir if export else None
         keep_last = self.config.checkpoint.keep_last
         checkpoint.save(path, saved, self.policy, self.optimizer, export_from, keep_last)
 

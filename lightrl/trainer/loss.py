@@ -141,6 +141,10 @@ def losses(
     recipe, norm = ALGORITHM[algorithm.name], loss_norm(algorithm)
     clip = Clip(algorithm.clip_low, algorithm.clip_high)
     loss, clipped = recipe.policy_loss(logprobs, old_logprobs, advantages, mask, clip)
+    # pi_old is the whole softmax at the sampling temperature, pi_rollout what the engine drew from. With
+    # top_p < 1 or top_k > 0 that is a renormalised part of it: even where trainer and engine agree the
+    # weight of a token is not 1 but the mass that was kept at its position, and no weight makes up for
+    # the tokens that can never be drawn. The weighted gradient is biased then.
     if algorithm.tis_cap > 0:
         loss = loss * (old_logprobs - rollout_logprobs).exp().clamp(max=algorithm.tis_cap).detach()
     policy = _sum(loss, mask, norm)

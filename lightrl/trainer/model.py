@@ -34,6 +34,13 @@ class Policy:
     def device(self) -> torch.device:
         return self.module.device
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are smaller than this."""
+        weight = self.module.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight.shape[0]
+
 
 def load_policy(
     model_dir: Path, device: torch.device, world: int = 1, activation_checkpointing: bool = False
@@ -83,10 +90,11 @@ class Batch:
     advantages: Tensor  # float32 [rows, 1]
 
 
-def collate(samples: Sequence[TrainSample], device: torch.device) -> Batch:
+def collate(samples: Sequence[TrainSample], device: torch.device, vocabulary: int) -> Batch:
     """No samples give one row of padding without any response token: a pass that adds nothing.
 
-    Raises TrainerError for a sample without prompt or with other than one logprob per token.
+    Raises TrainerError, one line that names the response, for a sample without prompt, with other than
+    one finite logprob per token, or with a token id outside the vocabulary.
     """
     prompts = [np.frombuffer(s.prompt, "<i4") for s in samples]
     responses = [np.frombuffer(s.token_ids, "<i4") for s in samples]
@@ -108,9 +116,23 @@ def collate(samples: Sequence[TrainSample], device: torch.device) -> Batch:
         ids[i, len(p) : end] = r
         mask[i, len(p) : end] = 1
         rollout[i, len(p) : end] = lp
+    _check(samples, ids, rollout, vocabulary)
     advantages = np.array([s.advantage for s in samples] or [0.0], np.float32)[:, None]
     on = [torch.from_numpy(a).to(device) for a in (ids, mask, rollout, advantages)]
     return Batch(on[0][:, :-1], on[0][:, start:], on[1][:, start:], on[2][:, start:], on[3])
+
+
+def _check(samples: Sequence[TrainSample], ids: np.ndarray, rollout: np.ndarray, vocabulary: int) -> None:
+    """On whole arrays, padding included: cheap, and padding is always right."""
+    wrong_ids = (ids < 0) | (ids >= vocabulary)
+    if wrong_ids.any():
+        row, column = np.argwhere(wrong_ids)[0]
+        raise TrainerError(
+            f"{samples[row].response}: token id {ids[row, column]} is outside the vocabulary of {vocabulary}"
+        )
+    if not np.isfinite(rollout).all():
+        row, column = np.argwhere(~np.isfinite(rollout))[0]
+        raise TrainerError(f"{samples[row].response}: a rollout logprob is {rollout[row, column]}")
 
 
 def response_logprobs(policy: Policy, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

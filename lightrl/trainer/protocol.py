@@ -42,7 +42,7 @@ class StartRank:
     """
 
     config_json: str  # a resolved Config
-    model_dir: str  # a local directory
+    model_dir: str  # a local directory or a hub id
     rank: int
     world: int
     rendezvous: str  # "host:port" where rank 0 listens; unused when world is 1
@@ -105,11 +105,9 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True)
 class Accumulated:
-    """Gradients of one Accumulate are added up. Example: Accumulated(4, num_batches=3, busy_s=0.2)."""
+    """Gradients of one Accumulate are added up. Example: Accumulated(4)."""
 
     step: int
-    num_batches: int
-    busy_s: float = 0.0  # spent computing
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,20 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from lightrl.errors import PeerUnreachable
+from lightrl.launch.running import OVER, final_snapshot, require_same
 from lightrl.messages import Snapshot
 from lightrl.node import client
 from lightrl.tui.render import PAGES, View, render
 
 EVERY_S = 0.5  # between snapshots
 RETRY_S = 1.0  # after a lost connection
-OVER = {"finished", "failed"}
 ESCAPES = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down"}
 
 
@@ -107,15 +108,14 @@ class Screen:
         return replace(view, selected=max(0, min(view.selected, length - 1)))
 
 
-async def watch_live(address: str, stay: bool, last: Snapshot | None = None) -> bool:
+async def watch_live(address: str, stay: bool, run_dir: Path | None = None) -> bool:
     """Shows the run at `address` until q is pressed or, unless `stay`, until it is over.
 
-    True if the run was over, False if the person left. `last` is shown before the first answer.
+    True if the run was over, False if the person left. Raises LightRLError if `run_dir` is given and
+    another run answers at its address.
     """
     async with _open_screen() as screen:
-        if last is not None:
-            screen.show(last)
-        following = asyncio.create_task(_follow(address, screen))
+        following = asyncio.create_task(_follow(address, run_dir, screen))
         leaving = asyncio.create_task(screen.left.wait())
         try:
             await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,18 +136,22 @@ async def show_finished(snapshot: Snapshot) -> None:
         await screen.left.wait()
 
 
-async def _follow(address: str, screen: Screen) -> None:
+async def _follow(address: str, run_dir: Path | None, screen: Screen) -> None:
     """Returns when the run is over; a lost connection is said and tried again."""
     while True:
         try:
             async with contextlib.aclosing(client.watch(address, EVERY_S)) as snapshots:
                 async for snapshot in snapshots:
+                    require_same(snapshot, run_dir, address)
                     screen.show(snapshot)
                     if snapshot.state in OVER:
                         return
             screen.say(f"{address} closed the connection; trying again ...")
         except PeerUnreachable:
             screen.say(f"no answer from {address}; trying again ...")
+        if run_dir is not None and (last := final_snapshot(run_dir)) is not None:
+            screen.show(last)
+            return
         await asyncio.sleep(RETRY_S)
 
 

@@ -28,6 +28,7 @@ STATE_STYLES = {
     "finishing": "cyan",
     "draining": "magenta",
     "finished": "bold green",
+    "stopped": "bold yellow",
     "failed": "bold red",
     "gone": "dim",
 }

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import random
 import socket
 import threading
 import time
@@ -25,7 +26,8 @@ from lightrl.weights.serve import IDLE_LIMIT_S, MAX_TICKET_BYTES, WeightServer, 
 __all__ = ["PullStats", "WeightServer", "pull"]
 
 CONNECT_LIMIT_S = 3.0
-MAX_FAILURES = 3  # of each holder in a row, without progress, before a stream gives up
+MAX_REFUSALS = 3  # of each holder in a row before a stream gives up
+MAX_PAUSE_S = 2.0  # between two rounds of attempts
 
 _CHUNK_BYTES = 256 << 10  # fits a core's cache, where it is digested and written
 
@@ -52,12 +54,14 @@ async def pull(
     ticket: str,
     destination: Path,
     streams: int = 4,
-    timeout_s: float = 600.0,
+    timeout_s: float = 60.0,
 ) -> PullStats:
     """Fetches a version into `destination`, every bucket proved, from any of the holders.
 
     Grows "destination.part" and resumes from the whole buckets in it; `destination` appears complete or
-    not at all. Raises WeightsError after `timeout_s`, or sooner if every holder keeps failing or the
+    not at all. A holder that cannot be reached or breaks off is tried again and again: the network may
+    come back. Raises WeightsError when nothing has arrived for `timeout_s`; sooner if every holder keeps
+    refusing (it closes the connection instead of answering: wrong ticket, or the version is gone) or the
     bytes of a bucket were wrong twice. Cancelling ends it within CONNECT_LIMIT_S.
     """
     m.verify(manifest)
@@ -67,7 +71,7 @@ async def pull(
         raise WeightsError(f"version {manifest.policy_version}: not a ticket: {ticket[:20]!r}")
     start = time.monotonic()
     part = destination.with_name(destination.name + ".part")
-    fetch = _Fetch(manifest, [parse_address(h) for h in holders], ticket.encode(), start + timeout_s, part)
+    fetch = _Fetch(manifest, [parse_address(h) for h in holders], ticket.encode(), timeout_s, part)
     num_streams = max(1, min(streams, len(manifest.buckets)))
     loop = asyncio.get_running_loop()
     try:
@@ -95,7 +99,7 @@ class _Fetch:
         manifest: Manifest,
         holders: Sequence[tuple[str, int]],
         ticket: bytes,
-        deadline: float,
+        timeout_s: float,
         part: Path,
     ) -> None:
         self.manifest = manifest
@@ -103,7 +107,9 @@ class _Fetch:
         self.ticket = ticket
         self.failure: str | None = None  # the first that ended the pull
         self.num_bytes = 0  # received
-        self._deadline = deadline  # time.monotonic()
+        self.trouble = ""  # the last, with the holder that made it
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s  # moves on with every byte
         self._todo = deque(enumerate(m.bucket_offsets(manifest)))
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -137,11 +143,13 @@ class _Fetch:
         """Up to `limit_s`, less near the deadline. Raises WeightsError when the pull is over."""
         left = self._deadline - time.monotonic()
         if left <= 0 or self._ended.is_set():
-            raise WeightsError("not complete within its time limit")
+            last = f"; last {self.trouble}" if self.trouble else ""
+            raise WeightsError(f"nothing arrived for {self._timeout_s:g} s{last}")
         return min(left, limit_s)
 
     def pause(self, seconds: float) -> None:
-        self._ended.wait(self.remaining_s(seconds))
+        """With jitter: the nodes of a run fail together and should not come back together."""
+        self._ended.wait(self.remaining_s(seconds * random.uniform(0.5, 1.0)))
 
     def register(self, sock: socket.socket) -> None:
         with self._lock:
@@ -153,8 +161,10 @@ class _Fetch:
         sock.close()
 
     def count(self, num_bytes: int) -> None:
+        """Progress: so many bytes arrived, or (0) some of an earlier pull were read."""
         with self._lock:
             self.num_bytes += num_bytes
+            self._deadline = time.monotonic() + self._timeout_s
 
     def close(self) -> None:
         os.close(self.file)
@@ -167,6 +177,7 @@ class _Stream:
         self._fetch = fetch
         self._turn = number  # whose turn it is among the holders
         self._failures = 0  # in a row, without progress
+        self._refusals = 0  # so many of them, the last ones, were refusals
         self._sock: socket.socket | None = None
         self._buffer = memoryview(bytearray(_CHUNK_BYTES))
 
@@ -208,7 +219,7 @@ class _Stream:
                     digest.update(data)
                     self._write(data, position + received)
                     received += n
-                    self._failures = 0
+                    self._failures = self._refusals = 0
                     fetch.count(n)
             except (OSError, EOFError) as e:
                 self._disconnect()
@@ -231,12 +242,15 @@ class _Stream:
         """On to the next holder, with a pause after each time around. Raises WeightsError to give up."""
         holders = self._fetch.holders
         host, port = holders[self._turn % len(holders)]
+        self._fetch.trouble = f"{format_address(host, port)}: {e}"
         self._failures += 1
-        if self._failures >= MAX_FAILURES * len(holders):
-            raise WeightsError(f"no holder serves it; last {format_address(host, port)}: {e}") from e
+        self._refusals = self._refusals + 1 if isinstance(e, EOFError) else 0
+        if self._refusals >= MAX_REFUSALS * len(holders):
+            raise WeightsError(f"no holder serves it; last {self._fetch.trouble}") from e
         self._turn += 1
-        if self._failures % len(holders) == 0:
-            self._fetch.pause(0.05 * 2 ** (self._failures // len(holders)))
+        rounds, rest = divmod(self._failures, len(holders))
+        if rest == 0:
+            self._fetch.pause(min(MAX_PAUSE_S, 0.05 * 2 ** min(rounds, 10)))
 
     def _write(self, data: memoryview, position: int) -> None:
         try:
@@ -254,6 +268,7 @@ class _Stream:
         while done < bucket.size:
             self._fetch.remaining_s(0.0)  # the pull may have ended
             n = os.preadv(self._fetch.file, [self._buffer[: bucket.size - done]], position + done)
+            self._fetch.count(0)
             digest.update(self._buffer[:n])
             done += n
         return digest.hexdigest() == bucket.digest

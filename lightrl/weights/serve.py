@@ -27,6 +27,7 @@ REQUEST = struct.Struct("<8sQQQB")  # magic, policy_version, offset, size, lengt
 MAGIC = b"LRPULL1\n"
 MAX_TICKET_BYTES = 128
 MAX_CONNECTIONS = 512
+BACKLOG = 1024  # peers that wait for a place; the kernel may allow fewer
 KEPT_VERSIONS = 2
 IDLE_LIMIT_S = 10.0  # without a single byte, or without a request
 
@@ -60,8 +61,9 @@ class _Held:
 class WeightServer:
     """Serves the last two versions published. `await start(host)` once; `await close()` at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_connections: int = MAX_CONNECTIONS) -> None:
         self._held: dict[int, _Held] = {}  # in the order of publication
+        self._places = asyncio.Semaphore(max_connections)  # one is taken by each connection
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -76,7 +78,7 @@ class WeightServer:
             self._listener = socket.socket(family, kind, protocol)
             self._listener.setblocking(False)
             self._listener.bind(address)
-            self._listener.listen(MAX_CONNECTIONS)
+            self._listener.listen(BACKLOG)
         except OSError as e:
             raise WeightsError(f"cannot serve weights on {host}: {e}") from e
         self._accepting = asyncio.create_task(self._accept(self._listener), name="weights-accept")
@@ -122,13 +124,14 @@ class WeightServer:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            # Without a place, peers wait in the listen queue: a closed connection would tell them that we
+            # do not hold the version.
+            await self._places.acquire()
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError:  # the peer has gone already, or no descriptor is free
+                self._places.release()
                 await asyncio.sleep(0.01)
-                continue
-            if len(self._connections) >= MAX_CONNECTIONS:
-                sock.close()
                 continue
             sock.setblocking(False)
             task = loop.create_task(self._serve(sock))
@@ -138,6 +141,7 @@ class WeightServer:
     def _ended(self, task: asyncio.Task[None], sock: socket.socket) -> None:
         """Closes here and not in the task, which may be cancelled before it has begun."""
         self._connections.discard(task)
+        self._places.release()
         sock.close()
 
     async def _serve(self, sock: socket.socket) -> None:

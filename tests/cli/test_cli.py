@@ -1,15 +1,26 @@
 """The command line as a user meets it: quick, plain, and with one clear line for each mistake."""
 
+import asyncio
+import contextlib
 import json
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lightrl.cli import main
 from lightrl.config import load_config
+from lightrl.errors import ProtocolError
+from lightrl.launch.address import listening, parse, reachable
+from lightrl.launch.report import Progress, result_lines
+from lightrl.launch.running import final_snapshot
+from lightrl.messages import Message, NodeRow, Snapshot, Watch
+from lightrl.node.link import Hub
+from lightrl.wire import to_json
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 HEAVY = ("torch", "vllm", "transformers", "zmq", "pydantic", "numpy", "rich")
@@ -83,6 +94,8 @@ def test_dry_run_prints_a_config_that_loads_to_the_same_from_elsewhere(capsys, t
         ("train.steps=many", ("train.steps = 'many'", "integer")),
         ("train.stepz=3", ("train.stepz", "did you mean train.steps?")),
         ("run.bind=nonsense", ("nonsense", "tcp://10.0.0.1:5600")),
+        ("run.bind=tcp://[::1]:5600", ("tcp://[::1]:5600: IPv6 is not supported", "tcp://10.0.0.1:5600")),
+        ("run.name=latest", ("run.name = 'latest'", "choose another name")),
         ("run.name=taken", ("runs/taken exists", "choose another run.name or remove it")),
     ],
 )
@@ -94,6 +107,31 @@ def test_bad_config_is_one_line_that_names_the_key(capsys, tmp_path, override, p
     line = complaint(capsys, "up", QUICKSTART, override)
     assert all(part in line for part in parts), line
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize("role", [(), ("--role", "coordinator")])
+@pytest.mark.parametrize("folder", ["file", "/proc"])
+def test_a_run_directory_that_cannot_be_made(capsys, tmp_path, role, folder):
+    (tmp_path / "file").touch()
+    assert lightrl("up", QUICKSTART, f"run.dir={folder}", *role) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"lightrl: run.dir = '{folder}', run.name = 'quickstart': cannot make this directory: "
+    )
+
+
+def test_a_directory_in_the_place_of_the_link_to_the_latest_run(capsys, tmp_path):
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    line = complaint(capsys, "up", QUICKSTART)
+    assert line.startswith("run.dir = runs: runs/latest is not a link to a run")
+
+
+def test_the_join_line_names_an_address_of_this_machine():
+    host, port = parse(reachable("tcp://0.0.0.0:5600"))
+    assert (host != "0.0.0.0", port) == (True, 5600)
+    socket.create_server((host, 0)).close()  # it is ours
+    assert reachable("tcp://*:5600") == f"tcp://{host}:5600"
+    assert reachable("tcp://127.0.0.1:5600") == "tcp://127.0.0.1:5600"
 
 
 def test_port_in_use(capsys):
@@ -121,6 +159,28 @@ def test_join_to_a_dead_address(capsys):
         (("status", "gone"), "gone: no such run; give an address (tcp://HOST:PORT) or a run directory"),
         (("down", "gone"), "gone: no such run; give an address (tcp://HOST:PORT) or a run directory"),
         (("top",), "lightrl top needs a terminal; lightrl status prints plain lines"),
+        (
+            ("up", "a.toml", "run.seed=1", "--join", "127.0.0.1:1"),
+            "--join: a joining node takes its config from the coordinator; leave out a.toml run.seed=1",
+        ),
+        (
+            ("up", QUICKSTART, "--slots", "4"),
+            "--slots is for one rollout daemon: --join, or --role ...,rollout; else set rollout.slots",
+        ),
+        (
+            ("up", "--join", "127.0.0.1:1", "--role", "trainer", "--slots", "4"),
+            "--slots is for one rollout daemon: --join, or --role ...,rollout; else set rollout.slots",
+        ),
+        (("up", QUICKSTART, "--name", "a"), "--name is for one daemon: --join or --role; else set run.name"),
+        (
+            ("up", "--join", "127.0.0.1:1", "--name", "a/b"),
+            "--name 'a/b': is not a name: a letter or digit, then letters, digits, . _ -; at most 64 in all",
+        ),
+        (
+            ("up", "--join", "127.0.0.1:1", "--name", 65 * "a"),
+            f"--name '{65 * 'a'}': is not a name: "
+            "a letter or digit, then letters, digits, . _ -; at most 64 in all",
+        ),
     ],
 )
 def test_other_mistakes(capsys, arguments, text):
@@ -134,6 +194,7 @@ def test_other_mistakes(capsys, arguments, text):
         ("up", "--dry-run"),
         ("up", "--role", "fish", "--join", "a:1"),
         ("up", "--role", "trainer"),
+        ("up", "--role", ","),
         ("up", "--role", "coordinator"),
         ("drain",),
         ("nonsense",),
@@ -161,9 +222,6 @@ def test_check_passes_here_and_fails_for_a_missing_file(capsys):
 
 
 def test_status_of_a_finished_run_comes_from_its_directory(capsys, tmp_path):
-    from lightrl.messages import NodeRow, Snapshot
-    from lightrl.wire import to_json
-
     run_dir = tmp_path / "runs" / "one"
     run_dir.mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("one")
@@ -178,3 +236,117 @@ def test_status_of_a_finished_run_comes_from_its_directory(capsys, tmp_path):
     assert lightrl("status", "--json") == 0
     assert json.loads(capsys.readouterr().out)["nodes"][0]["pid"] == 42
     assert "this run is over" in complaint(capsys, "down")
+
+
+@contextlib.contextmanager
+def answering(snapshot: Snapshot) -> Iterator[tuple[str, list[Message]]]:
+    """A coordinator that only shows `snapshot`, its address, and what it is told otherwise."""
+    told: list[Message] = []
+    address = ""
+    listens = threading.Event()
+
+    async def serve() -> None:
+        nonlocal address
+        hub = Hub("tcp://127.0.0.1:*")
+        address = hub.address
+        listens.set()
+        with contextlib.closing(hub):
+            while True:
+                for peer, message in await hub.receive():
+                    if isinstance(message, Watch):
+                        hub.send(peer, snapshot)
+                    elif not isinstance(message, ProtocolError):
+                        told.append(message)
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(serve())
+    thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
+    thread.start()
+    assert listens.wait(10)
+    yield address, told
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join()
+    loop.close()
+
+
+NODES = (
+    NodeRow("head", ("coordinator",), "ready", "box", 1, "", None, 0, 0, 0.0, 0.0, 0.0),
+    NodeRow("trainer-0", ("trainer",), "ready", "box", 2, "cpu", 3, 0, 0, 0.0, 0.0, 0.0),
+    NodeRow("rollout-0", ("rollout",), "ready", "box", 3, "cpu", 3, 0, 64, 0.0, 0.0, 0.0),
+)
+
+
+def made_run(folder: Path, address: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "address").write_text(f"{address}\n")
+    return folder
+
+
+@pytest.mark.parametrize("command", [("status",), ("down",), ("drain", "rollout-0")])
+def test_another_run_at_a_stale_address_is_left_alone(capsys, tmp_path, command):
+    other = Snapshot("other", str(tmp_path / "runs" / "other"), "running", 1, 3, 1, 1.0, NODES)
+    with answering(other) as (address, told):
+        made_run(tmp_path / "runs" / "one", address)
+        line = complaint(capsys, *command, "one")
+        assert line == f"runs/one: its coordinator is gone (another run answers at {address})"
+        assert told == []
+
+
+def test_a_run_whose_coordinator_was_killed(capsys, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as was:
+        address = f"tcp://127.0.0.1:{was.getsockname()[1]}"
+    made_run(tmp_path / "runs" / "one", address)
+    line = complaint(capsys, "down", "one")
+    assert line == f"runs/one: its coordinator is gone (nobody answers at {address})"
+
+
+def test_only_rollout_nodes_can_be_drained(capsys, tmp_path):
+    snapshot = Snapshot("one", str(tmp_path / "runs" / "one"), "running", 1, 3, 1, 1.0, NODES)
+    with answering(snapshot) as (address, told):
+        run_dir = made_run(tmp_path / "runs" / "one", address)
+        for target in (address, run_dir):
+            line = complaint(capsys, "drain", "head", target)
+            assert line == "head is the coordinator: lightrl down stops the run"
+            line = complaint(capsys, "drain", "trainer-0", target)
+            assert line == "trainer-0 is the trainer: lightrl down stops the run"
+        assert "there are head, trainer-0, rollout-0" in complaint(capsys, "drain", "x", run_dir)
+        assert told == []
+        assert lightrl("drain", "rollout-0", run_dir) == 0
+        assert capsys.readouterr().out == "rollout-0 is leaving\n"
+        assert [type(m).__name__ for m in told] == ["Drain"]
+
+
+def test_files_that_a_run_takes_away_at_its_end(tmp_path):
+    assert listening(tmp_path) is None
+    assert final_snapshot(tmp_path) is None
+    (tmp_path / "address").touch()
+    assert listening(tmp_path) is None  # not written yet
+
+
+def test_a_run_without_rewards_says_so():
+    progress = Progress()
+    counters = {"rewards_failed": 256, "groups_dropped": 32, "nodes_lost": 0}
+    snapshot = Snapshot(
+        *("one", "/r", "running", 1, 3, 1, 1.0),
+        rewards=(0.0,),
+        metrics={"round/groups_trained": 0.0},
+        counters=counters,
+    )
+    warning = "WARNING: step 1 trained no group; so far rewards failed: 256, groups dropped: 32"
+    assert warning in list(progress.lines(snapshot, 10.0))
+    assert list(progress.lines(snapshot, 20.0)) == []  # once a step
+
+
+def test_the_result_hides_no_trouble(tmp_path):
+    counters = {"rewards_failed": 1024, "groups_dropped": 2, "nodes_lost": 1, "holes": 5}
+    summary = {"steps": 3, "trained_responses": 0, "counters": counters}
+    (tmp_path / "summary.json").write_bytes(to_json(summary))
+    lines = result_lines(tmp_path)
+    trouble = "rewards failed: 1,024, groups dropped: 2, nodes lost: 1"
+    assert f"  WARNING    {trouble}; see {tmp_path}/logs" in lines
+    assert "  WARNING    no response was trained on: the model is as it was" in lines
+    counters = dict.fromkeys(counters, 0)
+    (tmp_path / "summary.json").write_bytes(
+        to_json({**summary, "trained_responses": 9, "counters": counters})
+    )
+    assert "WARNING" not in "".join(result_lines(tmp_path))

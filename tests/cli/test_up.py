@@ -1,7 +1,9 @@
 """`lightrl up` with real daemons: to the end, interrupted, its parent killed, with input that one refuses."""
 
 import contextlib
+import json
 import os
+import pty
 import select
 import signal
 import subprocess
@@ -61,6 +63,30 @@ def descendants(pid: int) -> list[int]:
     return [os.pidfd_open(child) for child in below] + [fd for child in below for fd in descendants(child)]
 
 
+def run(tmp_path: Path, *command: str) -> str:
+    done = subprocess.run(arguments(*command), cwd=tmp_path, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def wait_for_ready(tmp_path: Path, node: str) -> dict[str, int]:
+    """Process ids of all daemons, once `node` is ready or at work."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        nodes = json.loads(run(tmp_path, "status", "--json"))["nodes"]
+        if node in [n["name"] for n in nodes if n["state"] in {"ready", "updating"}]:
+            return {n["name"]: n["pid"] for n in nodes}
+    raise AssertionError(f"{node} is not ready: {nodes}")
+
+
+def read_until(terminal: int, text: bytes) -> bytes:
+    said = b""
+    deadline = time.monotonic() + DEADLINE_S
+    while text not in said:
+        assert select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0], said
+        said += os.read(terminal, 65536)
+    return said
+
+
 def all_end(descriptors: list[int]) -> bool:
     deadline = time.monotonic() + DEADLINE_S
     for descriptor in descriptors:
@@ -96,9 +122,70 @@ def test_an_interrupted_run_stops_its_daemons_and_says_so(tmp_path):
         out, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 1
         assert "stopping ..." in out
-        assert "interrupted at step" in out
+        assert "stopped at step" in out
+        assert "(interrupted); the run is in " in out
         assert "Traceback" not in out
         assert all_end(below)
+
+
+def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
+    with running(tmp_path, "train.steps=100000", "rollout.engine=emulated") as process:
+        until(process, "reward")
+        ours, theirs = pty.openpty()
+        with subprocess.Popen(
+            arguments("top", "one"), cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs
+        ) as top:
+            said = read_until(ours, b"running")
+            assert run(tmp_path, "down", "one").startswith("the run is stopping")
+            out, _ = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 1, out
+            run_dir = tmp_path / "runs" / "one"
+            last = out.splitlines()[-1]
+            assert last.startswith("stopped at step ")
+            assert last.endswith(f" of 100000 (lightrl down); the run is in {run_dir}")
+            assert "lightrl: " not in out
+            said += read_until(ours, b"the run is over; q leaves")
+            assert b"trying again" not in said
+            os.write(ours, b"q")
+            assert top.wait(DEADLINE_S) == 0
+        os.close(ours)
+        os.close(theirs)
+    assert "one · stopped" in run(tmp_path, "status", "one")
+
+
+def test_a_run_goes_on_without_its_only_local_rollout_node_if_another_has_joined(tmp_path):
+    with running(tmp_path, "train.steps=100000", "rollout.engine=emulated") as process:
+        join = until(process, "--join ")[-1].split()[-1]
+        with subprocess.Popen(arguments("up", "--join", join, "--name", "far"), cwd=tmp_path) as far:
+            until(process, "reward")
+            pids = wait_for_ready(tmp_path, "far")
+            os.kill(pids["rollout-0"], signal.SIGKILL)
+            until(process, "reward")
+            until(process, "reward")
+            run(tmp_path, "down")
+            out, _ = process.communicate(timeout=DEADLINE_S)
+            assert far.wait(DEADLINE_S) == 0
+    assert "lost on the way: rollout-0 was killed by SIGKILL" in out
+    assert "stopped at step" in out
+
+
+def test_a_run_without_a_rollout_node_ends_in_one_line(tmp_path):
+    with running(tmp_path, "train.steps=100000", "rollout.engine=emulated") as process:
+        until(process, "reward")
+        os.kill(wait_for_ready(tmp_path, "rollout-0")["rollout-0"], signal.SIGKILL)
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert out.splitlines()[-1].startswith("lightrl: rollout-0 was killed by SIGKILL")
+
+
+def test_a_run_of_joined_nodes_only(tmp_path):
+    with running(tmp_path, "train.steps=2", "rollout.engine=emulated", "rollout.nodes=0") as process:
+        join = until(process, "--join ")[-1].split()[-1]
+        with subprocess.Popen(arguments("up", "--join", join), cwd=tmp_path) as far:
+            out, _ = process.communicate(timeout=DEADLINE_S)
+            assert far.wait(DEADLINE_S) == 0
+    assert process.returncode == 0, out
+    assert "finished 2 steps" in out
 
 
 @linux_only
@@ -120,3 +207,28 @@ def test_malformed_data_is_one_line_and_leaves_no_run_behind(tmp_path):
     assert line.startswith("lightrl: ")
     assert "bad.jsonl, line 2: not valid JSON" in line
     assert not (tmp_path / "runs" / "one").exists()
+
+
+def test_a_daemon_in_the_foreground_leaves_nothing_behind_if_it_refuses_its_input(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": \n')
+    (tmp_path / "runs" / "before").mkdir(parents=True)
+    (tmp_path / "runs" / "latest").symlink_to("before")
+    command = arguments("up", str(QUICKSTART), "data.path=bad.jsonl", "--role", "coordinator,trainer")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "bad.jsonl, line 1: not valid JSON" in line
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["before", "latest"]
+    assert (tmp_path / "runs" / "latest").resolve().name == "before"
+
+
+def test_a_coordinator_in_the_foreground_says_how_to_join_it(tmp_path):
+    command = arguments("up", str(QUICKSTART), *SMALL, "run.name=one", "--role", "coordinator")
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        line = until(process, "--join ")[-1]
+        run_dir = tmp_path / "runs" / "one"
+        assert line.split()[-1] == (run_dir / "address").read_text().strip()
+        assert run(tmp_path, "status", "one")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 1
+    assert (tmp_path / "runs" / "latest").resolve() == run_dir

@@ -46,6 +46,7 @@ SETTINGS = Settings(
     eval_samples=1,
     eval_sampling=Sampling(0.0),
     slots=4,
+    vocabulary=100,
     lease_s=5.0,
     reward_on_failure=None,
 )

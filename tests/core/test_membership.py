@@ -1,5 +1,7 @@
 """Joining, leases, draining and losing nodes; work never goes with them."""
 
+import pytest
+
 from lightrl.core.commands import Admit, Finish
 from lightrl.core.events import (
     DrainRequested,
@@ -9,8 +11,18 @@ from lightrl.core.events import (
     NodeLeft,
     NodeLost,
     TimerFired,
+    WeightsRefused,
 )
-from lightrl.messages import Drain, Generate, Hello, Load, PublishWeights, TrainShard, Welcome
+from lightrl.messages import (
+    Drain,
+    Generate,
+    Heartbeat,
+    Hello,
+    PublishWeights,
+    TrainShard,
+    WeightsFailed,
+    Welcome,
+)
 
 from .conftest import Driver, ids, of_kind, sent
 
@@ -42,7 +54,8 @@ def test_lost_node_resumes_from_the_prefix_it_already_paid_for(driver: Driver):
 def test_tokens_of_an_attempt_that_was_given_up_are_ignored(driver: Driver):
     driver.start("a", slots=1)
     driver.tokens("p0@0#0", 7)
-    driver.feed(NodeDraining("a", "SIGTERM"))
+    driver.feed(NodeLost("a", "silent"))
+    driver.join("a", slots=1)
     driver.join("b", slots=1)
     driver.confirm("b", 0)
     driver.tokens("p0@0#0", 5, 5, offset=1, node="a", attempt=1)
@@ -52,8 +65,8 @@ def test_tokens_of_an_attempt_that_was_given_up_are_ignored(driver: Driver):
 
 def test_silent_node_is_lost_when_its_lease_runs_out_and_a_heard_one_is_not(driver: Driver):
     driver.start("a", "b", slots=1)
-    driver.feed(NodeHeard("b", Load()), now=4.0)
-    driver.feed(NodeHeard("t", Load()))
+    driver.feed(NodeHeard("b", Heartbeat()), now=4.0)
+    driver.feed(NodeHeard("t", Heartbeat()))
     assert driver.core.next_deadline() == 5.0
     driver.feed(TimerFired(), now=5.0)
     assert set(driver.core.fleet.nodes) == {"b", "t"}
@@ -88,12 +101,15 @@ def test_second_trainer_and_wrong_protocol_are_refused_in_one_line(driver: Drive
 
 def test_draining_node_gets_no_new_work_and_its_responses_move(driver: Driver):
     driver.start("a", "b", slots=2)
-    moved = driver.feed(NodeDraining("a", "SIGTERM"))
-    assert sent(moved, Generate) == []  # b is full: they wait
-    for done, taken_up in (("p1@0#0", "p0@0#0"), ("p1@0#1", "p0@0#1")):
-        [(node, generate)] = sent(driver.finish(done), Generate)
-        assert (node, generate.requests[0].response) == ("b", taken_up)
-    driver.feed(NodeLeft("a", "drained", ok=True))
+    driver.feed(NodeDraining("a", "SIGTERM"))
+    driver.tokens("p0@0#0", 5, finish="abort")  # its last tokens
+    [(node, generate)] = sent(driver.finish("p1@0#0"), Generate)
+    assert (node, generate.requests[0].response) == ("b", "p0@0#0")
+    assert generate.requests[0].prefix == ids(5)
+    [(node, generate)] = sent(
+        driver.feed(NodeLeft("a", "drained", ok=True)) + driver.finish("p1@0#1"), Generate
+    )
+    assert (node, generate.requests[0].response) == ("b", "p0@0#1")
     assert "a" not in driver.core.fleet.nodes
     assert driver.core.ledger.counters.nodes_lost == 0
 
@@ -138,3 +154,39 @@ def test_no_rollout_node_left_means_waiting_not_failing(driver: Driver):
     driver.join("b", slots=4)
     [(_, generate)] = sent(driver.confirm("b", 0), Generate)
     assert [r.response for r in generate.requests] == ["p0@0#0", "p0@0#1", "p1@0#0", "p1@0#1"]
+
+
+def test_engine_that_died_takes_no_response_with_it_and_its_node_loads_again(driver: Driver):
+    driver.start("a", slots=2)
+    driver.tokens("p0@0#0", 7)
+    commands = driver.feed(WeightsRefused("a", WeightsFailed(0, "engine killed by SIGKILL")))
+    assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
+    assert driver.core.ledger.counters.responses_moved == 2
+    [(_, generate)] = sent(driver.confirm("a", 0), Generate)
+    assert [(r.response, r.prefix) for r in generate.requests] == [("p0@0#0", ids(7)), ("p0@0#1", b"")]
+
+
+def test_trainer_that_was_started_again_ends_the_run_and_is_told_so(driver: Driver):
+    driver.start("a")
+    commands = driver.join("t", "trainer", incarnation=2)
+    [(_, refusal)] = sent(commands, Welcome)
+    assert refusal.refused == "the run is ending"
+    [finish] = of_kind(driver.feed(NodeLeft("a", "drained", ok=True)), Finish)
+    assert str(finish.state) == "failed"
+
+
+@pytest.mark.parametrize("last_words", [True, False])
+def test_scores_and_tokens_that_come_after_the_end_change_nothing(last_words: bool):
+    d = Driver()
+    d.start("a")
+    d.finish("p0@0#0")
+    d.tokens("p0@0#1", 9, finish="stop")
+    d.feed(NodeLeft("t", "disk full", ok=False) if last_words else DrainRequested("*", "down"))
+    assert sent(d.score("p0@0#1"), TrainShard) == []
+    assert sent(d.tokens("p1@0#0", 3), Generate) == []
+
+
+def test_hello_with_impossible_slots_is_refused(driver: Driver):
+    driver.start("a")
+    [(_, refusal)] = sent(driver.join("b", slots=-1), Welcome)
+    assert refusal.refused == "offers -1 slots and 1 roles"

@@ -1,11 +1,15 @@
 """What becomes of tokens and scores: fencing, overlaps, holes, bad peers, failed rewards."""
 
+import math
+from array import array
+
 import pytest
 
 from lightrl.core import placement
-from lightrl.core.commands import CloseRound, Score
+from lightrl.core.commands import CloseRound, Report, Score
+from lightrl.core.events import TokensArrived
 from lightrl.core.state import Node, sample_seed
-from lightrl.messages import Abort, Generate, TrainShard
+from lightrl.messages import Abort, Generate, ResponseTokens, TokenChunk, TrainShard
 
 from .conftest import Driver, ids, of_kind, sent
 
@@ -35,18 +39,28 @@ def test_response_that_the_engine_gave_up_is_resumed(driver: Driver):
 @pytest.mark.parametrize(
     ("chunk", "why"),
     [
-        ({"version": 3}, "unconfirmed"),
+        ({"version": 3}, "unconfirmed digest"),
         ({"offset": -1}, "malformed"),
+        ({"token_id": 100}, "outside the vocabulary"),
+        ({"token_id": -1}, "outside the vocabulary"),
     ],
 )
 def test_peer_that_breaks_the_protocol_is_lost_and_its_tokens_are_not_taken(
-    driver: Driver, chunk: dict, why: str
+    driver: Driver, chunk: dict[str, int], why: str
 ):
     driver.start("a", slots=1)
-    driver.tokens("p0@0#0", 7, **chunk)
-    assert "a" not in driver.core.fleet.nodes, why
+    commands = driver.tokens("p0@0#0", chunk.pop("token_id", 7), **chunk)
+    assert any(why in report.text for report in of_kind(commands, Report))
+    assert "a" not in driver.core.fleet.nodes
     assert len(driver.core.ledger.responses["p0@0#0"].tokens) == 0
     assert driver.core.ledger.counters.bad_chunks == 1
+
+
+def test_logprob_that_is_not_finite_loses_the_peer(driver: Driver):
+    driver.start("a", slots=1)
+    item = ResponseTokens("p0@0#0", 1, 0, ids(7), array("f", [math.nan]).tobytes())
+    driver.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
+    assert "a" not in driver.core.fleet.nodes
 
 
 def test_more_tokens_than_allowed_lose_the_peer(driver: Driver):
@@ -112,7 +126,7 @@ def test_no_node_holds_more_than_its_slots_and_the_rest_waits_for_credit(driver:
 
 def node(name: str, slots: int, running: int = 0) -> Node:
     held = dict.fromkeys(f"{name}{i}" for i in range(running))
-    return Node(name, 1, ("rollout",), slots, 0.0, 1, "h", "", running=held)
+    return Node(name, 1, ("rollout",), slots, 0.0, 1, "h", running=held)
 
 
 def test_placement_fills_the_emptiest_node_first_and_breaks_ties_by_name():

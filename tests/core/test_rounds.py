@@ -99,7 +99,7 @@ def test_evaluations_come_first_last_and_every_interval():
 
 
 def test_evaluation_is_greedy_never_trained_and_survives_unscored_responses():
-    d = Driver(num_eval_prompts=2)
+    d = Driver(num_eval_prompts=2, reward_on_failure=-1.0)
     [(_, generate)] = sent(d.start("a"), Generate)
     assert generate.sampling.temperature == 0.0
     assert [r.response for r in generate.requests] == ["e0@eval0#0", "e1@eval0#0"]
@@ -129,3 +129,17 @@ def test_share_of_a_node_that_never_loads_goes_to_the_others(driver: Driver):
     driver.confirm("a", 1)
     [(node, generate)] = sent(driver.feed(NodeLost("b", "gone")), Generate)
     assert (node, len(generate.requests)) == ("a", 2)
+
+
+def test_idle_node_does_not_wait_for_one_that_is_slow_to_load(driver: Driver):
+    driver.start("a", "b", slots=4)
+    driver.finish_round()
+    driver.train(0)
+    driver.confirm("b", 1)
+    driver.finish("p2@0#1")
+    driver.finish("p3@0#1")  # b has nothing left of its share
+    for _ in range(2):
+        [response] = driver.core.fleet.nodes["b"].running
+        driver.finish(response)
+    assert driver.core.ledger.round is not None
+    assert driver.core.ledger.round.num_settled == 2

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lightrl.config import Config, parse_config
 from lightrl.engine.base import EngineSpec
@@ -29,7 +29,7 @@ from lightrl.messages import (
 )
 from lightrl.node import client
 from lightrl.node.coordinator import Head
-from lightrl.node.link import Link
+from lightrl.node.link import Link, host_and_port
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 
@@ -121,8 +121,9 @@ class Running:
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.silenced = False
 
-    async def add_rollout(self, name: str) -> asyncio.subprocess.Process:
-        command = ("-m", "lightrl.cli", "up", "--join", self.head.address, "--name", name)
+    async def add_rollout(self, name: str, through: str | None = None) -> asyncio.subprocess.Process:
+        """A rollout daemon; `through` is the address of a proxy in front of the coordinator."""
+        command = ("-m", "lightrl.cli", "up", "--join", through or self.head.address, "--name", name)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
         self.processes[name] = process
@@ -146,6 +147,46 @@ class Running:
     async def until_finished(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.shield(self.finished)
+
+
+class Proxy:
+    """A TCP proxy whose connections can be cut."""
+
+    def __init__(self, target: str) -> None:
+        self._target = host_and_port(target)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+        self.cut()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Resets every connection; new ones are let through."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(*self._target)
+        self._writers |= {writer, back}
+        for source, sink in ((reader, back), (there, writer)):
+            task = asyncio.create_task(self._pipe(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _pipe(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(65536):
+                sink.write(data)
+        sink.close()
 
 
 @contextlib.asynccontextmanager

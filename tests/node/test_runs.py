@@ -12,7 +12,7 @@ from lightrl.messages import Snapshot
 from lightrl.metrics import read
 from lightrl.wire import from_json, unpack_f32, unpack_i32
 
-from .harness import DEADLINE_S, Running, a_run, expected_tokens
+from .harness import DEADLINE_S, Proxy, Running, a_run, expected_tokens
 
 # One step of two waves of 2.5 s on one node: long enough for another node to come within it.
 SLOW = {
@@ -142,6 +142,39 @@ def test_rollout_node_leaves_when_its_coordinator_falls_silent(tmp_path: Path):
             assert last.startswith("lightrl: ")
             assert "coordinator not heard of" in last
             assert b"Traceback" not in output + errors
+
+    asyncio.run(scenario())
+
+
+def test_broken_connection_costs_no_token(tmp_path: Path):
+    """What was in flight is lost without a trace, so the node starts afresh and the rest is moved."""
+
+    async def scenario():
+        async with a_run(tmp_path, **SLOW) as run, Proxy(run.head.address) as proxy:
+            await run.add_rollout("a", through=proxy.address)
+            await run.until(lambda s: busy(s, "a") and s.rollout_tokens > 50)
+            proxy.cut()
+            await run.until(lambda s: s.counters["nodes_joined"] >= 3)  # trainer, a, a once more
+            await run.until_finished()
+            assert run.head.succeeded
+            assert require_exact(run, tmp_path) == 16
+
+    asyncio.run(scenario())
+
+
+def test_node_that_hung_beyond_its_lease_is_taken_in_again(tmp_path: Path):
+    async def scenario():
+        async with a_run(tmp_path, **SLOW) as run:
+            hung = await run.add_rollout("hung")
+            await run.until(lambda s: busy(s, "hung") and s.rollout_tokens > 50)
+            os.kill(hung.pid, signal.SIGSTOP)
+            await run.until(lambda s: all(n.name != "hung" for n in s.nodes))
+            os.kill(hung.pid, signal.SIGCONT)
+            await run.until(lambda s: busy(s, "hung"))
+            await run.until_finished()
+            assert run.head.succeeded
+            assert require_exact(run, tmp_path) == 16
+            assert await asyncio.wait_for(hung.wait(), DEADLINE_S) == 0
 
     asyncio.run(scenario())
 

@@ -14,9 +14,9 @@ MANIFEST = m.Manifest(
     4, "9f3a", (m.TensorSpec("w", "float32", (2, 3), 0, 64),), (m.Bucket(88, "77"), m.Bucket(1, "78"))
 )
 EXAMPLES: list[m.Message] = [
-    m.Hello("rollout-0", 17, ("rollout", "trainer"), 1, pid=4242, host="a", device="cpu", slots=128),
+    m.Hello("rollout-0", 17, ("rollout", "trainer"), 1, pid=4242, host="a", slots=128),
     m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
-    m.Heartbeat(m.Load(3, 1, 0.5, 2), loop_lag_ms=0.4),
+    m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu"),
     m.Generate(
         4,
         m.Sampling(0.7, 0.9, 5, (1, 2)),

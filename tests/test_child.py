@@ -1,0 +1,153 @@
+"""A child process and its pipe: how it is stopped, and what does not end it."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lightrl.child import Child, ChildDied, Pipe
+from lightrl.wire import Codec
+
+LIMIT_S = 30.0  # of a whole scenario
+
+
+@dataclass(frozen=True)
+class Say:
+    data: bytes
+
+
+@dataclass(frozen=True)
+class End:
+    code: int
+
+
+@dataclass(frozen=True)
+class Said:
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Ready:
+    pass
+
+
+COMMANDS: Codec[Say | End] = Codec(Say | End)
+EVENTS: Codec[Said | Ready] = Codec(Said | Ready)
+
+
+def echo(sock):
+    pipe = Pipe(sock, COMMANDS, EVENTS)
+    pipe.send(Ready())
+    with contextlib.suppress(EOFError):
+        while True:
+            for command in pipe.receive():
+                if isinstance(command, End):
+                    sys.exit(command.code)
+                pipe.send(Said(command.data))
+
+
+def never_read(sock):
+    Pipe(sock, COMMANDS, EVENTS).send(Ready())
+    while True:
+        signal.pause()
+
+
+def terminate_helpers(sock):
+    """As user code does it: a program and a forked worker, both ended with SIGTERM."""
+    program = subprocess.Popen(["sleep", "60"])
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+    worker.start()
+    program.terminate()
+    worker.terminate()
+    worker.join()
+    Pipe(sock, COMMANDS, EVENTS).send(Said(f"{program.wait()} {worker.exitcode}".encode()))
+
+
+@contextlib.asynccontextmanager
+async def child(target: str) -> AsyncIterator[Child]:
+    tests = {"PYTHONPATH": str(Path(__file__).parent)}
+    process = await Child.start(f"test_child:{target}", target, COMMANDS, EVENTS, env=tests)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield process
+    finally:
+        process.kill()
+        await process.stop()
+
+
+def test_frames_of_any_size_arrive_whole_and_in_order():
+    async def scenario() -> None:
+        async with child("echo") as process:
+            assert await process.receive() == Ready()
+            sent = [bytes([i]) * size for i, size in enumerate((0, 1, 3 << 20, 17))]
+            for data in sent:
+                process.send(Say(data))
+            assert [await process.receive() for _ in sent] == [Said(data) for data in sent]
+            assert await process.stop() == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_obituary_names_the_exit_status():
+    async def scenario() -> None:
+        async with child("echo") as process:
+            process.send(End(7))
+            assert await process.receive() == Ready()
+            with pytest.raises(ChildDied, match=r"echo \(pid \d+\) ended with exit status 7"):
+                await process.receive()
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_never_reads_is_killed_when_the_grace_is_over():
+    async def scenario() -> None:
+        async with child("never_read") as process:
+            assert await process.receive() == Ready()
+            process.send(Say(bytes(8 << 20)))  # more than the socket takes
+            assert await process.stop(grace_s=0.1) == -signal.SIGKILL
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_stop_leaves_no_child_behind():
+    async def scenario() -> None:
+        async with child("never_read") as process:
+            assert await process.receive() == Ready()
+            stopping = asyncio.create_task(process.stop(grace_s=LIMIT_S))
+            await asyncio.sleep(0)
+            stopping.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stopping
+            with pytest.raises(ChildDied, match="killed by SIGKILL|closed its pipe"):
+                await process.receive()
+
+    asyncio.run(scenario())
+
+
+def test_sigterm_and_sigint_do_not_end_a_child():
+    async def scenario() -> None:
+        async with child("echo") as process:
+            assert await process.receive() == Ready()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.killpg(process.pid, number)
+                process.send(Say(b"still there"))
+                assert await process.receive() == Said(b"still there")
+            assert await process.stop() == 0  # the closed pipe does
+
+    asyncio.run(scenario())
+
+
+def test_helpers_of_user_code_still_heed_sigterm():
+    async def scenario() -> None:
+        async with child("terminate_helpers") as process:
+            assert await process.receive() == Said(f"{-signal.SIGTERM} {-signal.SIGTERM}".encode())
+
+    asyncio.run(scenario())

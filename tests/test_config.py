@@ -1,0 +1,180 @@
+"""The config: what it accepts, that it survives its file, and one line for everything that is wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.config import Config, keys, load_config, parse_config, to_toml
+from lightrl.errors import ConfigError
+
+MINIMAL = {"model": {"path": "org/model"}, "data": {"path": "org/data"}}
+TOML = '[model]\npath = "org/model"\n[data]\npath = "org/data"\n'
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    return parse_config({**MINIMAL, **sections})
+
+
+def complaint(tree: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_config(tree)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def load(tmp_path: Path, *overrides: str, toml: str = TOML) -> Config:
+    (tmp_path / "run.toml").write_text(toml)
+    return load_config(tmp_path / "run.toml", overrides)
+
+
+def test_number_of_keys_stays_small():
+    assert len(list(keys())) <= 60
+
+
+@pytest.mark.parametrize(
+    "engine_args",
+    [
+        {},
+        {"gpu_memory_utilization": 0.85, "enforce_eager": True, "max_num_seqs": 2**40, "tiny": 1e-300},
+        {"a dotted.key": "x", "": 1, "é": "ü", 'quo"te': "\\", "-_": "tab\tnew\nline \x00\x1b\x7f 漢"},
+        {"deep": {"er": {"est": [1, [2, []], {}]}, "empty": {}}},
+        {"tables": [{"a": 1, "b c": {"d": [True]}}, {"a": 2}], "mixed": [1, "two", 3.0, {"f": 4}]},
+    ],
+)
+def test_what_is_written_reads_back_to_the_same(tmp_path, engine_args):
+    (tmp_path / "data.jsonl").touch()
+    before = config(
+        data={"path": str(tmp_path / "data.jsonl"), "system_prompt": 'Say "hi"\\\n\x7f漢字'},
+        rollout={"engine_args": engine_args},
+        train={"optim": {"lr": 3.3e-7, "betas": [0, 0.999]}},
+        reward={"functions": ["exact_match", "math"], "weights": [1, 0.5], "on_failure": -1.0},
+        logging={"backends": []},
+    )
+    again = load(tmp_path, toml=to_toml(before))
+    assert again == before
+    assert again.rollout.engine_args == engine_args
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        ({"train": {"stepz": 3}}, "train.stepz: unknown key; did you mean train.steps?"),
+        ({"train": {"optim": {"lrr": 1}}}, "train.optim.lrr: unknown key; did you mean train.optim.lr?"),
+        ({"train": {"lr": 1}}, "train.lr: unknown key; did you mean train.optim.lr?"),
+        ({"run": {"str": 1}}, "run.str: unknown key; did you mean run.dir?"),
+        ({"trian": {"steps": 3}}, "trian: unknown key; did you mean [train]?"),
+        ({"steps": 3}, "steps: unknown key; did you mean train.steps?"),
+        ({"zzz": 3}, "zzz: unknown key; sections are run, model, "),
+    ],
+)
+def test_unknown_keys_get_the_nearest_name(tree, text):
+    assert complaint({**MINIMAL, **tree}).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("tree", "parts"),
+    [
+        ({"train": {"steps": "many"}}, ("train.steps = 'many'", "integer")),
+        ({"train": {"steps": 0}}, ("train.steps = 0", "greater than 0")),
+        ({"train": {"steps": 1.5}}, ("train.steps = 1.5", "integer")),
+        ({"train": {"optim": {"lr": float("nan")}}}, ("train.optim.lr = nan", "finite")),
+        ({"train": {"optim": {"lr": float("inf")}}}, ("train.optim.lr = inf", "finite")),
+        ({"train": {"optim": {"betas": [0.9, float("inf")]}}}, ("train.optim.betas = inf", "finite")),
+        ({"train": {"optim": {"betas": [0.9, 1.0]}}}, ("train.optim.betas = 1.0", "less than 1")),
+        ({"train": {"optim": {"betas": [-0.1, 0.9]}}}, ("train.optim.betas = -0.1", "greater than or equal")),
+        ({"train": {"optim": {"betas": [0.9]}}}, ("train.optim.betas",)),
+        ({"train": {"optim": 3}}, ("train.optim = 3", "is a section")),
+        ({"train": 3}, ("train = 3", "is a section")),
+        ({"model": {}}, ("model.path: is required",)),
+        ({"rollout": {"engine": "sglang"}}, ("rollout.engine = 'sglang'", "'vllm'")),
+        ({"rollout": {"engine_args": {"a": [{"b": float("inf")}]}}}, ("rollout.engine_args", "inf")),
+        ({"rollout": {"engine_args": {"a": object}}}, ("rollout.engine_args", "type")),
+        ({"reward": {"on_failure": "ignore"}}, ("reward.on_failure = 'ignore'",)),
+        ({"reward": {"on_failure": float("nan")}}, ("reward.on_failure = nan",)),
+        ({"reward": {"weights": [1, 2]}}, ("reward.weights", "2 weights for 1")),
+        ({"reward": {"weights": [float("nan")]}}, ("reward.weights = nan", "finite")),
+        ({"reward": {"functions": []}}, ("reward.functions", "at least one")),
+        ({"logging": {"backends": "mlflow"}}, ("logging.backends = 'mlflow'", "'wandb'")),
+        ({"node": {"lease_s": 0.6}}, ("node.lease_s = 0.6", "node.heartbeat_s = 0.5")),
+        ({"run": {"name": "a/b"}}, ("run.name = 'a/b'",)),
+        ({"run": {"name": "x\n"}}, ("run.name = 'x\\n'",)),
+        ({"run": {"name": "latest"}}, ("run.name = 'latest'", "link")),
+        ({"run": {"name": list(range(1000))}}, ("run.name = [0, 1, ", "...")),
+    ],
+)
+def test_wrong_values_are_one_line_with_key_and_value(tree, parts):
+    line = complaint({**MINIMAL, **tree})
+    assert all(part in line for part in parts), line
+    assert len(line) < 300
+
+
+def test_missing_sections_and_files(tmp_path):
+    assert complaint({}) == "model.path: is required"
+    for toml, part in (("a = ", "not valid TOML"), ("[model]\npath = 1", "model.path = 1")):
+        with pytest.raises(ConfigError, match=part):
+            load(tmp_path, toml=toml)
+    for path, part in ((tmp_path / "none.toml", "no such config file"), (tmp_path, "cannot be read")):
+        with pytest.raises(ConfigError, match=part):
+            load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.optim.lr=1e-5", "train.optim.lr", 1e-5),
+        ("train.optim.betas=[0.8, 0.9]", "train.optim.betas", (0.8, 0.9)),
+        ("train.activation_checkpointing=true", "train.activation_checkpointing", True),
+        ("algorithm.name=reinforce++", "algorithm.name", "reinforce++"),
+        ("run.name=a-b.c_1", "run.name", "a-b.c_1"),
+        ('run.name="quoted"', "run.name", "quoted"),
+        ("run.name='2024'", "run.name", "2024"),
+        ("run.bind=tcp://0.0.0.0:*", "run.bind", "tcp://0.0.0.0:*"),
+        ("data.system_prompt=", "data.system_prompt", ""),
+        ("data.system_prompt=two words, a=b", "data.system_prompt", "two words, a=b"),
+        ('reward.functions=["exact_match", "math"]', "reward.functions", ("exact_match", "math")),
+        ("reward.functions=math", "reward.functions", ("math",)),
+        ("logging.backends=wandb", "logging.backends", ("wandb",)),
+        ('logging.backends=["jsonl", "wandb"]', "logging.backends", ("jsonl", "wandb")),
+        ("rollout.engine_args.max_num_seqs=8", "rollout.engine_args", {"max_num_seqs": 8}),
+        ('rollout.engine_args={a = {b = "c"}}', "rollout.engine_args", {"a": {"b": "c"}}),
+    ],
+)
+def test_overrides(tmp_path, override, key, value):
+    found: Any = load(tmp_path, override)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("steps=3", "'steps=3': an override looks like section.key=value"),
+        ("train.steps", "'train.steps': an override looks like section.key=value"),
+        ("model.path.x=3", "model.path.x: path is not a section"),
+        ("train.steps=two", "train.steps = 'two': input should be a valid integer"),
+        ("train..steps=2", "train.: unknown key"),
+        ("data.path=" + "x" * 400 + ".jsonl", "data.path = "),
+        ("data.path=a\0.jsonl", "data.path = "),
+    ],
+)
+def test_wrong_overrides_are_one_line(tmp_path, override, text):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, override)
+    assert str(error.value).startswith(text)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_paths_are_relative_to_the_file_and_overrides_to_where_one_is(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "configs" / "run.toml").write_text(
+        '[model]\npath = "org/model"\n[data]\npath = "a.jsonl"\n[reward]\nfunctions = "r.py:f"\n'
+    )
+    loaded = load_config(tmp_path / "configs" / "run.toml", ["eval.path=b.jsonl"])
+    assert loaded.model.path == "org/model"
+    assert loaded.data.path == str(tmp_path / "configs" / "a.jsonl")
+    assert loaded.reward.functions == (f"{tmp_path}/configs/r.py:f",)
+    assert loaded.eval.path == str(tmp_path / "elsewhere" / "b.jsonl")

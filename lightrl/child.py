@@ -203,7 +203,7 @@ def run() -> None:
     # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop. A handler
     # and not SIG_IGN, which the programs that user code starts would inherit.
     signal.signal(signal.SIGTERM, _ignore)
-    # Forked helpers heed it again (multiprocessing's `terminate` would wait for ever), also if it comes at once.
+    # Forked helpers heed it again, also if it comes at once: multiprocessing's `terminate` counts on that.
     os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_heed_sigterm)
     module, _, function = target.partition(":")
     main = getattr(importlib.import_module(module), function)

@@ -126,7 +126,7 @@ def test_a_cancelled_stop_leaves_no_child_behind():
             stopping.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await stopping
-            with pytest.raises(ChildDied, match="killed by SIGKILL|closed its pipe"):
+            with pytest.raises(ChildDied, match=r"killed by SIGKILL|closed its pipe"):
                 await process.receive()
 
     asyncio.run(scenario())

@@ -63,6 +63,19 @@ def descendants(pid: int) -> list[int]:
     return [os.pidfd_open(child) for child in below] + [fd for child in below for fd in descendants(child)]
 
 
+@contextlib.contextmanager
+def started(
+    tmp_path: Path, *command: str, terminal: int | None = None
+) -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen(
+        arguments(*command), cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=terminal
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def run(tmp_path: Path, *command: str) -> str:
     done = subprocess.run(arguments(*command), cwd=tmp_path, capture_output=True, text=True, check=True)
     return done.stdout
@@ -132,9 +145,7 @@ def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
     with running(tmp_path, "train.steps=100000", "rollout.engine=emulated") as process:
         until(process, "reward")
         ours, theirs = pty.openpty()
-        with subprocess.Popen(
-            arguments("top", "one"), cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs
-        ) as top:
+        with started(tmp_path, "top", "one", terminal=theirs) as top:
             said = read_until(ours, b"running")
             assert run(tmp_path, "down", "one").startswith("the run is stopping")
             out, _ = process.communicate(timeout=DEADLINE_S)
@@ -156,7 +167,7 @@ def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
 def test_a_run_goes_on_without_its_only_local_rollout_node_if_another_has_joined(tmp_path):
     with running(tmp_path, "train.steps=100000", "rollout.engine=emulated") as process:
         join = until(process, "--join ")[-1].split()[-1]
-        with subprocess.Popen(arguments("up", "--join", join, "--name", "far"), cwd=tmp_path) as far:
+        with started(tmp_path, "up", "--join", join, "--name", "far") as far:
             until(process, "reward")
             pids = wait_for_ready(tmp_path, "far")
             os.kill(pids["rollout-0"], signal.SIGKILL)
@@ -181,7 +192,7 @@ def test_a_run_without_a_rollout_node_ends_in_one_line(tmp_path):
 def test_a_run_of_joined_nodes_only(tmp_path):
     with running(tmp_path, "train.steps=2", "rollout.engine=emulated", "rollout.nodes=0") as process:
         join = until(process, "--join ")[-1].split()[-1]
-        with subprocess.Popen(arguments("up", "--join", join), cwd=tmp_path) as far:
+        with started(tmp_path, "up", "--join", join) as far:
             out, _ = process.communicate(timeout=DEADLINE_S)
             assert far.wait(DEADLINE_S) == 0
     assert process.returncode == 0, out
@@ -224,11 +235,14 @@ def test_a_daemon_in_the_foreground_leaves_nothing_behind_if_it_refuses_its_inpu
 
 def test_a_coordinator_in_the_foreground_says_how_to_join_it(tmp_path):
     command = arguments("up", str(QUICKSTART), *SMALL, "run.name=one", "--role", "coordinator")
+    run_dir = tmp_path / "runs" / "one"
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        line = until(process, "--join ")[-1]
-        run_dir = tmp_path / "runs" / "one"
-        assert line.split()[-1] == (run_dir / "address").read_text().strip()
-        assert run(tmp_path, "status", "one")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 1
+        try:
+            line = until(process, "--join ")[-1]
+            assert line.split()[-1] == (run_dir / "address").read_text().strip()
+            assert run(tmp_path, "status", "one")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(DEADLINE_S) == 1
+        finally:
+            process.kill()
     assert (tmp_path / "runs" / "latest").resolve() == run_dir

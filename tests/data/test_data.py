@@ -17,6 +17,7 @@ from lightrl.data import (
     load_tokenizer,
     model_files,
     stop_token_ids,
+    weights_folder,
 )
 from lightrl.errors import ConfigError, DataError
 
@@ -120,6 +121,60 @@ def test_a_model_that_is_missing_is_named_with_its_key(tmp_path):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         model_files(str(tmp_path))
+
+
+@pytest.fixture
+def snapshot(tmp_path, monkeypatch) -> Path:
+    """The local copy of org/model in an empty cache of the hub, which is out of reach."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef" * 2 + "01234567"
+    repository = tmp_path / "models--org--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def index(**weight_map: str) -> str:
+    return json.dumps({"metadata": {}, "weight_map": weight_map})
+
+
+def test_the_weights_of_a_hub_id_are_those_of_its_local_copy(snapshot):
+    (snapshot / "model.safetensors").touch()
+    assert weights_folder("org/model") == snapshot
+    assert weights_folder(str(snapshot)) == snapshot
+
+
+def test_sharded_weights_must_be_complete(snapshot):
+    shards = [f"model-0000{k}-of-00002.safetensors" for k in (1, 2)]
+    (snapshot / "model.safetensors.index.json").write_text(index(a=shards[0], b=shards[1], c=shards[1]))
+    (snapshot / shards[0]).touch()
+    with pytest.raises(ConfigError, match=f"'org/model': 1 shards are missing: {shards[1]}"):
+        weights_folder("org/model")
+    (snapshot / shards[1]).touch()
+    assert weights_folder("org/model") == snapshot
+
+
+@pytest.mark.parametrize("text", ["{broken", "[]", '{"weight_map": 3}'])
+def test_a_broken_index_of_shards_is_named(snapshot, text):
+    (snapshot / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"model.safetensors.index.json is not an index"):
+        weights_folder("org/model")
+
+
+def test_weights_that_are_not_safetensors_are_refused(snapshot):
+    (snapshot / "pytorch_model.bin").touch()
+    for path in ("org/model", str(snapshot)):
+        with pytest.raises(ConfigError, match=r"has no \*.safetensors; .* save_pretrained\(\)$"):
+            weights_folder(path)
+
+
+def test_weights_out_of_reach_are_one_line(snapshot):
+    with pytest.raises(ConfigError, match="'org/other': no such directory, and the hub says") as caught:
+        weights_folder("org/other")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_broken_tokenizer_is_one_line(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -211,12 +212,14 @@ import pathlib, time
 def reward(sample):
     folder = pathlib.Path(__file__).parent
     if sample.row.get("do") == "wait":
-        (folder / "begun").touch()
+        (folder / "begun").write_bytes(b"")
         while not (folder / "go").exists():
             time.sleep(0.001)
     return 1.0
 """
     (tmp_path / "rewards.py").write_text(source)
+    fifo = tmp_path / "begun"
+    os.mkfifo(fifo)
     settings = config.Reward(functions=(f"{tmp_path}/rewards.py:reward",), timeout_s=0.2)
     results: dict[str, RewardResult] = {}
 
@@ -237,8 +240,7 @@ def reward(sample):
             tasks.create_task(pool.run())
             try:
                 pool.submit(job("late", do="wait"))
-                while not (tmp_path / "begun").exists():
-                    await asyncio.sleep(0.001)
+                await asyncio.to_thread(fifo.read_bytes)  # until the function has begun
                 await asyncio.sleep(0.01)  # `Started` is read
                 stall(0.3)
                 await asyncio.sleep(0)

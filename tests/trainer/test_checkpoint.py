@@ -78,6 +78,31 @@ def test_the_export_is_a_model_that_transformers_loads(new_rank, samples, tmp_pa
     assert AutoTokenizer.from_pretrained(exported)("abc")["input_ids"] == [2, 3, 4]
 
 
+def test_a_hub_id_is_trained_and_exported_from_its_local_copy(
+    new_rank, samples, model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    commit = "0123456789abcdef" * 2 + "01234567"
+    repository = tmp_path / "hub" / "models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / commit
+    AutoModelForCausalLM.from_pretrained(model_dir).save_pretrained(blobs, max_shard_size="50KB")
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    assert (snapshot / "model.safetensors.index.json").is_file()
+
+    rank, other = new_rank("org/tiny"), new_rank(model_dir)
+    assert rank.started.manifest.digest == other.started.manifest.digest
+    train(rank, samples, 0)
+    exported = save(rank, tmp_path, 1, export=True) / "hf"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    for name, parameter in full_parameters(rank.policy):
+        assert torch.equal(model.get_parameter(name), parameter)
+    assert not any(file.is_symlink() for file in exported.iterdir())
+
+
 def test_a_missing_or_torn_checkpoint_is_named(new_rank, samples, tmp_path):
     with pytest.raises(TrainerError, match="step_1: no complete checkpoint"):
         new_rank(start_step=1)

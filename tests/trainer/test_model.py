@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,6 +11,7 @@ from lightrl.trainer.protocol import TrainSample
 from lightrl.wire import pack_f32, pack_i32, unpack_f32, unpack_i32
 
 CPU = torch.device("cpu")
+VOCABULARY = 24  # of the model in conftest
 
 
 def alone(module, sample, temperature=1.0):
@@ -23,7 +26,7 @@ def alone(module, sample, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_of_a_padded_batch_equal_those_of_each_response_alone(model_dir, samples, temperature):
     policy = load_policy(model_dir, CPU)
-    batch = collate(samples, CPU)
+    batch = collate(samples, CPU, VOCABULARY)
     with torch.no_grad():
         logprobs, entropy = response_logprobs(policy, batch, temperature)
     for i, sample in enumerate(samples):
@@ -38,7 +41,7 @@ def test_logprobs_of_a_padded_batch_equal_those_of_each_response_alone(model_dir
 def test_logits_are_scored_by_pieces_with_the_same_gradient(model_dir, samples, monkeypatch):
     def gradients():
         policy = load_policy(model_dir, CPU)
-        batch = collate(samples, CPU)
+        batch = collate(samples, CPU, VOCABULARY)
         logprobs, _ = response_logprobs(policy, batch)
         (logprobs * batch.mask).sum().backward()
         return [p.grad for p in policy.module.parameters()]
@@ -51,7 +54,7 @@ def test_logits_are_scored_by_pieces_with_the_same_gradient(model_dir, samples, 
 def test_activation_checkpointing_changes_no_gradient(model_dir, samples):
     def gradients(activation_checkpointing):
         policy = load_policy(model_dir, CPU, activation_checkpointing=activation_checkpointing)
-        batch = collate(samples, CPU)
+        batch = collate(samples, CPU, VOCABULARY)
         logprobs, _ = response_logprobs(policy, batch)
         (logprobs * batch.mask).sum().backward()
         return [p.grad for p in policy.module.parameters()]
@@ -76,7 +79,7 @@ def test_a_bfloat16_checkpoint_computes_as_its_float32_copy(save_model, tmp_path
     """Rotary frequencies and other buffers must not have been rounded on the way."""
     policy = load_policy(save_model(tmp_path, torch.bfloat16), CPU)
     module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    batch = collate(samples[:1], CPU)
+    batch = collate(samples[:1], CPU, VOCABULARY)
     with torch.no_grad():
         logprobs, _ = response_logprobs(policy, batch)
     torch.testing.assert_close(logprobs[0], alone(module, samples[0])[0], rtol=1e-5, atol=1e-5)
@@ -84,22 +87,31 @@ def test_a_bfloat16_checkpoint_computes_as_its_float32_copy(save_model, tmp_path
 
 def test_an_empty_batch_is_a_row_of_nothing(model_dir):
     policy = load_policy(model_dir, CPU)
-    batch = collate([], CPU)
+    batch = collate([], CPU, VOCABULARY)
     logprobs, _ = response_logprobs(policy, batch)
     assert batch.mask.sum() == 0
     assert torch.isfinite(logprobs).all()
 
 
 @pytest.mark.parametrize(
-    "sample",
+    ("prompt", "response", "logprobs", "reason"),
     [
-        TrainSample("r", b"", pack_i32([3]), pack_f32([-1]), 1.0),
-        TrainSample("r", pack_i32([3]), pack_i32([3]), pack_f32([-1, -1]), 1.0),
+        ([], [3], [-1], "0 prompt tokens, 1 response tokens, 1 logprobs"),
+        ([3], [3], [-1, -1], "1 prompt tokens, 1 response tokens, 2 logprobs"),
+        ([3], [3, 24], [-1, -1], "token id 24 is outside the vocabulary of 24"),
+        ([-1], [3], [-1], "token id -1 is outside the vocabulary of 24"),
+        ([3], [3, 3], [-1, math.nan], "a rollout logprob is nan"),
+        ([3], [3], [-math.inf], "a rollout logprob is -inf"),
     ],
 )
-def test_samples_that_contradict_themselves_are_refused(sample):
-    with pytest.raises(TrainerError, match=r"^r: .* logprobs$"):
-        collate([sample], CPU)
+def test_a_sample_that_cannot_be_is_named(samples, prompt, response, logprobs, reason):
+    wrong = TrainSample("r", pack_i32(prompt), pack_i32(response), pack_f32(logprobs), 1.0)
+    with pytest.raises(TrainerError, match=f"^r: {reason}$"):
+        collate([samples[0], wrong], CPU, VOCABULARY)
+
+
+def test_the_vocabulary_of_a_policy_is_that_of_its_embedding(model_dir):
+    assert load_policy(model_dir, CPU).vocabulary == VOCABULARY
 
 
 def test_a_folder_without_a_model_is_named_in_one_line(tmp_path):

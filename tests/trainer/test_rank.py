@@ -3,6 +3,7 @@
 import asyncio
 import math
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from lightrl.trainer.protocol import (
     StepFinished,
 )
 from lightrl.weights.tensors import read_tensors
+from lightrl.wire import pack_f32, pack_i32
 
 DEADLINE_S = 110
 
@@ -126,6 +128,19 @@ def test_a_rank_trains_publishes_and_says_why_it_ends(start, processes, samples)
     asyncio.run(run())
 
 
+def test_a_response_that_the_model_cannot_have_made_is_named(start, samples):
+    wrong = replace(samples[1], token_ids=pack_i32([24]), rollout_logprobs=pack_f32([-1.0]))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        daemon = Pipe(ours, RANK_EVENTS, RANK_COMMANDS)
+        daemon.send(start())
+        daemon.send(Accumulate(0, ((samples[0], wrong),)))
+        with pytest.raises(SystemExit):
+            main(theirs)
+        _, event = daemon.receive(DEADLINE_S)
+        assert event == RankFailed("p0@0#1: token id 24 is outside the vocabulary of 24")
+
+
 def test_a_model_that_cannot_be_loaded_is_one_line(start, tmp_path):
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -134,5 +149,5 @@ def test_a_model_that_cannot_be_loaded_is_one_line(start, tmp_path):
         with pytest.raises(SystemExit):
             main(theirs)
         assert daemon.receive(DEADLINE_S) == [
-            RankFailed(f"{tmp_path}/nowhere: not a model directory: it has no config.json")
+            RankFailed(f"model.path = '{tmp_path}/nowhere': no such directory, and not a hub id (org/name)")
         ]

@@ -94,7 +94,8 @@ class _Tensorboard:
         from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
         from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
 
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
+        self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         self._writer: Any = event_file_writer.EventFileWriter(str(run_dir / "tensorboard"))
 
     def write(self, step: int, record: dict[str, float]) -> None:

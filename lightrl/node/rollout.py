@@ -177,9 +177,11 @@ class Rollout:
             assert offer is not None
             begin = time.monotonic()
             try:
-                path = await self._pull(offer)
+                path = await self._pull_unless_superseded(offer)
             except WeightsError as e:
                 self._send(WeightsFailed(offer.manifest.policy_version, str(e)))
+                continue
+            if path is None:
                 continue
             pull_s = time.monotonic() - begin
             await started.wait()
@@ -192,6 +194,18 @@ class Rollout:
                 case EngineFailed(reason):
                     self._held = None  # pull it again: the file may be what is wrong
                     self._send(WeightsFailed(offer.manifest.policy_version, reason))
+
+    async def _pull_unless_superseded(self, offer: PublishWeights) -> Path | None:
+        """None if a newer version was offered before this one was here."""
+        pulling = asyncio.ensure_future(self._pull(offer))
+        newer = asyncio.ensure_future(self._wanted_changed.wait())
+        try:
+            await asyncio.wait({pulling, newer}, return_when=asyncio.FIRST_COMPLETED)
+            return await pulling if pulling.done() else None
+        finally:
+            newer.cancel()
+            pulling.cancel()
+            await asyncio.wait({pulling})
 
     async def _pull(self, offer: PublishWeights) -> Path:
         """The file of this version, which may be here already; older ones are removed."""

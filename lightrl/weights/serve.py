@@ -63,9 +63,8 @@ class WeightServer:
 
     def __init__(self, max_connections: int = MAX_CONNECTIONS) -> None:
         self._held: dict[int, _Held] = {}  # in the order of publication
-        self._places = asyncio.Semaphore(max_connections)  # one is taken by each connection
+        self._max_connections = max_connections
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(_SEND_THREADS, thread_name_prefix="weights-send")
 
@@ -81,7 +80,7 @@ class WeightServer:
             self._listener.listen(BACKLOG)
         except OSError as e:
             raise WeightsError(f"cannot serve weights on {host}: {e}") from e
-        self._accepting = asyncio.create_task(self._accept(self._listener), name="weights-accept")
+        self._listen()
         return format_address(host, self._listener.getsockname()[1])
 
     def publish(self, manifest: Manifest, path: Path, ticket: str) -> None:
@@ -105,12 +104,13 @@ class WeightServer:
 
     async def close(self) -> None:
         """Stops serving at once; transfers under way are cut."""
-        tasks = [*self._connections, *([self._accepting] if self._accepting else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
+            self._listener = None
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
         for version in list(self._held):
             self._retire(version)
         self._threads.shutdown(wait=False)
@@ -121,28 +121,32 @@ class WeightServer:
             held.is_retired = True
             held.release()
 
-    async def _accept(self, listener: socket.socket) -> None:
+    def _listen(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """A callback and not a task, which could be cancelled when it already has a connection."""
         loop = asyncio.get_running_loop()
-        while True:
-            # Without a place, peers wait in the listen queue: a closed connection would tell them that we
-            # do not hold the version.
-            await self._places.acquire()
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError:  # the peer has gone already, or no descriptor is free
-                self._places.release()
-                await asyncio.sleep(0.01)
-                continue
-            sock.setblocking(False)
-            task = loop.create_task(self._serve(sock))
-            self._connections.add(task)
-            task.add_done_callback(lambda task, sock=sock: self._ended(task, sock))
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # the peer has gone already, or no descriptor is free
+            loop.remove_reader(listener)
+            loop.call_later(0.01, self._listen)
+            return
+        sock.setblocking(False)
+        task = loop.create_task(self._serve(sock))
+        self._connections.add(task)
+        task.add_done_callback(lambda task: self._ended(task, sock))
+        if len(self._connections) >= self._max_connections:
+            # Further peers wait in the listen queue: a closed connection would say that we lack the version.
+            loop.remove_reader(listener)
 
     def _ended(self, task: asyncio.Task[None], sock: socket.socket) -> None:
         """Closes here and not in the task, which may be cancelled before it has begun."""
         self._connections.discard(task)
-        self._places.release()
         sock.close()
+        self._listen()
 
     async def _serve(self, sock: socket.socket) -> None:
         """Answers one peer until it goes, says something wrong or falls silent."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import socket
@@ -428,6 +429,21 @@ def test_a_closing_server_cuts_its_transfers(tmp_path):
                 await pulling
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_server_that_closes_while_a_peer_connects_leaves_no_socket_open(turns):
+    async def scenario() -> None:
+        server = WeightServer()
+        host, _, port = (await server.start("127.0.0.1")).rpartition(":")
+        await asyncio.sleep(0)
+        with socket.create_connection((host, int(port))):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await server.close()
+
+    asyncio.run(scenario())
+    gc.collect()  # which would find it, and warn
 
 
 @pytest.mark.parametrize(

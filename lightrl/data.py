@@ -1,4 +1,4 @@
-"""Prompts: read from files or the hub, tokenised once, drawn in a seeded order; and the tokenizer itself.
+"""Prompts: read from files or the hub, tokenised once, drawn in a seeded order.
 
 Owns which data set layouts are understood and the stable ids of prompts. Every problem is one line that
 names the file and the line. Must not import transformers, datasets or pyarrow before they are needed:
@@ -8,7 +8,6 @@ daemons and `lightrl --help` import this module.
 import hashlib
 import json
 import random
-import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,133 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from lightrl import config
-from lightrl.errors import ConfigError, DataError
+from lightrl.errors import DataError
+from lightrl.hub import HUB_ID, first_line
 from lightrl.wire import to_json
 
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "*.model",
-)
-MAX_MODEL_FILE_BYTES = 32 << 20  # they travel to every node in one message
-WEIGHTS_INDEX = "model.safetensors.index.json"
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZE_BATCH = 1024
-
-
-# The model directory and its tokenizer
-
-
-def load_tokenizer(model_path: str) -> Any:
-    """The HF tokenizer of a model directory or hub id. Raises ConfigError, one line, naming model.path."""
-    folder = _model_folder(model_path)
-    if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        raise ConfigError(f"model.path = {model_path!r}: has no tokenizer.json or tokenizer_config.json")
-    try:
-        if (folder / "tokenizer.json").is_file():  # complete in itself; AutoTokenizer would load torch
-            from transformers import PreTrainedTokenizerFast as Tokenizer
-        else:
-            from transformers import AutoTokenizer as Tokenizer
-        return Tokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as e:  # the tokenizers library raises plain Exception for a broken file
-        raise ConfigError(
-            f"model.path = {model_path!r}: its tokenizer cannot be loaded: {_first_line(e)}"
-        ) from e
-
-
-def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end a response: those of generation_config.json, config.json and the tokenizer."""
-    folder = _model_folder(model_path)
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        if not file.is_file():
-            continue
-        try:
-            table = json.loads(file.read_bytes())
-        except ValueError as e:
-            raise ConfigError(f"model.path = {model_path!r}: {name} is not JSON: {e}") from None
-        for section in (table, table.get("text_config") or {}):
-            value = section.get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
-    if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    return tuple(sorted(found))
-
-
-def model_files(model_path: str) -> dict[str, bytes]:
-    """Name -> content of the small files an engine and a reward worker need; no weights.
-
-    Raises ConfigError if there is no config.json or a file is too large to be sent.
-    """
-    folder = _model_folder(model_path)
-    files = sorted({f for pattern in MODEL_FILES for f in folder.glob(pattern) if f.is_file()})
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path = {model_path!r}: has no config.json")
-    for f in files:
-        if (size := f.stat().st_size) > MAX_MODEL_FILE_BYTES:
-            raise ConfigError(
-                f"model.path = {model_path!r}: {f.name} has {size >> 20} MiB; "
-                f"at most {MAX_MODEL_FILE_BYTES >> 20} MiB can be sent to nodes"
-            )
-    return {f.name: f.read_bytes() for f in files}
-
-
-def weights_folder(model_path: str) -> Path:
-    """The directory itself, or for a hub id its local copy with the weights, which may be downloaded now.
-
-    Raises ConfigError, one line, if it does not hold all its weights as safetensors.
-    """
-    folder = _model_folder(model_path, ("*.safetensors", "*.safetensors.index.json"))
-    if (folder / WEIGHTS_INDEX).is_file():
-        try:
-            shards = set(json.loads((folder / WEIGHTS_INDEX).read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ConfigError(f"model.path = {model_path!r}: {WEIGHTS_INDEX} is not an index") from None
-        missing = sorted(name for name in shards if not (folder / name).is_file())
-        if missing:
-            raise ConfigError(f"model.path = {model_path!r}: {len(missing)} shards are missing: {missing[0]}")
-    elif not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.path = {model_path!r}: has no *.safetensors; a model that has only .bin or .pt files is "
-            "converted by loading it with transformers and save_pretrained()"
-        )
-    return folder
-
-
-def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
-    """The directory itself, or for a hub id the local copy of its small files and `further_files`."""
-    folder = Path(model_path)
-    if folder.is_dir():
-        return folder
-    if folder.exists() or not _HUB_ID.fullmatch(model_path):
-        raise ConfigError(f"model.path = {model_path!r}: no such directory, and not a hub id (org/name)")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                model_path,
-                allow_patterns=[*MODEL_FILES, *further_files],
-                # "*" matches "/" too: folders hold other formats, "consolidated" the same weights once more.
-                ignore_patterns=["*/*", "consolidated*"],
-            )
-        )
-    except Exception as e:  # the errors of the hub's HTTP library have no base that we could name
-        raise ConfigError(
-            f"model.path = {model_path!r}: no such directory, and the hub says: {_first_line(e)}"
-        ) from e
-
-
-# Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +91,7 @@ def _numbered_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"{path}: is a directory, not a JSONL or parquet file")
     if file.exists():
         rows = _parquet_rows(file) if file.suffix == ".parquet" else _jsonl_rows(file)
-    elif _HUB_ID.fullmatch(path.partition(":")[0]) and file.suffix not in (".jsonl", ".json", ".parquet"):
+    elif HUB_ID.fullmatch(path.partition(":")[0]) and file.suffix not in (".jsonl", ".json", ".parquet"):
         rows = _hub_rows(path)
     else:
         raise DataError(f"{path}: no such file")
@@ -222,7 +99,7 @@ def _numbered_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             to_json(row)
         except (TypeError, ValueError, RecursionError) as e:
-            raise DataError(f"{where}: a column holds what JSON cannot carry: {_first_line(e)}") from None
+            raise DataError(f"{where}: a column holds what JSON cannot carry: {first_line(e)}") from None
         yield where, row
 
 
@@ -236,7 +113,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as e:
-                    raise DataError(f"{where}: not valid JSON: {_first_line(e)}") from None
+                    raise DataError(f"{where}: not valid JSON: {first_line(e)}") from None
                 if not isinstance(row, dict):
                     raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
                 yield where, row
@@ -253,7 +130,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         table = pyarrow.parquet.read_table(file)
     except (OSError, pyarrow.ArrowException) as e:
-        raise DataError(f"{file}: not a readable parquet file: {_first_line(e)}") from None
+        raise DataError(f"{file}: not a readable parquet file: {first_line(e)}") from None
     number = 0
     for batch in table.to_batches():
         for row in batch.to_pylist():
@@ -273,7 +150,7 @@ def _hub_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         rows = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, RuntimeError) as e:
-        raise DataError(f"{name}: split {split!r} cannot be loaded: {_first_line(e)}") from None
+        raise DataError(f"{name}: split {split!r} cannot be loaded: {first_line(e)}") from None
     for number, row in enumerate(rows, 1):
         yield f"{name}:{split}, row {number}", dict(row)
 
@@ -343,18 +220,13 @@ def _apply_chat_template(where: str, messages: list[Any], system_prompt: str, to
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as e:
-        raise DataError(f"{where}: the chat template refuses the prompt: {_first_line(e)}") from None
+        raise DataError(f"{where}: the chat template refuses the prompt: {first_line(e)}") from None
 
 
 def _expected_bos(tokenizer: Any) -> int | None:
     """The BOS id if the tokenizer starts plain text with it; nothing else it adds belongs in a prompt."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else None
-
-
-def _first_line(e: BaseException) -> str:
-    lines = str(e).strip().splitlines()
-    return lines[0][:300] if lines else type(e).__name__
 
 
 # The order in which they are drawn

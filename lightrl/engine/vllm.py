@@ -242,7 +242,7 @@ class _Api:
         try:
             config = self._engine_args(**args).create_engine_config(self._context)
             if config.speculative_config is not None:
-                raise NotImplementedError("speculative_config: its sampling is not coupled")
+                raise ValueError("speculative_config is not supported: its sampling is not coupled")
             return self._core(config, self._executor.get_class(config), log_stats=False)
         except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as e:
             lines = str(e).strip().splitlines()

@@ -37,7 +37,7 @@ def _coupled_sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any
     if num == 0:
         return _stock_sample(runner, logits, spec_decode_metadata)
     if spec_decode_metadata is not None:
-        raise NotImplementedError("speculative decoding is not coupled yet; remove speculative_config")
+        raise RuntimeError("speculative decoding is not coupled: remove speculative_config")
     ids = batch.req_ids
     if getattr(runner, "lightrl_ids", None) != ids:  # the batch changed: look the seeds up again
         runner.lightrl_ids = list(ids)

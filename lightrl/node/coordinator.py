@@ -40,8 +40,9 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.state import DrawnPrompt, RunState
-from lightrl.data import Prompt, PromptCursor, load_prompts, load_tokenizer, model_files, stop_token_ids
+from lightrl.data import Prompt, PromptCursor, load_prompts
 from lightrl.errors import DataError, PeerUnreachable, ProtocolError
+from lightrl.hub import load_tokenizer, model_files, stop_token_ids
 from lightrl.messages import (
     REJOIN,
     Bye,

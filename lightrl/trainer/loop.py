@@ -23,8 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from lightrl.child import Pipe
 from lightrl.config import Config
-from lightrl.data import weights_folder
 from lightrl.errors import LightRLError, TrainerError
+from lightrl.hub import weights_folder
 from lightrl.messages import Manifest
 from lightrl.trainer import checkpoint, loss
 from lightrl.trainer.model import (

@@ -1,0 +1,135 @@
+"""A model directory or hub id: its tokenizer, the small files that travel, and where its weights are.
+
+Every problem is one line that names model.path. Must not import transformers or huggingface_hub before
+they are needed: daemons import this module.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from lightrl.errors import ConfigError
+
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "*.model",
+)
+MAX_MODEL_FILE_BYTES = 32 << 20  # they travel to every node in one message
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """The HF tokenizer of a model directory or hub id. Raises ConfigError, one line, naming model.path."""
+    folder = _model_folder(model_path)
+    if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        raise ConfigError(f"model.path = {model_path!r}: has no tokenizer.json or tokenizer_config.json")
+    try:
+        if (folder / "tokenizer.json").is_file():  # complete in itself; AutoTokenizer would load torch
+            from transformers import PreTrainedTokenizerFast as Tokenizer
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+        return Tokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as e:  # the tokenizers library raises plain Exception for a broken file
+        raise ConfigError(
+            f"model.path = {model_path!r}: its tokenizer cannot be loaded: {first_line(e)}"
+        ) from e
+
+
+def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids that end a response: those of generation_config.json, config.json and the tokenizer."""
+    folder = _model_folder(model_path)
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            table = json.loads(file.read_bytes())
+        except ValueError as e:
+            raise ConfigError(f"model.path = {model_path!r}: {name} is not JSON: {e}") from None
+        for section in (table, table.get("text_config") or {}):
+            value = section.get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return tuple(sorted(found))
+
+
+def model_files(model_path: str) -> dict[str, bytes]:
+    """Name -> content of the small files an engine and a reward worker need; no weights.
+
+    Raises ConfigError if there is no config.json or a file is too large to be sent.
+    """
+    folder = _model_folder(model_path)
+    files = sorted({f for pattern in MODEL_FILES for f in folder.glob(pattern) if f.is_file()})
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path = {model_path!r}: has no config.json")
+    for f in files:
+        if (size := f.stat().st_size) > MAX_MODEL_FILE_BYTES:
+            raise ConfigError(
+                f"model.path = {model_path!r}: {f.name} has {size >> 20} MiB; "
+                f"at most {MAX_MODEL_FILE_BYTES >> 20} MiB can be sent to nodes"
+            )
+    return {f.name: f.read_bytes() for f in files}
+
+
+def weights_folder(model_path: str) -> Path:
+    """The directory itself, or for a hub id its local copy with the weights, which may be downloaded now.
+
+    Raises ConfigError, one line, if it does not hold all its weights as safetensors.
+    """
+    folder = _model_folder(model_path, ("*.safetensors", "*.safetensors.index.json"))
+    if (folder / WEIGHTS_INDEX).is_file():
+        try:
+            shards = set(json.loads((folder / WEIGHTS_INDEX).read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ConfigError(f"model.path = {model_path!r}: {WEIGHTS_INDEX} is not an index") from None
+        missing = sorted(name for name in shards if not (folder / name).is_file())
+        if missing:
+            raise ConfigError(f"model.path = {model_path!r}: {len(missing)} shards are missing: {missing[0]}")
+    elif not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path = {model_path!r}: has no *.safetensors; a model that has only .bin or .pt files is "
+            "converted by loading it with transformers and save_pretrained()"
+        )
+    return folder
+
+
+def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
+    """The directory itself, or for a hub id the local copy of its small files and `further_files`."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not HUB_ID.fullmatch(model_path):
+        raise ConfigError(f"model.path = {model_path!r}: no such directory, and not a hub id (org/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                model_path,
+                allow_patterns=[*MODEL_FILES, *further_files],
+                # "*" matches "/" too: folders hold other formats, "consolidated" the same weights once more.
+                ignore_patterns=["*/*", "consolidated*"],
+            )
+        )
+    except Exception as e:  # the errors of the hub's HTTP library have no base that we could name
+        raise ConfigError(
+            f"model.path = {model_path!r}: no such directory, and the hub says: {first_line(e)}"
+        ) from e
+
+
+def first_line(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return lines[0][:300] if lines else type(e).__name__

@@ -218,6 +218,9 @@ class Coordinator:
     def _advance(self, now: float) -> None:
         """Closes what is complete and opens what comes next, as far as it can be done now."""
         if self._ending is not None:
+            round = self.ledger.round
+            if round is not None and self._is_over(round):
+                self._close_step(now)  # the trainer finished the step that it was at
             if not self.fleet.nodes:
                 self.state, reason = self._ending
                 self._out.append(Finish(self.state, reason))

@@ -245,5 +245,6 @@ class _Api:
                 raise ValueError("speculative_config is not supported: its sampling is not coupled")
             return self._core(config, self._executor.get_class(config), log_stats=False)
         except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as e:
-            lines = str(e).strip().splitlines()
-            raise EngineError(f"vLLM cannot start: {lines[-1].strip() if lines else repr(e)}") from e
+            # pydantic puts the reason before a line that only names its documentation.
+            lines = [x.strip() for x in str(e).splitlines() if x.strip() and "errors.pydantic.dev" not in x]
+            raise EngineError(f"vLLM cannot start: {lines[-1] if lines else repr(e)}") from e

@@ -99,6 +99,8 @@ def _require_function(file: Path, name: str) -> None:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as e:
         raise ConfigError(f"reward.functions: {file}:{e.lineno}: {e.msg}") from None
+    except OSError as e:
+        raise ConfigError(f"reward.functions = {file}:{name}: cannot be read: {e.strerror}") from None
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

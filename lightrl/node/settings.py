@@ -37,6 +37,12 @@ def vocabulary(files: dict[str, bytes], prompts: dict[str, Prompt], config: Conf
     size = text.get("vocab_size")
     if not isinstance(size, int):
         raise ConfigError(f"{config.model.path}: config.json has no vocab_size")
+    longest = text.get("max_position_embeddings")
+    if isinstance(longest, int) and config.max_model_length > longest:
+        raise ConfigError(
+            f"data.max_prompt_length + rollout.max_response_length = {config.max_model_length}: "
+            f"the model's context (max_position_embeddings) is {longest} tokens"
+        )
     for prompt in prompts.values():
         if max(prompt.token_ids, default=0) >= size:
             raise DataError(

@@ -210,9 +210,8 @@ class Trainer:
             await self._reply(rank, Accumulated)
 
     async def _save(self, step: int) -> None:
-        last = step == self._config.train.steps or self._stopping.is_set()
         path = self._run_dir / "checkpoints" / f"step_{step}"
-        self._tell(Save(step, str(path), export=last))
+        self._tell(Save(step, str(path), export=True))
         for rank in range(len(self._ranks)):
             await self._reply(rank, Saved)
         print(f"saved {path}", flush=True)

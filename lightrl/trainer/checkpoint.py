@@ -130,6 +130,8 @@ def _state(policy: Policy, optimizer: torch.optim.Optimizer, with_optimizer: boo
 def _export(folder: Path, policy: Policy, tensors: dict[str, torch.Tensor], model_dir: Path) -> None:
     """`config.json` is copied last: what transformers would write names the dtype of the master weights."""
     policy.module.save_pretrained(folder, state_dict=tensors)
+    for file in folder.iterdir():  # safetensors writes files that only their owner can read
+        file.chmod(0o644)
     for file in sorted(model_dir.iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(file, folder / file.name)

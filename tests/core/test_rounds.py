@@ -1,7 +1,7 @@
 """Steps in their order: versions, shards, evaluations, the end."""
 
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish
-from lightrl.core.events import NodeLeft, NodeLost, WeightsRefused
+from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, WeightsRefused
 from lightrl.messages import Drain, Generate, PublishWeights, TrainShard, WeightsFailed
 
 from .conftest import Driver, ids, of_kind, sent
@@ -143,3 +143,17 @@ def test_idle_node_does_not_wait_for_one_that_is_slow_to_load(driver: Driver):
         driver.finish(response)
     assert driver.core.ledger.round is not None
     assert driver.core.ledger.round.num_settled == 2
+
+
+def test_step_that_the_trainer_still_finishes_while_the_run_stops_is_counted():
+    d = Driver()
+    d.start("a")
+    d.finish_round()
+    d.feed(DrainRequested("*", "down"))
+    [step] = of_kind(d.train(0), CloseStep)
+    assert step.step == 0
+    assert d.core.step == 1
+    d.feed(NodeLeft("a", "drained", ok=True))
+    [finish] = of_kind(d.feed(NodeLeft("t", "drained", ok=True)), Finish)
+    assert str(finish.state) == "stopped"
+    assert d.core.ledger.counters.trained_responses == 4

@@ -16,7 +16,7 @@ from .harness import DEADLINE_S, Proxy, Running, a_run, expected_tokens
 
 # One step of two waves of 2.5 s on one node: long enough for another node to come within it.
 SLOW = {
-    "rollout": {"engine_args": {"t0_ms": 10.0, "mean_length": 0.0}, "max_response_length": 250},
+    "rollout": {"engine_args": {"t0_ms": 10.0, "mean_length": 0.0}, "max_response_length": 240},
     "train": {"steps": 1},
 }
 

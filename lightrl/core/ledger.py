@@ -123,15 +123,14 @@ class Ledger:
         if group.state is GroupState.DROPPED:
             return None
         if reward is None and not round.is_eval:
-            self._drop(round, group, f"no reward for {name}: {failure}", out)
+            self._drop(round, group, out)
             return None
         if not all(r.scored for r in group.responses):
             return None
         rounds.settle(round, group, GroupState.SCORED)
         return group
 
-    def _drop(self, round: Round, group: Group, reason: str, out: list[Command]) -> None:
-        group.drop_reason = reason
+    def _drop(self, round: Round, group: Group, out: list[Command]) -> None:
         rounds.settle(round, group, GroupState.DROPPED)
         self.counters.groups_dropped += 1
         for response in group.responses:

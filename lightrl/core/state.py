@@ -160,7 +160,6 @@ class Group:
     prompt: DrawnPrompt
     responses: list[Response]
     state: GroupState = GroupState.OPEN
-    drop_reason: str = ""
 
     def move(self, to: GroupState) -> None:
         check_edge(self.id, self.state, to)

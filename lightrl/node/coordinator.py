@@ -93,14 +93,15 @@ class Head:
                 f"{config.data.path}: {len(self._prompts)} prompts are fewer than "
                 f"train.prompts_per_step = {config.train.prompts_per_step}"
             )
+        self._order = list(self._prompts.values())  # what the cursor's indices mean
         self._cursor = PromptCursor(len(self._prompts), config.run.seed, config.data.shuffle)
-        self._settings = core_settings(
+        settings = core_settings(
             config,
             vocabulary=vocabulary(self._model_files, self._prompts | self._eval_prompts, config),
             stop_ids=stop_token_ids(config.model.path, tokenizer),
             num_eval_prompts=len(self._eval_prompts),
         )
-        self._core = Coordinator(self._settings, time.monotonic())
+        self._core = Coordinator(settings, time.monotonic())
         eval_set = Path(config.eval.path).stem
         self._records = Records(
             config.run.name,
@@ -229,8 +230,7 @@ class Head:
     def _draw(self, source: str, count: int) -> tuple[DrawnPrompt, ...]:
         if source == "eval":
             return tuple(DrawnPrompt(p.id, 0, pack_i32(p.token_ids)) for p in self._eval_prompts.values())
-        prompts = list(self._prompts.values())
-        drawn = [(epoch, prompts[index]) for epoch, index in self._cursor.draw(count)]
+        drawn = [(epoch, self._order[index]) for epoch, index in self._cursor.draw(count)]
         return tuple(DrawnPrompt(p.id, epoch, pack_i32(p.token_ids)) for epoch, p in drawn)
 
     def _scored(self, result: RewardResult) -> None:

@@ -172,6 +172,7 @@ class Worker:
                     for i, message in enumerate(messages):
                         if isinstance(message, Welcome):
                             _raise_if_refused(message)
+                            self._is_rejoining = False  # the connection may have broken meanwhile
                             return message, messages[i + 1 :]
         except TimeoutError:
             raise PeerUnreachable(f"{self._address}: no welcome within {WELCOME_S:.0f} s") from None

@@ -151,6 +151,42 @@ def check(settings: Settings = None) -> None:
     _exit(int(failed))
 
 
+@app.command()
+def simulate(
+    settings: Settings = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=0, help="rollout nodes that are always there; default: rollout.nodes")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CSV of more nodes that come and go: milliseconds,add|remove,node"),
+    ] = None,
+    workload: Annotated[
+        str, typer.Option(metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess")
+    ] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="default: train.steps, at most 20")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="each mechanism alone, in one table")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="all figures, as one line of JSON")] = False,
+) -> None:
+    """Predict how fast a run of CONFIG would be on a fleet, with the scheduler that it would have."""
+    from lightrl.launch.plan import count_prompts
+    from lightrl.sim.command import simulate_run
+
+    config = _config(settings or [])
+    if config is None:
+        raise typer.BadParameter("give a CONFIG; rollout.slots=64 and the like say more of the nodes")
+    simulate_run(
+        config,
+        num_prompts=count_prompts(config.data.path),
+        nodes=nodes,
+        trace=trace,
+        workload=workload,
+        steps=steps,
+        all_variants=compare,
+        json_line=as_json,
+    )
+
+
 @app.command("config")
 def reference() -> None:
     """Print every config key with its default and meaning."""
@@ -173,9 +209,9 @@ def daemon(
     tied: Annotated[bool, typer.Option("--tied", help="leave when stdin closes")] = False,
 ) -> None:
     """One daemon of a run on this machine, started by `lightrl up`."""
-    from lightrl.config import load_config
     from lightrl.launch.tie import leave_when_stdin_closes
     from lightrl.node.daemon import DaemonOptions, run
+    from lightrl.run_file import load_config
 
     config = load_config(run_dir / "config.toml")
     if tied:
@@ -234,9 +270,9 @@ def _require_coherent(
 
 
 def _dry_run(config: "Config | None") -> None:
-    from lightrl.config import to_toml
     from lightrl.launch.plan import describe
     from lightrl.launch.preflight import require_files
+    from lightrl.run_file import to_toml
 
     if config is None:
         raise typer.BadParameter("--dry-run needs a CONFIG")
@@ -255,7 +291,7 @@ def _config(settings: list[str]) -> "Config | None":
         if overrides:
             raise ConfigError(f"{overrides[0]}: there is no CONFIG to override; name a TOML file")
         return None
-    from lightrl.config import load_config
+    from lightrl.run_file import load_config
 
     return load_config(Path(files[0]), overrides)
 

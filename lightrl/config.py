@@ -1,29 +1,54 @@
-"""The run's configuration: one TOML file, dotted overrides, validated. Owns every key, default and
-allowed value; knows nothing of what they are used for. Must stay importable without torch.
+"""The run's configuration. Owns every key, default and allowed value, and which of them go together;
+knows nothing of what they are used for, nor of files (run_file.py). Must stay importable without torch.
 """
 
-import difflib
 import json
 import math
-import re
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-
-from lightrl.errors import ConfigError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
     # The config travels as JSON, which knows neither infinity nor NaN.
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+    )
 
 
-def _one_or_many(value: Any) -> Any:
+def one_or_many(value: Any) -> Any:
     """A bare string where a list of them is possible."""
     return (value,) if isinstance(value, str) else value
+
+
+def shortened(value: object) -> str:
+    """As it is shown in an error."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _eta(value: Any) -> Any:
+    if not _is_eta(value) and not _is_pair(value):
+        raise ValueError(
+            f"round.eta = {shortened(value)}: expected a number from 1 to {MAX_ETA:g}, or a pair of such "
+            "numbers [prompts, responses]"
+        )
+    return value
+
+
+def _is_eta(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_ETA
+
+
+def _is_pair(value: Any) -> bool:
+    values = cast("list[Any]", value) if isinstance(value, list | tuple) else []
+    return len(values) == 2 and all(map(_is_eta, values))
 
 
 def _not_plain(value: Any) -> str | None:
@@ -35,22 +60,27 @@ def _not_plain(value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} cannot be sent to nodes"
     if not isinstance(value, str | int | float):
-        return f"{_short(value)} has the type {type(value).__name__}, which cannot be sent to nodes"
+        return f"{shortened(value)} has the type {type(value).__name__}, which cannot be sent to nodes"
     return None
 
 
+MAX_ETA = 4.0
+DEFAULT_TIS_CAP = 2.0  # of asynchronous training
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++"]
 LossNorm = Literal["token", "sequence", "constant"]
 EngineKind = Literal["auto", "vllm", "torch", "emulated"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Backend = Literal["jsonl", "tensorboard", "wandb"]
+TailBatching = Literal["off", "prompts", "both"]
+
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 class Run(Section):
@@ -115,6 +145,10 @@ class Train(Section):
     max_tokens_per_gpu: Positive = Field(default=16384, description="tokens of one micro-batch on one rank")
     threads: Positive = Field(default=1, description="CPU threads of one rank")
     activation_checkpointing: bool = False
+    deterministic: bool = Field(
+        default=False,
+        description="gradients are summed in one order, whatever arrived first: the same bits every time",
+    )
     optim: Optim = Optim()
 
 
@@ -129,7 +163,48 @@ class AlgorithmSection(Section):
         default=None,
         description='tokens per response that loss_norm = "constant" divides by; default max_response_length',
     )
-    tis_cap: float = Field(default=0.0, ge=0, description="cap of the truncated importance weight; 0 = off")
+    tis_cap: float = Field(
+        default=0.0,
+        ge=0,
+        description="cap of the truncated importance weight; 0 = off; default 2 if async.max_staleness > 0",
+    )
+    overlong_buffer: int = Field(default=0, ge=0, description="last tokens that cost reward (DAPO); 0 = off")
+    dynamic_sampling: bool = Field(
+        default=False, description="groups whose rewards are all equal are replaced by new prompts (DAPO)"
+    )
+
+
+class RoundSection(Section):
+    tail_batching: TailBatching = Field(
+        default="off",
+        description="short rounds launch more prompts, or responses too, and put off the longest",
+    )
+    eta: Annotated[float | tuple[float, float], BeforeValidator(_eta)] = Field(
+        default=1.25, description="launched for each one kept, 1 to 4; or a pair [prompts, responses]"
+    )
+    race: Literal["tokens", "clock"] = Field(
+        default="tokens", description="who is first: the fewest tokens, which repeats, or the clock"
+    )
+
+    @property
+    def etas(self) -> tuple[float, float]:
+        """Prompts and responses that a short round launches for each one it keeps."""
+        prompts, responses = self.eta if isinstance(self.eta, tuple) else (self.eta, self.eta)
+        match self.tail_batching:
+            case "off":
+                return 1.0, 1.0
+            case "prompts":
+                return prompts, 1.0
+            case "both":
+                return prompts, responses
+
+
+class AsyncSection(Section):
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="versions that the oldest token of a response may be behind; 0 = synchronous",
+    )
 
 
 class Reward(Section):
@@ -163,7 +238,7 @@ class NodeSection(Section):
 
 
 class Logging(Section):
-    backends: Annotated[tuple[Backend, ...], BeforeValidator(_one_or_many)] = ("jsonl",)
+    backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = ("jsonl",)
 
 
 class Config(Section):
@@ -173,11 +248,27 @@ class Config(Section):
     rollout: Rollout = Rollout()
     train: Train = Train()
     algorithm: AlgorithmSection = AlgorithmSection()
+    round: RoundSection = RoundSection()
+    async_: AsyncSection = Field(default=AsyncSection(), alias="async")
     reward: Reward = Reward()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     node: NodeSection = NodeSection()
     logging: Logging = Logging()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weigh_stale_tokens(cls, tree: Any) -> Any:
+        """Asynchronous training has importance weights unless they are refused by name."""
+        if not isinstance(tree, dict):
+            return tree
+        sections = cast("dict[str, Any]", tree)
+        asynchronous, algorithm = sections.get("async"), sections.get("algorithm", {})
+        if not isinstance(asynchronous, dict) or not isinstance(algorithm, dict):
+            return sections
+        if cast("dict[str, Any]", asynchronous).get("max_staleness", 0) in (0, "0"):
+            return sections
+        return {**sections, "algorithm": {"tis_cap": DEFAULT_TIS_CAP, **cast("dict[str, Any]", algorithm)}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -197,6 +288,34 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _compatible(self) -> Self:
+        prompts, responses = self.train.prompts_per_step, self.rollout.group_size
+        mode = self.round.tail_batching
+        if mode != "off" and self.launched == (prompts, responses):
+            raise ValueError(
+                f"round.eta = {self.round.eta}: with round.tail_batching = {mode!r} this over-provisions "
+                f"nothing: {prompts} prompts x {responses} responses are needed and launched; raise it"
+            )
+        if self.async_.max_staleness and not self.algorithm.tis_cap:
+            raise ValueError(
+                f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} trains tokens of "
+                "older versions, which is biased without importance weights; leave it out"
+            )
+        if self.algorithm.dynamic_sampling and (responses == 1 or self.rollout.temperature == 0):
+            equal = f"group_size = {responses}" if responses == 1 else "temperature = 0"
+            raise ValueError(
+                f"algorithm.dynamic_sampling = true: with rollout.{equal} the rewards of a group are always "
+                "equal, so that every group would be replaced"
+            )
+        return self
+
+    @property
+    def launched(self) -> tuple[int, int]:
+        """Prompts of a short round, and responses of each."""
+        prompts, responses = self.round.etas
+        return round(prompts * self.train.prompts_per_step), round(responses * self.rollout.group_size)
+
     @property
     def run_dir(self) -> Path:
         return Path(self.run.dir) / self.run.name
@@ -207,44 +326,7 @@ class Config(Section):
         return self.data.max_prompt_length + self.rollout.max_response_length
 
 
-PATH_KEYS = (("model", "path"), ("data", "path"), ("eval", "path"))
-
-
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in `path` with dotted `section.key=value` overrides applied.
-
-    Relative paths in the file are relative to the file; in an override, to the working directory.
-    Raises ConfigError, one line, naming the dotted key and the value.
-    """
-    try:
-        tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file") from None
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: not valid TOML: {e}") from None
-    _anchor(tree, path.resolve().parent)
-    for override in overrides:
-        _apply(tree, override)
-    _anchor(tree, Path.cwd())
-    return parse_config(tree)
-
-
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Raises ConfigError for the first thing that is wrong in `tree`."""
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as e:
-        raise ConfigError(_one_line(e)) from None
-
-
-def to_toml(config: Config) -> str:
-    """The resolved config as TOML that `load_config` reads back to an equal one."""
-    lines: list[str] = []
-    for name, section in config.model_dump(mode="json", exclude_none=True).items():
-        _dump_table(name, section, lines)
-    return "\n".join(lines)
+SECTIONS = tuple(info.alias or name for name, info in Config.model_fields.items())
 
 
 def keys() -> Iterator[tuple[str, str, str]]:
@@ -253,8 +335,8 @@ def keys() -> Iterator[tuple[str, str, str]]:
 
 
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str]]:
-    for name, info in section.model_fields.items():
-        kind = info.annotation
+    for attribute, info in section.model_fields.items():
+        kind, name = info.annotation, info.alias or attribute
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _keys(kind, f"{prefix}{name}.")
         else:
@@ -264,132 +346,3 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str
                 else json.dumps(info.get_default(call_default_factory=True))
             )
             yield f"{prefix}{name}", default, info.description or ""
-
-
-def _anchor(tree: dict[str, Any], folder: Path) -> None:
-    for section, key in PATH_KEYS:
-        table = _table(tree, section)
-        if isinstance(table.get(key), str):
-            table[key] = _anchored(f"{section}.{key}", table[key], folder)
-    reward = _table(tree, "reward")
-    functions: Any = _one_or_many(reward.get("functions"))
-    if isinstance(functions, list | tuple):
-        named = cast("list[Any]", functions)
-        reward["functions"] = [
-            _anchored("reward.functions", f, folder) if isinstance(f, str) and ".py:" in f else f
-            for f in named
-        ]
-
-
-def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
-    """The section if there is one and it is a table; validation will complain if it is not."""
-    table = tree.get(key)
-    return cast("dict[str, Any]", table) if isinstance(table, dict) else {}
-
-
-def _anchored(key: str, value: str, folder: Path) -> str:
-    """Hub ids ("org/name") stay as they are unless such a file lies beside the config."""
-    file, colon, rest = value.partition(".py:")
-    candidate = folder / (file + ".py" if colon else value)
-    looks_local = value.startswith(".") or colon or Path(value).suffix in {".jsonl", ".parquet", ".json"}
-    try:
-        if value and not Path(value).is_absolute() and (candidate.exists() or looks_local):
-            return str(candidate.resolve()) + (f":{rest}" if colon else "")
-    except (OSError, ValueError) as e:  # too long, a zero byte, a directory that may not be looked into
-        raise ConfigError(f"{key} = {_short(value)}: cannot be looked up: {e}") from None
-    return value
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or "." not in key:
-        raise ConfigError(f"{override!r}: an override looks like section.key=value")
-    *parents, leaf = key.strip().split(".")
-    table = tree
-    for parent in parents:
-        section: Any = table.setdefault(parent, {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"{key}: {parent} is not a section")
-        table = cast("dict[str, Any]", section)
-    try:
-        table[leaf] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        table[leaf] = text  # a bare word is a string
-
-
-def _one_line(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    path = [str(part) for part in problem["loc"] if isinstance(part, str)]
-    if problem["type"] == "extra_forbidden":
-        return f"{'.'.join(path)}: unknown key{_nearest(path)}"
-    # After the key, pydantic names the member of the union that was tried.
-    path = [p for p in path if not p.startswith("literal[") and p not in {"float", "int", "str"}]
-    dotted = ".".join(path)
-    match problem["type"]:
-        case "missing":
-            return f"{_first_required(dotted)}: is required"
-        case "model_type":
-            return f"{dotted} = {_short(problem['input'])}: is a section; its keys are {dotted}.KEY"
-        case "value_error":
-            return problem["msg"].removeprefix("Value error, ")
-        case _:
-            text = problem["msg"]
-            return f"{dotted} = {_short(problem['input'])}: {text[0].lower()}{text[1:]}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _first_required(dotted: str) -> str:
-    """The key that is missing when a whole section is."""
-    required = (key for key, default, _ in keys() if default == "(required)")
-    return next((key for key in required if key.startswith(f"{dotted}.")), dotted)
-
-
-def _nearest(path: Sequence[str]) -> str:
-    known = [key for key, _, _ in keys()]
-    dotted = ".".join(path)
-    sections = list(Config.model_fields)
-    leaf = [k for k in known if k.rpartition(".")[2] == path[-1]]
-    if len(path) == 1:
-        close = [f"[{name}]" for name in difflib.get_close_matches(path[0], sections, n=1)] or leaf
-        return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(sections)}"
-    siblings = [k for k in known if k.rpartition(".")[0] == ".".join(path[:-1])]
-    close = (
-        difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
-        or leaf
-        or difflib.get_close_matches(dotted, known, n=1, cutoff=0.5)
-    )
-    return f"; did you mean {close[0]}?" if close else f"; keys are {', '.join(siblings)}"
-
-
-def _dump_table(name: str, table: dict[str, Any], lines: list[str]) -> None:
-    lines.append(f"[{name}]")
-    nested: list[tuple[str, dict[str, Any]]] = []
-    for key, value in table.items():
-        if isinstance(value, dict):
-            nested.append((key, cast("dict[str, Any]", value)))
-        else:
-            lines.append(f"{_key(key)} = {_value(value)}")
-    lines.append("")
-    for key, value in nested:
-        _dump_table(f"{name}.{_key(key)}", value, lines)
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
-
-
-def _value(value: Any) -> str:
-    """One TOML value on one line; tables in lists are inline. JSON differs in these and in DEL."""
-    if isinstance(value, dict):
-        table = cast("dict[str, Any]", value)
-        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in table.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_value, cast("list[Any]", value))) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-ALGORITHMS: tuple[str, ...] = get_args(Algorithm)

@@ -37,5 +37,9 @@ class PeerUnreachable(LightRLError):
     """The peer that a message was meant for is not connected."""
 
 
+class SimError(LightRLError):
+    """A workload, a trace or an option of the simulator is wrong. Carries the file and the line number."""
+
+
 class InvariantViolation(LightRLError):
     """The core reached a state that must not exist; the run stops."""

@@ -15,7 +15,7 @@ Who says what to whom (node = any daemon, head = the coordinator's daemon):
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-PROTOCOL = 1
+PROTOCOL = 2
 REJOIN = "rejoin"
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
@@ -36,7 +36,7 @@ class Load:
 class Hello:
     """A daemon introduces itself; again, as a larger incarnation, when what ran there is gone.
 
-    Example: Hello("rollout-0", 17, ("rollout",), 1, pid=4242, host="a", slots=128)
+    Example: Hello("rollout-0", 17, ("rollout",), 2, pid=4242, host="a", slots=128)
     """
 
     node: str
@@ -323,6 +323,20 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class TailRow:
+    """Tail batching as an operator sees it; the figures are of the whole run so far."""
+
+    mode: str  # "prompts", "both"
+    queue: int  # prompts put off that wait for a long round
+    num_short: int  # rounds
+    num_long: int  # rounds, those that flush an epoch's rest included
+    kept_length: float  # mean tokens of what is trained
+    launched_length: float  # and of all that was launched, as estimated
+    kept_reward: float
+    scored_reward: float  # of all that has a score
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of a run at one moment; all that the terminal UI and `lightrl status` may know.
 
@@ -337,12 +351,14 @@ class Snapshot:
     policy_version: int | None
     elapsed_s: float
     nodes: tuple[NodeRow, ...] = ()
-    round_kind: str = ""  # "" between rounds, "short", "long", "eval"
-    round_accepted: int = 0  # groups scored
+    round_kind: str = ""  # "" between rounds, "plain", "short", "long", "flush", "eval"
+    round_accepted: int = 0  # groups that have all the scores they need
     round_needed: int = 0
     responses_running: int = 0
     responses_queued: int = 0
-    responses_done: int = 0  # of the current round
+    responses_done: int = 0  # of the rounds that are open
+    tail: TailRow | None = None  # None: no tail batching
+    max_staleness: int = 0  # 0 = synchronous
     rollout_tokens: int = 0  # of the whole run
     tokens_per_s: float = 0.0
     rewards: tuple[float, ...] = ()

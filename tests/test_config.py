@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import Config, keys, load_config, parse_config, to_toml
+from lightrl.config import Config, keys
 from lightrl.errors import ConfigError
+from lightrl.run_file import load_config, parse_config, to_toml
 
 MINIMAL = {"model": {"path": "org/model"}, "data": {"path": "org/data"}}
 TOML = '[model]\npath = "org/model"\n[data]\npath = "org/data"\n'
@@ -29,7 +30,7 @@ def load(tmp_path: Path, *overrides: str, toml: str = TOML) -> Config:
 
 
 def test_number_of_keys_stays_small():
-    assert len(list(keys())) <= 60
+    assert len(list(keys())) <= 66
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ def test_what_is_written_reads_back_to_the_same(tmp_path, engine_args):
         data={"path": str(tmp_path / "data.jsonl"), "system_prompt": 'Say "hi"\\\n\x7f漢字'},
         rollout={"engine_args": engine_args},
         train={"optim": {"lr": 3.3e-7, "betas": [0, 0.999]}},
+        round={"tail_batching": "both", "eta": [1.25, 1.5], "race": "clock"},
         reward={"functions": ["exact_match", "math"], "weights": [1, 0.5], "on_failure": -1.0},
         logging={"backends": []},
     )
@@ -97,6 +99,37 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ({"reward": {"functions": []}}, ("reward.functions", "at least one")),
         ({"logging": {"backends": "mlflow"}}, ("logging.backends = 'mlflow'", "'wandb'")),
         ({"node": {"lease_s": 0.6}}, ("node.lease_s = 0.6", "node.heartbeat_s = 0.5")),
+        ({"round": {"eta": 0.9}}, ("round.eta = 0.9", "from 1 to 4")),
+        ({"round": {"eta": 4.5}}, ("round.eta = 4.5", "from 1 to 4")),
+        ({"round": {"eta": True}}, ("round.eta = True", "from 1 to 4")),
+        ({"round": {"eta": float("nan")}}, ("round.eta = nan", "from 1 to 4")),
+        ({"round": {"eta": [1.25, 0.5]}}, ("round.eta = [1.25, 0.5]", "[prompts, responses]")),
+        ({"round": {"eta": [1.25]}}, ("round.eta = [1.25]", "[prompts, responses]")),
+        ({"round": {"eta": "much"}}, ("round.eta = 'much'", "expected a number")),
+        ({"round": {"race": "fair"}}, ("round.race = 'fair'", "'clock'")),
+        ({"round": {"tail_batching": "all"}}, ("round.tail_batching = 'all'", "'prompts'")),
+        (
+            {"round": {"tail_batching": "prompts", "eta": 1.01}},
+            ("round.eta = 1.01", "'prompts'", "over-provisions nothing: ", "32 prompts x 8 responses"),
+        ),
+        ({"round": {"tail_batching": "prompts", "eta": [1, 2]}}, ("round.eta = (1.0, 2.0)", "nothing")),
+        ({"async": {"max_staleness": -1}}, ("async.max_staleness = -1", "greater than or equal")),
+        ({"async": {"max_staleness": "x"}}, ("async.max_staleness = 'x'", "integer")),
+        ({"async": 1}, ("async = 1", "is a section")),
+        ({"async": {"staleness": 1}}, ("async.staleness: unknown key", "async.max_staleness")),
+        ({"async_": {"max_staleness": 1}}, ("async_: unknown key", "[async]")),
+        (
+            {"async": {"max_staleness": 2}, "algorithm": {"tis_cap": 0}},
+            ("algorithm.tis_cap = 0", "async.max_staleness = 2", "biased"),
+        ),
+        (
+            {"algorithm": {"dynamic_sampling": True}, "rollout": {"group_size": 1}},
+            ("algorithm.dynamic_sampling = true", "rollout.group_size = 1"),
+        ),
+        (
+            {"algorithm": {"dynamic_sampling": True}, "rollout": {"temperature": 0}},
+            ("algorithm.dynamic_sampling = true", "rollout.temperature = 0"),
+        ),
         ({"run": {"name": "a/b"}}, ("run.name = 'a/b'",)),
         ({"run": {"name": "x\n"}}, ("run.name = 'x\\n'",)),
         ({"run": {"name": "latest"}}, ("run.name = 'latest'", "link")),
@@ -136,6 +169,8 @@ def test_missing_sections_and_files(tmp_path):
         ("reward.functions=math", "reward.functions", ("math",)),
         ("logging.backends=wandb", "logging.backends", ("wandb",)),
         ('logging.backends=["jsonl", "wandb"]', "logging.backends", ("jsonl", "wandb")),
+        ("round.eta=1.5", "round.eta", 1.5),
+        ("round.eta=[1.25, 1.5]", "round.eta", (1.25, 1.5)),
         ("rollout.engine_args.max_num_seqs=8", "rollout.engine_args", {"max_num_seqs": 8}),
         ('rollout.engine_args={a = {b = "c"}}', "rollout.engine_args", {"a": {"b": "c"}}),
     ],
@@ -145,6 +180,38 @@ def test_overrides(tmp_path, override, key, value):
     for part in key.split("."):
         found = getattr(found, part)
     assert found == value
+
+
+def test_the_asynchronous_section_is_called_async_wherever_it_is_read_or_written(tmp_path):
+    loaded = load(tmp_path, "async.max_staleness=2")
+    assert loaded.async_.max_staleness == 2
+    assert "[async]\nmax_staleness = 2\n" in to_toml(loaded)
+    assert load(tmp_path, toml=to_toml(loaded)) == loaded
+    assert Config.model_validate_json(loaded.model_dump_json()) == loaded
+    assert ("async.max_staleness", "0") in {(key, default) for key, default, _ in keys()}
+
+
+def test_stale_tokens_are_weighted_unless_another_cap_is_given():
+    assert config().algorithm.tis_cap == 0.0
+    assert config(**{"async": {"max_staleness": 0}}).algorithm.tis_cap == 0.0
+    assert config(**{"async": {"max_staleness": 1}}).algorithm.tis_cap == 2.0
+    assert config(**{"async": {"max_staleness": 1}}, algorithm={"clip_low": 0.3}).algorithm.tis_cap == 2.0
+    assert config(**{"async": {"max_staleness": 1}}, algorithm={"tis_cap": 5.0}).algorithm.tis_cap == 5.0
+
+
+@pytest.mark.parametrize(
+    ("round", "etas", "launched"),
+    [
+        ({}, (1.0, 1.0), (32, 8)),
+        ({"tail_batching": "prompts"}, (1.25, 1.0), (40, 8)),
+        ({"tail_batching": "both"}, (1.25, 1.25), (40, 10)),
+        ({"tail_batching": "both", "eta": [1, 1.5]}, (1, 1.5), (32, 12)),
+        ({"tail_batching": "prompts", "eta": [1.125, 1.5]}, (1.125, 1.0), (36, 8)),
+    ],
+)
+def test_what_a_short_round_launches(round, etas, launched):
+    c = config(round=round)
+    assert (c.round.etas, c.launched) == (etas, launched)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
-from lightrl import config, metrics
+from lightrl import metrics
 from lightrl.errors import ConfigError
+from lightrl.run_file import parse_config
 
-CONFIG = config.parse_config({"model": {"path": "m"}, "data": {"path": "d"}})
+CONFIG = parse_config({"model": {"path": "m"}, "data": {"path": "d"}})
 
 
 def write(run_dir, *records, backends=("jsonl",)):

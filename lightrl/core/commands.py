@@ -24,7 +24,10 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class DrawPrompts:
-    """Answer with PromptsDrawn: the next `count` prompts of the data, or the whole evaluation set."""
+    """Answer with PromptsDrawn: the next `count` prompts of the data, or the whole evaluation set.
+
+    One round may ask more than once.
+    """
 
     source: Literal["train", "eval"]
     count: int
@@ -41,17 +44,20 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """Every group of the round is settled; read its figures now, its tokens are released at the next step."""
+    """Every group is accepted, put off or dropped. Read its figures now: its tokens go with its step."""
 
     round: Round
 
 
 @dataclass(frozen=True, slots=True)
 class CloseStep:
-    """Step `step` is trained and its version served. The three times follow each other without a gap."""
+    """Step `step` is trained and its version served. The three times follow each other without a gap.
+
+    In asynchronous mode a step begins where the one before it ended; what overlapped with that is hidden.
+    """
 
     step: int
-    rollout_s: float  # from the opening of its round until every group was settled
+    rollout_s: float  # from the opening of its round until it closed
     train_s: float  # from then on until the new version was published; the rest of training was hidden
     weights_s: float  # from then on until a node served it and the next round could open
     metrics: dict[str, float]  # the trainer's

@@ -1,18 +1,16 @@
 """The run as one state machine: events in, commands out. Daemon, simulator and tests drive the same object.
 
-Owns the order of rounds and steps, and what becomes of the work of a node that leaves. Who takes part
-is kept in `fleet`, every response in `ledger`; what a round holds is decided in `rounds`, who generates
-a response in `placement`. Must not await, read a clock or touch a socket: time is an argument.
+Owns what becomes of the work of a node that leaves, and the end of the run. Who takes part is kept in
+`fleet`, every response in `ledger`, the order of rounds and steps in `steps`. Decisions are pure
+functions: what a round holds in `rounds`, who wins it in `race`, who generates a response in
+`placement`. Must not await, read a clock or touch a socket: time is an argument.
 """
 
 from typing import assert_never
 
-from lightrl.core import rounds
+from lightrl.core import placement
 from lightrl.core.commands import (
-    CloseRound,
-    CloseStep,
     Command,
-    DrawPrompts,
     Finish,
     Report,
     Send,
@@ -35,27 +33,23 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.fleet import Fleet
+from lightrl.core.foresight import Foresight
 from lightrl.core.invariants import check
-from lightrl.core.ledger import Ledger, encode
+from lightrl.core.ledger import Ledger
 from lightrl.core.state import (
-    Group,
-    GroupState,
     NodeState,
-    Round,
-    RoundState,
     RunState,
     Settings,
 )
+from lightrl.core.steps import Steps
 from lightrl.messages import (
+    Abort,
     Drain,
     Hello,
     PublishWeights,
-    StepDone,
     TokenChunk,
-    TrainGroup,
-    TrainResponse,
-    TrainShard,
     WeightsFailed,
+    WeightsReady,
     Welcome,
 )
 
@@ -64,27 +58,39 @@ class Coordinator:
     def __init__(self, settings: Settings, now: float) -> None:
         self.settings = settings
         self.state = RunState.STARTING
-        self.step = 0  # optimizer steps done
         self.fleet = Fleet(settings)
-        self.ledger = Ledger(settings, self.fleet)
+        self.foresight = Foresight(settings.max_response_tokens)
+        self.ledger = Ledger(settings, self.fleet, self.foresight)
+        self.steps = Steps(settings, self.fleet, self.ledger, self.foresight, now)
+        self.backlog = self.steps.backlog
         self.started_at = now
-        self.evaluated: int | None = None  # the policy version evaluated last
-        self._step_done: StepDone | None = None
+        self._rebalance_at: float | None = None
+        self._rebalanced_at = now
         self._ending: tuple[RunState, str] | None = None
+        self._over = False
         self._out: list[Command] = []
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.steps.step
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Everything to do because of `event`, in order. Raises InvariantViolation if the core is broken."""
-        self._out = []
-        if self.state in {RunState.FINISHED, RunState.STOPPED, RunState.FAILED}:
+        self._out = self.steps.out = []
+        if self._over:
             return self._out
         match event:
-            case NodeJoined(hello):
-                self._join(hello, now)
+            case TokensArrived(name, chunk):
+                self._accept(name, chunk, now)
+            case ResponseScored(response, attempt, reward, failure):
+                self._score(response, attempt, reward, failure)
             case NodeHeard(name, heartbeat):
                 if node := self.fleet.nodes.get(name):
                     node.heard_at, node.load = now, heartbeat.load
                     node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
+            case NodeJoined(hello):
+                self._join(hello, now)
             case NodeLost(name, reason):
                 self._lose(name, reason)
             case NodeDraining(name, reason):
@@ -94,47 +100,62 @@ class Coordinator:
             case DrainRequested(name, reason):
                 self._request_drain(name, reason)
             case PromptsDrawn(prompts):
-                self.ledger.fill(prompts)
-            case TokensArrived(name, chunk):
-                self._accept(name, chunk, now)
-            case ResponseScored(response, reward, failure):
-                self._score(response, reward, failure)
+                self.steps.fill(prompts)
             case WeightsPublished(name, message):
                 self._publish(name, message, now)
             case WeightsConfirmed(name, ready):
-                self._out += self.fleet.confirm(name, ready)
+                self._confirm(name, ready)
             case WeightsRefused(name, failed):
                 self._refuse(name, failed)
             case StepTrained(name, done):
-                if name == self.fleet.trainer() and self._awaits(done):
-                    self._step_done = done
+                if name == self.fleet.trainer:
+                    self.steps.take_step(done)
             case TimerFired():
-                self._expire_leases(now)
+                self._on_timer(now)
             case _:
                 assert_never(event)
         self._advance(now)
-        if self._ending is None:
+        while self._ending is None:
             self.ledger.dispatch(self._out)
+            if not self.ledger.decided:
+                self._plan_rebalance(now)
+                break
+            self.steps.judge()  # what waited for a slot had lost meanwhile
+            self._advance(now)
         return self._out
 
     def next_deadline(self) -> float | None:
         """When to feed TimerFired, or None."""
-        return self.fleet.lease_check_at
+        times = [t for t in (self.fleet.lease_check_at, self._rebalance_at) if t is not None]
+        return min(times, default=None)
 
     def check(self) -> None:
         """Raises InvariantViolation if any invariant is broken."""
         check(self)
 
+    # Weights
+
     def _publish(self, name: str, message: PublishWeights, now: float) -> None:
         expected = 0 if self.fleet.published is None else self.step + 1
         self._out += self.fleet.publish(name, message, expected)
-        if self.ledger.round is not None:
-            self.ledger.round.published_at = now
+        published = self.fleet.published
+        if published is not None and published.message is message:
+            self.steps.published(now)
+
+    def _confirm(self, name: str, ready: WeightsReady) -> None:
+        were_updating = bool(self.fleet.updating)
+        self._out += self.fleet.confirm(name, ready)
+        if (node := self.fleet.ready.get(name)) is not None:
+            self.ledger.freed(node)
+        if were_updating and not self.fleet.updating:
+            self.ledger.look_at_all()
 
     def _refuse(self, name: str, failed: WeightsFailed) -> None:
-        """A node cannot load the published version, or its engine died and serves nothing any more."""
+        """A node cannot load the published version, or its engine died; either way nothing runs there now."""
         node = self.fleet.nodes.get(name)
-        if node is not None and node.policy_version == failed.policy_version:
+        if node is not None and node.running:
+            attempts = tuple((r.id, r.attempt) for r in node.running.values())
+            self._out.append(Send(name, Abort(attempts)))
             self.ledger.requeue_all(node)
         self._out += self.fleet.refuse(name, failed)
 
@@ -145,15 +166,15 @@ class Coordinator:
         if node is None or self._ending is not None:
             return
         node.heard_at = now
-        if (problem := self.ledger.accept(node, chunk, self._out)) is not None:
+        if (problem := self.ledger.accept(node, chunk, now, self._out)) is not None:
             self._lose(name, problem)
+        self.steps.judge()
 
-    def _score(self, response: str, reward: float | None, failure: str) -> None:
+    def _score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
         if self._ending is not None:
             return
-        group, round = self.ledger.score(response, reward, failure, self._out), self.ledger.round
-        if group is not None and round is not None and not round.is_eval:
-            self._send_shard(round, (group,))
+        self.ledger.score(name, attempt, reward, failure, self._out)
+        self.steps.judge()
 
     # Membership
 
@@ -190,6 +211,7 @@ class Coordinator:
             return
         moved = self.ledger.requeue_all(node)
         self.fleet.remove(name)
+        self.ledger.look_at_all()
         self._report(text + (f": {moved} responses resume elsewhere" if moved else ""))
         if "trainer" in node.roles and trainer_failed is not None:
             self._end(RunState.FAILED, trainer_failed)
@@ -198,7 +220,8 @@ class Coordinator:
         node = self.fleet.nodes.get(name)
         if node is None or node.state is NodeState.DRAINING:
             return
-        node.move(NodeState.DRAINING)
+        self.fleet.drain(node)
+        self.ledger.look_at_all()
         self._report(f"{name} drains ({reason})")
 
     def _request_drain(self, name: str, reason: str) -> None:
@@ -209,101 +232,42 @@ class Coordinator:
         else:
             self._report(f"drain {name}: no such node")
 
-    def _expire_leases(self, now: float) -> None:
-        for node in self.fleet.expired(now):
-            self._lose(node.name, f"not heard of for {now - node.heard_at:.1f} s")
+    # Time
 
-    # Rounds and steps
+    def _on_timer(self, now: float) -> None:
+        if self.fleet.lease_check_at is not None and now >= self.fleet.lease_check_at:
+            for node in self.fleet.expired(now):
+                self._lose(node.name, f"not heard of for {now - node.heard_at:.1f} s")
+        if self._rebalance_at is not None and now >= self._rebalance_at:
+            self._rebalance_at = None
+            self._rebalanced_at = now
+            if not self.ledger.queue and self._ending is None:
+                self.ledger.rebalance(self._out)
+
+    def _plan_rebalance(self, now: float) -> None:
+        """Soon after a node got room that nothing waits for; not too often, for it looks at all nodes."""
+        if not (self.settings.migration and self.ledger.has_idle_room):
+            self._rebalance_at = None
+        elif self._rebalance_at is None:
+            self._rebalance_at = max(now, self._rebalanced_at + placement.REBALANCE_S)
+
+    # The run
 
     def _advance(self, now: float) -> None:
-        """Closes what is complete and opens what comes next, as far as it can be done now."""
-        if self._ending is not None:
-            round = self.ledger.round
-            if round is not None and self._is_over(round):
-                self._close_step(now)  # the trainer finished the step that it was at
+        """Closes and opens what can be; the run is over when all nodes have left after its end."""
+        if self._ending is None:
+            self.steps.advance(now)
+            if self.ledger.rounds:
+                is_eval = self.ledger.rounds[0].kind == "eval"
+                self.state = RunState.EVALUATING if is_eval else RunState.RUNNING
+            if self.steps.finished:
+                self._end(RunState.FINISHED, f"{self.step} steps done")
+        else:
+            self.steps.finish_step(now)
             if not self.fleet.nodes:
+                self._over = True
                 self.state, reason = self._ending
                 self._out.append(Finish(self.state, reason))
-            return
-        round = self.ledger.round
-        if round is not None and rounds.is_complete(round):
-            self._close_round(round, now)
-        if round is not None and self._is_over(round):
-            upcoming = rounds.next_round(self.settings, self._steps_after(round), self.evaluated, now)
-        elif round is None and self.fleet.published is not None:
-            upcoming = rounds.next_round(self.settings, self.step, self.evaluated, now)
-        else:
-            return
-        if upcoming is None:
-            self._close_step(now)
-            self._end(RunState.FINISHED, f"{self.step} steps done")
-        elif self.fleet.serving(upcoming.policy_version):
-            self._close_step(now)
-            self._open_round(upcoming)
-
-    def _is_over(self, round: Round) -> bool:
-        """Nothing more will come of this round: evaluated, or trained and its version published."""
-        if round.state is not RoundState.CLOSED:
-            return False
-        published = self.fleet.published is not None and self.fleet.published.policy_version == round.step + 1
-        return round.is_eval or (published and self._step_done is not None)
-
-    def _awaits(self, done: StepDone) -> bool:
-        round = self.ledger.round
-        return round is not None and round.state is RoundState.CLOSED and done.step == round.step
-
-    @staticmethod
-    def _steps_after(round: Round) -> int:
-        return round.step if round.is_eval else round.step + 1
-
-    def _open_round(self, round: Round) -> None:
-        self.ledger.open(round)
-        self.state = RunState.EVALUATING if round.is_eval else RunState.RUNNING
-        self._out.append(DrawPrompts("eval" if round.is_eval else "train", round.needed))
-
-    def _close_round(self, round: Round, now: float) -> None:
-        round.move(RoundState.CLOSED)
-        round.closed_at = now
-        if round.is_eval:
-            self.evaluated = round.policy_version
-        else:
-            self._send_shard(round, (), last=True)
-        self._out.append(CloseRound(round))
-
-    def _close_step(self, now: float) -> None:
-        round, done = self.ledger.round, self._step_done
-        if round is None or round.is_eval or done is None:
-            return
-        for group in round.groups.values():
-            if group.state is GroupState.SCORED:
-                group.move(GroupState.TRAINED)
-                self.ledger.counters.trained_responses += len(group.responses)
-        round.move(RoundState.TRAINED)
-        self.step = round.step + 1
-        self._step_done = None
-        self._out.append(
-            CloseStep(
-                step=round.step,
-                rollout_s=round.closed_at - round.opened_at,
-                train_s=round.published_at - round.closed_at,
-                weights_s=now - round.published_at,
-                metrics=done.metrics,
-            )
-        )
-
-    def _send_shard(self, round: Round, groups: tuple[Group, ...], last: bool = False) -> None:
-        trainer = self.fleet.trainer()
-        assert trainer is not None, "a run without its trainer ends"
-        shard = TrainShard(
-            step=round.step,
-            index=round.num_shards,
-            policy_version=round.policy_version,
-            groups=tuple(_train_group(g) for g in groups),
-            last=last,
-            num_groups=round.num_scored,
-        )
-        round.num_shards += 1
-        self._out.append(Send(trainer, shard))
 
     def _end(self, state: RunState, reason: str) -> None:
         """Asks every node to leave; the run is over when all have. A failure outranks a success."""
@@ -318,12 +282,3 @@ class Coordinator:
 
     def _report(self, text: str) -> None:
         self._out.append(Report(text))
-
-
-def _train_group(group: Group) -> TrainGroup:
-    responses: list[TrainResponse] = []
-    for r in group.responses:
-        assert r.reward is not None
-        assert r.finish_reason is not None
-        responses.append(TrainResponse(r.id, encode(r.tokens), encode(r.logprobs), r.reward, r.finish_reason))
-    return TrainGroup(group.id, group.prompt.tokens, tuple(responses))

@@ -76,9 +76,10 @@ class TokensArrived:
 
 @dataclass(frozen=True, slots=True)
 class ResponseScored:
-    """`reward` None: there is no score, and `failure` says why."""
+    """Of the attempt that finished. `reward` None: there is no score, and `failure` says why."""
 
     response: str
+    attempt: int
     reward: float | None
     failure: str = ""
 

@@ -4,7 +4,11 @@ Owns nodes, leases and the offering of weights. Knows nothing of responses: whoe
 decides what becomes of the work that it held.
 """
 
+from itertools import islice
+from statistics import fmean
+
 from lightrl.core.commands import Admit, Command, Report, Send
+from lightrl.core.speed import Speed
 from lightrl.core.state import Node, NodeState, Published, Settings
 from lightrl.messages import (
     PROTOCOL,
@@ -15,13 +19,21 @@ from lightrl.messages import (
     WeightsReady,
 )
 
+VERSIONS_REMEMBERED = 8  # beyond those that asynchronous mode allows: late chunks are told from forged ones
+SPEED_SAMPLE = 16  # nodes from which the speed of a new one is guessed
+SHARE_BATCH = 32  # responses at which the speeds of nodes are compared
 MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is asked to leave
 
 
 class Fleet:
     def __init__(self, settings: Settings) -> None:
         self.nodes: dict[str, Node] = {}
+        self.ready: dict[str, Node] = {}  # those that serve the published version
+        self.updating: dict[str, Node] = {}  # those that will serve it in a moment
+        self.reserved = 0.0  # the shares of these
+        self.trainer: str | None = None
         self.published: Published | None = None
+        self.digests: dict[int, str] = {}  # of the newest versions
         self.num_joined = 0
         self.num_weights_failed = 0
         self.lease_check_at: float | None = None
@@ -59,8 +71,11 @@ class Fleet:
             heard_at=now,
             pid=hello.pid,
             host=hello.host,
+            speed=self._typical_speed(),
         )
         self.nodes[node.name] = node
+        if "trainer" in node.roles:
+            self.trainer = node.name
         self.num_joined += 1
         if self.lease_check_at is None:
             self.lease_check_at = now + self._settings.lease_s
@@ -70,11 +85,38 @@ class Fleet:
             *self._offer(node),
         ]
 
+    def _typical_speed(self) -> Speed:
+        """What to expect of a node not heard of yet: the mean of some that were."""
+        known = [n.speed for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed]
+        if not known:
+            return Speed()
+        return Speed(fmean(s.base for s in known), fmean(s.slope for s in known))
+
     def remove(self, name: str) -> Node | None:
         node = self.nodes.pop(name, None)
         if node is not None:
-            node.move(NodeState.GONE)
+            self._move(node, NodeState.GONE)
+            if name == self.trainer:
+                self.trainer = None
         return node
+
+    def drain(self, node: Node) -> None:
+        """It takes no more work."""
+        self._move(node, NodeState.DRAINING)
+
+    def _move(self, node: Node, to: NodeState) -> None:
+        """Keeps the views of `nodes` true. For a node that has only just joined nothing is reserved."""
+        node.move(to)
+        self.ready.pop(node.name, None)
+        if self.updating.pop(node.name, None) is not None:
+            self.reserved = self.reserved - node.share if self.updating else 0.0
+        if to is NodeState.UPDATING:
+            node.share = 1.0 / node.speed.step_s(SHARE_BATCH)
+            self.updating[node.name] = node
+            self.reserved += node.share
+        elif to is NodeState.READY and "rollout" in node.roles:
+            node.share = 1.0 / node.speed.step_s(SHARE_BATCH)
+            self.ready[node.name] = node
 
     def expired(self, now: float) -> list[Node]:
         """Nodes whose lease has run out; sets the time of the next check.
@@ -87,16 +129,6 @@ class Fleet:
         self.lease_check_at = min(heard) + lease if heard else None
         return gone
 
-    def trainer(self) -> str | None:
-        return next((n.name for n in self.nodes.values() if "trainer" in n.roles), None)
-
-    def serving(self, policy_version: int) -> list[Node]:
-        return [n for n in self.nodes.values() if n.serves(policy_version)]
-
-    def updating(self) -> list[Node]:
-        """Nodes that will serve the published version in a moment. Not those that only just joined."""
-        return [n for n in self.nodes.values() if n.state is NodeState.UPDATING]
-
     # Weights
 
     def publish(self, name: str, message: PublishWeights, expected: int) -> list[Command]:
@@ -106,8 +138,10 @@ class Fleet:
         if node is None or "trainer" not in node.roles or version != expected:
             return [Report(f"{name} published version {version}, expected {expected}: ignored")]
         self.published = Published(message)
+        self.digests[version] = message.manifest.digest
+        self.digests.pop(version - self._settings.max_staleness - VERSIONS_REMEMBERED, None)
         if node.state is NodeState.JOINING and "rollout" not in node.roles:
-            node.move(NodeState.READY)
+            self._move(node, NodeState.READY)
         commands: list[Command] = []
         for other in self.nodes.values():
             other.weights_failures = 0
@@ -118,9 +152,9 @@ class Fleet:
         if self.published is None or "rollout" not in node.roles or node.state is NodeState.DRAINING:
             return []
         if node.state is NodeState.JOINING:
-            node.move(NodeState.LOADING)
+            self._move(node, NodeState.LOADING)
         elif node.state is NodeState.READY:
-            node.move(NodeState.UPDATING)
+            self._move(node, NodeState.UPDATING)
         return [Send(node.name, self.published.message)]
 
     def confirm(self, name: str, ready: WeightsReady) -> list[Command]:
@@ -134,7 +168,7 @@ class Fleet:
             reason = f"digest {ready.digest} is not the published {published.digest}"
             return self.refuse(name, WeightsFailed(ready.policy_version, reason))
         node.policy_version = ready.policy_version
-        node.move(NodeState.READY)
+        self._move(node, NodeState.READY)
         return []
 
     def refuse(self, name: str, failed: WeightsFailed) -> list[Command]:
@@ -148,7 +182,7 @@ class Fleet:
         if node.state is NodeState.DRAINING:
             return []
         if node.state is NodeState.READY:
-            node.move(NodeState.UPDATING)
+            self._move(node, NodeState.UPDATING)
         self.num_weights_failed += 1
         node.weights_failures += 1
         report = Report(f"{name}: version {failed.policy_version} failed: {failed.reason}")

@@ -2,20 +2,34 @@
 
 from typing import TYPE_CHECKING
 
-from lightrl.core.state import GroupState, NodeState, Response, ResponseState, Round, RoundState
+from lightrl.core import race
+from lightrl.core.state import (
+    GroupState,
+    NodeState,
+    Response,
+    ResponseState,
+    Round,
+    RoundState,
+    RunState,
+)
 from lightrl.errors import InvariantViolation
 
 if TYPE_CHECKING:
     from lightrl.core.coordinator import Coordinator
 
+FINAL = {GroupState.ACCEPTED, GroupState.TRAINED, GroupState.PUT_OFF, GroupState.DROPPED}
+
 
 def check(core: "Coordinator") -> None:
     """Raises InvariantViolation naming the first broken invariant. O(responses + nodes)."""
     _nodes(core)
-    if core.ledger.round is not None:
-        for response in core.ledger.responses.values():
-            _response(core, core.ledger.round, response)
-        _round(core, core.ledger.round)
+    for round in core.ledger.rounds:
+        _round(core, round)
+        for group in round.groups.values():
+            for response in group.responses:
+                _response(core, round, response)
+    _places(core)
+    _prompts(core)
 
 
 def _require(holds: bool, text: str) -> None:
@@ -24,57 +38,123 @@ def _require(holds: bool, text: str) -> None:
 
 
 def _nodes(core: "Coordinator") -> None:
-    seen: set[str] = set()
+    published = core.fleet.published
     for node in core.fleet.nodes.values():
         _require(node.state is not NodeState.GONE, f"{node.name} is gone but listed")
         _require(
             len(node.running) <= node.slots, f"{node.name} runs {len(node.running)} of {node.slots} slots"
         )
-        for response in node.running:
-            _require(response not in seen, f"{response} runs in two places")
-            seen.add(response)
-            held = core.ledger.responses.get(response)
-            _require(held is not None and held.node == node.name, f"{response} is not where {node.name} says")
-        if node.state is NodeState.READY and "rollout" in node.roles:
-            published = core.fleet.published
+        serves = node.state is NodeState.READY and "rollout" in node.roles
+        if serves:
             _require(
                 published is not None and node.policy_version == published.policy_version,
                 f"{node.name} is ready with version {node.policy_version}, not the published one",
             )
-    running = {r.id for r in core.ledger.responses.values() if r.state is ResponseState.RUNNING}
+        _require(
+            serves == (core.fleet.ready.get(node.name) is node),
+            f"{node.name} is {node.state} and listed wrongly",
+        )
+        updating = core.fleet.updating.get(node.name) is node
+        _require(
+            updating == (node.state is NodeState.UPDATING), f"{node.name} is {node.state} and listed wrongly"
+        )
+    known = core.fleet.nodes.keys()
+    _require(core.fleet.ready.keys() | core.fleet.updating.keys() <= known, "a node that left is listed")
+    shares = sum(n.share for n in core.fleet.updating.values())
+    _require(abs(core.fleet.reserved - shares) <= 1e-6 * max(1.0, shares), "reserved shares do not add up")
+
+
+def _places(core: "Coordinator") -> None:
+    """A response is in exactly one place: at one node, in the queue, or held here."""
+    seen: set[str] = set()
+    for node in core.fleet.nodes.values():
+        for name, response in node.running.items():
+            _require(name not in seen, f"{name} runs in two places")
+            seen.add(name)
+            _require(core.ledger.responses.get(name) is response, f"{name} runs but is not of an open round")
+            _require(response.node is node, f"{name} is not where {node.name} says")
+    held = core.ledger.responses.values()
+    running = {r.id for r in held if r.state is ResponseState.RUNNING}
     _require(running == seen, f"running responses and nodes differ: {sorted(running ^ seen)[:3]}")
+    waiting = {id(entry[-1]) for entry in core.ledger.queue}
+    lost = [r.id for r in held if r.state is ResponseState.QUEUED and id(r) not in waiting]
+    _require(not lost, f"lost: {lost[:3]}")
 
 
 def _response(core: "Coordinator", round: Round, r: Response) -> None:
     _require((r.node is not None) == (r.state is ResponseState.RUNNING), f"{r.id} is {r.state} at {r.node}")
     _require(len(r.tokens) == len(r.logprobs), f"{r.id}: tokens and logprobs differ in length")
-    _require(sum(n for _, n in r.spans) == len(r.tokens), f"{r.id}: version spans do not cover its tokens")
+    covered = all(n > 0 for _, n in r.spans) and sum(n for _, n in r.spans) == len(r.tokens)
+    _require(covered, f"{r.id}: version spans do not cover its tokens")
     _require(len(r.tokens) <= core.settings.max_response_tokens, f"{r.id} is too long")
     for version, _ in r.spans:
-        _require(version == round.policy_version, f"{r.id} has tokens of version {version}")
+        fresh = round.step - core.settings.max_staleness <= version <= round.step
+        _require(fresh, f"{r.id} has tokens of version {version} in step {round.step}")
     _require(not r.scored or r.state is ResponseState.DONE, f"{r.id} is scored but {r.state}")
+    open_states = {ResponseState.QUEUED, ResponseState.RUNNING}
+    _require(not (r.settled and r.state in open_states), f"{r.id} is settled but {r.state}")
+    _require(r.settled or r.state is not ResponseState.ABORTED, f"{r.id} is aborted but not settled")
 
 
 def _round(core: "Coordinator", round: Round) -> None:
-    groups = round.groups.values()
-    settled = {GroupState.SCORED, GroupState.TRAINED, GroupState.DROPPED}
-    num_settled = sum(g.state in settled for g in groups)
-    _require(num_settled == round.num_settled, f"step {round.step}: {num_settled} groups settled")
-    if round.state is not RoundState.FILLING:
-        prompts = {(g.prompt.id, g.prompt.epoch) for g in groups}
-        _require(len(prompts) == len(round.groups), f"step {round.step}: a prompt twice in one epoch")
-    held = sum(len(g.responses) for g in groups)
-    _require(
-        held == len(core.ledger.responses),
-        f"step {round.step}: {len(core.ledger.responses)} of {held} responses held",
-    )
-    for group in groups:
-        _require(len(group.responses) == round.group_size, f"{group.id} has {len(group.responses)} responses")
-        if group.state in {GroupState.SCORED, GroupState.TRAINED} and not round.is_eval:
-            unscored = [r.id for r in group.responses if r.reward is None]
-            _require(not unscored, f"{group.id} is {group.state} without rewards for {unscored}")
+    name = f"{round.kind} round of step {round.step}"
+    num_open = 0
+    for group in round.groups.values():
+        unsettled = sum(not r.settled for r in group.responses)
+        _require(group.num_open == unsettled, f"{group.id}: {unsettled} responses are open")
+        num_open += unsettled > 0
+        _require(len(group.responses) == round.responses_launched, f"{group.id} has too few responses")
+        if group.state in {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}:
+            _require(len(group.kept) == round.group_size, f"{group.id} keeps {len(group.kept)} responses")
+            unscored = [r.id for r in group.kept if not r.scored or r.reward is None]
+            _require(
+                not unscored or round.is_eval, f"{group.id} is {group.state} without rewards for {unscored}"
+            )
+            _require(
+                _has_right_winners(core, round, [r.id for r in group.kept], group.responses),
+                f"{group.id} kept others than the first to finish",
+            )
+        undecided = group.state is GroupState.OPEN and race.is_won(group)
+        _require(not undecided, f"{group.id} is complete, but nobody noticed")
+    _require(round.num_open == num_open, f"{name}: {num_open} groups are open")
+    final = [g for g in round.groups.values() if g.state in {GroupState.ACCEPTED, GroupState.TRAINED}]
+    if not round.is_eval:
+        _require(len(final) == len(round.accepted) <= round.needed, f"{name}: {len(final)} groups accepted")
+    if round.state is not RoundState.FILLING and not round.is_eval:
+        prompts = {g.prompt.id for g in round.groups.values()}
+        _require(len(prompts) == len(round.groups), f"{name}: a prompt twice")
     if round.state in {RoundState.CLOSED, RoundState.TRAINED}:
-        _require(num_settled == len(groups), f"step {round.step} closed with open groups")
-    if round.state is RoundState.RUNNING:
-        queued = {r.id for r in core.ledger.responses.values() if r.state is ResponseState.QUEUED}
-        _require(queued <= set(core.ledger.queue), f"lost: {sorted(queued - set(core.ledger.queue))[:3]}")
+        done = all(g.state in FINAL or round.is_eval for g in round.groups.values())
+        _require(done and not num_open, f"{name} closed with open groups")
+
+
+def _has_right_winners(core: "Coordinator", round: Round, kept: list[str], group: list[Response]) -> bool:
+    """In token space nobody who lost is shorter than one who was kept."""
+    if round.races and core.settings.tail.race == "clock":
+        return True
+    longest = max(len(r.tokens) for r in group if r.id in kept)
+    others = [r for r in group if r.id not in kept and (r.reward is not None or not r.scored)]
+    return all(len(r.tokens) + (r.finish_reason is None) >= longest for r in others)
+
+
+def _prompts(core: "Coordinator") -> None:
+    """Prompts in = trained + dropped + held, and nobody is held twice."""
+    backlog, counters = core.backlog, core.ledger.counters
+    waiting = [(p.prompt.id, p.prompt.epoch) for p in backlog.put_off]
+    _require(len(set(waiting)) == len(waiting), "a prompt waits twice")
+    spare = [(p.id, p.epoch) for p in backlog.spare]
+    _require(len(set(spare)) == len(spare), "a prompt is held back twice")
+    if core.state in {RunState.FINISHED, RunState.STOPPED, RunState.FAILED}:
+        return
+    in_rounds = sum(
+        g.state not in {GroupState.TRAINED, GroupState.DROPPED, GroupState.PUT_OFF}
+        for r in core.ledger.rounds
+        if not r.is_eval
+        for g in r.groups.values()
+    )
+    held = len(waiting) + len(spare) + in_rounds
+    accounted = counters.groups_trained + counters.groups_dropped + held
+    _require(
+        backlog.num_drawn == accounted,
+        f"{backlog.num_drawn} prompts drawn, {accounted} accounted for",
+    )

@@ -1,229 +1,351 @@
-"""Every response of the current round: where it is, what it holds, what is still waited for.
+"""Every response of the open rounds: where it is, what it holds, what is still waited for.
 
 Owns responses and their queue; a response is in exactly one place. Which node gets one is decided in
-`placement`; when a round is over, in `rounds`. Methods append what is to be done to `out`.
+`placement`, who wins in `race`, what a round holds in `rounds`. Methods append what is to be done to
+`out`.
 """
 
+import heapq
 import math
 import sys
 from array import array
 from collections import deque
 from typing import Any
 
-from lightrl.core import placement, rounds
+from lightrl.core import placement, race
 from lightrl.core.commands import Command, Report, Score, Send
 from lightrl.core.fleet import Fleet
+from lightrl.core.foresight import Foresight
 from lightrl.core.state import (
     Counters,
-    DrawnPrompt,
     Group,
     GroupState,
     Node,
     Response,
     ResponseState,
     Round,
-    RoundState,
     Settings,
 )
-from lightrl.messages import Abort, Generate, ResponseRequest, ResponseTokens, TokenChunk
+from lightrl.messages import Abort, Generate, ResponseRequest, ResponseTokens, Sampling, TokenChunk
+
+BIG_ENDIAN = sys.byteorder == "big"
 
 
 class Ledger:
-    def __init__(self, settings: Settings, fleet: Fleet) -> None:
-        self.round: Round | None = None
-        self.responses: dict[str, Response] = {}
-        self.queue: deque[str] = deque()  # waiting responses; aborted ones are skipped when they come up
+    def __init__(self, settings: Settings, fleet: Fleet, foresight: Foresight) -> None:
+        self.rounds: deque[Round] = deque()  # oldest first; more than one only in asynchronous mode
+        self.responses: dict[str, Response] = {}  # of these rounds
+        self.queue: list[tuple[int, bool, float, int, Response]] = []  # a heap; may hold what is given up
         self.counters = Counters()
+        self.decided: list[Group] = []  # groups in which nothing goes on any more, until someone looks
         self._settings = settings
         self._fleet = fleet
+        self._foresight = foresight
+        self._num_queued = 0  # so far: ties in the queue are broken by arrival
+        self._news = False  # work has come, or slots were set free by more than the nodes below
+        self._freed: dict[str, Node] = {}  # nodes with a slot more than at the last dispatch
+
+    @property
+    def round(self) -> Round | None:
+        return self.rounds[0] if self.rounds else None
 
     def open(self, round: Round) -> None:
-        """A new round; everything of the last one is released."""
-        self.round = round
-        self.responses = {}
-        self.queue.clear()
+        self.rounds.append(round)
 
-    def fill(self, prompts: tuple[DrawnPrompt, ...]) -> None:
-        if self.round is not None and self.round.state is RoundState.FILLING:
-            started = rounds.fill(self.round, prompts, self._settings)
-            self.responses = {r.id: r for r in started}
-            self.queue = deque(self.responses)
+    def retire(self) -> None:
+        """The oldest round is over; what it held is released."""
+        for group in self.rounds.popleft().groups.values():
+            for response in group.responses:
+                if self.responses.get(response.id) is response:
+                    del self.responses[response.id]
+
+    def start(self, responses: list[Response]) -> None:
+        for response in responses:
+            self.responses[response.id] = response
+            self._enqueue(response)
 
     # Tokens
 
-    def accept(self, node: Node, chunk: TokenChunk, out: list[Command]) -> str | None:
+    def accept(self, node: Node, chunk: TokenChunk, now: float, out: list[Command]) -> str | None:
         """Takes what is new in a chunk; returns what is wrong with it, if its sender cannot be trusted."""
+        if chunk.digest != self._fleet.digests.get(chunk.policy_version):
+            self.counters.bad_chunks += 1
+            return f"sent tokens of version {chunk.policy_version} with an unconfirmed digest"
+        batch, before = len(node.running), node.num_tokens
         for item in chunk.responses:
             response = self.responses.get(item.response)
-            if response is None or response.node != node.name or response.attempt != item.attempt:
+            if response is None or response.node is not node or response.attempt != item.attempt:
                 self.counters.chunks_ignored += 1  # late news of an attempt we gave up on
-            elif (problem := self._extend(node, response, chunk, item, out)) is not None:
+            elif (problem := self._extend(node, response, chunk.policy_version, item, out)) is not None:
                 self.counters.bad_chunks += 1
                 return problem
+        num_tokens = node.num_tokens - before
+        node.observe(now, batch, num_tokens)
+        if self.rounds and self.rounds[0].kind == "eval":  # then no other round is open
+            self.counters.eval_tokens += num_tokens
+        else:
+            self.counters.rollout_tokens += num_tokens
         return None
 
     def _extend(
-        self, node: Node, response: Response, chunk: TokenChunk, item: ResponseTokens, out: list[Command]
+        self, node: Node, response: Response, version: int, item: ResponseTokens, out: list[Command]
     ) -> str | None:
-        round, published = self.round, self._fleet.published
-        assert round is not None
-        assert published is not None
-        if chunk.policy_version != round.policy_version or chunk.digest != published.digest:
-            return f"sent tokens of version {chunk.policy_version} with an unconfirmed digest"
-        if len(item.token_ids) % 4 or len(item.token_ids) != len(item.logprobs) or item.offset < 0:
+        """The one function that runs for every response in every chunk: no more work than must be."""
+        settings, group, data = self._settings, response.group, item.token_ids
+        round = group.round
+        if not round.step - settings.max_staleness <= version <= round.step:
+            return f"sent tokens of version {version} for step {round.step}"
+        size = len(data)
+        if size % 4 or size != len(item.logprobs) or item.offset < 0:
             return "sent a malformed chunk"
-        known = len(response.tokens) - item.offset
+        tokens = response.tokens
+        held = len(tokens)
+        known = held - item.offset
         if known < 0:  # a hole: resume from what we hold
             self.counters.holes += 1
             self._abort(response, out)
             self._requeue(response)
             return None
-        tokens, logprobs = _decode("i", item.token_ids)[known:], _decode("f", item.logprobs)[known:]
-        if len(response.tokens) + len(tokens) > self._settings.max_response_tokens:
-            return f"sent more than {self._settings.max_response_tokens} tokens for one response"
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._settings.vocabulary):
-            return f"sent a token outside the vocabulary of {self._settings.vocabulary}"
-        if not all(map(math.isfinite, logprobs)):
-            return "sent a logprob that is not finite"
-        response.append(chunk.policy_version, tokens, logprobs)
-        node.num_tokens += len(tokens)
-        if round.is_eval:
-            self.counters.eval_tokens += len(tokens)
-        else:
-            self.counters.rollout_tokens += len(tokens)
-        if item.finish_reason == "abort":  # the node gave it up: it drains, or its engine cannot go on
+        if size > 4 * known:
+            logprobs = item.logprobs
+            if known:
+                data, logprobs = data[4 * known :], logprobs[4 * known :]
+            new = decode("I", data)  # unsigned: a negative token is far outside the vocabulary
+            if max(new) >= settings.vocabulary:
+                return f"sent a token outside the vocabulary of {settings.vocabulary}"
+            if not math.isfinite(sum(decode("f", logprobs))):
+                return "sent a logprob that is not finite"
+            num_new = len(new)
+            if held + num_new > settings.max_response_tokens:
+                return f"sent more than {settings.max_response_tokens} tokens for one response"
+            if response.version != version:
+                response.version = version
+                response.starts.append((version, held))
+            held += num_new
+            tokens.frombytes(native(data))
+            response.logprobs.frombytes(native(logprobs))
+            node.num_tokens += num_new
+        if item.finish_reason is None:
+            if held >= group.bound or held >= round.cut:
+                self.give_up(response, out)
+        elif item.finish_reason == "abort":  # the node gave it up: it drains, or loads a new version
             self.counters.responses_moved += 1
             self._requeue(response)
-        elif item.finish_reason is not None:
-            self._finish(round, response, item, out)
+        else:
+            self._finish(response, item, out)
         return None
 
-    def _finish(self, round: Round, response: Response, item: ResponseTokens, out: list[Command]) -> None:
+    def _finish(self, response: Response, item: ResponseTokens, out: list[Command]) -> None:
         response.finish_reason = item.finish_reason
         self._release(response)
         response.move(ResponseState.DONE)
-        group = round.groups[response.group]
-        out.append(Score(response, group.prompt.id, "eval" if round.is_eval else "train"))
-        if all(r.state is ResponseState.DONE for r in group.responses):
-            group.move(GroupState.COMPLETE)
+        group = response.group
+        if race.has_lost(response):
+            self.give_up(response, out)
+        else:
+            out.append(Score(response, group.prompt.id, "eval" if group.round.is_eval else "train"))
 
-    # Scores
+    # Races
 
-    def score(self, name: str, reward: float | None, failure: str, out: list[Command]) -> Group | None:
-        """Takes the score of a finished response; returns its group if that was the last one it needed."""
-        response, round = self.responses.get(name), self.round
-        if response is None or round is None or response.state is not ResponseState.DONE or response.scored:
-            return None
+    def score(
+        self, name: str, attempt: int, reward: float | None, failure: str, out: list[Command]
+    ) -> None:
+        """Takes the score of a finished response."""
+        response = self.responses.get(name)
+        if response is None or response.attempt != attempt or response.scored:
+            return
+        if response.state is not ResponseState.DONE:
+            return
+        group = response.group
         if reward is None:
             self.counters.rewards_failed += 1
             out.append(Report(f"no reward for {name}: {failure}"))
-            reward = None if round.is_eval else self._settings.reward_on_failure
+            reward = None if group.round.is_eval else self._settings.reward_on_failure
         response.reward, response.scored = reward, True
-        group = round.groups[response.group]
-        if group.state is GroupState.DROPPED:
-            return None
-        if reward is None and not round.is_eval:
-            self._drop(round, group, out)
-            return None
-        if not all(r.scored for r in group.responses):
-            return None
-        rounds.settle(round, group, GroupState.SCORED)
-        return group
+        if response.settled:
+            return
+        if reward is not None or group.round.is_eval:
+            for lost in race.take_score(self._settings, response):
+                self.give_up(lost, out)
+        self._settle(response)
 
-    def _drop(self, round: Round, group: Group, out: list[Command]) -> None:
-        rounds.settle(round, group, GroupState.DROPPED)
-        self.counters.groups_dropped += 1
+    def give_up(self, response: Response, out: list[Command]) -> None:
+        """It is out of the race; one that still waits for its score keeps waiting, without consequence."""
+        if response.settled:
+            return
+        if response.state is ResponseState.RUNNING:
+            self._abort(response, out)
+            self._release(response)
+        if response.state is not ResponseState.DONE:
+            response.move(ResponseState.ABORTED)
+        self._settle(response)
+
+    def drop(self, group: Group, to: GroupState, out: list[Command]) -> None:
+        """The group is out of its round: dropped, or put off."""
         for response in group.responses:
-            self.counters.aborted_tokens += len(response.tokens)
-            if response.state is ResponseState.RUNNING:
-                self._abort(response, out)
-                self._release(response)
-            if response.state is not ResponseState.DONE:
-                response.move(ResponseState.ABORTED)
+            self.give_up(response, out)
+        group.move(to)
+
+    def _settle(self, response: Response) -> None:
+        group = response.group
+        response.settled = True
+        group.num_open -= 1
+        if not group.num_open:
+            group.round.num_open -= 1
+        if not group.num_open or race.is_out(group):
+            self.decided.append(group)
+
+    def count_aborted(self, round: Round) -> None:
+        """Tokens of a closed round that are not trained."""
+        kept = {r.id for g in round.accepted for r in g.kept}
+        self.counters.aborted_tokens += sum(
+            len(r.tokens) for g in round.groups.values() for r in g.responses if r.id not in kept
+        )
 
     # Places
+
+    @property
+    def has_idle_room(self) -> bool:
+        """A node got room, and nothing waits for it, but others may have more than they should."""
+        if not self._freed or self.queue or len(self._fleet.ready) < 2:
+            return False
+        return any(r.num_open for r in self.rounds)
 
     def dispatch(self, out: list[Command]) -> None:
         """Sends waiting responses to nodes with free slots.
 
-        Nodes that are about to serve the round's version count as free, and what falls to them waits
-        for them: else the first node to load a new version would take the work of all the others. But
-        a node that would have nothing to do does not wait for one that is slow to load.
+        A node that is about to serve the newest version has its share kept for it: else the first
+        node to load would take the work of all the others. But a node that has nothing to do does not
+        wait for one that is slow to load.
         """
-        round = self.round
-        if not self.queue or round is None or round.state is not RoundState.RUNNING:
+        if not self.queue or not (self._news or self._freed):
             return
-        serving = self._fleet.serving(round.policy_version)
-        nodes = serving + self._fleet.updating()
-        free = sum(n.slots - len(n.running) for n in nodes)
-        wanted: list[str] = []
-        while self.queue and len(wanted) < free:
-            response = self.queue.popleft()
-            if self.responses[response].state is ResponseState.QUEUED:
-                wanted.append(response)
-        sent: dict[str, list[ResponseRequest]] = {}
-        reserved: list[str] = []
-        for name, node in placement.assign(wanted, nodes):
-            if self._fleet.nodes[node].serves(round.policy_version):
-                sent.setdefault(node, []).append(self._place(round, self.responses[name], node))
-            else:
-                reserved.append(name)
-        if reserved:
-            idle = [n for n in serving if not n.running]
-            for name, node in placement.assign(reserved, idle):
-                sent.setdefault(node, []).append(self._place(round, self.responses[name], node))
-            reserved = [r for r in reserved if self.responses[r].state is ResponseState.QUEUED]
-        self.queue.extendleft(reversed(reserved))
-        out += [
-            Send(node, Generate(round.policy_version, round.sampling, tuple(requests)))
-            for node, requests in sent.items()
-        ]
+        nodes = list(self._fleet.ready.values()) if self._news else list(self._freed.values())
+        nodes = [n for n in nodes if n.free > 0 and self._fleet.ready.get(n.name) is n]
+        most = sum(n.free for n in nodes)
+        reserved = self._fleet.reserved
+        if reserved > 0:
+            nodes = nodes if self._news else [n for n in nodes if not n.running]
+            share = sum(n.share for n in nodes)
+            most = min(most, math.ceil(len(self.queue) * share / (share + reserved))) if nodes else 0
+        self._news = False
+        self._freed.clear()
+        sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
+        for response, node in placement.assign(self._pop(most, out), nodes, self._foresight.expect):
+            key = (node.name, response.group.round.sampling)
+            sent.setdefault(key, []).append(self._place(response, node))
+        self._generate(sent, out)
+
+    def rebalance(self, out: list[Command]) -> None:
+        """Moves running responses to where they finish earlier, when nothing waits for a slot."""
+        nodes = [n for n in self._fleet.ready.values() if n.speed.num_observed or not n.running]
+        sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
+        for response, node in placement.moves(nodes, self._foresight.expect):
+            key = (node.name, response.group.round.sampling)
+            self._abort(response, out)
+            self._release(response)
+            response.move(ResponseState.QUEUED)
+            sent.setdefault(key, []).append(self._place(response, node))
+            self.counters.migrations += 1
+            self.counters.responses_moved += 1
+        self._freed.clear()  # there is no queue
+        self._generate(sent, out)
+
+    def freed(self, node: Node) -> None:
+        """The node has room that it had not before."""
+        self._freed[node.name] = node
+
+    def look_at_all(self) -> None:
+        """What was reserved for a node that still loaded is free for the others."""
+        self._news = True
 
     def requeue_all(self, node: Node) -> int:
         """Responses of a leaving node go to the head of the queue: their prefixes are already paid for."""
-        leaving = list(node.running)
-        for name in reversed(leaving):
-            self._requeue(self.responses[name])
+        leaving = list(node.running.values())
+        for response in leaving:
+            self._requeue(response)
         self.counters.responses_moved += len(leaving)
         return len(leaving)
 
-    def _place(self, round: Round, response: Response, node: str) -> ResponseRequest:
+    def _pop(self, most: int, out: list[Command]) -> list[Response]:
+        taken: list[Response] = []
+        while self.queue and len(taken) < most:
+            *_, response = heapq.heappop(self.queue)
+            if response.state is not ResponseState.QUEUED:
+                continue
+            if race.has_lost(response):
+                self.give_up(response, out)
+            else:
+                taken.append(response)
+        return taken
+
+    def _generate(self, sent: dict[tuple[str, Sampling], list[ResponseRequest]], out: list[Command]) -> None:
+        version = self._fleet.published.policy_version if self._fleet.published is not None else 0
+        for (node, sampling), requests in sent.items():
+            out.append(Send(node, Generate(version, sampling, tuple(requests))))
+
+    def _place(self, response: Response, node: Node) -> ResponseRequest:
         response.move(ResponseState.RUNNING, node)
         response.attempt += 1
-        self._fleet.nodes[node].running[response.id] = None
+        node.running[response.id] = response
         return ResponseRequest(
             response=response.id,
             attempt=response.attempt,
             seed=response.seed,
-            prompt=round.groups[response.group].prompt.tokens,
+            prompt=response.group.prompt.tokens,
             prefix=encode(response.tokens),
             max_new_tokens=self._settings.max_response_tokens - len(response.tokens),
         )
 
+    def _enqueue(self, response: Response, resumed: bool = False) -> None:
+        """Older rounds first, then what is resumed, then what is predicted to run longest.
+
+        With steps that overlap, every other one goes by ascending length instead: a node that ends one
+        step with long responses begins the next with short ones (HistoPipe in RhymeRL, arXiv 2508.18588).
+        """
+        round = response.group.round
+        tokens = self._foresight.expect(response) if self._settings.foresight else 0.0
+        if not response.tokens:
+            response.predicted_tokens = tokens
+        ascending = self._settings.max_staleness > 0 and round.step % 2 == 1
+        order = 2 * round.step + (not round.is_eval)
+        self._num_queued += 1
+        heapq.heappush(
+            self.queue,
+            (order, not resumed, tokens if ascending else -tokens, self._num_queued, response),
+        )
+        self._news = True
+
     def _requeue(self, response: Response) -> None:
         self._release(response)
         response.move(ResponseState.QUEUED)
-        self.queue.appendleft(response.id)
+        self._enqueue(response, resumed=True)
 
     def _release(self, response: Response) -> None:
-        if response.node is not None:
-            self._fleet.nodes[response.node].running.pop(response.id)
+        node = response.node
+        if node is not None:
+            del node.running[response.id]
+            self._freed[node.name] = node
 
     def _abort(self, response: Response, out: list[Command]) -> None:
         assert response.node is not None
-        out.append(Send(response.node, Abort(((response.id, response.attempt),))))
+        out.append(Send(response.node.name, Abort(((response.id, response.attempt),))))
 
 
 def encode(values: "array[Any]") -> bytes:
     """As raw little-endian bytes."""
-    if sys.byteorder == "big":
-        values = array(values.typecode, values)
-        values.byteswap()
+    return native(values.tobytes())
+
+
+def decode(kind: str, data: bytes) -> "array[Any]":
+    """From raw little-endian bytes of 4-byte items."""
+    return array(kind, native(data))
+
+
+def native(data: bytes) -> bytes:
+    """Swaps the bytes of 4-byte items between little-endian and what this machine has."""
+    if not BIG_ENDIAN:
+        return data
+    values = array("I", data)
+    values.byteswap()
     return values.tobytes()
-
-
-def _decode(kind: str, data: bytes) -> "array[Any]":
-    values: array[Any] = array(kind, data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values

@@ -1,75 +1,147 @@
-"""What a round holds, when it is closed, and what comes after it. Pure decisions; no messages, no nodes."""
+"""What a round holds and which comes next: tail batching. Pure decisions; no messages, no nodes.
 
-from collections.abc import Sequence
+A synchronous step waits for its longest response. Short rounds launch more prompts than they need and
+put off those that run long; long rounds run these together, when as many wait as a step holds. With
+eta = 1.25 a quarter of a step is put off each time, so four short rounds are followed by one long.
+(RollPacker, arXiv 2509.21009, section 4.1; the rest of an epoch and fairness are not said there.)
 
+    put-off queue holds P0 prompts            -> long:  the first P0 of it, R0 responses each, no surplus
+    else: less than a short round is left of
+          the epoch, and prompts are put off  -> flush: the queue and what is left of the epoch, topped up
+                                                        with prompts of the next one to P0, no surplus
+    else                                      -> short: round(eta P0) new prompts, round(eta R0) responses
+
+The queue is first in, first out, so a prompt waits for about one period of rounds, and no longer than
+the end of its epoch; nobody is put off twice, since only short rounds race. A prompt in the queue is
+not drawn again: what the next epoch brings of it meanwhile is held back.
+
+A prompt that was put off starts again under the new weights, with the noise it had before: its
+responses are those it would have given anyway, so that being put off does not select among them.
+Rejected: fresh noise, as in the paper. It replaces responses that were known to be long by ones that
+need not be, which shortens what is trained. (`fresh_noise` keeps it for comparison.)
+"""
+
+from collections.abc import Iterable
+
+from lightrl.core.backlog import Backlog, PutOff
+from lightrl.core.foresight import Foresight
 from lightrl.core.state import (
     DrawnPrompt,
     Group,
-    GroupState,
     Response,
     Round,
+    RoundKind,
     RoundState,
     Settings,
     sample_seed,
 )
 
+MAX_REDRAWS = 8  # a round draws at most so many times the prompts that it needs (dynamic sampling)
+FORESEEN_MARGIN = 1.5  # of the last cut: a prompt that took longer in the last epoch is put off unseen
 
-def next_round(settings: Settings, step: int, evaluated: int | None, now: float) -> Round | None:
-    """The round to open when `step` optimizer steps are done, or None when the run is complete.
 
-    An evaluation of the policy goes before the training round that would replace it: before the
-    first step, after the last one, and every `eval_interval` steps in between. `evaluated` is the
-    version evaluated last.
-    """
-    done = step == settings.num_steps
-    due = step == 0 or done or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
-    if settings.num_eval_prompts and due and evaluated != step:
-        return Round(
-            kind="eval",
-            step=step,
-            policy_version=step,
-            sampling=settings.eval_sampling,
-            needed=settings.num_eval_prompts,
-            group_size=settings.eval_samples,
-            opened_at=now,
-        )
-    if done:
-        return None
+def next_round(settings: Settings, backlog: Backlog, step: int, now: float) -> Round:
+    """The training round of this step. What it takes from the backlog is taken by `first_prompts`."""
+    if not settings.tail.races:
+        kind: RoundKind = "plain"
+    elif len(backlog.put_off) >= settings.prompts_per_step:
+        kind = "long"
+    elif backlog.put_off and backlog.epoch_left < settings.prompts_launched:
+        kind = "flush"
+    else:
+        kind = "short"
+    races = kind == "short"
     return Round(
-        kind="short",
+        kind=kind,
         step=step,
-        policy_version=step,
         sampling=settings.sampling,
         needed=settings.prompts_per_step,
         group_size=settings.group_size,
+        prompts_launched=settings.prompts_launched if races else settings.prompts_per_step,
+        responses_launched=settings.responses_launched if races else settings.group_size,
         opened_at=now,
     )
 
 
-def fill(round: Round, prompts: Sequence[DrawnPrompt], settings: Settings) -> list[Response]:
-    """Makes the groups of a round and returns their responses in the order they should start.
+def evaluation(settings: Settings, step: int, now: float) -> Round:
+    """Of the policy after `step` steps; all prompts of the evaluation set, nothing raced or dropped."""
+    return Round(
+        kind="eval",
+        step=step,
+        sampling=settings.eval_sampling,
+        needed=settings.num_eval_prompts,
+        group_size=settings.eval_samples,
+        prompts_launched=settings.num_eval_prompts,
+        responses_launched=settings.eval_samples,
+        opened_at=now,
+    )
+
+
+def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
+    """Before the first step, after the last, and every `eval_interval` steps in between, once each."""
+    done = step == settings.num_steps
+    due = step == 0 or done or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
+    return settings.num_eval_prompts > 0 and due and evaluated != step
+
+
+def first_prompts(round: Round, backlog: Backlog) -> list[PutOff]:
+    """Prompts that wait and belong into this round, before any is drawn."""
+    return backlog.take(round.needed) if round.kind in {"long", "flush"} else []
+
+
+def num_missing(settings: Settings, round: Round) -> int:
+    """Prompts that this round must still draw.
+
+    While it is being filled: up to what it launches. Later only with dynamic sampling, when so many
+    groups are out that those left cannot fill the step. How many are drawn then depends on the samples
+    alone, not on time: a race has no cut before it has enough groups that may be trained.
+    """
+    if round.state is RoundState.FILLING:
+        return round.prompts_launched - len(round.groups)
+    if not settings.dynamic_sampling or round.is_eval or round.state is not RoundState.RUNNING:
+        return 0
+    left = round.num_open + len(round.finishers)
+    most = MAX_REDRAWS * round.needed
+    return max(0, min(round.needed - left, most - len(round.groups)))
+
+
+def put_off_unseen(
+    settings: Settings, round: Round, prompts: list[DrawnPrompt], foresight: Foresight, last_cut: int
+) -> list[DrawnPrompt]:
+    """Those of a short round's prompts that will lose its race, to judge by their last epoch.
+
+    Saves what they would have generated until the cut. At most half of the surplus, the longest: a
+    prompt that runs long by chance is not foreseen, and needs the other half.
+    """
+    already = settings.prompts_launched - round.prompts_launched
+    most = (settings.prompts_launched - round.needed) // 2 - already
+    if not round.races or most <= 0 or not last_cut or not settings.foresight:
+        return []
+    foreseen = [(foresight.finished(p.id) or 0, i) for i, p in enumerate(prompts)]
+    longest = sorted((-n, i) for n, i in foreseen if n > FORESEEN_MARGIN * last_cut)[:most]
+    return [prompts[i] for i in sorted(i for _, i in longest)]
+
+
+def add(settings: Settings, round: Round, prompts: Iterable[PutOff], foresight: Foresight) -> list[Response]:
+    """Makes groups of a round for these prompts; returns their responses.
 
     A response's name, and so its noise, depends on the prompt, the epoch (for an evaluation: the
     policy version) and its number in the group, never on time, placement or machine.
     """
     started: list[Response] = []
-    for prompt in prompts:
-        label = f"eval{round.policy_version}" if round.is_eval else str(prompt.epoch)
-        name = f"{prompt.id}@{label}"
-        names = [f"{name}#{k}" for k in range(round.group_size)]
-        responses = [Response(n, name, sample_seed(settings.run_seed, n)) for n in names]
-        round.groups[name] = Group(name, prompt, responses)
-        started += responses
-    round.move(RoundState.RUNNING)
+    for held in prompts:
+        label = f"eval{round.step}" if round.is_eval else str(held.prompt.epoch)
+        if settings.tail.fresh_noise and held.attempts:
+            label += f"'{round.step}"
+        group = Group(f"{held.prompt.id}@{label}", held.prompt, round, len(round.groups))
+        names = [f"{group.id}#{k}" for k in range(round.responses_launched)]
+        group.responses = [
+            Response(name, group, k, sample_seed(settings.run_seed, name), attempt=held.attempts)
+            for k, name in enumerate(names)
+        ]
+        group.num_open = len(names)
+        group.foreseen_tokens = foresight.mean(group)
+        round.groups[group.id] = group
+        round.num_open += 1
+        started += group.responses
     return started
-
-
-def settle(round: Round, group: Group, to: GroupState) -> None:
-    """A group is scored or dropped; counts it towards the closing of its round."""
-    group.move(to)
-    round.num_settled += 1
-    round.num_scored += to is GroupState.SCORED
-
-
-def is_complete(round: Round) -> bool:
-    return round.state is RoundState.RUNNING and round.num_settled == len(round.groups)

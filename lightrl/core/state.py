@@ -1,12 +1,37 @@
 """The entities of a run and the edges between their states. Data and transitions, no policy."""
 
 import hashlib
+import sys
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal, TypeAlias
 
+from lightrl.core.speed import Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages import FinishReason, Load, PublishWeights, Role, Sampling
+
+RoundKind: TypeAlias = Literal["plain", "short", "long", "flush", "eval"]
+UNBOUNDED = sys.maxsize  # a number of tokens that no response reaches
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """How rounds deal with their longest responses (RollPacker, arXiv 2509.21009, section 4.1).
+
+    A short round launches round(eta_prompts * P0) prompts with round(eta_responses * R0) responses
+    each and keeps the first P0 and R0 to finish. Both 1 = no racing: every round waits for all it
+    launched. `race` says what "first" means: fewest tokens, or earliest by the clock.
+    """
+
+    eta_prompts: float = 1.0
+    eta_responses: float = 1.0
+    race: Literal["tokens", "clock"] = "tokens"
+    fresh_noise: bool = False  # a prompt put off samples anew; else the same noise under the new weights
+
+    @property
+    def races(self) -> bool:
+        return self.eta_prompts > 1 or self.eta_responses > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +51,40 @@ class Settings:
     slots: int  # of a node that does not name its own
     vocabulary: int  # token ids are below it
     lease_s: float
-    reward_on_failure: float | None  # None = a group with an unscored response is dropped
+    reward_on_failure: float | None  # None = a response without a score cannot be kept
+    num_prompts: int  # of one epoch of the training data
+    tail: Tail = Tail()
+    max_staleness: int = 0  # 0 = synchronous
+    dynamic_sampling: bool = False  # groups without signal are replaced (DAPO, arXiv 2503.14476)
+    deterministic: bool = False  # groups reach the trainer in the order of their prompts
+    foresight: bool = True  # predicted lengths order the work; off only for comparison
+    migration: bool = True  # running responses may move inside a step; off only for comparison
+
+    @property
+    def prompts_launched(self) -> int:
+        """Prompts of a short round."""
+        return round(self.tail.eta_prompts * self.prompts_per_step)
+
+    @property
+    def responses_launched(self) -> int:
+        """Responses of a group of a short round."""
+        return round(self.tail.eta_responses * self.group_size)
 
 
 class ResponseState(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"  # finished and held here; scored or waiting for its score
-    ABORTED = "aborted"  # its round goes on, or ended, without it
+    ABORTED = "aborted"  # given up: it lost its race, or its group was dropped or put off
 
 
 class GroupState(StrEnum):
     OPEN = "open"
-    COMPLETE = "complete"  # all responses finished
-    SCORED = "scored"  # all responses have a reward; handed to the trainer
+    COMPLETE = "complete"  # the responses that it keeps are finished and scored
+    ACCEPTED = "accepted"  # it belongs to the step, whatever else happens in its round
     TRAINED = "trained"
-    DROPPED = "dropped"
+    PUT_OFF = "put off"  # lost the race of its round; its prompt waits for a long one
+    DROPPED = "dropped"  # too few scores, or no signal
 
 
 class NodeState(StrEnum):
@@ -56,7 +99,7 @@ class NodeState(StrEnum):
 class RoundState(StrEnum):
     FILLING = "filling"  # its prompts are being drawn
     RUNNING = "running"
-    CLOSED = "closed"  # every group is scored or dropped
+    CLOSED = "closed"  # every group is accepted, put off or dropped
     TRAINED = "trained"
 
 
@@ -81,10 +124,11 @@ EDGES: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         R.ABORTED: frozenset(),
     },
     G: {
-        G.OPEN: frozenset({G.COMPLETE, G.DROPPED}),
-        G.COMPLETE: frozenset({G.SCORED, G.DROPPED}),
-        G.SCORED: frozenset({G.TRAINED}),
+        G.OPEN: frozenset({G.COMPLETE, G.PUT_OFF, G.DROPPED}),
+        G.COMPLETE: frozenset({G.ACCEPTED, G.PUT_OFF, G.DROPPED}),
+        G.ACCEPTED: frozenset({G.TRAINED}),
         G.TRAINED: frozenset(),
+        G.PUT_OFF: frozenset(),
         G.DROPPED: frozenset(),
     },
     N: {
@@ -118,70 +162,95 @@ class DrawnPrompt:
     tokens: bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Response:
     """The tokens sampled for one prompt by one group member; `tokens` and `logprobs` grow together."""
 
     id: str
-    group: str
+    group: "Group" = field(repr=False)
+    index: int  # in its group
     seed: int
     state: ResponseState = ResponseState.QUEUED
-    node: str | None = None  # where it runs; None unless RUNNING
+    node: "Node | None" = field(default=None, repr=False)  # where it runs; None unless RUNNING
     attempt: int = 0  # placements so far; news of an older one is ignored
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    spans: list[tuple[int, int]] = field(
+    version: int = -1  # policy version of its newest token
+    starts: list[tuple[int, int]] = field(
         default_factory=list[tuple[int, int]]
-    )  # (policy version, tokens), in order
+    )  # (policy version, index of its first token), in order
     finish_reason: FinishReason | None = None
     reward: float | None = None
-    scored: bool = False
+    scored: bool = False  # or known to get no score
+    settled: bool = False  # nothing that it still does matters to its group
+    predicted_tokens: float = 0.0  # its whole length, as foreseen when it was placed
 
-    def move(self, to: ResponseState, node: str | None = None) -> None:
+    def move(self, to: ResponseState, node: "Node | None" = None) -> None:
         check_edge(self.id, self.state, to)
         self.state = to
         self.node = node
 
-    def append(self, policy_version: int, tokens: "array[int]", logprobs: "array[float]") -> None:
-        """Tokens of one version, all of them new."""
-        self.tokens.extend(tokens)
-        self.logprobs.extend(logprobs)
-        if self.spans and self.spans[-1][0] == policy_version:
-            self.spans[-1] = (policy_version, self.spans[-1][1] + len(tokens))
-        elif tokens:
-            self.spans.append((policy_version, len(tokens)))
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(policy version, tokens), in order."""
+        ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
+        return [(version, end - start) for (version, start), end in zip(self.starts, ends, strict=False)]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """The responses sampled for one prompt in one round."""
 
     id: str
     prompt: DrawnPrompt
-    responses: list[Response]
+    round: "Round" = field(repr=False)
+    position: int  # in its round, in the order in which prompts were drawn
+    responses: list[Response] = field(default_factory=list[Response])
     state: GroupState = GroupState.OPEN
+    # Its race; see `race`.
+    num_open: int = 0  # responses that are not settled
+    finishers: list[tuple[int, int]] = field(
+        default_factory=list[tuple[int, int]]
+    )  # (finishing time, index) of scored responses, first first
+    bound: int = UNBOUNDED  # a response with so many tokens that still goes on has lost
+    foreseen_tokens: float | None = None  # mean length of a response, from earlier epochs
 
     def move(self, to: GroupState) -> None:
         check_edge(self.id, self.state, to)
         self.state = to
 
+    @property
+    def kept(self) -> list[Response]:
+        """What is trained of a group that is complete, in the order of its members."""
+        first = sorted(index for _, index in self.finishers[: self.round.group_size])
+        return [self.responses[index] for index in first]
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Round:
     """The groups that feed one optimizer step, or one evaluation of the policy before step `step`."""
 
-    kind: str  # "short" or "eval"
+    kind: RoundKind
     step: int
-    policy_version: int
     sampling: Sampling
-    needed: int  # prompts
-    group_size: int
+    needed: int  # prompts that it accepts
+    group_size: int  # responses that it keeps of each
+    prompts_launched: int
+    responses_launched: int  # of each prompt
     opened_at: float
     state: RoundState = RoundState.FILLING
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
-    num_settled: int = 0  # groups scored or dropped
-    num_scored: int = 0
-    num_shards: int = 0  # sent to the trainer
+    num_open: int = 0  # groups with responses that are not settled
+    accepted: list[Group] = field(default_factory=list[Group])  # in the order the trainer gets them
+    num_sent: int = 0  # of those accepted, to the trainer
+    num_shards: int = 0
+    # Its race; see `race`.
+    finishers: list[tuple[int, int]] = field(
+        default_factory=list[tuple[int, int]]
+    )  # (finishing time, position) of complete groups that may be trained, first first
+    cut: int = UNBOUNDED  # no response with more tokens can be kept
+    num_scores: int = 0  # the clock of a race by the clock
+    certify_at: int = 0  # complete groups at which acceptance is looked at again
     closed_at: float = 0.0
     published_at: float = 0.0  # when the version that it was trained into appeared
 
@@ -193,10 +262,19 @@ class Round:
     def is_eval(self) -> bool:
         return self.kind == "eval"
 
+    @property
+    def races(self) -> bool:
+        return self.kind == "short"
 
-@dataclass(slots=True)
+    @property
+    def finishing_tokens(self) -> int:
+        """Length of the longest response that is trained: the token at which the round was decided."""
+        return max((len(r.tokens) for g in self.accepted for r in g.kept), default=0)
+
+
+@dataclass(slots=True, eq=False)
 class Node:
-    """A daemon that said hello. `running` holds response ids in the order they were sent."""
+    """A daemon that said hello. `running` holds what runs there in the order it was sent."""
 
     name: str
     incarnation: int
@@ -206,17 +284,30 @@ class Node:
     pid: int
     host: str
     state: NodeState = NodeState.JOINING
-    running: dict[str, None] = field(default_factory=dict[str, None])
+    running: dict[str, Response] = field(default_factory=dict[str, Response], repr=False)
     policy_version: int | None = None  # confirmed by digest
     weights_failures: int = 0  # of the version on its way
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
     device: str = ""
     num_tokens: int = 0  # accepted from it
+    speed: Speed = field(default_factory=Speed)  # learned from its chunks
+    share: float = 0.0  # of the work, against others, until it has loaded the version on its way
+    chunk_at: float | None = None  # when the last tokens came of what runs now
 
     def move(self, to: NodeState) -> None:
         check_edge(self.name, self.state, to)
         self.state = to
+
+    @property
+    def free(self) -> int:
+        return self.slots - len(self.running)
+
+    def observe(self, now: float, batch: int, num_tokens: int) -> None:
+        """`num_tokens` came, of the `batch` responses that ran; learns from the time since the last ones."""
+        if batch and num_tokens and self.chunk_at is not None and now > self.chunk_at:
+            self.speed.observe(batch, (now - self.chunk_at) * batch / num_tokens)
+        self.chunk_at = now if self.running else None
 
     def serves(self, policy_version: int) -> bool:
         return self.state is NodeState.READY and self.policy_version == policy_version
@@ -228,14 +319,17 @@ class Counters:
 
     nodes_lost: int = 0
     responses_moved: int = 0  # resumed elsewhere from their tokens
+    migrations: int = 0  # of these, because another node is faster
     chunks_ignored: int = 0  # of attempts given up
     holes: int = 0  # chunks with tokens missing before them
     bad_chunks: int = 0  # wrong version, digest or size; the sender is lost
     rewards_failed: int = 0
     groups_dropped: int = 0
+    prompts_put_off: int = 0  # a prompt may be put off more than once
     rollout_tokens: int = 0  # accepted for training rounds
     eval_tokens: int = 0
-    aborted_tokens: int = 0  # accepted, then given up with their group
+    aborted_tokens: int = 0  # accepted from nodes, but never trained
+    groups_trained: int = 0
     trained_responses: int = 0
 
 

@@ -5,7 +5,8 @@ a latency model says. Needs neither torch nor vLLM.
 
 `engine_args`: t0_ms (time of a decode step at batch 1; 0 = no waiting), half_batch (batch at which a
 step takes twice t0, 107 as measured on an H100 with a 7B model), mean_length (of a response, tokens;
-0 = always to the length limit).
+0 = always to the length limit), runaway_share (of responses that run to the limit whatever mean_length
+says: the long tail of reasoning models).
 """
 
 import math
@@ -22,6 +23,7 @@ from lightrl.errors import EngineError
 from lightrl.messages import Load, Manifest, ResponseRequest, Sampling
 from lightrl.weights.manifest import read_buckets, verify
 
+_RUNAWAY_SALT = 0x7A11
 _LENGTH_SALT = 0x5EED  # a response's length is drawn from other noise than its tokens
 
 
@@ -31,13 +33,13 @@ class EmulatedEngine:
     device = "emulated"
 
     def __init__(self, spec: EngineSpec) -> None:
-        args = {"t0_ms": 0.0, "half_batch": 107.0, "mean_length": 0.0}
+        args = {"t0_ms": 0.0, "half_batch": 107.0, "mean_length": 0.0, "runaway_share": 0.0}
         for key, value in spec.engine_args.items():
             if key not in args or not isinstance(value, int | float) or value < 0:
                 raise EngineError(f"engine_args.{key} = {value!r}: known are {', '.join(args)}, all numbers")
             args[key] = float(value)
         self._t0_s, self._half_batch = args["t0_ms"] / 1000, args["half_batch"] or math.inf
-        self._mean_length = args["mean_length"]
+        self._mean_length, self._runaway_share = args["mean_length"], args["runaway_share"]
         self._vocabulary = vocabulary_size(Path(spec.model_dir))
         self._max_length, self._slots = spec.max_model_length, spec.slots
         self._salt = 0
@@ -100,6 +102,6 @@ class EmulatedEngine:
 
     def _ends(self, r: Running) -> bool:
         """A constant hazard at every position: lengths are geometric, and no matter where it was resumed."""
-        if not self._mean_length:
+        if not self._mean_length or uniform(r.seed ^ _RUNAWAY_SALT, 0) < self._runaway_share:
             return False
         return uniform(r.seed ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrl.config import Config, to_toml
+from lightrl.config import Config
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.launch.address import listening, reachable, shown
 from lightrl.launch.running import ask, final_snapshot
 from lightrl.messages import Role
 from lightrl.node import client
+from lightrl.run_file import to_toml
 
 LISTENS_WITHIN_S = 60.0  # from its start to the coordinator's address; it imports and reads the data
 FOLLOWS_WITHIN_S = 1.0  # other daemons may end for the same reason: wait so long for the first cause

@@ -3,10 +3,17 @@
 Pure text; reads no more than the number of lines of a JSONL file.
 """
 
+from collections.abc import Iterator
 from math import ceil
 from pathlib import Path
 
 from lightrl.config import Config
+
+BIAS = {
+    "off": "none: every round waits for its longest response",
+    "prompts": "none by selection, only in order: a prompt put off gives the same responses to newer weights",
+    "both": "the shorter responses of each prompt are trained: see tail/kept_length, tail/launched_length_km",
+}
 
 
 def describe(config: Config) -> str:
@@ -29,16 +36,15 @@ def describe(config: Config) -> str:
             f"at most {responses:,} x {rollout.max_response_length:,} = "
             f"{responses * rollout.max_response_length:,} generated tokens",
         ),
+        *_tail_batching(config),
+        ("staleness", _staleness(config)),
         ("whole run", _whole_run(config, responses, num_prompts)),
-        ("rollout", _rollout(config, responses, slots)),
+        ("rollout", _rollout(config, slots)),
         ("training", _training(config, responses)),
         ("evaluation", _evaluation(config)),
         ("checkpoints", _checkpoints(config)),
     ]
-    if num_prompts and num_prompts < train.prompts_per_step:
-        lines.append(
-            ("note", f"data.path holds fewer prompts than one step takes ({train.prompts_per_step})")
-        )
+    lines += [("note", text) for text in _notes(config, num_prompts, slots)]
     return "\n".join(f"{label:12}{text}" for label, text in lines)
 
 
@@ -58,14 +64,65 @@ def _whole_run(config: Config, responses: int, num_prompts: int | None) -> str:
     return f"{steps:,} steps = {drawn:,} prompts{epochs}; {steps * responses:,} responses"
 
 
-def _rollout(config: Config, responses: int, slots: int) -> str:
+def _tail_batching(config: Config) -> Iterator[tuple[str, str]]:
+    prompts, responses = config.train.prompts_per_step, config.rollout.group_size
+    launched, launched_each = config.launched
+    mode = config.round.tail_batching
+    if mode == "off":
+        yield "tail", f"no tail batching; length bias: {BIAS[mode]}"
+        return
+    yield (
+        "tail",
+        f"{mode}: a short round launches {launched:,} prompts x {launched_each} responses = "
+        f"{launched * launched_each:,}, keeps the first {prompts:,} x {responses} by {config.round.race}",
+    )
+    put_off = launched - prompts
+    if put_off:
+        yield (
+            "",
+            f"{put_off:,} prompts are put off each time: about {prompts / put_off:.3g} short rounds + 1 long "
+            f"({prompts:,} x {responses}, waits for all); the rest at the end of an epoch",
+        )
+    yield "", f"length bias: {BIAS[mode if launched_each > responses else 'prompts']}"
+
+
+def _staleness(config: Config) -> str:
+    most = config.async_.max_staleness
+    if not most:
+        return "synchronous: every trained token is sampled by the newest version"
+    return (
+        f"asynchronous: up to {most} more rounds start before a step is trained; tokens are at most as many "
+        f"versions old, weighted by at most {config.algorithm.tis_cap:g} (algorithm.tis_cap)"
+    )
+
+
+def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]:
+    launched, launched_each = config.launched
+    if num_prompts and num_prompts < launched:
+        what = "a short round launches" if launched > config.train.prompts_per_step else "one step takes"
+        yield f"data.path holds fewer prompts ({num_prompts:,}) than {what} ({launched:,})"
+    if 0 < slots < launched_each:
+        yield (
+            f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: no group "
+            "runs at once; raise rollout.slots or rollout.nodes"
+        )
+    races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"
+    if config.train.deterministic and (races_by_clock or config.async_.max_staleness):
+        what = "round.race = clock" if races_by_clock else "async.max_staleness"
+        yield f"train.deterministic orders sums only: with {what} the samples depend on timing"
+
+
+def _rollout(config: Config, slots: int) -> str:
     rollout = config.rollout
+    prompts, each = config.launched
+    responses = prompts * each
     if not slots:
         return "no daemon here (rollout.nodes = 0): the run waits until nodes join"
+    most = "step" if config.round.tail_batching == "off" else "short round"
     fit = (
-        f"a step's {responses:,} fit at once"
+        f"a {most}'s {responses:,} fit at once"
         if slots >= responses
-        else f"a step's {responses:,} take {ceil(responses / slots)} turns or more"
+        else f"a {most}'s {responses:,} take {ceil(responses / slots)} turns or more"
     )
     daemons = "daemon" if rollout.nodes == 1 else "daemons"
     return (

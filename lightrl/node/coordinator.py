@@ -39,9 +39,11 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.core.state import DrawnPrompt, RunState
+from lightrl.core.state import DrawnPrompt, Response, RunState
 from lightrl.data import Prompt, PromptCursor, load_prompts
-from lightrl.errors import DataError, PeerUnreachable, ProtocolError
+from lightrl.errors import PeerUnreachable, ProtocolError
+from lightrl.history.lengths import LengthsLog
+from lightrl.history.store import History
 from lightrl.hub import load_tokenizer, model_files, stop_token_ids
 from lightrl.messages import (
     REJOIN,
@@ -88,17 +90,13 @@ class Head:
         self._eval_prompts = (
             _by_id(load_prompts(config.eval.path, config.data, tokenizer)) if config.eval.path else {}
         )
-        if len(self._prompts) < config.train.prompts_per_step:
-            raise DataError(
-                f"{config.data.path}: {len(self._prompts)} prompts are fewer than "
-                f"train.prompts_per_step = {config.train.prompts_per_step}"
-            )
         self._order = list(self._prompts.values())  # what the cursor's indices mean
         self._cursor = PromptCursor(len(self._prompts), config.run.seed, config.data.shuffle)
         settings = core_settings(
             config,
             vocabulary=vocabulary(self._model_files, self._prompts | self._eval_prompts, config),
             stop_ids=stop_token_ids(config.model.path, tokenizer),
+            num_prompts=len(self._prompts),
             num_eval_prompts=len(self._eval_prompts),
         )
         self._core = Coordinator(settings, time.monotonic())
@@ -111,6 +109,8 @@ class Head:
             config.train.steps,
             config.rollout.max_response_length,
         )
+        self._history = History()
+        self._lengths = LengthsLog(run_dir)
         self._rewards: RewardPool | None = None
         self._reason = "ended before it was over"
         self._timer: asyncio.TimerHandle | None = None
@@ -180,18 +180,19 @@ class Head:
                 return self._send(node, Welcome(self._config.run.name, config_json, self._model_files))
             case DrawPrompts(source, count):
                 return PromptsDrawn(self._draw(source, count))
-            case Score(response, prompt, source):
+            case Score(r, prompt, source):
                 task = (self._eval_prompts if source == "eval" else self._prompts)[prompt]
                 assert self._rewards is not None
-                assert response.finish_reason is not None
-                ids = response.tokens.tobytes()
-                self._rewards.submit(RewardJob(response.id, task.text, task.row, ids, response.finish_reason))
+                assert r.finish_reason is not None
+                ids = r.tokens.tobytes()
+                self._rewards.submit(RewardJob(r.id, r.attempt, task.text, task.row, ids, r.finish_reason))
             case CloseRound(round) if round.is_eval:
                 record = self._records.close_eval(round)
                 self._metrics.write(round.step, record)
                 self._report(f"evaluation at step {round.step}: {self._records.evals[-1][1]:.3f}")
             case CloseRound(round):
-                self._records.close_round(round)
+                self._records.close_round(round, self._core, self._history.learn(round))
+                self._lengths.write(round)
             case CloseStep(step):
                 record = self._records.close_step(command)
                 self._metrics.write(step + 1, record)
@@ -212,7 +213,9 @@ class Head:
         if gap > SUSPICIOUS_GAP and r.top_p == 1 and r.top_k == 0:  # the trainer knows of neither filter
             self._report(f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?")
         if record["round/groups_trained"] == 0:
-            self._report("WARNING: no group of this step had all its rewards; nothing was trained")
+            unscored, flat = record["round/groups_unscored"], record["round/groups_no_signal"]
+            why = f"{unscored:.0f} groups lack rewards, in {flat:.0f} all rewards are equal"
+            self._report(f"WARNING: nothing was trained in this step: {why}")
 
     def _send(self, node: str, message: Message) -> Event | None:
         if not self._tell(self._identity.get(node, node), message):
@@ -235,27 +238,22 @@ class Head:
 
     def _scored(self, result: RewardResult) -> None:
         response = self._core.ledger.responses.get(result.response)
-        if response is not None and self._core.ledger.round is not None:
-            if not self._core.ledger.round.is_eval:
-                self._records.reward_figures(result.metrics)
-            task = self._task_of(response.group)
-            self._records.sample(
-                Sample(
-                    response=result.response,
-                    prompt=task.text[:MAX_SAMPLE_TEXT] if task is not None else "",
-                    text=result.text,
-                    reward=result.reward,
-                    num_tokens=len(response.tokens),
-                    step=self._core.ledger.round.step,
-                )
-            )
-        self.feed(ResponseScored(result.response, result.reward, result.failure))
+        if response is not None and response.attempt == result.attempt:  # else the score came too late
+            self._records.reward_figures(response, result.metrics)
+            self._records.sample(self._sample(response, result))
+        self.feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))
 
-    def _task_of(self, group: str) -> Prompt | None:
-        assert self._core.ledger.round is not None
-        prompts = self._eval_prompts if self._core.ledger.round.is_eval else self._prompts
-        held = self._core.ledger.round.groups.get(group)
-        return prompts.get(held.prompt.id) if held is not None else None
+    def _sample(self, response: Response, result: RewardResult) -> Sample:
+        round, prompt = response.group.round, response.group.prompt
+        task = (self._eval_prompts if round.is_eval else self._prompts)[prompt.id]
+        return Sample(
+            response=response.id,
+            prompt=task.text[:MAX_SAMPLE_TEXT],
+            text=result.text,
+            reward=result.reward,
+            num_tokens=len(response.tokens),
+            step=round.step,
+        )
 
     def _send_snapshot(self, identity: str) -> bool:
         return self._tell(identity, self._records.snapshot(self._core, time.monotonic()))
@@ -366,6 +364,7 @@ class Head:
             self._tell(identity, snapshot)
         (self._run_dir / "address").unlink(missing_ok=True)
         self._metrics.close()
+        self._lengths.close()
 
 
 def _by_id(prompts: list[Prompt]) -> dict[str, Prompt]:

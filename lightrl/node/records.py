@@ -4,23 +4,41 @@ Reads the core's rounds when they close; decides nothing and does no I/O.
 """
 
 import hashlib
-import math
 import os
 import socket
 import statistics
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.state import Group, GroupState, NodeState, Response, ResponseState, Round, RunState
-from lightrl.messages import NodeRow, Sample, Snapshot
+from lightrl.core.state import (
+    GroupState,
+    NodeState,
+    Response,
+    ResponseState,
+    Round,
+    RoundState,
+    RunState,
+    Settings,
+)
+from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
+from lightrl.node.bias import Bias
+from lightrl.node.figures import digest_responses, histogram, mean, step_figures
 
 HISTORY_STEPS = 500
 NUM_EVENTS = 200
 NUM_SAMPLES = 64
-HISTOGRAM_BINS = 12
+SCORED = {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """What a round that is closed brings to its step."""
+
+    figures: dict[str, float]
+    digest: bytes
+    histogram: tuple[tuple[int, int], ...]
 
 
 class Records:
@@ -35,8 +53,11 @@ class Records:
         self._num_steps = num_steps
         self._max_response_tokens = max_response_tokens
         self._digest = hashlib.blake2b(digest_size=16)  # of all trained responses so far
-        self._pending: dict[str, float] = {}  # of the round that is closed but not yet trained
-        self._reward_figures: dict[str, list[float]] = {}  # of the round that is open
+        self._bias = Bias(max_response_tokens)
+        self._bias_so_far = self._bias.figures()
+        self._closed: dict[int, _Closed] = {}  # step -> its round, closed but not yet trained
+        self._num_migrations = 0
+        self._reward_figures: dict[str, dict[str, float]] = {}  # response of an open round -> figures
         self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._lengths: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._seconds: deque[float] = deque(maxlen=HISTORY_STEPS)
@@ -57,10 +78,11 @@ class Records:
     def sample(self, sample: Sample) -> None:
         self._samples.appendleft(sample)
 
-    def reward_figures(self, figures: dict[str, float]) -> None:
+    def reward_figures(self, response: Response, figures: dict[str, float]) -> None:
         """What a reward function said about a response besides its reward."""
-        for name, value in figures.items():
-            self._reward_figures.setdefault(name, []).append(value)
+        round = response.group.round
+        if figures and not round.is_eval and round.state is not RoundState.CLOSED:
+            self._reward_figures[response.id] = figures
 
     def close_eval(self, round: Round) -> dict[str, float]:
         """The record of an evaluation. A response without a score counts as 0.
@@ -77,41 +99,49 @@ class Records:
             f"eval/{self._eval_set}/pass@{k}": passed,
         }
 
-    def close_round(self, round: Round) -> None:
-        trained = [g for g in round.groups.values() if g.state is GroupState.SCORED]
-        responses = [r for g in trained for r in g.responses]
-        rewards = [r.reward or 0.0 for r in responses]
-        lengths = [len(r.tokens) for r in responses]
-        rollout_s = round.closed_at - round.opened_at
-        self._digest.update(digest_responses(round.step, trained))
-        self._histogram = histogram(lengths, self._max_response_tokens)
-        self._pending = {
-            "reward/mean": _mean(rewards),
-            "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-            "reward/frac_zero_std": _mean([float(_all_equal(g)) for g in trained]),
-            "response_length/mean": _mean(lengths),
-            "response_length/max": float(max(lengths, default=0)),
-            "response_length/clip_ratio": _mean([float(r.finish_reason == "length") for r in responses]),
-            "round/groups_trained": float(len(trained)),
-            "round/groups_dropped": float(len(round.groups) - len(trained)),
-            "perf/rollout_tokens_per_s": sum(lengths) / rollout_s if rollout_s > 0 else 0.0,
-            **{f"reward/{name}": _mean(values) for name, values in self._reward_figures.items()},
+    def close_round(self, round: Round, core: Coordinator, history: dict[str, float]) -> None:
+        """`history`: the figures of the store of earlier responses."""
+        trained = [r for group in round.accepted for r in group.kept]
+        figures = {**step_figures(round), **self._close_reward_figures(round, trained)}
+        bias = self._bias.add(round, core.backlog)
+        self._bias_so_far = self._bias.figures()
+        if core.settings.tail.races:
+            figures |= {f"tail/{name}": value for name, value in bias.items()}
+            figures |= {f"tail_run/{name}": value for name, value in self._bias_so_far.items()}
+            figures |= {f"round/is_{kind}": float(round.kind == kind) for kind in ("short", "long", "flush")}
+        figures["migration/moves"] = float(core.ledger.counters.migrations - self._num_migrations)
+        self._num_migrations = core.ledger.counters.migrations
+        self._closed[round.step] = _Closed(
+            figures | history,
+            digest_responses(round.step, trained),
+            histogram([len(r.tokens) for r in trained], self._max_response_tokens),
+        )
+
+    def _close_reward_figures(self, round: Round, trained: list[Response]) -> dict[str, float]:
+        """Means over the trained responses that have the figure."""
+        said = {r.id: self._reward_figures.pop(r.id, {}) for g in round.groups.values() for r in g.responses}
+        names = {name: None for r in trained for name in said[r.id]}
+        return {
+            f"reward/{name}": mean([said[r.id][name] for r in trained if name in said[r.id]])
+            for name in names
         }
-        self._reward_figures.clear()
 
     def close_step(self, done: CloseStep) -> dict[str, float]:
         """The record of a finished step, for metrics.jsonl."""
+        closed = self._closed.pop(done.step)
         seconds = done.rollout_s + done.train_s + done.weights_s
         self._rl_wall_s += seconds
         record = {
             "step": float(done.step + 1),
-            **self._pending,
+            **closed.figures,
             **done.metrics,
             "timing_s/step": seconds,
             "timing_s/rollout": done.rollout_s,
             "timing_s/train_after_rollout": done.train_s,
             "timing_s/weights": done.weights_s,
         }
+        self._digest.update(closed.digest)
+        self._histogram = closed.histogram
         self._rewards.append(record["reward/mean"])
         self._lengths.append(record["response_length/mean"])
         self._seconds.append(seconds)
@@ -137,6 +167,14 @@ class Records:
             "eval_tokens": c.eval_tokens,
             "trained_responses": c.trained_responses,
             "aborted_tokens": c.aborted_tokens,
+            "tail": {
+                "mode": _tail_mode(core.settings),
+                "rounds": dict(self._bias.num_rounds),
+                "prompts_put_off": c.prompts_put_off,
+                "queue": len(core.backlog.put_off),
+                "max_wait_steps": self._bias.max_wait_steps,
+                **{name: round(value, 6) for name, value in self._bias_so_far.items()},
+            },
             "weights_digest": core.fleet.published.digest if core.fleet.published else None,
             "responses_digest": self._digest.hexdigest(),
             "counters": self._counters(core),
@@ -146,6 +184,7 @@ class Records:
         """`over`: nothing will follow, in whatever state the core is."""
         elapsed = now - core.started_at
         round = core.ledger.round
+        scored = sum(g.state in SCORED for g in round.groups.values()) if round is not None else 0
         states = [r.state for r in core.ledger.responses.values()]
         rows = self._rows(core, now)
         return Snapshot(
@@ -158,11 +197,13 @@ class Records:
             elapsed_s=elapsed,
             nodes=rows,
             round_kind=round.kind if round is not None else "",
-            round_accepted=round.num_settled if round is not None else 0,
+            round_accepted=min(scored, round.needed) if round is not None else 0,
             round_needed=round.needed if round is not None else 0,
             responses_running=states.count(ResponseState.RUNNING),
             responses_queued=states.count(ResponseState.QUEUED),
             responses_done=states.count(ResponseState.DONE),
+            tail=self._tail(core) if core.settings.tail.races else None,
+            max_staleness=core.settings.max_staleness,
             rollout_tokens=core.ledger.counters.rollout_tokens + core.ledger.counters.eval_tokens,
             tokens_per_s=sum(r.tokens_per_s for r in rows),
             rewards=tuple(self._rewards),
@@ -174,6 +215,19 @@ class Records:
             counters=self._counters(core),
             events=tuple(self._events),
             samples=tuple(self._samples),
+        )
+
+    def _tail(self, core: Coordinator) -> TailRow:
+        figures, rounds = self._bias_so_far, self._bias.num_rounds
+        return TailRow(
+            mode=_tail_mode(core.settings),
+            queue=len(core.backlog.put_off),
+            num_short=rounds["short"],
+            num_long=rounds["long"] + rounds["flush"],
+            kept_length=figures["kept_length"],
+            launched_length=figures["launched_length_km"],
+            kept_reward=figures["kept_reward"],
+            scored_reward=figures["scored_reward"],
         )
 
     def _counters(self, core: Coordinator) -> dict[str, int]:
@@ -240,6 +294,13 @@ def _final(state: RunState) -> str:
     return str(state if state in ends else RunState.FAILED)
 
 
+def _tail_mode(settings: Settings) -> str:
+    """As in `round.tail_batching`, by what is over-provisioned."""
+    if not settings.tail.races:
+        return "off"
+    return "both" if settings.tail.eta_responses > 1 else "prompts"
+
+
 class _Rate:
     """Exponentially smoothed rate of a counter; half of it forgotten in HALF_LIFE_S."""
 
@@ -258,29 +319,3 @@ class _Rate:
         # A node that restarted counts from zero again.
         self.per_s = kept * self.per_s + (1 - kept) * max(0, count - self._count) / seconds
         self._at, self._count = now, count
-
-
-def digest_responses(step: int, groups: Iterable[Group]) -> bytes:
-    """Of all responses of a step in canonical order: the same whatever order they arrived in."""
-    digest = hashlib.blake2b(str(step).encode(), digest_size=16)
-    responses: list[Response] = [r for g in groups for r in g.responses]
-    for r in sorted(responses, key=lambda r: r.id):
-        digest.update(r.id.encode() + b"\0" + r.tokens.tobytes())
-    return digest.digest()
-
-
-def histogram(lengths: list[int], longest: int) -> tuple[tuple[int, int], ...]:
-    """(upper bound in tokens, responses) of equal bins up to the longest possible response."""
-    width = max(1, math.ceil(longest / HISTOGRAM_BINS))
-    counts = [0] * math.ceil(longest / width)
-    for n in lengths:
-        counts[max(0, n - 1) // width] += 1
-    return tuple((min((i + 1) * width, longest), count) for i, count in enumerate(counts))
-
-
-def _all_equal(group: Group) -> bool:
-    return len({r.reward for r in group.responses}) <= 1
-
-
-def _mean(values: list[float] | list[int]) -> float:
-    return statistics.fmean(values) if values else 0.0

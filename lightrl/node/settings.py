@@ -1,7 +1,7 @@
 """The config as the core sees it, and what must be known of the model for that. No policy."""
 
 from lightrl.config import Config
-from lightrl.core.state import Settings
+from lightrl.core.state import Settings, Tail
 from lightrl.data import Prompt
 from lightrl.errors import ConfigError, DataError
 from lightrl.messages import Sampling
@@ -9,9 +9,12 @@ from lightrl.wire import from_json
 
 
 def core_settings(
-    config: Config, vocabulary: int, stop_ids: tuple[int, ...], num_eval_prompts: int
+    config: Config, vocabulary: int, stop_ids: tuple[int, ...], num_prompts: int, num_eval_prompts: int
 ) -> Settings:
+    """Raises DataError if the data holds fewer prompts than a round launches."""
     r = config.rollout
+    _require_enough(config, num_prompts)
+    eta_prompts, eta_responses = config.round.etas
     return Settings(
         run_seed=config.run.seed,
         num_steps=config.train.steps,
@@ -27,6 +30,23 @@ def core_settings(
         vocabulary=vocabulary,
         lease_s=config.node.lease_s,
         reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
+        num_prompts=num_prompts,
+        tail=Tail(eta_prompts, eta_responses, config.round.race),
+        max_staleness=config.async_.max_staleness,
+        dynamic_sampling=config.algorithm.dynamic_sampling,
+        deterministic=config.train.deterministic,
+    )
+
+
+def _require_enough(config: Config, num_prompts: int) -> None:
+    needed, (launched, _) = config.train.prompts_per_step, config.launched
+    if num_prompts >= launched:
+        return
+    short_round = f" x round.eta = {config.round.etas[0]:g}" if launched > needed else ""
+    rounds_to = f": a short round launches {launched}" if launched > needed else ""
+    raise DataError(
+        f"{config.data.path}: {num_prompts} prompts are fewer than "
+        f"train.prompts_per_step = {needed}{short_round}{rounds_to}"
     )
 
 

@@ -15,8 +15,8 @@ from lightrl.child import Child, ChildDied
 from lightrl.config import Config
 from lightrl.errors import TrainerError
 from lightrl.messages import Manifest, Message, PublishWeights, StepDone, TrainGroup, TrainShard
-from lightrl.trainer.advantage import advantages
-from lightrl.trainer.batch import micro_batches, trainable
+from lightrl.trainer.advantage import advantages, overlong_penalty
+from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
@@ -153,28 +153,31 @@ class Trainer:
     async def _train(self, step: int) -> bool:
         """One optimizer step: whatever groups wait are accumulated at once, while others still generate.
 
-        False: stopped before all groups of the step had come; the weights are those of the last step.
+        With `train.deterministic` one by one in the order in which the coordinator sent them, which is then
+        that of their prompts in the round. False: stopped before all groups of the step had come; the
+        weights are those of the last step. Raises TrainerError for any shard but the next of this step.
         """
         index, num_groups, last, num_responses, num_tokens = 0, 0, False, 0, 0
         while not last:
             shards = await self._waiting_shards()
             if not shards:
                 return False
-            samples: list[TrainSample] = []
+            groups: list[list[TrainSample]] = []
             for shard in shards:
+                # The version is the one to be updated; the tokens may be of older ones.
                 if (shard.step, shard.index, shard.policy_version) != (step, index, step):
                     raise TrainerError(
-                        f"shard {shard.index} of step {shard.step} came instead of {index} of {step}"
+                        f"shard {shard.index} of step {shard.step} for version {shard.policy_version} came "
+                        f"instead of shard {index} of step {step} for version {step}"
                     )
                 index, last = index + 1, shard.last
                 num_groups += len(shard.groups)
                 if last and num_groups != shard.num_groups:
                     raise TrainerError(f"step {step}: {num_groups} of {shard.num_groups} groups came")
-                for group in shard.groups:
-                    samples += _samples(group, self._config)
-            num_responses += len(samples)
-            num_tokens += sum(len(s.token_ids) // 4 for s in samples)
-            await self._accumulate(step, samples)
+                groups += [train_samples(group, self._config) for group in shard.groups]
+            num_responses += sum(map(len, groups))
+            num_tokens += sum(len(s.token_ids) // 4 for samples in groups for s in samples)
+            await self._accumulate(step, groups)
         version = step + 1
         self._tell(FinishStep(step, num_responses, num_tokens, version))
         published = await self._reply(0, Published)
@@ -184,7 +187,10 @@ class Trainer:
         return True
 
     async def _waiting_shards(self) -> list[TrainShard]:
-        """All shards that have come, at least one; none if the trainer is to stop instead."""
+        """All shards of a step that have come, at least one; none if the trainer is to stop instead.
+
+        What came after the last shard of a step stays where it is until that step is done.
+        """
         stopping = asyncio.ensure_future(self._stopping.wait())
         coming = asyncio.ensure_future(self._shards.get())
         try:
@@ -195,15 +201,16 @@ class Trainer:
         finally:
             stopping.cancel()
             coming.cancel()
-        while not self._shards.empty():
+        while not shards[-1].last and not self._shards.empty():
             shards.append(self._shards.get_nowait())
         return shards
 
-    async def _accumulate(self, step: int, samples: list[TrainSample]) -> None:
-        useful = trainable(samples, self._config.algorithm.kl_coef)
-        if not useful:
+    async def _accumulate(self, step: int, groups: list[list[TrainSample]]) -> None:
+        train = self._config.train
+        useful = [trainable(samples, self._config.algorithm.kl_coef) for samples in groups]
+        batches_R = streamed(useful, len(self._ranks), train.max_tokens_per_gpu, train.deterministic)
+        if not batches_R[0]:  # as many for each rank
             return
-        batches_R = micro_batches(useful, len(self._ranks), self._config.train.max_tokens_per_gpu)
         for rank, batches in zip(self._ranks, batches_R, strict=True):
             rank.send(Accumulate(step, batches))
         for rank in range(len(self._ranks)):
@@ -237,8 +244,11 @@ class Trainer:
         return reply
 
 
-def _samples(group: TrainGroup, config: Config) -> list[TrainSample]:
-    values_G = advantages(config.algorithm.name, [r.reward for r in group.responses])
+def train_samples(group: TrainGroup, config: Config) -> list[TrainSample]:
+    """The responses of a group with their advantages, in its order; any penalty for length is in them."""
+    buffer, limit = config.algorithm.overlong_buffer, config.rollout.max_response_length
+    rewards_G = [r.reward + overlong_penalty(len(r.token_ids) // 4, limit, buffer) for r in group.responses]
+    values_G = advantages(config.algorithm.name, rewards_G)
     return [
         TrainSample(r.response, group.prompt, r.token_ids, r.rollout_logprobs, value, r.finish_reason)
         for r, value in zip(group.responses, values_G, strict=True)

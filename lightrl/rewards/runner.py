@@ -36,10 +36,11 @@ RewardChild = Child[worker.WorkerCommand, worker.WorkerEvent]
 class RewardJob:
     """A finished response. `row` holds all columns of its prompt.
 
-    Example: RewardJob("p7@0#3", "39%3=", {"answer": "36"}, pack_i32([5, 8, 1]), "stop")
+    Example: RewardJob("p7@0#3", 1, "39%3=", {"answer": "36"}, pack_i32([5, 8, 1]), "stop")
     """
 
     response: str
+    attempt: int  # of the response; given back with the result, so that a late one can be told
     prompt_text: str
     row: dict[str, Any]
     token_ids: bytes  # int32
@@ -55,6 +56,7 @@ class RewardResult:
     """
 
     response: str
+    attempt: int
     reward: float | None
     metrics: dict[str, float]
     text: str  # decoded response, cut at worker.MAX_TEXT characters; "" after a timeout or crash
@@ -219,7 +221,9 @@ class _Worker:
                     self._started.pop(number, None)
                     self._typical_s += (max(s.duration_s, 1e-5) - self._typical_s) / 8
                     job = self.jobs.pop(number)
-                    return RewardResult(job.response, s.reward, s.metrics, s.text, s.duration_s, s.failure)
+                    return RewardResult(
+                        job.response, job.attempt, s.reward, s.metrics, s.text, s.duration_s, s.failure
+                    )
                 case other:
                     raise RewardError(f"{self.name}: unexpected {other}")
 
@@ -235,8 +239,9 @@ class _Worker:
         why, blamed = "crashed", list(self._started)
         if self._timed_out is not None:
             why, blamed = "timeout", [n for n in blamed if n == self._timed_out]
+        lost = [(self.jobs.pop(n), now - self._started[n]) for n in blamed]
         results = [
-            RewardResult(self.jobs.pop(n).response, None, {}, "", now - self._started[n], why) for n in blamed
+            RewardResult(job.response, job.attempt, None, {}, "", lasted_s, why) for job, lasted_s in lost
         ]
         self._started.clear()
         self._timed_out = None

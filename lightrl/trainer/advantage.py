@@ -12,6 +12,18 @@ from lightrl.errors import TrainerError
 STD_EPSILON = 1e-4
 
 
+def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
+    """What is added to the reward of a response of `length` tokens, 0 to -1: "soft overlong punishment".
+
+    0 up to max_length - buffer, from there on falling linearly, -1 at max_length and beyond. DAPO
+    (Yu et al. 2025, arXiv 2503.14476, eq. 13, where L_cache is `buffer`); there the reward is 1 or -1.
+    buffer 0: no penalty at all. Example: overlong_penalty(90, max_length=100, buffer=20) == -0.5
+    """
+    if buffer == 0:
+        return 0.0
+    return -min(1.0, max(0.0, (length - (max_length - buffer)) / buffer))
+
+
 def minus_mean(rewards_G: Sequence[float]) -> list[float]:
     """A_i = r_i - mean(r). Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), which drops the division by std."""
     mean = math.fsum(rewards_G) / len(rewards_G)

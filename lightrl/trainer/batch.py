@@ -62,6 +62,21 @@ def micro_batches(
     return [tuple(tuple(samples[i] for i in rows) for rows in batches) for batches in plans]
 
 
+def streamed(
+    groups: Sequence[Sequence[TrainSample]], ranks: int, max_tokens: int, deterministic: bool
+) -> list[tuple[MicroBatch, ...]]:
+    """The micro-batches of each rank for the groups that wait, to be computed in this order.
+
+    `deterministic`: those of one group after the other. Which sums a step adds up, and in which order,
+    then follows from the order of its groups alone, however few or many of them wait at a time; the
+    price is smaller micro-batches. Otherwise all that waits is planned together.
+    Example, of two ranks: streamed([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
+    """
+    parts = groups if deterministic else [[s for samples in groups for s in samples]]
+    planned = [micro_batches(samples, ranks, max_tokens) for samples in parts]
+    return [tuple(batch for part in planned for batch in part[rank]) for rank in range(ranks)]
+
+
 def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
     """Micro-batches of neighbours in length, longest first."""
     batches: list[tuple[int, ...]] = []

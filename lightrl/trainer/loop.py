@@ -2,10 +2,11 @@
 
 Owns the model, the optimizer and the sums of one step on this rank. Decides nothing: which samples,
 which micro-batches and when comes from the daemon. Gradients are un-normalised sums, so a step does
-not depend on how its samples were split or in which order they came.
+not depend, but for rounding, on how its samples were split or in which order they came.
 """
 
 import ctypes
+import os
 import socket
 import sys
 import time
@@ -61,7 +62,18 @@ VERSIONS_KEPT = 2  # a node may still be pulling the one before
 COLLECTIVE_TIMEOUT_S = 600.0  # ranks may wait for each other so long, e.g. while one loads its model
 
 # Sums over the micro-batches of a step, in this order in `Rank.sums`.
-SUMS = ("policy", "kl", "entropy", "clipped", "gap", "tokens", "responses", "squares")
+SUMS = (
+    "policy",
+    "kl",
+    "entropy",
+    "clipped",
+    "weights",
+    "truncated",
+    "gap",
+    "tokens",
+    "responses",
+    "squares",
+)
 
 
 def main(sock: socket.socket) -> None:
@@ -109,6 +121,7 @@ class Rank:
         self.step = start.start_step
         self.device = _device(start)
         torch.set_num_threads(self.config.train.threads)
+        _order_sums(self.config.train.deterministic)
         # Before the ranks wait for each other: it may take as long as a download.
         self.model_dir = weights_folder(start.model_dir)
         if start.world > 1:
@@ -170,7 +183,7 @@ class Rank:
 
     def _clear(self) -> None:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        self.max_gap = torch.zeros((), device=self.device)
+        self.maxima = torch.zeros(2, device=self.device)  # logprob difference, importance weight
         self.num_batches = 0
         self.forward_backward_s = 0.0
         self.held = []
@@ -212,11 +225,13 @@ class Rank:
             sums.kl,
             (entropy * batch.mask).sum(),
             sums.num_clipped,
+            sums.weights,
+            sums.num_truncated,
             gap.sum(),
             batch.mask.sum(),
         ]
         self.sums += torch.stack([*values, counts, batch.advantages.square().sum()])
-        self.max_gap = torch.maximum(self.max_gap, gap.max())
+        self.maxima = torch.maximum(self.maxima, torch.stack([gap.max(), sums.max_weight]))
 
     def _update(self, finish: FinishStep) -> dict[str, float]:
         """The optimizer step, if there is anything to learn from; the metrics of the step."""
@@ -231,7 +246,7 @@ class Rank:
             self._accumulate(self.held, factor)
         begun = time.monotonic()
         totals = dict(zip(SUMS, self._total(self.sums).tolist(), strict=True))
-        max_gap = self._total(self.max_gap, dist.ReduceOp.MAX).item()
+        max_gap, max_weight = self._total(self.maxima, dist.ReduceOp.MAX).tolist()
         if not self.held:
             scale = loss.advantage_scale(self.algorithm, totals["squares"], finish.num_responses)
         scale /= loss.denominator(
@@ -259,6 +274,10 @@ class Rank:
             "timing_s/forward_backward": self.forward_backward_s,
             "timing_s/optimizer": time.monotonic() - begun,
         }
+        if self.algorithm.tis_cap > 0:
+            metrics["tis/mean"] = totals["weights"] / tokens
+            metrics["tis/max"] = max_weight
+            metrics["tis/truncated_share"] = totals["truncated"] / tokens
         self._clear()
         return metrics
 
@@ -327,6 +346,18 @@ def _device(start: StartRank) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", start.rank % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _order_sums(deterministic: bool) -> None:
+    """`train.deterministic` is for the daemon to keep, by sending the same micro-batches in the same order
+    whatever the timing. What remains are kernels that add up by atomics, on CUDA: they are replaced by
+    slower ones, or the rank fails and names the one that has no other.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(deterministic)
+    # On by default with the above. It is for finding reads of memory that nobody wrote, and costs time.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - pyright knows it not
 
 
 def _join(start: StartRank, device: torch.device) -> None:

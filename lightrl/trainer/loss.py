@@ -7,7 +7,8 @@ at response tokens and 0 at padding.
 
 `old_logprobs` are those of the policy before the update. With one update per step they equal the
 current ones: ratios are exactly 1 and nothing is clipped. The ratios stay in the formulas because
-they carry the gradient.
+they carry the gradient. Tokens may have been sampled by an older policy, also by several in one
+response: `rollout_logprobs` are theirs, and pi_old / pi_rollout is what `tis_cap` is about.
 """
 
 import math
@@ -37,6 +38,19 @@ class Clip:
         return loss, above | ((ratio < 1 - self.low) & (advantages < 0))
 
 
+def token_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """pi / pi_other of each token."""
+    return (logprobs - others).exp()
+
+
+def sequence_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """(pi(y) / pi_other(y))^(1/|y|), the same for all tokens of a response: the mean of the tokens' ratios
+    in logarithms (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7)."""
+    length = mask.sum(1, keepdim=True).clamp(min=1)
+    log_ratio = ((logprobs - others) * mask).sum(1, keepdim=True) / length
+    return log_ratio.exp().expand_as(logprobs)
+
+
 # (logprobs, old_logprobs, advantages, mask, clip) -> (loss per token, where clipped)
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]
 
@@ -49,19 +63,17 @@ def ppo_clip(
     GRPO, Dr. GRPO and RLOO use it as it is; DAPO with clip_high > clip_low ("clip-higher", 0.28 and
     0.2 in arXiv 2503.14476).
     """
-    return clip.pessimistic((logprobs - old_logprobs).exp(), advantages)
+    return clip.pessimistic(token_ratio(logprobs, old_logprobs, mask), advantages)
 
 
 def sequence_clip(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """-min(s A, clip(s) A), s = (pi(y) / pi_old(y))^(1/|y|), the same for all tokens of a response.
+    """-min(s A, clip(s) A), s the `sequence_ratio`.
 
-    GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 5 and 7); its ranges are far narrower (3e-4, 4e-4).
+    GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 5); its ranges are far narrower (3e-4, 4e-4).
     """
-    length = mask.sum(1, keepdim=True).clamp(min=1)
-    ratio = (((logprobs - old_logprobs) * mask).sum(1, keepdim=True) / length).exp()
-    return clip.pessimistic(ratio.expand_as(logprobs), advantages)
+    return clip.pessimistic(sequence_ratio(logprobs, old_logprobs, mask), advantages)
 
 
 def clipped_weight(
@@ -71,24 +83,25 @@ def clipped_weight(
 
     CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; the paper leaves the lower side open).
     """
-    ratio = (logprobs - old_logprobs).exp().detach()
+    ratio = token_ratio(logprobs, old_logprobs, mask).detach()
     weight = clip.apply(ratio)
     return -weight * advantages * logprobs, weight != ratio
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The loss of an algorithm and the normalisation its paper prescribes."""
+    """The loss of an algorithm, the normalisation its paper prescribes, and the unit of its ratios."""
 
     policy_loss: PolicyLoss
     norm: LossNorm
+    ratio: Callable[[Tensor, Tensor, Tensor], Tensor] = token_ratio
 
 
 ALGORITHM: dict[str, Recipe] = {
     "grpo": Recipe(ppo_clip, "sequence"),
     "dr_grpo": Recipe(ppo_clip, "constant"),
     "dapo": Recipe(ppo_clip, "token"),
-    "gspo": Recipe(sequence_clip, "sequence"),
+    "gspo": Recipe(sequence_clip, "sequence", sequence_ratio),
     "cispo": Recipe(clipped_weight, "token"),
     "rloo": Recipe(ppo_clip, "constant"),  # its gradient sums over the tokens of a response
     "reinforce++": Recipe(ppo_clip, "token"),
@@ -114,6 +127,37 @@ def kl(kind: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Importance weights of a micro-batch, [rows, width], constants for the gradient."""
+
+    values: Tensor  # float32; 1 where importance sampling is off
+    truncated: Tensor  # bool: the cap holds them
+
+
+def importance_weights(
+    algorithm: AlgorithmSection, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
+) -> Weights:
+    """min(pi_old / pi_rollout, tis_cap): truncated importance sampling, off with tis_cap 0.
+
+    It corrects for tokens that were drawn from other probabilities than the policy's: those of an engine
+    that computes slightly differently (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training") and those of older policy versions (AReaL, Fu et al. 2025, arXiv 2505.24298,
+    where the weight has no cap). Per token, or per response where the algorithm's ratios are: for GSPO,
+    weights per token would be their mean on all tokens at once. What came before a token is taken as it
+    came, since ratios of whole prefixes would vary too much to be of use: the gradient is exact for
+    responses of one token, and an approximation beyond.
+    """
+    if algorithm.tis_cap == 0:
+        return Weights(torch.ones_like(mask), torch.zeros_like(mask, dtype=torch.bool))
+    ratio = ALGORITHM[algorithm.name].ratio(old_logprobs, rollout_logprobs, mask).detach()
+    # pi_old is the whole softmax at the sampling temperature, pi_rollout what the engine drew from. With
+    # top_p < 1 or top_k > 0 that is a renormalised part of it: even where trainer and engine agree the
+    # weight of a token is not 1 but the mass that was kept at its position, and no weight makes up for
+    # the tokens that can never be drawn. The weighted gradient is biased then.
+    return Weights(ratio.clamp(max=algorithm.tis_cap), ratio > algorithm.tis_cap)
+
+
+@dataclass(frozen=True)
 class Losses:
     """Un-normalised sums over a micro-batch, 0-dimensional; `total` carries the gradient."""
 
@@ -121,6 +165,9 @@ class Losses:
     policy: Tensor
     kl: Tensor
     num_clipped: Tensor  # tokens
+    weights: Tensor  # sum of the tokens' importance weights
+    max_weight: Tensor
+    num_truncated: Tensor  # tokens
 
 
 def losses(
@@ -134,26 +181,29 @@ def losses(
 ) -> Losses:
     """The loss of one micro-batch, to be divided by `denominator` when the step ends.
 
-    With tis_cap > 0 tokens are weighted by min(pi_old / pi_rollout, cap), which corrects for an engine
-    that samples from slightly other probabilities (truncated importance sampling, Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training").
+    The `importance_weights` multiply the KL term too: its estimates are for samples from the policy.
     """
     recipe, norm = ALGORITHM[algorithm.name], loss_norm(algorithm)
     clip = Clip(algorithm.clip_low, algorithm.clip_high)
+    weights = importance_weights(algorithm, old_logprobs, rollout_logprobs, mask)
     loss, clipped = recipe.policy_loss(logprobs, old_logprobs, advantages, mask, clip)
-    # pi_old is the whole softmax at the sampling temperature, pi_rollout what the engine drew from. With
-    # top_p < 1 or top_k > 0 that is a renormalised part of it: even where trainer and engine agree the
-    # weight of a token is not 1 but the mass that was kept at its position, and no weight makes up for
-    # the tokens that can never be drawn. The weighted gradient is biased then.
-    if algorithm.tis_cap > 0:
-        loss = loss * (old_logprobs - rollout_logprobs).exp().clamp(max=algorithm.tis_cap).detach()
-    policy = _sum(loss, mask, norm)
+    policy = _sum(loss * weights.values, mask, norm)
     divergence = policy.new_zeros(())
     total = policy
     if ref_logprobs is not None:
-        divergence = _sum(kl(algorithm.kl_type, logprobs, ref_logprobs), mask, norm)
+        estimate = kl(algorithm.kl_type, logprobs, ref_logprobs)
+        divergence = _sum(estimate * weights.values, mask, norm)
         total = policy + algorithm.kl_coef * divergence
-    return Losses(total, policy.detach(), divergence.detach(), (clipped * mask).sum())
+    held = weights.values * mask
+    return Losses(
+        total,
+        policy.detach(),
+        divergence.detach(),
+        (clipped * mask).sum(),
+        held.sum(),
+        held.max(),
+        (weights.truncated * mask).sum(),
+    )
 
 
 def loss_norm(algorithm: AlgorithmSection) -> LossNorm:

@@ -32,7 +32,14 @@ STATE_STYLES = {
     "failed": "bold red",
     "gone": "dim",
 }
-ORDINARY = {"rollout_tokens", "eval_tokens", "trained_responses", "nodes_joined"}  # no news
+ORDINARY = {  # no news
+    "rollout_tokens",
+    "eval_tokens",
+    "trained_responses",
+    "groups_trained",
+    "nodes_joined",
+    "prompts_put_off",
+}
 SHORT_ROLES = {"coordinator": "head", "trainer": "train", "rollout": "roll"}
 HELP = (
     ("1 2 3, tab", "overview, samples, events"),
@@ -139,16 +146,30 @@ def _node(n: NodeRow, wide: bool) -> Text:
 
 
 def _round(s: Snapshot, width: int) -> list[Text]:
-    lines = [_rule(f"round · {s.round_kind}" if s.round_kind else "round", width)]
+    stale = f"at most {s.max_staleness} versions stale" if s.max_staleness else ""
+    lines = [_rule(" · ".join(part for part in ("round", s.round_kind, stale) if part), width)]
     if not s.round_kind:
-        return [*lines, Text(" between rounds", "dim")]
+        return [*lines, Text(" between rounds", "dim"), *_tail(s, width)]
     share = s.round_accepted / s.round_needed if s.round_needed else 0.0
     before = f" groups {s.round_accepted}/{s.round_needed} "
     after = (
         f"  responses: {s.responses_running} running, {s.responses_queued} queued, {s.responses_done} done"
     )
     room = max(4, min(40, width - len(before) - len(after) - 1))
-    return [*lines, Text.assemble(before, *_bar(share, room, "cyan"), after)]
+    return [*lines, Text.assemble(before, *_bar(share, room, "cyan"), after), *_tail(s, width)]
+
+
+def _tail(s: Snapshot, width: int) -> list[Text]:
+    """One line if there is tail batching; lengths and rewards are of what is trained / of all launched."""
+    if (t := s.tail) is None:
+        return []
+    line = (
+        f" tail   queue {t.queue:,}  short/long {t.num_short:,}/{t.num_long:,}"
+        f"  length {t.kept_length:.0f}/{t.launched_length:.0f}"
+        f"  reward {t.kept_reward:.3f}/{t.scored_reward:.3f}"
+    )
+    legend = f"  kept/launched, {t.mode}"
+    return [Text.assemble(line, (legend if len(line + legend) <= width else "", "dim"))]
 
 
 def _history(s: Snapshot, width: int) -> list[Text]:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from lightrl.cli import main
-from lightrl.config import load_config
 from lightrl.errors import ProtocolError
 from lightrl.launch.address import listening, parse, reachable
 from lightrl.launch.report import Progress, result_lines
 from lightrl.launch.running import final_snapshot
 from lightrl.messages import Message, NodeRow, Snapshot, Watch
 from lightrl.node.link import Hub
+from lightrl.run_file import load_config
 from lightrl.wire import to_json
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
@@ -68,6 +68,49 @@ def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_
     assert "25 steps = 800 prompts = 3.125 epochs of 256; 3,200 responses" in out
     assert "96 prompts x 1, greedy, every 10 steps: 4 times" in out  # 0, 10, 20, 25
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (
+            "",
+            """no tail batching; length bias: none: every round waits for its longest response
+            staleness   synchronous
+            a step's 256 fit at once""",
+        ),
+        (
+            "round.tail_batching=both",
+            """both: a short round launches 40 prompts x 10 responses = 400, keeps the first 32 x 8 by tokens
+            8 prompts are put off each time: about 4 short rounds + 1 long (32 x 8, waits for all)
+            length bias: the shorter responses of each prompt are trained
+            a short round's 400 take 2 turns or more""",
+        ),
+        (
+            "round.tail_batching=prompts round.eta=1.125 round.race=clock train.deterministic=true",
+            """36 prompts x 8 responses = 288, keeps the first 32 x 8 by clock
+            about 8 short rounds + 1 long
+            length bias: none by selection
+            note        train.deterministic orders sums only: with round.race = clock""",
+        ),
+        (
+            "round.tail_batching=both round.eta=[1,1.5] async.max_staleness=1",
+            """32 prompts x 12 responses = 384
+            staleness   asynchronous: up to 1 more rounds start before a step is trained
+            weighted by at most 2 (algorithm.tis_cap)""",
+        ),
+        (
+            "round.tail_batching=prompts train.prompts_per_step=250 rollout.slots=3",
+            """note        data.path holds fewer prompts (256) than a short round launches (312)
+            note        the 6 slots here are fewer than the 8 responses of one prompt""",
+        ),
+    ],
+)
+def test_dry_run_tells_what_rounds_launch_and_what_that_does_to_lengths(capsys, overrides, lines):
+    assert lightrl("up", QUICKSTART, "--dry-run", *overrides.split()) == 0
+    out = capsys.readouterr().out
+    for line in lines.splitlines():
+        assert line.strip() in out
 
 
 def test_dry_run_prints_a_config_that_loads_to_the_same_from_elsewhere(capsys, tmp_path):

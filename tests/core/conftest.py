@@ -1,13 +1,14 @@
 """A core under test, driven by hand. After every test its invariants are checked."""
 
+import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
-from lightrl.core.commands import Command, DrawPrompts, Send
+from lightrl.core.commands import CloseRound, Command, DrawPrompts, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     Event,
@@ -19,8 +20,9 @@ from lightrl.core.events import (
     WeightsConfirmed,
     WeightsPublished,
 )
-from lightrl.core.state import DrawnPrompt, Settings
+from lightrl.core.state import DrawnPrompt, Response, Round, Settings
 from lightrl.messages import (
+    PROTOCOL,
     Bucket,
     Generate,
     Hello,
@@ -49,17 +51,21 @@ SETTINGS = Settings(
     vocabulary=100,
     lease_s=5.0,
     reward_on_failure=None,
+    num_prompts=1000,
 )
 
 M = TypeVar("M")
+Length = Callable[[str], int]  # of a response, by its name
+Reward = Callable[[str], float | None]
 
 
 class Driver:
     """Feeds events to a core, checks its invariants after each, and keeps what it was told to do."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, shuffled: bool = False, **changes: Any) -> None:
         self.core = Coordinator(replace(SETTINGS, **changes), now=0.0)
         self.now = 0.0
+        self.shuffled = shuffled  # every epoch in another order
         self.drawn = 0
         self.requests: dict[str, tuple[str, ResponseRequest]] = {}  # response -> (node, newest request)
 
@@ -83,10 +89,19 @@ class Driver:
 
     def draw(self, count: int) -> tuple[DrawnPrompt, ...]:
         first, self.drawn = self.drawn, self.drawn + count
-        return tuple(DrawnPrompt(f"p{i}", 0, ids(1, 2, i)) for i in range(first, first + count))
+        prompts = map(self.prompt_at, range(first, first + count))
+        return tuple(DrawnPrompt(name, epoch, ids(1, 2, int(name[1:]))) for name, epoch in prompts)
+
+    def prompt_at(self, number: int) -> tuple[str, int]:
+        """Name and epoch; p0, p1, ... are one epoch, and then come again."""
+        count = self.core.settings.num_prompts
+        epoch, i = divmod(number, count)
+        if self.shuffled and epoch:
+            i = random.Random(epoch).sample(range(count), count)[i]
+        return f"p{i}", epoch
 
     def join(self, name: str, role: str = "rollout", slots: int = 0, incarnation: int = 1) -> list[Command]:
-        hello = Hello(name, incarnation, (role,), 1, pid=1, host="h", slots=slots)  # type: ignore[arg-type]
+        hello = Hello(name, incarnation, (role,), PROTOCOL, pid=1, host="h", slots=slots)  # type: ignore[arg-type]
         return self.feed(NodeJoined(hello))
 
     def publish(self, version: int, trainer: str = "t") -> list[Command]:
@@ -117,7 +132,8 @@ class Driver:
         """Tokens of a response from where it runs, by default the next ones of its newest attempt."""
         where, request = self.requests[response]
         held = self.core.ledger.responses.get(response)
-        version = self.core.fleet.published.policy_version if version is None else version  # type: ignore[union-attr]
+        if version is None:
+            version = self.version_at(node or where)
         item = ResponseTokens(
             response,
             request.attempt if attempt is None else attempt,
@@ -128,24 +144,84 @@ class Driver:
         )
         return self.feed(TokensArrived(node or where, TokenChunk(version, f"digest-{version}", (item,))))
 
+    def version_at(self, node: str) -> int:
+        """What a node serves; the published version where that is not known any more."""
+        known, published = self.core.fleet.nodes.get(node), self.core.fleet.published
+        assert published is not None
+        served = known.policy_version if known is not None else None
+        return published.policy_version if served is None else served
+
     def finish(self, response: str, reward: float | None = 1.0, *token_ids: int) -> list[Command]:
         """One more token or the given ones, the end, and the score."""
         return self.tokens(response, *(token_ids or (9,)), finish="stop") + self.score(response, reward)
 
-    def score(self, response: str, reward: float | None = 1.0, failure: str = "") -> list[Command]:
+    def score(
+        self, response: str, reward: float | None = 1.0, failure: str = "", attempt: int | None = None
+    ) -> list[Command]:
         return self.feed(
-            ResponseScored(response, reward, failure or ("" if reward is not None else "crashed"))
+            ResponseScored(
+                response,
+                self.core.ledger.responses[response].attempt if attempt is None else attempt,
+                reward,
+                failure or ("" if reward is not None else "crashed"),
+            )
         )
 
+    def running(self) -> list[str]:
+        return [r.id for r in self.core.ledger.responses.values() if r.state == "running"]
+
+    def held(self, response: str) -> Response:
+        return self.core.ledger.responses[response]
+
+    @property
+    def round(self) -> Round:
+        """The oldest open round."""
+        assert self.core.ledger.round is not None
+        return self.core.ledger.round
+
     def finish_round(self, reward: float = 1.0) -> list[Command]:
+        """Every response in turn gets one token more, and its end."""
         commands: list[Command] = []
-        while waiting := [r for r in self.core.ledger.responses.values() if r.state == "running"]:
-            commands += self.finish(waiting[0].id, reward)
+        while waiting := self.running():
+            commands += self.finish(waiting[0], reward)
+        return commands
+
+    def decode(
+        self, length: Length, reward: Reward = lambda _: 1.0, order: Callable[[list[str]], list[str]] = list
+    ) -> list[Command]:
+        """All running responses in lock step, one token each, until none runs; whoever is done is scored."""
+        commands: list[Command] = []
+        while waiting := self.running():
+            for name in order(waiting):
+                if self.held(name).state != "running":
+                    continue  # given up meanwhile
+                last = len(self.held(name).tokens) + 1 == length(name)
+                commands += self.tokens(name, 9, finish="stop" if last else None)
+                if last:
+                    commands += self.score(name, reward(name))
         return commands
 
     def train(self, step: int) -> list[Command]:
         commands = self.publish(step + 1)
         return commands + self.feed(StepTrained("t", StepDone(step, step + 1, {"loss/policy": 0.5})))
+
+    def next_step(self) -> list[Command]:
+        """The oldest round is trained, and every node loads the new version."""
+        step = self.round.step
+        commands = self.train(step)
+        for name in list(self.core.fleet.nodes):
+            if name != "t":
+                commands += self.confirm(name, step + 1)
+        return commands
+
+    def play(self, length: Length, reward: Reward = lambda _: 1.0, rounds: int = 1) -> list[Round]:
+        """That many training rounds, with their steps; the rounds as they were when they closed."""
+        closed: list[Round] = []
+        while len(closed) < rounds:
+            closed += [c.round for c in of_kind(self.decode(length, reward), CloseRound)]
+            if self.core.state != "finishing" and not closed[-1].is_eval:
+                self.next_step()
+        return closed
 
 
 @pytest.fixture

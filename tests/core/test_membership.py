@@ -14,6 +14,7 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.messages import (
+    PROTOCOL,
     Drain,
     Generate,
     Heartbeat,
@@ -95,7 +96,7 @@ def test_second_trainer_and_wrong_protocol_are_refused_in_one_line(driver: Drive
     assert refusal.refused == "this run has a trainer node already"
     old = Hello("x", 1, ("rollout",), 99, pid=1, host="h")
     [(_, refusal)] = sent(driver.feed(NodeJoined(old)), Welcome)
-    assert refusal.refused == "speaks protocol 99, this run 1"
+    assert refusal.refused == f"speaks protocol 99, this run {PROTOCOL}"
     assert set(driver.core.fleet.nodes) == {"t", "a"}
 
 

@@ -5,10 +5,9 @@ from array import array
 
 import pytest
 
-from lightrl.core import placement
 from lightrl.core.commands import CloseRound, Report, Score
 from lightrl.core.events import TokensArrived
-from lightrl.core.state import Node, sample_seed
+from lightrl.core.state import sample_seed
 from lightrl.messages import Abort, Generate, ResponseTokens, TokenChunk, TrainShard
 
 from .conftest import Driver, ids, of_kind, sent
@@ -91,7 +90,10 @@ def test_unscored_response_drops_its_group_and_the_step_goes_on_with_the_rest(dr
     assert sent(commands, Abort) == [("a", Abort((("p0@0#1", 1),)))]
     closing = driver.finish_round()
     [closed] = of_kind(closing, CloseRound)
-    assert {g.id: str(g.state) for g in closed.round.groups.values()} == {"p0@0": "dropped", "p1@0": "scored"}
+    assert {g.id: str(g.state) for g in closed.round.groups.values()} == {
+        "p0@0": "dropped",
+        "p1@0": "accepted",
+    }
     last = sent(closing, TrainShard)[-1][1]
     assert (last.last, last.num_groups) == (True, 1)
     assert driver.core.ledger.counters.groups_dropped == 1
@@ -122,21 +124,6 @@ def test_no_node_holds_more_than_its_slots_and_the_rest_waits_for_credit(driver:
     assert len(driver.core.fleet.nodes["a"].running) == 3
     [(_, generate)] = sent(driver.finish("p0@0#0"), Generate)
     assert [r.response for r in generate.requests] == ["p1@0#1"]
-
-
-def node(name: str, slots: int, running: int = 0) -> Node:
-    held = dict.fromkeys(f"{name}{i}" for i in range(running))
-    return Node(name, 1, ("rollout",), slots, 0.0, 1, "h", running=held)
-
-
-def test_placement_fills_the_emptiest_node_first_and_breaks_ties_by_name():
-    nodes = [node("b", 2), node("a", 2), node("c", 4, running=3)]
-    assert placement.assign(["r0", "r1", "r2"], nodes) == [("r0", "a"), ("r1", "b"), ("r2", "a")]
-
-
-def test_placement_stops_when_all_slots_are_taken():
-    assert placement.assign(["r0", "r1"], [node("a", 1)]) == [("r0", "a")]
-    assert placement.assign(["r0"], []) == []
 
 
 def test_seed_of_a_response_depends_on_run_and_name_only():

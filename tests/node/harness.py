@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Self
 
-from lightrl.config import Config, parse_config
+from lightrl.config import Config
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.messages import (
@@ -30,6 +30,7 @@ from lightrl.messages import (
 from lightrl.node import client
 from lightrl.node.coordinator import Head
 from lightrl.node.link import Link, host_and_port
+from lightrl.run_file import parse_config
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 

@@ -65,8 +65,10 @@ def model_files(tmp_path_factory) -> Path:
     return folder
 
 
-def job(name: str, text: str = "abc", **row: Any) -> RewardJob:
-    return RewardJob(name, "say abc", row, pack_i32([1 + LETTERS.index(c) for c in text] + [0]), "stop")
+def job(name: str, text: str = "abc", attempt: int = 1, **row: Any) -> RewardJob:
+    return RewardJob(
+        name, attempt, "say abc", row, pack_i32([1 + LETTERS.index(c) for c in text] + [0]), "stop"
+    )
 
 
 def run_jobs(
@@ -125,12 +127,13 @@ def test_one_worker_survives_every_kind_of_answer_and_exception(model_files, tmp
 
 def test_only_the_hanging_and_crashing_jobs_fail_and_none_is_lost(model_files, tmp_path):
     kinds = ["pass", "hang", "pass", "crash", "pass", "exit", "pass"]
-    jobs = [job(f"{i}", do=kind) for i, kind in enumerate(kinds)]
+    jobs = [job(f"{i}", attempt=i, do=kind) for i, kind in enumerate(kinds)]
     results = run_jobs(MISBEHAVE, jobs, model_files, tmp_path, timeout_s=1.0)
     failures = [results[f"{i}"].failure for i in range(len(kinds))]
     assert failures == ["", "timeout", "", "crashed", "", "crashed", ""]
     assert results["1"].duration_s >= 1.0
     assert [results[f"{i}"].reward for i in (0, 2, 4, 6)] == [1.0] * 4
+    assert [results[f"{i}"].attempt for i in range(len(kinds))] == list(range(len(kinds)))
 
 
 def test_waiting_behind_others_does_not_count_against_the_limit(model_files, tmp_path):

@@ -14,7 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.child import Child
-from lightrl.config import Config, parse_config
+from lightrl.config import Config
+from lightrl.run_file import parse_config
 from lightrl.trainer.loop import Rank
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RANK_TARGET, StartRank, TrainSample
 from lightrl.wire import pack_f32, pack_i32

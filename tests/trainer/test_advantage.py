@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lightrl.config import ALGORITHMS
 from lightrl.errors import TrainerError
 from lightrl.trainer import loss
-from lightrl.trainer.advantage import ALGORITHM, advantages
+from lightrl.trainer.advantage import ALGORITHM, advantages, overlong_penalty
 
 # Rewards 1, 0, 0, 0: mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4, std 1/2.
 STANDARDIZED = [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]
@@ -44,6 +44,15 @@ def test_equal_rewards_give_no_signal_at_all(name, rewards):
 def test_a_reward_that_is_not_finite_is_refused(bad):
     with pytest.raises(TrainerError, match="finite"):
         advantages("grpo", [0.0, bad])
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (120, -1.0)],
+)
+def test_overlong_penalty_by_hand(length, penalty):
+    assert overlong_penalty(length, max_length=100, buffer=20) == pytest.approx(penalty)
+    assert overlong_penalty(length, max_length=100, buffer=0) == 0.0
 
 
 def test_every_algorithm_of_the_config_has_advantages_and_a_loss():

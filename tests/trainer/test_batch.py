@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from lightrl.trainer.batch import (
     micro_batches,
     num_tokens,
     plan,
+    streamed,
     trainable,
 )
 from lightrl.trainer.protocol import TrainSample
@@ -67,6 +70,25 @@ def test_samples_without_gradient_are_left_out(kl_coef, kept):
         TrainSample("empty", tokens, b"", b"", 0.5),
     ]
     assert [s.response for s in trainable(samples, kl_coef)] == kept
+
+
+def test_streamed_by_hand(samples):
+    a, b, c = sorted(samples[:3], key=num_tokens, reverse=True)
+    assert streamed([[a, b], [c]], 2, 99, deterministic=True) == [((a,), (c,)), ((b,), ())]
+    assert streamed([[], []], 2, 99, deterministic=True) == streamed([], 2, 99, False) == [(), ()]
+    assert streamed([[c], [b, a]], 1, 99, deterministic=False) == micro_batches([c, b, a], 1, 99)
+
+
+@given(st.integers(1, 3), st.integers(1, 200), st.lists(st.integers(1, 24), max_size=8))
+def test_deterministic_batches_do_not_depend_on_how_many_groups_wait(samples, ranks, max_tokens, cuts):
+    groups = [samples[i : i + 3] for i in range(0, 24, 3)]
+    borders = [0, *sorted(c % 9 for c in cuts), 8]
+    streams = [
+        streamed(groups[begin:end], ranks, max_tokens, deterministic=True) for begin, end in pairwise(borders)
+    ]
+    joined = [tuple(batch for stream in streams for batch in stream[rank]) for rank in range(ranks)]
+    assert joined == streamed(groups, ranks, max_tokens, deterministic=True)
+    assert len({len(batches) for batches in joined}) == 1
 
 
 def test_micro_batches_are_the_samples_of_the_plan(samples):

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from lightrl.config import ALGORITHMS, AlgorithmSection
-from lightrl.trainer.loss import advantage_scale, denominator, kl, losses, needs_whole_step
+from lightrl.trainer.loss import (
+    advantage_scale,
+    denominator,
+    importance_weights,
+    kl,
+    losses,
+    needs_whole_step,
+)
 
 LOG2, LOG_HALF = math.log(2), math.log(0.5)
 # Two responses, of two tokens and of one. Ratios 2, 1/2 and 2; advantages 1 and -3.
@@ -85,6 +92,57 @@ def test_truncated_importance_weight_by_hand():
     result, gradient = evaluate("dapo", rollout=rollout, tis_cap=2.0)
     assert result.policy.item() == pytest.approx(-(0.5 * 1.3 + 2 * 0.5) + 6)
     assert gradient.flatten().tolist() == pytest.approx([0.0, -1.0, 6.0, 0.0])
+    assert result.weights.item() == pytest.approx(0.5 + 2 + 1)
+    assert result.max_weight.item() == 2
+    assert result.num_truncated.item() == 1
+
+
+# Sampled by an older policy: pi_old / pi_rollout = 1/2 and 8 in the first response, 4 in the second.
+STALE = OLD - torch.tensor([[LOG_HALF, math.log(8)], [math.log(4), -3.3]])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_stale_tokens_are_weighted_by_hand(name):
+    algorithm = AlgorithmSection(
+        name=name, loss_norm="token", clip_low=0.0, clip_high=0.0, tis_cap=3.0, kl_coef=0.5, kl_type="k1"
+    )
+    logprobs = OLD.clone().requires_grad_()
+    result = losses(algorithm, logprobs, OLD, STALE, OLD - 0.2, ADVANTAGES, MASK)
+    # GSPO: (1/2 * 8)^(1/2) = 2 for the first response as a whole; 4 is held to 3, and so is 8 elsewhere.
+    weights = [2.0, 2.0, 3.0, 0.0] if name == "gspo" else [0.5, 3.0, 3.0, 0.0]
+    assert result.weights.item() == pytest.approx(sum(weights))
+    assert result.max_weight.item() == 3
+    assert result.num_truncated.item() == (1 if name == "gspo" else 2)
+    assert result.num_clipped.item() == 0
+    assert result.kl.item() == pytest.approx(0.2 * sum(weights))
+    # -A + 0.5 is the gradient of a token on-policy: A = 1, 1 and -3.
+    result.total.backward()
+    assert logprobs.grad is not None
+    expected = [w * g for w, g in zip(weights, [-0.5, -0.5, 3.5, 0.0], strict=True)]
+    assert logprobs.grad.flatten().tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_fresh_tokens_have_the_weight_one_bit_for_bit(name):
+    on, mask = AlgorithmSection(name=name, tis_cap=2.0), MASK.bool()
+    weights = importance_weights(on, OLD, OLD, MASK)
+    assert weights.values[mask].tolist() == [1.0] * 3
+    assert not weights.truncated.any()
+    for cap in (0.0, 2.0):
+        result, gradient = evaluate(name, tis_cap=cap)
+        without, plain = evaluate(name, rollout=STALE)
+        assert torch.equal(result.total, without.total)
+        assert torch.equal(gradient, plain)
+        assert result.weights.item() == without.weights.item() == 3
+
+
+def test_a_token_that_the_older_policy_held_for_impossible_is_truncated():
+    algorithm = AlgorithmSection(name="grpo", tis_cap=2.0)
+    rollout = torch.tensor([[-1e30, -2.0], [-1.5, 0.0]])
+    weights = importance_weights(algorithm, OLD, rollout, MASK)
+    assert weights.values[0, 0].item() == 2
+    assert weights.truncated.tolist() == [[True, False], [False, True]]  # the last one is padding
+    assert losses(algorithm, OLD, OLD, rollout, None, ADVANTAGES, MASK).num_truncated.item() == 1
 
 
 def test_kl_estimators_by_hand():

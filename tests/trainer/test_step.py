@@ -88,16 +88,14 @@ def naive_gradients(rank, samples, settings, advantage_scale, divisor):
             ref = rank.reference.module(ids).logits[0, lines].log_softmax(-1).gather(-1, index)[:, 0]
         tokens = []
         for t in range(len(response)):
-            old = logprobs[t].item()
-            weight = 1.0
-            if settings["tis_cap"]:
-                weight = min(math.exp(old - unpack_f32(s.rollout_logprobs)[t]), settings["tis_cap"])
-            ratio = torch.exp(logprobs[t] - old)
+            old, gaps = logprobs[t].item(), logprobs.detach() - torch.tensor(unpack_f32(s.rollout_logprobs))
+            gap, ratio = gaps[t].item(), torch.exp(logprobs[t] - old)
             if rank.algorithm.name == "gspo":
-                ratio = torch.exp((logprobs - logprobs.detach()).mean())
-            policy = -ratio * s.advantage * advantage_scale * weight
+                gap, ratio = gaps.mean().item(), torch.exp((logprobs - logprobs.detach()).mean())
+            weight = min(math.exp(gap), settings["tis_cap"]) if settings["tis_cap"] else 1.0
+            policy = -ratio * s.advantage * advantage_scale
             divergence = torch.exp(ref[t] - logprobs[t]) - (ref[t] - logprobs[t]) - 1
-            tokens.append(policy + settings["kl_coef"] * divergence)
+            tokens.append(weight * (policy + settings["kl_coef"] * divergence))
         share = len(response) if rank.algorithm.name in ("grpo", "gspo") else 1
         total = total + torch.stack(tokens).sum() / share
     return torch.autograd.grad(total / divisor, parameters)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lightrl.messages import NodeRow, Sample, Snapshot
+from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
 from lightrl.tui.figures import bar, columns, count, cut, duration, shrink, sparkline
 from lightrl.tui.render import View, render
 
@@ -51,6 +51,7 @@ RUNNING = Snapshot(
     ),
 )
 FINISHED = replace(RUNNING, state="finished", step=100, round_kind="")
+TAIL = replace(RUNNING, tail=TailRow("prompts", 12, 8, 2, 812.4, 1033.6, 0.4119, 0.398), max_staleness=2)
 CROWDED = replace(RUNNING, nodes=tuple(node(f"rollout-{k}") for k in range(64)))
 HOSTILE = replace(
     RUNNING,
@@ -71,7 +72,7 @@ def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
 
 
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 12), (200, 60), (40, 5)])
-@pytest.mark.parametrize("snapshot", [STARTING, RUNNING, FINISHED, CROWDED, HOSTILE])
+@pytest.mark.parametrize("snapshot", [STARTING, RUNNING, FINISHED, TAIL, CROWDED, HOSTILE])
 @pytest.mark.parametrize("view", [View(), View("samples"), View("events", selected=9), View(help=True)])
 def test_fits_exactly(snapshot, view, width, height):
     # On a console that is wider and higher, what is too long would show.
@@ -112,6 +113,16 @@ def test_starting_says_that_nothing_is_there_yet(width, height):
     assert "starting" in text
     assert "none yet" in text
     assert "no step is finished yet" in text
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_tail_batching_has_a_line_of_its_own(width, height):
+    text = screen(TAIL, View(), width, height)
+    assert "round · short · at most 2 versions stale" in text
+    assert "tail   queue 12  short/long 8/2  length 812/1034  reward 0.412/0.398" in text
+    assert ("kept/launched, prompts" in text) == (width >= 100)
+    assert "queue 12" in screen(replace(TAIL, round_kind=""), View(), width, height)
+    assert "tail   queue" not in screen(RUNNING, View(), width, height)
 
 
 def test_many_nodes_are_summed_up_and_leave_room_for_the_rest():

@@ -14,7 +14,7 @@ MANIFEST = m.Manifest(
     4, "9f3a", (m.TensorSpec("w", "float32", (2, 3), 0, 64),), (m.Bucket(88, "77"), m.Bucket(1, "78"))
 )
 EXAMPLES: list[m.Message] = [
-    m.Hello("rollout-0", 17, ("rollout", "trainer"), 1, pid=4242, host="a", slots=128),
+    m.Hello("rollout-0", 17, ("rollout", "trainer"), m.PROTOCOL, pid=4242, host="a", slots=128),
     m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
     m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu"),
     m.Generate(
@@ -52,6 +52,8 @@ EXAMPLES: list[m.Message] = [
         policy_version=3,
         elapsed_s=1.5,
         nodes=(m.NodeRow("n", ("rollout",), "ready", "h", 1, "cpu", None, 1, 2, 3.0, 0.1, 0.2),),
+        tail=m.TailRow("both", 3, 8, 2, 20.5, 30.5, 0.5, 0.25),
+        max_staleness=1,
         rewards=(0.5,),
         evals=((0, 0.25),),
         length_histogram=((9, 3),),
@@ -86,8 +88,9 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_1_are_pinned():
+def test_bytes_of_protocol_2_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise PROTOCOL."""
+    assert m.PROTOCOL == 2
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     chunk = m.TokenChunk(1, "d", (m.ResponseTokens("r", 2, 0, wire.pack_i32([3]), wire.pack_f32([-1.0])),))

@@ -1,0 +1,75 @@
+"""Prompts between rounds: put off, drawn too early, and how much of the epoch is left.
+
+Owns prompts that no open round holds. What a round takes from here is decided in `rounds`.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightrl.core.state import DrawnPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class PutOff:
+    """A prompt that lost the race of a short round."""
+
+    prompt: DrawnPrompt
+    attempts: int  # placements of its responses so far; later ones count on, so that late news is told apart
+    since: int  # the step that first put it off
+
+
+@dataclass(slots=True)
+class Backlog:
+    """First in, first out: a prompt waits for about one period of rounds. It survives a resume as data."""
+
+    num_prompts: int  # of one epoch
+    put_off: deque[PutOff] = field(default_factory=deque[PutOff])
+    spare: deque[DrawnPrompt] = field(default_factory=deque[DrawnPrompt])  # drawn, but not usable then
+    num_drawn: int = 0  # from the data, over all epochs
+
+    @property
+    def epoch_left(self) -> int:
+        """Prompts of this epoch that no round has had; 0 also when the next epoch has not begun."""
+        return -self.num_drawn % self.num_prompts + len(self.spare)
+
+    def take(self, count: int) -> list[PutOff]:
+        """The `count` that have waited longest, or all there are; of one prompt only the older epoch."""
+        taken: dict[str, PutOff] = {}
+        kept: list[PutOff] = []
+        while self.put_off and len(taken) < count:
+            held = self.put_off.popleft()
+            if held.prompt.id in taken:
+                kept.append(held)
+            else:
+                taken[held.prompt.id] = held
+        self.put_off.extendleft(reversed(kept))
+        return list(taken.values())
+
+    def take_spare(self, count: int, busy: set[str]) -> list[DrawnPrompt]:
+        """Up to `count` prompts that were held back and are not `busy` any more, in order."""
+        usable: list[DrawnPrompt] = []
+        kept: deque[DrawnPrompt] = deque()
+        for prompt in self.spare:
+            if len(usable) < count and prompt.id not in busy:
+                usable.append(prompt)
+                busy.add(prompt.id)
+            else:
+                kept.append(prompt)
+        self.spare = kept
+        return usable
+
+    def draw(self, drawn: Iterable[DrawnPrompt], busy: set[str]) -> list[DrawnPrompt]:
+        """Takes in what the data gave; returns what can be used now, keeps the rest for later.
+
+        `busy` prompts are in the put-off queue or in the round already, from the end of the last epoch.
+        """
+        usable: list[DrawnPrompt] = []
+        for prompt in drawn:
+            self.num_drawn += 1
+            if prompt.id in busy:
+                self.spare.append(prompt)
+            else:
+                usable.append(prompt)
+                busy.add(prompt.id)
+        return usable

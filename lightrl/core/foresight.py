@@ -1,0 +1,80 @@
+"""How long responses will be, foreseen from earlier epochs and from finished siblings.
+
+Owns what is remembered of lengths. A prediction orders work and guides placement; a wrong one costs
+time, never correctness. Lengths of one prompt hardly change rank from epoch to epoch (RhymeRL,
+arXiv 2508.18588, section 3: 2 to 4 % of the responses do strongly).
+"""
+
+import math
+
+from lightrl.core.state import Group, Response, Round
+
+BINS_PER_OCTAVE = 4
+NUM_BINS = 24 * BINS_PER_OCTAVE  # up to 16 million tokens
+FORGET = 0.5  # weight of earlier rounds in the overall distribution
+
+
+class Foresight:
+    def __init__(self, max_response_tokens: int) -> None:
+        self._max_tokens = max_response_tokens
+        self._lengths: dict[str, list[int]] = {}  # prompt -> of its newest epoch
+        self._finished: dict[str, int] = {}  # prompt -> longest response trained in its newest epoch
+        self._counts = [0.0] * NUM_BINS  # of all finished responses, by length
+        self._means: list[float] | None = None  # of those longer than a bin's lower end
+
+    def learn(self, round: Round) -> None:
+        """From a round that has closed."""
+        self._counts = [FORGET * c for c in self._counts]
+        self._means = None
+        for group in round.groups.values():
+            lengths = [len(r.tokens) for r in group.responses if r.tokens]
+            for r in group.responses:
+                if r.finish_reason is not None:
+                    self._counts[_bin(len(r.tokens))] += 1
+            if lengths:
+                self._lengths[group.prompt.id] = lengths
+        for group in round.accepted:
+            self._finished[group.prompt.id] = max(len(r.tokens) for r in group.kept)
+
+    def mean(self, group: Group) -> float | None:
+        """Expected length of the group's responses by what earlier epochs say; None = they say nothing."""
+        known = self._lengths.get(group.prompt.id)
+        return sum(known) / len(known) if known else None
+
+    def expect(self, response: Response) -> float:
+        """Expected whole length of a response that goes on, given what it has already.
+
+        The mean of the longer ones among its prompt's last epoch and its finished siblings; where
+        there are none, of all responses of recent rounds.
+        """
+        held = len(response.tokens)
+        group = response.group
+        longer = [n for n in self._lengths.get(group.prompt.id, ()) if n > held]
+        if group.finishers:
+            longer += [len(r.tokens) for r in group.responses if r.scored and len(r.tokens) > held]
+        if longer:
+            return sum(longer) / len(longer)
+        return min(self._tail_mean(held), float(self._max_tokens))
+
+    def finished(self, prompt: str) -> int | None:
+        """When this prompt's group finished in its last epoch: the length of its longest kept response.
+
+        Depends on samples alone, unlike how far a response had come that was given up.
+        """
+        return self._finished.get(prompt)
+
+    def _tail_mean(self, held: int) -> float:
+        """Mean length of recent responses longer than `held`; with none, twice what is held."""
+        if self._means is None:
+            self._means = [0.0] * NUM_BINS
+            total = weight = 0.0
+            for i in range(NUM_BINS - 1, -1, -1):
+                total += self._counts[i] * 2 ** ((i + 0.5) / BINS_PER_OCTAVE)
+                weight += self._counts[i]
+                self._means[i] = total / weight if weight > 1e-9 else 0.0
+        mean = self._means[_bin(held)]
+        return mean if mean > held else 2.0 * held + 1.0
+
+
+def _bin(num_tokens: int) -> int:
+    return min(NUM_BINS - 1, int(BINS_PER_OCTAVE * math.log2(num_tokens))) if num_tokens > 1 else 0

@@ -1,0 +1,139 @@
+"""Who wins a round: which responses a group keeps, which groups the step gets. Pure decisions.
+
+A short round launches more than it needs and keeps what finishes first (RollPacker, arXiv 2509.21009,
+section 4.1). "First" is measured in token space: the finishing time of a response is its number of
+tokens, that of a group the finishing time of the last response it keeps. Winners then depend on the
+samples alone, not on machines, placement, preemption or drafts, and runs repeat. In a race by the
+clock (`Tail.race`) it is the order in which scores arrive, as in the paper.
+
+Ties are broken by a response's index in its group and a group's position in its round. With tokens
+nothing is decided by waiting: an unfinished response with n tokens will have at least n + 1, so it has
+lost as soon as n reaches the finishing time of those ahead. A round is over when every response has
+finished and has its score, or has provably lost.
+"""
+
+import bisect
+
+from lightrl.core.state import UNBOUNDED, Group, GroupState, Response, ResponseState, Round, Settings
+
+DECIDED = -1  # bound and cut of a race by the clock that is over: whoever has not arrived has lost
+MAX_CERTIFICATIONS = 32  # looks at who is certain to be accepted, in one round: keeps its cost linear
+
+
+def has_lost(response: Response) -> bool:
+    """Whether it cannot be among those kept, whatever it still does."""
+    group, n = response.group, len(response.tokens)
+    if response.state is ResponseState.DONE and group.bound != DECIDED:
+        return n > group.round.cut or (n, response.index) > _last_kept(group)
+    return n >= group.bound or n >= group.round.cut
+
+
+def take_score(settings: Settings, response: Response) -> list[Response]:
+    """A response has finished and has its score. Returns its siblings that have lost by that."""
+    group = response.group
+    round = group.round
+    round.num_scores += 1
+    by_clock = round.races and settings.tail.race == "clock"
+    bisect.insort(group.finishers, (round.num_scores if by_clock else len(response.tokens), response.index))
+    if not round.races or len(group.finishers) < round.group_size:
+        return []
+    group.bound = DECIDED if by_clock else _last_kept(group)[0]
+    return [r for r in group.responses if not r.settled and r is not response and has_lost(r)]
+
+
+def take_group(settings: Settings, round: Round, group: Group) -> bool:
+    """A group is complete and may be trained. Returns whether the round's cut has become smaller."""
+    bisect.insort(round.finishers, (_last_kept(group)[0], group.position))
+    if not round.races or len(round.finishers) < round.needed:
+        return False
+    by_clock = settings.tail.race == "clock"
+    before, round.cut = round.cut, DECIDED if by_clock else round.finishers[round.needed - 1][0]
+    return round.cut < before
+
+
+def losers(round: Round) -> list[Response]:
+    """Responses of a race that still go on, or wait for a score, although they have lost."""
+    lost: list[Response] = []
+    for group in round.groups.values():
+        if group.num_open:
+            out = is_out(group)
+            lost += [r for r in group.responses if not r.settled and (out or has_lost(r))]
+    return lost
+
+
+def certain(settings: Settings, round: Round) -> list[Group]:
+    """Complete groups that belong to the step whatever else happens, in the order of their finish.
+
+    A group is certain when fewer than `needed` others finish, or could still finish, before it.
+    """
+    in_order = list(round.groups.values())
+    finished = [(key, in_order[key[1]]) for key in round.finishers[: round.needed]]
+    if round.races and settings.tail.race == "tokens" and round.num_open:
+        rivals = sorted((_earliest(g), g.position) for g in in_order if g.num_open)
+        finished = [
+            (key, group)
+            for ahead, (key, group) in enumerate(finished)
+            if ahead + bisect.bisect_left(rivals, key) < round.needed
+        ]
+    won = [group for _, group in finished if group.state is GroupState.COMPLETE]
+    return _in_order(round, won) if settings.deterministic else won
+
+
+def _in_order(round: Round, won: list[Group]) -> list[Group]:
+    """In the order of their prompts, those that nobody who is not yet certain comes before."""
+    if round.races and round.num_open:
+        return []
+    ready: list[Group] = []
+    certain_ones = set(map(id, won))
+    for group in round.groups.values():
+        if id(group) in certain_ones:
+            ready.append(group)
+        elif group.state in {GroupState.OPEN, GroupState.COMPLETE} and round.num_open:
+            break
+    return ready
+
+
+def certify_now(round: Round) -> bool:
+    """Whether it is time for another look at who is certain; at most MAX_CERTIFICATIONS in a round."""
+    if len(round.finishers) < round.certify_at and round.num_open:
+        return False
+    round.certify_at = len(round.finishers) + max(1, round.needed // MAX_CERTIFICATIONS)
+    return True
+
+
+def is_won(group: Group) -> bool:
+    """Every response is settled, and enough of them are finished and scored, before the cut."""
+    return not group.num_open and not is_out(group)
+
+
+def is_out(group: Group) -> bool:
+    """Too many of its responses have no score, or are behind the cut: it will not be complete."""
+    in_time = bisect.bisect_right(group.finishers, (group.round.cut, UNBOUNDED))
+    return group.num_open + in_time < group.round.group_size
+
+
+def is_flat(group: Group) -> bool:
+    """No reward differs from the others: no advantage, no gradient."""
+    return len({r.reward for r in group.kept}) <= 1
+
+
+def is_surplus_flat(settings: Settings, group: Group) -> bool:
+    """Whether a group was left out for being flat alone; put off, it would only come again."""
+    if group.state is not GroupState.COMPLETE or not settings.dynamic_sampling or not is_flat(group):
+        return False
+    return group.round.cut == DECIDED or _last_kept(group)[0] <= group.round.cut
+
+
+def _last_kept(group: Group) -> tuple[int, int]:
+    """(finishing time, index) of the last response that is kept as things stand."""
+    keep = group.round.group_size
+    return group.finishers[keep - 1] if len(group.finishers) >= keep else (UNBOUNDED, 0)
+
+
+def _earliest(group: Group) -> int:
+    """The earliest finishing time that is still possible for a group that is not complete."""
+    times = [time for time, _ in group.finishers]
+    times += [len(r.tokens) + (not r.finish_reason) for r in group.responses if not r.settled]
+    times.sort()
+    keep = group.round.group_size
+    return times[keep - 1] if len(times) >= keep else UNBOUNDED

@@ -1,0 +1,120 @@
+"""Figures of a training round, read when it has closed. Pure functions.
+
+Keeps no histories (records.py); what racing does to lengths and rewards is measured in bias.py.
+"""
+
+import hashlib
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from lightrl.core.staleness import staleness
+from lightrl.core.state import Group, GroupState, Response, Round
+
+HISTOGRAM_BINS = 12
+
+
+def step_figures(round: Round) -> dict[str, float]:
+    """What a training round brings to its step: rewards and lengths of what is trained, its groups."""
+    responses = [r for g in round.accepted for r in g.kept]
+    rewards = [r.reward or 0.0 for r in responses]
+    lengths = [len(r.tokens) for r in responses]
+    rollout_s = round.closed_at - round.opened_at
+    sampled = sum(len(r.tokens) for g in round.groups.values() for r in g.responses)
+    dropped = [g for g in round.groups.values() if g.state is GroupState.DROPPED]
+    flat = sum(len(g.finishers) >= round.group_size for g in dropped)
+    return {
+        "reward/mean": mean(rewards),
+        "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+        "reward/frac_zero_std": mean([float(_all_equal(g)) for g in round.accepted]),
+        "response_length/mean": mean(lengths),
+        "response_length/max": float(max(lengths, default=0)),
+        "response_length/clip_ratio": mean([float(r.finish_reason == "length") for r in responses]),
+        "round/groups_trained": float(len(round.accepted)),
+        "round/groups_dropped": float(len(dropped)),
+        "round/groups_no_signal": float(flat),
+        "round/groups_unscored": float(len(dropped) - flat),
+        "perf/rollout_tokens_per_s": sampled / rollout_s if rollout_s > 0 else 0.0,
+        **off_policy_figures(round),
+        **foresight_figures(round),
+    }
+
+
+def off_policy_figures(round: Round) -> dict[str, float]:
+    """Staleness of the trained responses; 1, 0, 0 when training is synchronous."""
+    values = [staleness(r.spans, round.step) for g in round.accepted for r in g.kept]
+    figures: dict[str, float] = {}
+    for name in ("span", "newest_gap", "oldest_gap"):
+        each = [getattr(value, name) for value in values]
+        figures[f"off_policy/{name}"] = mean(each)
+        figures[f"off_policy/{name}_max"] = float(max(each, default=0))
+    return figures
+
+
+def foresight_figures(round: Round) -> dict[str, float]:
+    """How well the lengths of this round were foreseen from earlier epochs; only the groups that were.
+
+    A group with responses that were given up has run at least as long as it did: what it fell short of
+    the prediction is no error.
+    """
+    groups = [g for g in round.groups.values() if any(r.tokens for r in g.responses)]
+    foreseen = [g for g in groups if g.foreseen_tokens is not None]
+    lengths = [mean([len(r.tokens) for r in g.responses]) for g in foreseen]
+    predicted = [g.foreseen_tokens or 0.0 for g in foreseen]
+    errors: list[float] = []
+    for group, expected, length in zip(foreseen, predicted, lengths, strict=True):
+        whole = all(r.finish_reason is not None for r in group.responses)
+        errors.append(abs(length - expected) if whole else max(0.0, length - expected))
+    num_responses = sum(len(g.responses) for g in groups)
+    figures = {
+        "foresight/coverage": sum(len(g.responses) for g in foreseen) / num_responses if groups else 0.0
+    }
+    if errors:
+        figures["foresight/mean_abs_error_tokens"] = mean(errors)
+    if (correlation := rank_correlation(predicted, lengths)) is not None:
+        figures["foresight/rank_correlation"] = correlation
+    return figures
+
+
+def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """Spearman's: the correlation of ranks, equal values sharing their mean rank; None where all are equal.
+
+    Example: rank_correlation([1, 5, 9], [10, 70, 30]) == 0.5
+    """
+    if len(xs) < 2 or len(set(xs)) < 2 or len(set(ys)) < 2:
+        return None
+    return statistics.correlation(_ranks(xs), _ranks(ys))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    first: dict[float, int] = {}
+    for rank, value in enumerate(sorted(values)):
+        first.setdefault(value, rank)
+    counts = Counter(values)
+    return [first[v] + (counts[v] - 1) / 2 for v in values]
+
+
+def digest_responses(step: int, responses: Iterable[Response]) -> bytes:
+    """Of all trained responses of a step in canonical order: the same whatever order they arrived in."""
+    digest = hashlib.blake2b(str(step).encode(), digest_size=16)
+    for r in sorted(responses, key=lambda r: r.id):
+        digest.update(r.id.encode() + b"\0" + r.tokens.tobytes())
+    return digest.digest()
+
+
+def histogram(lengths: list[int], longest: int) -> tuple[tuple[int, int], ...]:
+    """(upper bound in tokens, responses) of equal bins up to the longest possible response."""
+    width = max(1, math.ceil(longest / HISTOGRAM_BINS))
+    counts = [0] * math.ceil(longest / width)
+    for n in lengths:
+        counts[max(0, n - 1) // width] += 1
+    return tuple((min((i + 1) * width, longest), count) for i, count in enumerate(counts))
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _all_equal(group: Group) -> bool:
+    return len({r.reward for r in group.kept}) <= 1

@@ -1,0 +1,176 @@
+"""The run's TOML file: read with dotted overrides, checked, written. One line for everything that is wrong.
+
+Owns the syntax; which keys there are and what they may hold is said in config.py.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from lightrl.config import SECTIONS, Config, keys, one_or_many, shortened
+from lightrl.errors import ConfigError
+
+PATH_KEYS = (("model", "path"), ("data", "path"), ("eval", "path"))
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in `path` with dotted `section.key=value` overrides applied.
+
+    Relative paths in the file are relative to the file; in an override, to the working directory.
+    Raises ConfigError, one line, naming the dotted key and the value.
+    """
+    try:
+        tree: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file") from None
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: not valid TOML: {e}") from None
+    _anchor(tree, path.resolve().parent)
+    for override in overrides:
+        _apply(tree, override)
+    _anchor(tree, Path.cwd())
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Raises ConfigError for the first thing that is wrong in `tree`."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as e:
+        raise ConfigError(_one_line(e)) from None
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML that `load_config` reads back to an equal one."""
+    lines: list[str] = []
+    for name, section in config.model_dump(mode="json", exclude_none=True).items():
+        _dump_table(name, section, lines)
+    return "\n".join(lines)
+
+
+def _anchor(tree: dict[str, Any], folder: Path) -> None:
+    for section, key in PATH_KEYS:
+        table = _table(tree, section)
+        if isinstance(table.get(key), str):
+            table[key] = _anchored(f"{section}.{key}", table[key], folder)
+    reward = _table(tree, "reward")
+    functions: Any = one_or_many(reward.get("functions"))
+    if isinstance(functions, list | tuple):
+        named = cast("list[Any]", functions)
+        reward["functions"] = [
+            _anchored("reward.functions", f, folder) if isinstance(f, str) and ".py:" in f else f
+            for f in named
+        ]
+
+
+def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    """The section if there is one and it is a table; validation will complain if it is not."""
+    table = tree.get(key)
+    return cast("dict[str, Any]", table) if isinstance(table, dict) else {}
+
+
+def _anchored(key: str, value: str, folder: Path) -> str:
+    """Hub ids ("org/name") stay as they are unless such a file lies beside the config."""
+    file, colon, rest = value.partition(".py:")
+    candidate = folder / (file + ".py" if colon else value)
+    looks_local = value.startswith(".") or colon or Path(value).suffix in {".jsonl", ".parquet", ".json"}
+    try:
+        if value and not Path(value).is_absolute() and (candidate.exists() or looks_local):
+            return str(candidate.resolve()) + (f":{rest}" if colon else "")
+    except (OSError, ValueError) as e:  # too long, a zero byte, a directory that may not be looked into
+        raise ConfigError(f"{key} = {shortened(value)}: cannot be looked up: {e}") from None
+    return value
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or "." not in key:
+        raise ConfigError(f"{override!r}: an override looks like section.key=value")
+    *parents, leaf = key.strip().split(".")
+    table = tree
+    for parent in parents:
+        section: Any = table.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"{key}: {parent} is not a section")
+        table = cast("dict[str, Any]", section)
+    try:
+        table[leaf] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[leaf] = text  # a bare word is a string
+
+
+def _one_line(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    path = [str(part) for part in problem["loc"] if isinstance(part, str)]
+    if problem["type"] == "extra_forbidden":
+        return f"{'.'.join(path)}: unknown key{_nearest(path)}"
+    # After the key, pydantic names the member of the union that was tried.
+    path = [p for p in path if not p.startswith("literal[") and p not in {"float", "int", "str"}]
+    dotted = ".".join(path)
+    match problem["type"]:
+        case "missing":
+            return f"{_first_required(dotted)}: is required"
+        case "model_type":
+            return f"{dotted} = {shortened(problem['input'])}: is a section; its keys are {dotted}.KEY"
+        case "value_error":
+            return problem["msg"].removeprefix("Value error, ")
+        case _:
+            text = problem["msg"]
+            return f"{dotted} = {shortened(problem['input'])}: {text[0].lower()}{text[1:]}"
+
+
+def _first_required(dotted: str) -> str:
+    """The key that is missing when a whole section is."""
+    required = (key for key, default, _ in keys() if default == "(required)")
+    return next((key for key in required if key.startswith(f"{dotted}.")), dotted)
+
+
+def _nearest(path: Sequence[str]) -> str:
+    known = [key for key, _, _ in keys()]
+    dotted = ".".join(path)
+    leaf = [k for k in known if k.rpartition(".")[2] == path[-1]]
+    if len(path) == 1:
+        close = [f"[{name}]" for name in difflib.get_close_matches(path[0], SECTIONS, n=1)] or leaf
+        return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(SECTIONS)}"
+    siblings = [k for k in known if k.rpartition(".")[0] == ".".join(path[:-1])]
+    close = (
+        difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
+        or leaf
+        or difflib.get_close_matches(dotted, known, n=1, cutoff=0.5)
+    )
+    return f"; did you mean {close[0]}?" if close else f"; keys are {', '.join(siblings)}"
+
+
+def _dump_table(name: str, table: dict[str, Any], lines: list[str]) -> None:
+    lines.append(f"[{name}]")
+    nested: list[tuple[str, dict[str, Any]]] = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            nested.append((key, cast("dict[str, Any]", value)))
+        else:
+            lines.append(f"{_key(key)} = {_value(value)}")
+    lines.append("")
+    for key, value in nested:
+        _dump_table(f"{name}.{_key(key)}", value, lines)
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
+def _value(value: Any) -> str:
+    """One TOML value on one line; tables in lists are inline. JSON differs in these and in DEL."""
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in table.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, cast("list[Any]", value))) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,118 @@
+"""What a run is compared with: the synchronous baseline, and each mechanism alone on top of it.
+
+Owns the mapping from a config to the core's settings and the simulator's switches, and the table of
+variants. Simulates them; prints nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightrl.config import Config
+from lightrl.core.state import Settings, Tail
+from lightrl.messages import Sampling
+from lightrl.sim.machines import NodeSpec
+from lightrl.sim.report import Figures, figures
+from lightrl.sim.scenario import Scenario
+from lightrl.sim.traces import TraceEvent
+from lightrl.sim.world import Switches, World
+
+LARGE_STEP = 4096  # responses; of larger steps tokens are reported in larger chunks, for speed
+ETA = 1.25  # of tail batching where the config has it off
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    settings: Settings
+    switches: Switches
+
+
+def settings_of(config: Config, num_prompts: int) -> Settings:
+    r = config.rollout
+    eta_prompts, eta_responses = config.round.etas
+    return Settings(
+        run_seed=config.run.seed,
+        num_steps=config.train.steps,
+        prompts_per_step=config.train.prompts_per_step,
+        group_size=r.group_size,
+        max_response_tokens=r.max_response_length,
+        sampling=Sampling(r.temperature, r.top_p, r.top_k),
+        eval_interval=0,
+        num_eval_prompts=0,
+        eval_samples=1,
+        eval_sampling=Sampling(0.0),
+        slots=r.slots,
+        vocabulary=1,
+        lease_s=config.node.lease_s,
+        reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
+        num_prompts=num_prompts,
+        tail=Tail(eta_prompts, eta_responses, config.round.race),
+        max_staleness=config.async_.max_staleness,
+        dynamic_sampling=config.algorithm.dynamic_sampling,
+        deterministic=config.train.deterministic,
+    )
+
+
+def configured(settings: Settings) -> Variant:
+    """What the config says."""
+    return Variant(settings, Switches())
+
+
+def synchronous(settings: Settings) -> Variant:
+    """As verl works: plain rounds, then all rewards, then training; no response ever moves by choice."""
+    plain = replace(settings, tail=Tail(), max_staleness=0, foresight=False, migration=False)
+    return Variant(plain, Switches(streaming=False, async_rewards=False))
+
+
+def variants(settings: Settings) -> dict[str, Variant]:
+    """Each mechanism alone, then what the config says; all but the last rows are on-policy."""
+    base = synchronous(settings)
+    s, off = base.settings, base.switches
+    eta = max(settings.tail.eta_prompts, settings.tail.eta_responses)
+    tail = Tail(eta if eta > 1 else ETA, race=settings.tail.race)
+    early = replace(off, async_rewards=True)
+    return {
+        "synchronous": base,
+        "rewards at once": Variant(s, early),
+        "rewards at once, streaming": Variant(s, replace(early, streaming=True)),
+        "migration": Variant(replace(s, migration=True), off),
+        "foresight": Variant(replace(s, foresight=True), off),
+        "tail: prompts": Variant(replace(s, tail=tail), off),
+        "tail: both": Variant(replace(s, tail=replace(tail, eta_responses=tail.eta_prompts)), off),
+        "speculation": Variant(s, replace(off, speculation=True)),
+        "staleness 1": Variant(replace(s, max_staleness=1), replace(early, streaming=True)),
+        "as configured": configured(settings),
+    }
+
+
+def simulate(
+    variant: Variant,
+    scenario: Scenario,
+    nodes: Sequence[NodeSpec],
+    trace: Sequence[TraceEvent] = (),
+    baseline: Figures | None = None,
+) -> Figures:
+    settings = variant.settings
+    switches = variant.switches
+    if settings.prompts_launched * settings.responses_launched > LARGE_STEP:
+        switches = replace(switches, chunk_tokens=2 * switches.chunk_tokens)
+    outcome = World(settings, scenario, nodes, trace, switches).run()
+    return figures(
+        outcome,
+        scenario,
+        synchronous=not settings.max_staleness,
+        baseline_step_s=baseline.step_s if baseline is not None else None,
+    )
+
+
+def compare(
+    settings: Settings, scenario: Scenario, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent] = ()
+) -> dict[str, Figures]:
+    """All variants, with speed-ups over the first."""
+    rows = variants(settings)
+    base = simulate(rows.pop("synchronous"), scenario, nodes, trace)
+    named = {"synchronous": replace(base, speed_up=1.0)}
+    for name, variant in rows.items():
+        if variant.settings.max_staleness and scenario.training.placement == "colocated":
+            continue  # the trainer has no device of its own on which it could work at the same time
+        named[name] = simulate(variant, scenario, nodes, trace, base)
+    return named

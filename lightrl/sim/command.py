@@ -1,0 +1,69 @@
+"""`lightrl simulate`: a config and a few options in, a table or one line of JSON out."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from lightrl.config import Config
+from lightrl.errors import SimError
+from lightrl.sim.baselines import compare, configured, settings_of, simulate, synchronous
+from lightrl.sim.machines import NodeSpec
+from lightrl.sim.report import as_json, comparison, tables
+from lightrl.sim.scenario import find_scenario
+from lightrl.sim.traces import read_trace
+from lightrl.sim.workload import LengthModel
+
+WIDTH = 110
+STEPS = 20  # enough for four periods of tail batching
+
+
+def simulate_run(
+    config: Config,
+    *,
+    num_prompts: int | None,
+    nodes: int | None = None,
+    trace: Path | None = None,
+    workload: str = "",
+    steps: int | None = None,
+    all_variants: bool = False,
+    json_line: bool = False,
+) -> None:
+    """Prints what a run of this config would do. Raises SimError, one line, for what cannot be."""
+    limit = config.rollout.max_response_length
+    scenario = find_scenario(workload, limit, config.run.seed)
+    events = read_trace(trace) if trace is not None else ()
+    if nodes is None:
+        nodes = 0 if events else config.rollout.nodes
+    fleet = [NodeSpec(f"node-{k}", config.rollout.slots) for k in range(nodes)]
+    if not fleet and not events:
+        raise SimError("a simulation needs nodes: --nodes N, --trace FILE or rollout.nodes")
+    if num_prompts and isinstance(scenario.workload.lengths, LengthModel):
+        scenario = replace(scenario, workload=replace(scenario.workload, num_prompts=num_prompts))
+    settings = settings_of(config, scenario.workload.num_prompts)
+    if scenario.training.placement == "colocated" and settings.max_staleness:
+        raise SimError("async.max_staleness: a trainer on the rollout nodes cannot work beside them")
+    num_steps = steps if steps is not None else min(STEPS, config.train.steps)
+    settings = replace(settings, num_steps=num_steps)
+    if all_variants:
+        named = compare(settings, scenario, fleet, events)
+    else:
+        base = simulate(synchronous(settings), scenario, fleet, events)
+        named = {"as configured": simulate(configured(settings), scenario, fleet, events, base)}
+    if json_line:
+        print(json.dumps(as_json(named)))
+        return
+    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+    responses = settings.prompts_per_step * settings.group_size
+    spot = f" and those of {trace}" if trace is not None else ""
+    print(
+        f"{num_steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} = {responses:,} "
+        f"responses of at most {limit:,} tokens, on {nodes} nodes x {config.rollout.slots} slots{spot}"
+    )
+    print(f"workload   {scenario.workload.name}; {scenario.training.placement} trainer")
+    if scenario.workload.note:
+        print(f"note       {scenario.workload.note}")
+    print()
+    for part in comparison(named) if all_variants else tables(named["as configured"]):
+        console.print(part)

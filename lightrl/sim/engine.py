@@ -1,0 +1,389 @@
+"""The rollout engine of one node as a formula: what it decodes, when, and where its time goes.
+
+Owns the model of decoding, prefill, KV cache and speculation. Must not know the core, the clock of the
+world or other nodes: it is told the time and says when it wants to be called again.
+
+All running responses decode in lock step, so one token clock per node tells how far each of them is,
+and the next finish is the head of a heap. k tokens for each of B responses that hold S tokens of context
+take (k steps, each sees the context that the ones before it have made)
+
+    (k * t0 * (1 + B (1 + w v) / half_batch) + kappa * (k S + B k (k - 1) / 2)) / E        seconds
+
+where E tokens come of one forward pass with speculation (window w, v = price of a verified token against a
+decoded one); without it w = 0, E = 1. Cost is proportional to the number of chunks, not of tokens.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from lightrl.errors import SimError
+
+INFINITE = math.inf
+PROMPT_BATCH = 16  # with so few left, a finish is told at once; else with the next chunk
+MAX_CHUNK = 64  # tokens; large batches send less often
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Drafts from earlier epochs; `acceptance` is the chance that a drafted token is the sampled one."""
+
+    acceptance: float = 0.75
+    first_acceptance: float = 0.35  # in the first epoch, when only siblings can be drafted from
+    max_window: int = 16
+    verify_cost: float = 0.35  # of a drafted token in a forward pass, against a decoded one
+
+    def __post_init__(self) -> None:
+        shares = (self.acceptance, self.first_acceptance)
+        if not (all(0 <= a < 1 for a in shares) and self.max_window >= 1 and self.verify_cost >= 0):
+            raise SimError(f"speculation: {self}: acceptance is in [0, 1), the window at least 1")
+
+    def without_history(self) -> "Speculation":
+        return replace(self, acceptance=self.first_acceptance)
+
+    def tokens_per_forward(self, window: int) -> float:
+        """1 + a + a^2 + ... + a^w (Leviathan et al., arXiv 2211.17192, equation 1)."""
+        return (1 - self.acceptance ** (window + 1)) / (1 - self.acceptance)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProfile:
+    """Speed and memory of one engine. Times in seconds, sizes in tokens."""
+
+    step_s: float = 0.0095  # one response, no context
+    half_batch: float = 107.0  # responses at which a step takes twice as long
+    context_s: float = 1.7e-8  # more for each token of context
+    prefill_s: float = 1.2e-5  # for each token
+    kv_tokens: int = 0  # capacity; 0 = unlimited
+    speculation: Speculation | None = None
+
+    def __post_init__(self) -> None:
+        times = (self.step_s, self.half_batch, self.context_s, self.prefill_s)
+        good = all(math.isfinite(t) and t >= 0 for t in times) and self.step_s > 0 and self.half_batch > 0
+        if not good or self.kv_tokens < 0:
+            raise SimError(f"engine: {self}: times and sizes must be positive")
+
+    def forward(self, batch: int) -> tuple[float, float]:
+        """(seconds without context, tokens) of one forward pass with the window that pays most."""
+        plain, spec = self.step_s * (1 + batch / self.half_batch), self.speculation
+        if spec is None:
+            return plain, 1.0
+        best = (plain, 1.0)
+        for window in range(1, spec.max_window + 1):
+            seconds = self.step_s * (1 + batch * (1 + window * spec.verify_cost) / self.half_batch)
+            tokens = spec.tokens_per_forward(window)
+            if tokens / seconds > best[1] / best[0]:
+                best = (seconds, tokens)
+        return best
+
+    def token_cost_s(self, batch: int) -> float:
+        """The least that one token costs a node with up to `batch` responses, context left out."""
+        return min(seconds / tokens / b for b in range(1, batch + 1) for seconds, tokens in [self.forward(b)])
+
+    def alone_s(self, prompt_tokens: int, num_tokens: int) -> float:
+        """A response that has a node for itself."""
+        seconds, tokens = self.forward(1)
+        context = num_tokens * prompt_tokens + num_tokens * (num_tokens - 1) / 2
+        return (num_tokens * seconds + self.context_s * context) / tokens
+
+    def slower(self, factor: float) -> "EngineProfile":
+        """The same engine on a machine that takes `factor` times as long."""
+        return replace(
+            self,
+            step_s=self.step_s * factor,
+            context_s=self.context_s * factor,
+            prefill_s=self.prefill_s * factor,
+        )
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One response at this node. While it runs it holds tokens0 + (clock - since) tokens."""
+
+    response: str
+    number: int
+    prompt: str  # siblings share the prefill of their prompt
+    prompt_tokens: int
+    tokens0: int
+    final_tokens: int
+    truncated: bool  # it ends at the limit, not with a stop token
+    since: int = 0
+    sent: int = 0
+    order: int = -1  # of its admission; -1 = it waits
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one response: `count` of them from `offset` on; `finished` None while it goes on."""
+
+    response: str
+    attempt: int
+    offset: int
+    count: int
+    finished: str | None
+
+
+@dataclass(slots=True)
+class Engine:
+    """Call `step` at `next_at`; every other call may change `next_at`. `times` sums to the time it lived."""
+
+    profile: EngineProfile
+    slots: int
+    chunk_tokens: int
+    now: float
+    streams: bool = True  # else tokens are told only when a response has finished
+    next_at: float = INFINITE
+    times: dict[str, float] = field(default_factory=dict[str, float])  # state -> seconds
+    num_preemptions: int = 0
+    num_tokens: int = 0  # sampled here
+    prefilled_tokens: int = 0
+    idle_label: str = "idle"  # what having no work is called at the moment
+    held: str | None = None  # what keeps the machine from decoding: loading, training, ...
+    running: dict[str, Attempt] = field(default_factory=dict[str, Attempt])  # oldest first
+    waiting: deque[Attempt] = field(default_factory=deque[Attempt])
+    _clock: int = 0  # tokens that each running response has got here so far
+    _at: float = 0.0  # when the newest of them was complete
+    _context: int = 0  # tokens in the KV cache
+    _chunk_at: int = 0  # clock of the next chunk
+    _finished: list[Attempt] = field(default_factory=list[Attempt])  # and not sent yet
+    _ends: list[tuple[int, int, Attempt]] = field(default_factory=list[tuple[int, int, Attempt]])
+    _order: int = 0
+    _linear: float = 0.0  # k tokens take _linear k + _square k^2 seconds
+    _square: float = 0.0
+    _forwards: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
+
+    # What the world asks of it
+
+    def add(self, now: float, attempts: Iterable[Attempt]) -> None:
+        self._advance(now)
+        for attempt in attempts:
+            attempt.sent = attempt.tokens0
+            self.waiting.append(attempt)
+        self._admit(now)
+        self._plan(now)
+
+    def abort(self, now: float, response: str, number: int) -> None:
+        """Gives up attempt `number` if it is here; tokens that were not sent are lost."""
+        self._advance(now)
+        attempt = self.running.get(response)
+        if attempt is not None and attempt.number == number:
+            self._evict(now, attempt)
+            self._admit(now)
+        else:
+            gone = (response, number)
+            self.waiting = deque(a for a in self.waiting if (a.response, a.number) != gone)
+            self._finished = [a for a in self._finished if (a.response, a.number) != gone]
+        self._plan(now)
+
+    def step(self, now: float) -> list[Delta]:
+        """What happened by `next_at`: all new tokens, if any response finished or a chunk is due."""
+        self._advance(now)
+        self._finish(now)
+        deltas: list[Delta] = []
+        if self._chunk_at <= self._clock or (self._finished and len(self.running) <= PROMPT_BATCH):
+            deltas = self._flush()
+        self._make_room(now)
+        self._admit(now)
+        self._plan(now)
+        return deltas
+
+    def give_up(self, now: float) -> list[Delta]:
+        """All that runs or waits here ends, and is sent as far as it came."""
+        self._advance(now)
+        self._finish(now)
+        deltas = self._flush(everything=True)
+        for attempt in [*self.running.values(), *self.waiting]:
+            held = self._tokens(attempt)
+            deltas.append(Delta(attempt.response, attempt.number, held, 0, "abort"))
+        self.clear(now)
+        return deltas
+
+    def clear(self, now: float) -> None:
+        """All that runs or waits here is gone."""
+        self._advance(now)
+        for attempt in list(self.running.values()):
+            self._evict(now, attempt)
+        self.waiting.clear()
+        self._finished.clear()
+        self._plan(now)
+
+    def hold(self, now: float, label: str | None) -> None:
+        """The machine does something else from now on; None = it decodes again. Nothing may run."""
+        self._advance(now)
+        self.held = label
+
+    def adopt(self, now: float, profile: EngineProfile) -> None:
+        """Another speed from now on."""
+        self._advance(now)
+        self.profile = profile
+        self._forwards.clear()
+        self._plan(now)
+
+    def account(self, now: float) -> None:
+        """Brings `times` up to date."""
+        self._advance(now)
+        self._plan(now)
+
+    def tokens_of_all(self) -> list[int]:
+        return [self._tokens(s) for s in (*self.running.values(), *self.waiting)]
+
+    # How time passes
+
+    def _advance(self, now: float) -> None:
+        """Moves the token clock, and the ledger of times, to `now`."""
+        elapsed = now - self.now
+        if elapsed > 0:
+            label = "decode" if self.running else self.held or self.idle_label
+            self.times[label] = self.times.get(label, 0.0) + elapsed
+            self.now = now
+        if not self.running or now <= self._at:
+            return
+        k = self._tokens_in(now - self._at)
+        while self._at + self._seconds(k + 1) <= now:
+            k += 1
+        while k > 0 and self._at + self._seconds(k) > now:
+            k -= 1
+        if k:
+            batch = len(self.running)
+            self._at += self._seconds(k)
+            self._clock += k
+            self._context += k * batch
+            self.num_tokens += k * batch
+            self._rate()
+
+    def _rate(self) -> None:
+        batch = len(self.running)
+        forward = self._forwards.get(batch)
+        if forward is None:
+            forward = self._forwards[batch] = self.profile.forward(batch)
+        seconds, tokens = forward
+        self._linear = (seconds + self.profile.context_s * (self._context - batch / 2)) / tokens
+        self._square = self.profile.context_s * batch / 2 / tokens
+
+    def _seconds(self, k: int) -> float:
+        return k * (self._linear + self._square * k)
+
+    def _tokens_in(self, seconds: float) -> int:
+        linear = self._linear
+        return int(2 * seconds / (linear + math.sqrt(linear * linear + 4 * self._square * seconds)))
+
+    def _plan(self, now: float) -> None:
+        """Says when to be called again: a finish, a chunk, a full cache."""
+        if self._finished and len(self.running) <= PROMPT_BATCH:
+            self.next_at = now
+            return
+        if not self.running:
+            self.next_at = INFINITE
+            return
+        ends = self._ends
+        while ends[0][2].order != ends[0][1]:
+            heapq.heappop(ends)  # it was given up
+        self._rate()
+        until = min(ends[0][0], self._chunk_at) - self._clock
+        batch = len(self.running)
+        if self.profile.kv_tokens and batch > 1:
+            until = min(until, max(0, self.profile.kv_tokens - self._context) // batch)
+        self.next_at = max(now, self._at + self._seconds(max(0, until)))
+
+    # What is where
+
+    def _tokens(self, attempt: Attempt) -> int:
+        if attempt.order < 0:
+            return attempt.tokens0
+        return attempt.tokens0 + self._clock - attempt.since
+
+    def _finish(self, now: float) -> None:
+        """What has all its tokens decodes no more; it is sent with the next chunk."""
+        ends, clock = self._ends, self._clock
+        while ends and (ends[0][0] <= clock or ends[0][2].order != ends[0][1]):
+            _, order, attempt = heapq.heappop(ends)
+            if attempt.order == order:
+                surplus = self._tokens(attempt) - attempt.final_tokens  # rounding: others left just now
+                self._evict(now, attempt)
+                self.num_tokens -= surplus
+                attempt.tokens0 -= surplus
+                self._finished.append(attempt)
+
+    def _flush(self, everything: bool = False) -> list[Delta]:
+        """All tokens that were not sent."""
+        deltas: list[Delta] = []
+        clock = self._clock
+        for attempt in self._finished:
+            sent, reason = attempt.sent, "length" if attempt.truncated else "stop"
+            deltas.append(Delta(attempt.response, attempt.number, sent, attempt.tokens0 - sent, reason))
+        self._finished.clear()
+        self._chunk_at = clock + max(self.chunk_tokens, min(len(self.running) // 2, MAX_CHUNK))
+        if not (self.streams or everything):
+            return deltas
+        for attempt in self.running.values():
+            held, sent = attempt.tokens0 + clock - attempt.since, attempt.sent
+            if held > sent:
+                deltas.append(Delta(attempt.response, attempt.number, sent, held - sent, None))
+                attempt.sent = held
+        for attempt in self.waiting:
+            held, sent = attempt.tokens0, attempt.sent
+            if held > sent:
+                deltas.append(Delta(attempt.response, attempt.number, sent, held - sent, None))
+                attempt.sent = held
+        return deltas
+
+    def _evict(self, now: float, attempt: Attempt) -> None:
+        held = self._tokens(attempt)
+        del self.running[attempt.response]
+        self._context -= attempt.prompt_tokens + held
+        attempt.tokens0, attempt.order = held, -1
+        if not self.running:
+            self._unspend(now)
+
+    def _make_room(self, now: float) -> None:
+        """Preempts the youngest while the cache cannot take one more token of each (as vLLM does)."""
+        capacity = self.profile.kv_tokens
+        while capacity and len(self.running) > 1 and self._context + len(self.running) > capacity:
+            youngest = next(reversed(self.running.values()))
+            self._evict(now, youngest)
+            self.waiting.appendleft(youngest)
+            self.num_preemptions += 1
+
+    def _admit(self, now: float) -> None:
+        """Starts what waits, in order, as slots and cache allow; its context is computed anew."""
+        capacity, tokens, prompts = self.profile.kv_tokens, 0, set[str]()
+        if not self.waiting:
+            return
+        was_idle = not self.running
+        while self.waiting and len(self.running) < self.slots:
+            attempt = self.waiting[0]
+            context = attempt.prompt_tokens + attempt.tokens0
+            fits = self._context + context + len(self.running) + 1 <= capacity
+            if capacity and self.running and not fits:
+                break
+            self.waiting.popleft()
+            if attempt.prompt in prompts:
+                context -= attempt.prompt_tokens
+            prompts.add(attempt.prompt)
+            tokens += context
+            self._order += 1
+            attempt.order, attempt.since = self._order, self._clock
+            self.running[attempt.response] = attempt
+            self._context += attempt.prompt_tokens + attempt.tokens0
+            ends = self._clock + attempt.final_tokens - attempt.tokens0
+            heapq.heappush(self._ends, (ends, self._order, attempt))
+        if tokens:
+            if was_idle:
+                self._at = now
+                self._chunk_at = self._clock + self.chunk_tokens
+            self._at += tokens * self.profile.prefill_s
+            self._spend(tokens * self.profile.prefill_s)
+            self.prefilled_tokens += tokens
+
+    def _spend(self, seconds: float) -> None:
+        """Prefill is part of the time in which something runs: it is moved from one account to the other."""
+        self.times["prefill"] = self.times.get("prefill", 0.0) + seconds
+        self.times["decode"] = self.times.get("decode", 0.0) - seconds
+
+    def _unspend(self, now: float) -> None:
+        """Nothing runs any more; prefill that was still to come does not happen."""
+        if self._at > now:
+            self._spend(now - self._at)
+            self._at = now

@@ -1,0 +1,78 @@
+"""The machines of a simulated fleet: an engine each, what it serves, when it comes and goes.
+
+Owns the state of a machine that the core cannot know: whether it is really there, what it is loading.
+Decides nothing and schedules nothing; `world` does.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from lightrl.messages import TokenChunk
+from lightrl.sim.engine import Delta, Engine, EngineProfile
+from lightrl.sim.messages import chunk_of
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """One rollout node as a user describes it."""
+
+    name: str
+    slots: int
+    kind: str = "rollout"  # its row in the report
+    slowness: float = 1.0  # how many times as long everything takes
+
+
+@dataclass(slots=True)
+class Machine:
+    spec: NodeSpec
+    engine: Engine
+    speed: float = 1.0  # of the hardware, against that which the profile describes
+    width: int = 1  # machines that work as one
+    present: bool = False  # as the core would see it
+    released: bool = False  # here, but training
+    merged: bool = False  # part of another one's width
+    boots: int = 0  # and ends; an engine that starts late must not join a machine that is gone
+    incarnation: int = 0
+    serves: int = -1  # policy version whose digest was confirmed
+    loading: int = -1  # the one on its way, -1 = none
+    scheduled_at: float = math.inf  # of its entry in the world's heap
+    present_s: float = 0.0  # x width
+    _since: float = 0.0
+    _past: list[tuple[Engine, int]] = field(default_factory=list[tuple[Engine, int]])  # that it had before
+
+    def chunk(self, deltas: list[Delta]) -> TokenChunk:
+        return chunk_of(self.serves, deltas)
+
+    def come(self, now: float) -> None:
+        if not self.released:
+            self.engine.now = self._since = now
+        self.present, self.released, self.merged = True, False, False
+        self.incarnation += 1
+        self.serves = self.loading = -1
+
+    def go(self, now: float, released: bool = False) -> None:
+        """`released`: only out of sight of the core."""
+        if self.present or self.released:
+            self.engine.clear(now)
+            self.engine.hold(now, "train" if released else None)
+            self.present_s += (now - self._since) * self.width
+            self._since = now
+        self.present, self.released, self.loading = False, released, -1
+
+    def refit(self, now: float, profile: EngineProfile, slots: int, width: int) -> None:
+        """Another engine, from now on."""
+        self._past.append((self.engine, self.width))
+        before = self.engine
+        self.engine = Engine(profile, slots, before.chunk_tokens, now, before.streams)
+        self.scheduled_at, self.width = math.inf, width
+
+    def times(self) -> dict[str, float]:
+        """Seconds in each state, times the machines that worked as one."""
+        total: dict[str, float] = {}
+        for engine, width in (*self._past, (self.engine, self.width)):
+            for label, seconds in engine.times.items():
+                total[label] = total.get(label, 0.0) + width * seconds
+        return total
+
+    def total(self, name: str) -> int:
+        return sum(getattr(engine, name) for engine, _ in (*self._past, (self.engine, self.width)))

@@ -1,0 +1,48 @@
+"""The messages that simulated nodes send. Owns the constant token buffer that all of them are slices of."""
+
+from functools import lru_cache
+from typing import cast
+
+from lightrl.messages import (
+    PROTOCOL,
+    Bucket,
+    FinishReason,
+    Hello,
+    Manifest,
+    PublishWeights,
+    ResponseTokens,
+    Role,
+    TokenChunk,
+)
+from lightrl.sim.engine import Delta
+
+TRAINER = "trainer"
+
+
+@lru_cache(maxsize=4096)
+def blank(num_tokens: int) -> bytes:
+    """So many int32 or float32 zeros: every simulated token is token 0 with logprob 0."""
+    return bytes(4 * num_tokens)
+
+
+def chunk_of(policy_version: int, deltas: list[Delta]) -> TokenChunk:
+    items = tuple(
+        ResponseTokens(
+            d.response, d.attempt, d.offset, blank(d.count), blank(d.count), cast("FinishReason", d.finished)
+        )
+        for d in deltas
+    )
+    return TokenChunk(policy_version, digest_of(policy_version), items)
+
+
+def digest_of(policy_version: int) -> str:
+    return f"version-{policy_version}"
+
+
+def publication(policy_version: int) -> PublishWeights:
+    digest = digest_of(policy_version)
+    return PublishWeights(Manifest(policy_version, digest, (), (Bucket(1, digest),)), ("sim:1",), "")
+
+
+def hello(name: str, incarnation: int, role: str, slots: int = 0) -> Hello:
+    return Hello(name, incarnation, (cast("Role", role),), PROTOCOL, pid=1, host="sim", slots=slots)

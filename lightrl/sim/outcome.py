@@ -1,0 +1,80 @@
+"""What is remembered of a simulation: one record per round, totals of the run. Data only."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One optimizer step. Times in seconds, work in seconds of one node that the profile describes."""
+
+    step: int
+    kind: str
+    launched: int  # responses
+    opened_at: float = 0.0
+    closed_at: float = 0.0
+    rollout_s: float = 0.0
+    train_s: float = 0.0
+    weights_s: float = 0.0
+    kept: int = 0  # responses
+    kept_tokens: int = 0
+    kept_longest: int = 0
+    longest_s: float = 0.0  # of the longest kept response on a fast node of its own
+    work_s: float = 0.0  # the least that a fleet of one node needs for all kept responses
+    training_s: float = 0.0
+    preemptions: int = 0
+    nodes: float = 0.0  # time average; a slow one counts less
+    parallelism: int = 1
+    put_off: int = 0  # prompts
+    dropped: int = 0
+
+    @property
+    def step_s(self) -> float:
+        return self.rollout_s + self.train_s + self.weights_s
+
+
+@dataclass(slots=True)
+class Lengths:
+    """Sums over responses."""
+
+    num: int = 0
+    tokens: int = 0
+    at_limit: int = 0
+
+    def add(self, tokens: int, limit: int) -> None:
+        self.num += 1
+        self.tokens += tokens
+        self.at_limit += tokens >= limit
+
+    def merge(self, other: "Lengths") -> None:
+        self.num += other.num
+        self.tokens += other.tokens
+        self.at_limit += other.at_limit
+
+    @property
+    def mean(self) -> float:
+        return self.tokens / self.num if self.num else 0.0
+
+    @property
+    def share_at_limit(self) -> float:
+        return self.at_limit / self.num if self.num else 0.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A whole simulation."""
+
+    elapsed_s: float = 0.0
+    steps: list[StepRecord] = field(default_factory=list[StepRecord])
+    device_times: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    device_s: dict[str, float] = field(default_factory=dict[str, float])  # how long they were there, together
+    kept: Lengths = field(default_factory=Lengths)
+    # Of the prompts that were trained: all that they launched first, also what was given up.
+    launched: Lengths = field(default_factory=Lengths)
+    sampled_tokens: int = 0  # by all engines
+    trained_tokens: int = 0
+    prefilled_tokens: int = 0
+    preemptions: int = 0
+    counters: dict[str, int] = field(default_factory=dict[str, int])
+    waiting_prompts: int = 0  # put off and not trained at the end
+    num_events: int = 0
+    winners: list[tuple[int, tuple[str, ...]]] = field(default_factory=list[tuple[int, tuple[str, ...]]])

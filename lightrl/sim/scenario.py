@@ -1,0 +1,288 @@
+"""What is simulated: a workload, the hardware under it, what it costs; presets, and files that say so.
+
+Owns the tables of presets and the reading of workload files and of finished runs. Decides nothing.
+
+A workload file is JSON with any of these parts, or JSONL with one {"prompt": ..., "lengths": [...]} a line:
+
+    {"base": "generic", "lengths": {"p1": [310, 512]}, "length_model": {...}, "num_prompts": 4096,
+     "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "engine": {...}, "training": {...}, "transfer": {...},
+     "prices": {...}}
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from lightrl.errors import SimError
+from lightrl.sim.engine import EngineProfile, Speculation
+from lightrl.sim.workload import (
+    LONG_TAIL,
+    MEDIUM_TAIL,
+    SHORT_TAIL,
+    EmpiricalLengths,
+    LengthModel,
+    RewardClass,
+    RewardTimes,
+    Workload,
+    complete_censored,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The trainer: seconds for each token of prompt and response, and for each optimizer step."""
+
+    token_s: float = 2e-5
+    step_s: float = 2.0
+    placement: Literal["dedicated", "colocated"] = "dedicated"  # colocated = on the GPUs of the rollout nodes
+
+    def __post_init__(self) -> None:
+        if not (self.token_s >= 0 and self.step_s >= 0):
+            raise SimError(f"training: {self}: times must not be negative")
+        if self.placement not in {"dedicated", "colocated"}:
+            raise SimError(f"training.placement = {self.placement!r}: dedicated or colocated")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """New weights at a node: pulled while it still works, then loaded."""
+
+    num_bytes: float = 0.0
+    receiver_bytes_per_s: float = 6.25e9
+    sender_bytes_per_s: float = 25e9  # of all holders together
+    load_s: float = 1.0
+    start_s: float = 0.0  # of an engine on a node that comes
+    lost_after_s: float = 0.5  # until a node that dies is missed
+
+    def __post_init__(self) -> None:
+        if min(self.num_bytes, self.load_s, self.start_s, self.lost_after_s) < 0:
+            raise SimError(f"transfer: {self}: sizes and times must not be negative")
+        if min(self.receiver_bytes_per_s, self.sender_bytes_per_s) <= 0:
+            raise SimError(f"transfer: {self}: bandwidths must be positive")
+
+    def pull_s(self, receivers: int) -> float:
+        return self.num_bytes / min(self.receiver_bytes_per_s, self.sender_bytes_per_s / max(1, receivers))
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Dollars per hour; 0 = not counted."""
+
+    node: float = 0.0
+    trainer: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.node >= 0 and self.trainer >= 0):
+            raise SimError(f"prices: {self}: must not be negative")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All that a simulation needs beside the run's config."""
+
+    workload: Workload
+    # By how many times the parallelism of the smallest engine; the planner may go from one to the next.
+    engines: Mapping[int, EngineProfile] = field(default_factory=lambda: {1: EngineProfile()})
+    training: Training = Training()
+    transfer: Transfer = Transfer()
+    prices: Prices = Prices()
+    speculation: Speculation = field(default_factory=Speculation)  # what switching it on would bring
+
+    @property
+    def engine(self) -> EngineProfile:
+        return self.engines[min(self.engines)]
+
+
+def generic(max_response_tokens: int, prompt_tokens: int = 200) -> Scenario:
+    """For a config of which nothing is known: the shape of a published tail, scaled to its limit."""
+    note = "nothing is known of this model: lengths, speeds and times are guesses; give --workload"
+    lengths = SHORT_TAIL.scaled(max_response_tokens)
+    return Scenario(Workload("generic", lengths, prompt_tokens=prompt_tokens, note=note))
+
+
+_MIX = RewardTimes(  # math, code (5 % run into the limit), judge in equal parts
+    classes=(
+        RewardClass(share=1 / 3, constant_s=0.05),
+        RewardClass(share=1 / 3, median_s=1.0, sigma=0.8, hanging=0.05, limit_s=30.0),
+        RewardClass(share=1 / 3, constant_s=0.5, median_s=2.0, sigma=0.5),
+    )
+)
+
+# The workloads of RollPacker, section 7.1: first values, to be calibrated against its figures.
+PRESETS: dict[str, Callable[[], Scenario]] = {
+    "rollpacker-7b-8k": lambda: Scenario(
+        Workload("rollpacker-7b-8k", SHORT_TAIL, reward=_MIX),
+        engines={
+            1: EngineProfile(0.0095, 107, 1.7e-8, 1.2e-5, kv_tokens=800_000),
+            2: EngineProfile(0.0070, 180, 0.9e-8, 0.7e-5, kv_tokens=1_900_000),
+        },
+        training=Training(token_s=3.3e-5, step_s=3.0, placement="colocated"),
+        transfer=Transfer(load_s=3.0),
+    ),
+    "rollpacker-14b-16k": lambda: Scenario(
+        Workload("rollpacker-14b-16k", MEDIUM_TAIL, reward=_MIX),
+        engines={
+            1: EngineProfile(0.016, 107, 2.9e-8, 1.2e-5, kv_tokens=500_000),
+            2: EngineProfile(0.0125, 180, 1.5e-8, 0.7e-5, kv_tokens=1_100_000),
+        },
+        training=Training(token_s=5e-5, step_s=4.0, placement="colocated"),
+        transfer=Transfer(load_s=3.0),
+    ),
+    "rollpacker-32b-32k": lambda: Scenario(
+        Workload("rollpacker-32b-32k", LONG_TAIL, reward=_MIX),
+        engines={1: EngineProfile(0.020, 107, 4e-8, 2e-5, kv_tokens=250_000)},
+        training=Training(token_s=6e-5, step_s=5.0, placement="colocated"),
+        transfer=Transfer(load_s=4.0),
+    ),
+}
+
+
+def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
+    """A preset by name, a workload file, or the directory of a finished run. Raises SimError, one line."""
+    if not source or source == "generic":
+        return generic(max_response_tokens)
+    if source in PRESETS:
+        return PRESETS[source]()
+    path = Path(source)
+    if path.is_dir():
+        path = path / "lengths.jsonl"
+        if not path.is_file():
+            raise SimError(f"{path}: no such file; a run that closed a round has it")
+    elif not path.is_file():
+        known = ", ".join(["generic", *PRESETS])
+        raise SimError(f"--workload {source}: neither a file, a run directory nor a preset ({known})")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise SimError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
+    if path.suffix == ".jsonl":
+        return _from_lines(path, text, max_response_tokens, seed)
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise SimError(f"{path}:{e.lineno}: not valid JSON: {e.msg}") from None
+    try:
+        return _from_tree(tree, path.stem, max_response_tokens, seed)
+    except (SimError, TypeError, ValueError) as e:
+        raise SimError(f"{path}: {e}") from None
+
+
+def _from_lines(path: Path, text: str, limit: int, seed: int) -> Scenario:
+    seen: dict[str, list[tuple[int, bool]]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            for prompt, tokens, finished in _responses(row):
+                if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+                    raise SimError(f"a length of {tokens!r} tokens cannot be")
+                seen.setdefault(str(prompt), []).append((tokens, bool(finished)))
+        except json.JSONDecodeError as e:
+            raise SimError(f"{path}:{number}: not valid JSON: {e.msg}") from None
+        except (SimError, TypeError, ValueError, KeyError) as e:
+            raise SimError(f"{path}:{number}: {_text(e)}") from None
+    if not seen:
+        raise SimError(f"{path}: holds no lengths")
+    lengths = EmpiricalLengths(_renamed(complete_censored(seen, seed)), seed)
+    num = sum(map(len, seen.values()))
+    note = f"{num:,} lengths of {len(seen):,} prompts from {path}; speeds and times are guesses"
+    base = generic(limit)
+    workload = replace(base.workload, name=str(path), lengths=lengths, num_prompts=len(seen), note=note)
+    return replace(base, workload=workload)
+
+
+def _responses(row: Any) -> list[tuple[Any, Any, Any]]:
+    """(prompt, tokens, finished) of a line: of a workload, or of a round of a run."""
+    if not isinstance(row, dict):
+        raise SimError("a line is an object with prompt and lengths, or with responses")
+    tree = cast("dict[str, Any]", row)
+    if "lengths" in tree:
+        return [(tree["prompt"], tokens, True) for tokens in tree["lengths"]]
+    if tree.get("kind") == "eval":
+        return []
+    return [(prompt, tokens, finished) for prompt, _, _, tokens, finished in tree["responses"]]
+
+
+def _from_tree(tree: Any, name: str, limit: int, seed: int) -> Scenario:
+    if not isinstance(tree, dict):
+        raise SimError("a workload file holds one object")
+    parts = dict(cast("dict[str, Any]", tree))
+    base = find_scenario(str(parts.pop("base", "generic")), limit, seed)
+    workload = replace(base.workload, name=name)
+    lengths = parts.pop("lengths", None)
+    if lengths is not None:
+        workload = replace(
+            workload, lengths=EmpiricalLengths(_checked(lengths), seed), num_prompts=len(lengths)
+        )
+    model = parts.pop("length_model", None)
+    if model is not None:
+        start = base.workload.lengths
+        start = start if isinstance(start, LengthModel) else SHORT_TAIL.scaled(limit)
+        workload = replace(workload, lengths=_changed(start, model, "length_model"))
+    for key in ("num_prompts", "prompt_tokens"):
+        if key in parts:
+            workload = replace(workload, **{key: _number(parts.pop(key), key)})
+    if "same_again" in parts:
+        workload = replace(workload, same_again=float(parts.pop("same_again")))
+    if "reward" in parts:
+        workload = replace(workload, reward=_changed(workload.reward, parts.pop("reward"), "reward"))
+    engines = dict(base.engines)
+    if "engine" in parts:
+        engines = {1: _changed(base.engine, parts.pop("engine"), "engine")}
+    known: dict[str, Any] = {k: getattr(base, k) for k in ("training", "transfer", "prices", "speculation")}
+    changed = {k: _changed(v, parts.pop(k), k) for k, v in known.items() if k in parts}
+    if parts:
+        raise SimError(f"{next(iter(parts))}: unknown key")
+    return replace(base, workload=replace(workload, note=""), engines=engines, **cast("Any", changed))
+
+
+def _renamed(lengths: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """By the names that the simulator gives its prompts."""
+    return {f"p{i}": lengths[name] for i, name in enumerate(sorted(lengths))}
+
+
+def _checked(lengths: Any) -> dict[str, list[int]]:
+    if not isinstance(lengths, dict):
+        raise SimError("lengths: an object with a list for each prompt")
+    checked: dict[str, list[int]] = {}
+    for prompt, values in cast("dict[str, Any]", lengths).items():
+        if not isinstance(values, list):
+            raise SimError(f"lengths.{prompt}: a list of numbers of tokens")
+        checked[prompt] = [_number(v, f"lengths.{prompt}") for v in cast("list[Any]", values)]
+    return _renamed(checked)
+
+
+def _number(value: Any, key: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SimError(f"{key} = {value!r}: a positive whole number is needed")
+    return value
+
+
+def _changed(start: T, changes: Any, key: str) -> T:
+    """A dataclass with some of its fields replaced by what a file says."""
+    if not isinstance(changes, dict) or not is_dataclass(start):
+        raise SimError(f"{key}: an object is needed")
+    known = {f.name: f for f in fields(start)}
+    values: dict[str, Any] = {}
+    for name, value in cast("dict[str, Any]", changes).items():
+        if name not in known or not known[name].init:
+            raise SimError(f"{key}.{name}: unknown key; keys are {', '.join(known)}")
+        old = getattr(start, name)
+        if name == "classes" and isinstance(value, list):
+            rows = cast("list[Any]", value)
+            value = tuple(_changed(RewardClass(), row, f"{key}.classes") for row in rows)
+        elif name == "speculation" and value is not None:
+            value = _changed(old or Speculation(), value, f"{key}.speculation")
+        elif isinstance(value, bool) != isinstance(old, bool) or not isinstance(value, type(old) | int):
+            raise SimError(f"{key}.{name} = {value!r}: a {type(old).__name__} is needed")
+        values[name] = value
+    return cast("T", replace(cast("Any", start), **values))
+
+
+def _text(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

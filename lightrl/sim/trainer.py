@@ -1,0 +1,74 @@
+"""The trainer as a model: groups come in, gradients take time, a new version comes out.
+
+Owns its backlog and where its time goes. Steps are trained one after the other. Without streaming, a
+step's work begins when all of it is there. `rate` is the share of the trainer's devices that it has at the
+moment: 1 where they are its own; on those of the rollout nodes 0 until these are free, and 1/2 while half
+of them have been released.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Job:
+    """The training of one step; `work_s` of all devices is left."""
+
+    step: int
+    work_s: float = 0.0
+    closed: bool = False  # nothing more comes
+    ready_at: float = 0.0  # rewards computed after the rollout
+
+
+@dataclass(slots=True)
+class TrainerModel:
+    token_s: float
+    step_s: float
+    streaming: bool
+    rate: float
+    now: float = 0.0
+    jobs: deque[Job] = field(default_factory=deque[Job])
+    times: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "wait": 0.0})
+
+    def take(self, now: float, step: int, num_tokens: int, last: bool, ready_at: float) -> None:
+        """More tokens of a step; `last` = all of it is there."""
+        self.advance(now)
+        job = self.jobs[-1] if self.jobs and self.jobs[-1].step == step else None
+        if job is None:
+            job = Job(step)
+            self.jobs.append(job)
+        job.work_s += num_tokens * self.token_s
+        if last:
+            job.work_s += self.step_s
+            job.closed = True
+        job.ready_at = max(job.ready_at, ready_at)
+
+    def set_rate(self, now: float, rate: float) -> None:
+        self.advance(now)
+        self.rate = rate
+
+    def advance(self, now: float) -> None:
+        elapsed = now - self.now
+        if elapsed <= 0:
+            return
+        job = self.jobs[0] if self.jobs else None
+        trained = 0.0
+        if job is not None and self.rate > 0 and (self.streaming or job.closed):
+            trained = min(max(0.0, now - max(self.now, job.ready_at)), job.work_s / self.rate)
+            job.work_s -= trained * self.rate
+        self.times["train"] += trained
+        self.times["wait"] += elapsed - trained
+        self.now = now
+
+    def done_at(self) -> float:
+        """When the step in front is trained, as things stand."""
+        job = self.jobs[0] if self.jobs else None
+        if job is None or not job.closed or self.rate <= 0:
+            return math.inf
+        return max(self.now, job.ready_at) + job.work_s / self.rate
+
+    def finish(self, now: float) -> int:
+        """The step in front is trained; returns which it is."""
+        self.advance(now)
+        return self.jobs.popleft().step

@@ -1,0 +1,240 @@
+"""How long responses are, how long rewards take, how much training costs: what a run has to do.
+
+Owns these models and their presets. A length is a pure function of (workload seed, prompt, epoch, noise of
+the response), so that moving, racing and restarting do not change it, as with coupled sampling. Must not
+know engines, nodes or the core. Reading them from files is in `scenario`.
+
+The length model has two levels (fitted to figure 12 of RollPacker, arXiv 2509.21009): a prompt has a
+difficulty z and, correlated with it, a chance q that one of its responses runs away. Both persist over
+epochs with a drift that leaves the rank of almost all prompts (RhymeRL, arXiv 2508.18588).
+"""
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Protocol
+
+from lightrl.errors import SimError
+
+_INVERSE = NormalDist().inv_cdf
+_UNIT = 2.0**-53
+
+
+def uniforms(*key: object) -> tuple[float, float, float]:
+    """Three numbers in (0, 1) that depend on the key alone."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=24).digest()
+    return (_uniform(digest[:8]), _uniform(digest[8:16]), _uniform(digest[16:]))
+
+
+def _uniform(eight: bytes) -> float:
+    return ((int.from_bytes(eight, "little") >> 11) + 0.5) * _UNIT
+
+
+class Lengths(Protocol):
+    """Tokens of a response, 1 <= length <= limit; the limit itself means that it was cut off."""
+
+    def length(self, prompt: str, epoch: int, noise: int, limit: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class LengthModel:
+    """Symbols as in the module's text: lognormal(m + s_p z, s_r), or with chance q a runaway.
+
+    q = sigmoid(alpha + beta u) with u correlated to z by rho; a runaway has 1.3 cap U^tau tokens.
+    """
+
+    cap: int = 8192
+    m: float = 6.174
+    s_p: float = 0.05
+    s_r: float = 0.43
+    alpha: float = -1.27
+    beta: float = 2.486
+    rho: float = 0.819
+    tau: float = 2.717
+    drift: float = 0.2  # share of new noise in z and u, each epoch
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        spread = (self.s_p, self.s_r, self.tau)
+        if self.cap < 1 or min(spread) < 0 or not -1 <= self.rho <= 1 or not 0 <= self.drift <= 1:
+            raise SimError(f"length model: {self}: cap >= 1, spreads >= 0, -1 <= rho <= 1, 0 <= drift <= 1")
+
+    def length(self, prompt: str, epoch: int, noise: int, limit: int) -> int:
+        z, q = _latent(self, prompt, epoch)
+        chance, size, _ = uniforms(self.seed, prompt, noise)
+        if chance < q:
+            tokens = 1.3 * self.cap * size**self.tau
+        else:
+            tokens = math.exp(min(50.0, self.m + self.s_p * z + self.s_r * _INVERSE(size)))
+        return max(1, min(int(tokens), self.cap, limit))
+
+    def scaled(self, cap: int) -> "LengthModel":
+        """The same shape for another limit."""
+        return replace(self, cap=cap, m=self.m + math.log(cap / self.cap))
+
+
+@lru_cache(maxsize=200_000)
+def _latent(model: LengthModel, prompt: str, epoch: int) -> tuple[float, float]:
+    """z and q of a prompt in an epoch: two first-order autoregressions."""
+    z = u = 0.0
+    keep = math.sqrt(1 - model.drift**2)
+    for e in range(epoch + 1):
+        a, b, _ = uniforms(model.seed, prompt, "latent", e)
+        fresh_z = _INVERSE(a)
+        fresh_u = model.rho * fresh_z + math.sqrt(1 - model.rho**2) * _INVERSE(b)
+        z = fresh_z if e == 0 else keep * z + model.drift * fresh_z
+        u = fresh_u if e == 0 else keep * u + model.drift * fresh_u
+    return z, 1 / (1 + math.exp(-(model.alpha + model.beta * u)))
+
+
+@dataclass(frozen=True)
+class EmpiricalLengths:
+    """Lengths that were seen, per prompt; a response draws one of its prompt's.
+
+    A prompt that was not seen takes those of one that was, chosen by its name.
+    """
+
+    by_prompt: Mapping[str, Sequence[int]]
+    seed: int = 0
+    _names: list[str] = field(init=False, repr=False, default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        if not self.by_prompt or any(not lengths for lengths in self.by_prompt.values()):
+            raise SimError("workload: it needs at least one length for each of its prompts")
+        self._names.extend(sorted(self.by_prompt))
+
+    def length(self, prompt: str, epoch: int, noise: int, limit: int) -> int:
+        lengths = self.by_prompt.get(prompt)
+        if lengths is None:
+            lengths = self.by_prompt[self._names[int(uniforms(self.seed, prompt)[0] * len(self._names))]]
+        draw, _, _ = uniforms(self.seed, prompt, noise)
+        return max(1, min(lengths[int(draw * len(lengths))], limit))
+
+
+def complete_censored(seen: Mapping[str, Sequence[tuple[int, bool]]], seed: int) -> dict[str, list[int]]:
+    """Lengths per prompt from (tokens, finished): one that was given up had at least so many tokens.
+
+    It gets the length of a finished one, of any prompt, that was longer; if there is none, its own.
+    """
+    finished = sorted(tokens for responses in seen.values() for tokens, done in responses if done)
+    lengths: dict[str, list[int]] = {}
+    for prompt, responses in seen.items():
+        lengths[prompt] = []
+        for k, (tokens, done) in enumerate(responses):
+            first = bisect_right(finished, tokens)
+            if done or first == len(finished):
+                lengths[prompt].append(max(1, tokens))
+            else:
+                draw = uniforms(seed, "censored", prompt, k)[0]
+                lengths[prompt].append(finished[first + int(draw * (len(finished) - first))])
+    return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class RewardClass:
+    """One kind of reward function: constant_s plus a lognormal time; a share never ends by itself."""
+
+    share: float = 1.0  # of the prompts
+    constant_s: float = 0.0
+    median_s: float = 0.0  # of the lognormal part
+    sigma: float = 0.0
+    hanging: float = 0.0  # share of its responses that run into the limit
+    limit_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if min(self.share, self.constant_s, self.median_s, self.sigma) < 0 or self.limit_s <= 0:
+            raise SimError(f"reward: {self}: shares and times must not be negative")
+        if self.share > 1 or not 0 <= self.hanging <= 1:
+            raise SimError(f"reward: {self}: shares are at most 1")
+
+
+@dataclass(frozen=True)
+class RewardTimes:
+    """Seconds of a reward. `adaptive` = the limit is min(max(floor, factor x usual time), limit)."""
+
+    classes: tuple[RewardClass, ...] = (RewardClass(),)
+    workers: int = 0  # that run at once; 0 = as many as needed
+    adaptive: bool = False
+    floor_s: float = 2.0
+    factor: float = 1.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.classes or abs(sum(c.share for c in self.classes) - 1) > 1e-6:
+            raise SimError(f"reward: the shares of the classes sum to {sum(c.share for c in self.classes):g}")
+        if self.workers < 0 or self.floor_s < 0 or self.factor < 0:
+            raise SimError("reward: workers, floor_s and factor must not be negative")
+
+    def seconds(self, prompt: str, noise: int) -> float:
+        pick, _, _ = uniforms(self.seed, prompt, "reward class")
+        chosen = self.classes[-1]
+        for candidate in self.classes:
+            if pick < candidate.share:
+                chosen = candidate
+                break
+            pick -= candidate.share
+        if not chosen.hanging and not chosen.median_s:
+            return min(chosen.constant_s, chosen.limit_s)
+        hangs, size, _ = uniforms(self.seed, prompt, noise, "reward")
+        limit = chosen.limit_s
+        if self.adaptive:
+            usual = chosen.constant_s + chosen.median_s * math.exp(chosen.sigma)
+            limit = min(max(self.floor_s, self.factor * usual), limit)
+        if hangs < chosen.hanging:
+            return limit
+        return min(chosen.constant_s + chosen.median_s * math.exp(chosen.sigma * _INVERSE(size)), limit)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run has to do, whatever it runs on."""
+
+    name: str
+    lengths: Lengths
+    num_prompts: int = 16_384
+    prompt_tokens: int = 200
+    reward: RewardTimes = RewardTimes()
+    # Chance that a response which starts again under newer weights, with the same noise, is as long as
+    # before. Where it is not, being put off selects: see `report.Figures.length_bias`.
+    same_again: float = 1.0
+    note: str = ""  # what a reader must know of its origin
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 1 or self.prompt_tokens < 1:
+            raise SimError(f"workload {self.name}: num_prompts and prompt_tokens must be at least 1")
+        if not 0 <= self.same_again <= 1:
+            raise SimError(f"workload {self.name}: same_again = {self.same_again}: is between 0 and 1")
+
+
+class Cursor:
+    """The prompts in the order of their epochs, as the data loader would draw them."""
+
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self.epoch = 0
+        self._order: list[str] = []
+        self._next = 0
+
+    def draw(self) -> tuple[str, int]:
+        """(prompt, epoch)."""
+        if self._next == len(self._order):
+            self.epoch += bool(self._order)
+            names = [f"p{i}" for i in range(self._num_prompts)]
+            self._order = sorted(names, key=lambda n: uniforms(self._seed, n, self.epoch)[0])
+            self._next = 0
+        self._next += 1
+        return self._order[self._next - 1], self.epoch
+
+
+SHORT_TAIL = LengthModel()  # 8k
+MEDIUM_TAIL = LengthModel(
+    cap=16384, m=6.217, s_p=0.074, s_r=0.764, alpha=-2.624, beta=1.663, rho=0.821, tau=2.94
+)
+LONG_TAIL = LengthModel(
+    cap=32768, m=6.547, s_p=0.495, s_r=0.146, alpha=-3.719, beta=1.5, rho=0.821, tau=1.414
+)

@@ -1,0 +1,407 @@
+"""The run in virtual time: a heap of what happens next, around the very same core.
+
+Owns time, and what a daemon would do with each command: engines, trainer, rewards and weights are models.
+Must decide nothing that the core decides. What the rollout nodes' GPUs do beside rollout (training on them)
+is in `sharing`.
+"""
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Finish, Score, Send
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.events import (
+    Event,
+    NodeDraining,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    PromptsDrawn,
+    ResponseScored,
+    StepTrained,
+    TimerFired,
+    TokensArrived,
+    WeightsConfirmed,
+    WeightsPublished,
+)
+from lightrl.core.state import DrawnPrompt, Response, Settings
+from lightrl.errors import SimError
+from lightrl.messages import (
+    Abort,
+    Drain,
+    Generate,
+    Message,
+    PublishWeights,
+    StepDone,
+    TrainShard,
+    WeightsReady,
+)
+from lightrl.sim.engine import Attempt, Engine, Speculation
+from lightrl.sim.machines import Machine, NodeSpec
+from lightrl.sim.messages import TRAINER, blank, digest_of, hello, publication
+from lightrl.sim.observer import Observer
+from lightrl.sim.outcome import Outcome
+from lightrl.sim.scenario import Scenario
+from lightrl.sim.scoring import Scoring, reward
+from lightrl.sim.sharing import Sharing
+from lightrl.sim.traces import TraceEvent
+from lightrl.sim.trainer import TrainerModel
+from lightrl.sim.workload import Cursor, uniforms
+
+FOREVER_S = 1e12
+PATIENCE = 200_000  # timers in a row without anything else happening
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """What the shell around the core does; the core's own mechanisms are in its Settings."""
+
+    streaming: bool = True  # training begins while responses still run
+    async_rewards: bool = True  # else all rewards are computed after the rollout
+    adaptive_limit: bool = False  # of rewards
+    speculation: bool = False
+    stream_trainer: bool = False  # half of the rollout nodes change over to training (colocated only)
+    planner: bool = False  # parallelism follows the preemptions
+    token_collection: bool = True  # else a response that moves starts again from its prompt
+    chunk_tokens: int = 32
+
+
+class World:
+    def __init__(
+        self,
+        settings: Settings,
+        scenario: Scenario,
+        nodes: Sequence[NodeSpec],
+        trace: Sequence[TraceEvent] = (),
+        switches: Switches = Switches(),
+        check: bool = False,
+    ) -> None:
+        if not nodes and not trace:
+            raise SimError("a simulation needs nodes: --nodes, --trace or rollout.nodes")
+        workload = scenario.workload
+        if workload.num_prompts < settings.prompts_launched:
+            raise SimError(
+                f"workload {workload.name} has {workload.num_prompts} prompts, fewer than the "
+                f"{settings.prompts_launched} of one round"
+            )
+        self.settings = replace(settings, num_prompts=workload.num_prompts, lease_s=FOREVER_S, vocabulary=1)
+        self.scenario = scenario
+        self.switches = switches
+        self.check = check
+        self.now = 0.0
+        self.core = Coordinator(self.settings, now=0.0)
+        self.machines: dict[str, Machine] = {}
+        self.outcome = Outcome()
+        self.engines = dict(scenario.engines)
+        if switches.speculation:
+            self._speculate(scenario.speculation.without_history())
+        self.scoring = Scoring(
+            replace(workload.reward, adaptive=switches.adaptive_limit or workload.reward.adaptive)
+        )
+        self.trainer = TrainerModel(
+            scenario.training.token_s,
+            scenario.training.step_s,
+            streaming=switches.streaming and switches.async_rewards,
+            rate=0.0 if scenario.training.placement == "colocated" else 1.0,
+        )
+        self.sharing = Sharing(self)
+        self.observer = Observer(self)
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._cursor = Cursor(workload.num_prompts, settings.run_seed)
+        self._prompt = blank(workload.prompt_tokens)
+        self._trained_at = math.inf  # of the newest entry in the heap
+        self._first_step: dict[str, int] = {}  # in which a response was generated
+        self._loading: list[Machine] = []  # told of a version by the event at hand
+        self._num_pulling = 0
+        self._finished = False
+        self._has_history = False  # responses of an earlier epoch to draft from
+        for spec in nodes:
+            self._add_machine(spec)
+        spot_slots = nodes[0].slots if nodes else settings.slots
+        for event in trace:
+            if event.node not in self.machines:
+                self._add_machine(NodeSpec(event.node, spot_slots, kind="spot"))
+        self._set_out(nodes, trace)
+
+    def _add_machine(self, spec: NodeSpec) -> None:
+        profile = self.engines[min(self.engines)].slower(spec.slowness)
+        engine = Engine(profile, spec.slots, self.switches.chunk_tokens, 0.0, self.switches.token_collection)
+        self.machines[spec.name] = Machine(spec, engine, speed=1.0 / spec.slowness)
+
+    def _speculate(self, speculation: Speculation) -> None:
+        self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
+        for machine in self.machines.values():
+            profile = self.engines[self.sharing.parallelism].slower(machine.spec.slowness)
+            machine.engine.adopt(self.now, profile)
+
+    def _set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
+        self.at(0.0, lambda: self.feed(NodeJoined(hello(TRAINER, 1, "trainer"))))
+        self.at(0.0, lambda: self.feed(WeightsPublished(TRAINER, publication(0))))
+        for spec in nodes:
+            self.at(0.0, lambda name=spec.name: self.join(self.machines[name]))
+        for event in trace:
+            machine = self.machines[event.node]
+            self.at(event.at_s, lambda m=machine, e=event: self._boot(m) if e.added else self._die(m))
+
+    # Time
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (max(when, self.now), next(self._order), act))
+
+    def run(self) -> Outcome:
+        """Until the core says that the run is over. Raises SimError if nothing happens any more."""
+        heap, timers = self._heap, 0
+        while not self._finished:
+            deadline = self.core.next_deadline()
+            if not heap or timers > PATIENCE:
+                raise SimError(
+                    f"the run stands still at step {self.core.step} of {self.settings.num_steps} after "
+                    f"{self.now:.0f} s: no node is left, or none can load the weights"
+                )
+            if deadline is not None and deadline < heap[0][0]:
+                self.now = max(self.now, deadline)
+                timers += 1
+                self.feed(TimerFired())
+                continue
+            timers = 0
+            self.now, _, act = heapq.heappop(heap)
+            act()
+        self.observer.end()
+        return self.outcome
+
+    def feed(self, event: Event) -> None:
+        todo: deque[Event] = deque((event,))
+        core, now = self.core, self.now
+        while todo:
+            self.outcome.num_events += 1
+            commands = core.handle(todo.popleft(), now)
+            if self.check:
+                core.check()
+            for command in commands:
+                self._perform(command, todo)
+        if self._loading:
+            self._pull()
+
+    # Commands
+
+    def _perform(self, command: Command, todo: deque[Event]) -> None:
+        match command:
+            case Send(node, message):
+                if node == TRAINER:
+                    self._tell_trainer(message, todo)
+                elif (machine := self.machines.get(node)) is not None and machine.present:
+                    self._tell(machine, message, todo)  # else it died, and the core has not noticed yet
+            case Score(response, prompt):
+                event = ResponseScored(response.id, response.attempt, reward(response.seed))
+                if self.switches.async_rewards:
+                    when = self.scoring.done_at(self.now, prompt, response.seed)
+                    self.at(when, lambda: self.feed(event))
+                else:
+                    todo.append(event)
+            case DrawPrompts(_, count):
+                drawn = (self._cursor.draw() for _ in range(count))
+                todo.append(PromptsDrawn(tuple(DrawnPrompt(p, e, self._prompt) for p, e in drawn)))
+            case CloseRound(round):
+                self.observer.close_round(round)
+                self.sharing.close_round()
+                if self.switches.speculation and self._cursor.epoch > 0 and not self._has_history:
+                    self._has_history = True
+                    self._speculate(self.scenario.speculation)
+            case CloseStep() as step:
+                self.observer.close_step(step)
+            case Finish():
+                self._finished = True
+            case _:
+                pass  # Admit and Report: nothing that takes time
+
+    def _tell_trainer(self, message: Message, todo: deque[Event]) -> None:
+        if isinstance(message, TrainShard):
+            self._train(message)
+        elif isinstance(message, Drain):
+            todo.append(NodeLeft(TRAINER, message.reason, ok=True))
+
+    def _tell(self, machine: Machine, message: Message, todo: deque[Event]) -> None:
+        match message:
+            case Generate():
+                self._generate(machine, message)
+            case Abort(attempts):
+                for response, number in attempts:
+                    machine.engine.abort(self.now, response, number)
+                self._schedule(machine)
+            case PublishWeights(manifest):
+                machine.loading = manifest.policy_version
+                self._loading.append(machine)
+            case Drain(_, reason):
+                todo.extend(self.leave(machine, reason))
+            case _:
+                pass
+
+    def _generate(self, machine: Machine, message: Generate) -> None:
+        responses = self.core.ledger.responses
+        limit, prompt_tokens = self.settings.max_response_tokens, self.scenario.workload.prompt_tokens
+        attempts: list[Attempt] = []
+        for request in message.requests:
+            response = responses[request.response]
+            prompt = response.group.prompt
+            noise = self._noise(response)
+            final = self.final_tokens(prompt.id, prompt.epoch, noise)
+            held = len(request.prefix) // 4
+            attempts.append(
+                Attempt(response.id, request.attempt, prompt.id, prompt_tokens, held, final, final >= limit)
+            )
+        machine.engine.add(self.now, attempts)
+        self._schedule(machine)
+
+    def _noise(self, response: Response) -> int:
+        """Of the sample that it will be: under newer weights the same noise need not give the same."""
+        step = response.group.round.step
+        first = self._first_step.setdefault(response.id, step)
+        again = self.scenario.workload.same_again
+        if first == step or again >= 1 or uniforms("again", response.seed, step)[0] < again:
+            return response.seed
+        return response.seed ^ (step << 64)
+
+    def final_tokens(self, prompt: str, epoch: int, noise: int) -> int:
+        limit = self.settings.max_response_tokens
+        return self.scenario.workload.lengths.length(prompt, epoch, noise, limit)
+
+    # Engines
+
+    def _schedule(self, machine: Machine) -> None:
+        at = machine.engine.next_at
+        if at < machine.scheduled_at:
+            machine.scheduled_at = at
+            heapq.heappush(self._heap, (at, next(self._order), lambda: self._due(machine)))
+
+    def _due(self, machine: Machine) -> None:
+        if self.now < machine.scheduled_at:
+            return  # superseded
+        machine.scheduled_at = math.inf
+        if machine.engine.next_at <= self.now:
+            deltas = machine.engine.step(self.now)
+            if deltas:
+                self.feed(TokensArrived(machine.spec.name, machine.chunk(deltas)))
+                self.sharing.look(deltas)
+        self._schedule(machine)
+
+    # Training and weights
+
+    def _train(self, shard: TrainShard) -> None:
+        tokens = 0
+        for group in shard.groups:
+            sampled = sum(len(r.token_ids) for r in group.responses)
+            tokens += (len(group.prompt) * len(group.responses) + sampled) // 4
+            self.outcome.trained_tokens += sampled // 4
+        ready_at, round = 0.0, self.core.ledger.round
+        if shard.last and round is not None and not self.switches.async_rewards:
+            ready_at = self.scoring.all_done_at(self.now, (r for g in round.accepted for r in g.kept))
+        self.trainer.take(self.now, shard.step, tokens, shard.last, ready_at)
+        self.plan_training()
+
+    def plan_training(self) -> None:
+        """After anything that changes when the step in front will be trained."""
+        at = self.trainer.done_at()
+        if at < math.inf and at != self._trained_at:
+            self._trained_at = at
+            self.at(at, self._trained)
+
+    def _trained(self) -> None:
+        if self.trainer.done_at() > self.now + 1e-9:
+            return  # superseded
+        self._trained_at = math.inf
+        step = self.trainer.finish(self.now)
+        self.sharing.step_trained()
+        self.feed(WeightsPublished(TRAINER, publication(step + 1)))
+        self.feed(StepTrained(TRAINER, StepDone(step, step + 1, {})))
+        self.plan_training()
+
+    def _pull(self) -> None:
+        """All that were told of a version in one breath pull it together."""
+        machines, self._loading = self._loading, []
+        self._num_pulling += len(machines)
+        seconds = self.scenario.transfer.pull_s(self._num_pulling)
+        for machine in machines:
+            version = machine.loading
+            if not machine.engine.running:
+                machine.engine.hold(self.now, "weights")
+            self.at(self.now + seconds, self._loader(machine, version))
+
+    def _loader(self, machine: Machine, version: int) -> Callable[[], None]:
+        incarnation = machine.incarnation
+
+        def pulled() -> None:
+            self._num_pulling -= 1
+            if machine.incarnation == incarnation:
+                self._load(machine, version)
+
+        return pulled
+
+    def _load(self, machine: Machine, version: int) -> None:
+        """The engine stops for it; what it was at is given up, to be resumed under the new version."""
+        if not machine.present or machine.loading != version:
+            return
+        deltas = machine.engine.give_up(self.now)
+        chunk = machine.chunk(deltas) if deltas else None
+        machine.engine.hold(self.now, "weights")
+        incarnation = machine.incarnation
+
+        def loaded() -> None:
+            if machine.present and machine.incarnation == incarnation and machine.loading == version:
+                self.confirm(machine, version)
+
+        self.at(self.now + self.scenario.transfer.load_s, loaded)
+        if chunk is not None:
+            self.feed(TokensArrived(machine.spec.name, chunk))
+
+    def confirm(self, machine: Machine, version: int) -> None:
+        machine.loading, machine.serves = -1, version
+        machine.engine.hold(self.now, None)
+        machine.engine.idle_label = "idle"
+        self.feed(WeightsConfirmed(machine.spec.name, WeightsReady(version, digest_of(version))))
+
+    # Membership
+
+    def join(self, machine: Machine) -> None:
+        if machine.present:
+            return
+        self.observer.fleet_changes(0.0 if machine.released else machine.speed)
+        machine.come(self.now)
+        self.feed(NodeJoined(hello(machine.spec.name, machine.incarnation, "rollout", machine.engine.slots)))
+
+    def _boot(self, machine: Machine) -> None:
+        """A machine of the trace is there; its engine starts."""
+        machine.boots += 1
+        boots = machine.boots
+        start_s = self.scenario.transfer.start_s
+        self.at(self.now + start_s, lambda: self.join(machine) if machine.boots == boots else None)
+
+    def _die(self, machine: Machine) -> None:
+        """Without warning: what it had not sent is lost, and it is missed only after a while."""
+        machine.boots += 1
+        if not machine.present:
+            return
+        self.observer.fleet_changes(-machine.speed)
+        machine.go(self.now)
+        incarnation = machine.incarnation
+
+        def missed() -> None:
+            if machine.incarnation == incarnation:
+                self.feed(NodeLost(machine.spec.name, "connection lost"))
+
+        self.at(self.now + self.scenario.transfer.lost_after_s, missed)
+
+    def leave(self, machine: Machine, reason: str, released: bool = False) -> list[Event]:
+        """What a node says that leaves in peace: its last tokens, then good-bye."""
+        if not machine.present:
+            return []
+        name = machine.spec.name
+        self.observer.fleet_changes(0.0 if released else -machine.speed)
+        deltas = machine.engine.give_up(self.now)
+        last = [TokensArrived(name, machine.chunk(deltas))] if deltas else []
+        machine.go(self.now, released)
+        return [NodeDraining(name, reason), *last, NodeLeft(name, reason, ok=True)]

@@ -1,0 +1,295 @@
+"""A fleet that behaves badly, in seeded worlds, and a memory of what reached the trainer."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+from lightrl.core.commands import CloseRound, Command, Finish
+from lightrl.core.events import (
+    DrainRequested,
+    Event,
+    NodeDraining,
+    NodeHeard,
+    NodeLeft,
+    NodeLost,
+    ResponseScored,
+    StepTrained,
+    TimerFired,
+    TokensArrived,
+    WeightsPublished,
+    WeightsRefused,
+)
+from lightrl.core.staleness import staleness
+from lightrl.core.state import Response, Round
+from lightrl.messages import (
+    Drain,
+    Heartbeat,
+    ResponseTokens,
+    StepDone,
+    TokenChunk,
+    TrainGroup,
+    TrainShard,
+    WeightsFailed,
+)
+
+from .conftest import Driver, ids, logprobs, of_kind, publication, sent
+
+NAMES = "abcde"
+MAX_TOKENS = 12
+
+
+class World:
+    """What happens next is drawn from the seed; what a response is, is a pure function of its name."""
+
+    def __init__(self, seed: int, **changes: Any) -> None:
+        self.rng = random.Random(seed)
+        self.salt = seed
+        self.fails = self.rng.choice([0.0, 0.0, 0.1, 0.3])  # share of rewards that cannot be computed
+        self.driver = Driver(shuffled=True, max_response_tokens=MAX_TOKENS, **changes)
+        self.core = self.driver.core
+        self.incarnation = 1
+        self.past: list[Event] = []  # news that may come once more, much later
+        self.to_train: deque[int] = deque()  # steps that the trainer has all of
+        self.shards: dict[int, list[TrainShard]] = {}
+        self.rounds: list[Round] = []  # of training, as they closed
+        self.finished: list[Finish] = []
+        self.feed(lambda: self.driver.join("t", "trainer"))
+        self.feed(lambda: self.driver.publish(0))
+        for name in self.rng.sample(NAMES, 2):
+            self.feed(lambda name=name: self.driver.join(name, slots=self.rng.randint(1, 4)))
+            self.feed(lambda name=name: self.driver.confirm(name, 0))
+
+    # What responses are
+
+    def length_of(self, response: str) -> int:
+        n = self.dice("length", response)
+        return 1 + (n % 4 if n % 7 else n // 7 % MAX_TOKENS)  # most are short
+
+    def reward_of(self, response: str) -> float | None:
+        n = self.dice("reward", response) % 1000
+        return None if n < 1000 * self.fails else float(n % 2)
+
+    def token_of(self, response: str, position: int) -> int:
+        """Coupled sampling in one line."""
+        return self.dice(str(position), response) % 100
+
+    def dice(self, kind: str, response: str) -> int:
+        return int.from_bytes(blake2b(f"{self.salt} {kind} {response}".encode(), digest_size=4).digest())
+
+    # What it sees
+
+    def feed(self, act: Callable[[], list[Command]]) -> None:
+        commands = act()
+        self.finished += of_kind(commands, Finish)
+        for closed in of_kind(commands, CloseRound):
+            if not closed.round.is_eval:
+                self.close(closed.round)
+        for node, shard in sent(commands, TrainShard):
+            assert node == "t"
+            assert shard.step == shard.policy_version
+            earlier = self.shards.setdefault(shard.step, [])
+            assert shard.index == len(earlier), "a shard twice, or in the wrong order"
+            assert not any(s.last for s in earlier), "a shard after the last one"
+            earlier.append(shard)
+            if shard.last:
+                assert shard.num_groups == sum(len(s.groups) for s in earlier)
+                assert len(self.to_train) == 0, "a step before the one at the trainer is done"
+                self.to_train.append(shard.step)
+        for node, drain in sent(commands, Drain):
+            if node in self.rollouts() and self.rng.random() < 0.8:
+                self.leave(node, drain.reason)
+
+    def close(self, round: Round) -> None:
+        self.rounds.append(round)
+        for group in round.accepted:
+            for response in group.kept:
+                oldest = staleness(response.spans, round.step).oldest_gap
+                assert oldest <= self.core.settings.max_staleness, f"{response.id} is {oldest} versions old"
+
+    def rollouts(self) -> list[str]:
+        return [n for n in self.core.fleet.nodes if n != "t"]
+
+    def trained(self, step: int) -> list[tuple[str, list[str]]]:
+        """(group, responses) in the order in which the trainer got them; checks every token."""
+        groups = [g for s in self.shards[step] for g in s.groups]
+        for group in groups:
+            self.check_tokens(group)
+        return [(g.group, [r.response for r in g.responses]) for g in groups]
+
+    def check_tokens(self, group: TrainGroup) -> None:
+        for r in group.responses:
+            tokens = list(memoryview(r.token_ids).cast("i"))
+            wanted = [self.token_of(r.response, i) for i in range(self.length_of(r.response))]
+            assert tokens == wanted, r.response
+            reward = self.reward_of(r.response)
+            assert r.reward == (self.core.settings.reward_on_failure if reward is None else reward)
+
+    # What the fleet does
+
+    def join(self) -> None:
+        self.incarnation += 1
+        name = self.rng.choice(NAMES)
+        slots = self.rng.randint(0, 4)
+        self.feed(lambda: self.driver.join(name, incarnation=self.incarnation, slots=slots))
+
+    def lose(self) -> None:
+        self.feed(lambda: self.driver.feed(NodeLost(self.rng.choice(NAMES), "gone")))
+
+    def drain(self) -> None:
+        self.feed(lambda: self.driver.feed(DrainRequested(self.rng.choice(NAMES), "upkeep")))
+
+    def leave(self, name: str, reason: str) -> None:
+        """Its last tokens come between its good-byes, if they come."""
+        self.feed(lambda: self.driver.feed(NodeDraining(name, reason)))
+        if self.rng.random() < 0.5:
+            self.give_up(name)
+        self.feed(lambda: self.driver.feed(NodeLeft(name, reason, ok=self.rng.random() < 0.9)))
+
+    def load(self) -> None:
+        """A node confirms a version, refuses it or confirms the wrong thing."""
+        published = self.core.fleet.published
+        loading = [n for n in self.rollouts() if self.core.fleet.nodes[n].state in {"loading", "updating"}]
+        if published is None or not loading:
+            return
+        name = self.rng.choice(loading)
+        version = published.policy_version
+        if self.rng.random() < 0.05:
+            failed = WeightsFailed(version, "no space left")
+            self.feed(lambda: self.driver.feed(WeightsRefused(name, failed)))
+            return
+        digest = "wrong" if self.rng.random() < 0.05 else None
+        self.load_newest(name, max(0, version - (self.rng.random() < 0.05)), digest)
+
+    def load_newest(self, name: str, version: int | None = None, digest: str | None = None) -> None:
+        node, published = self.core.fleet.nodes[name], self.core.fleet.published
+        assert published is not None
+        if node.state == "updating":
+            self.give_up(name)
+        wanted = published.policy_version if version is None else version
+        self.feed(lambda: self.driver.confirm(name, wanted, digest))
+
+    def give_up(self, name: str) -> None:
+        """A node flushes what it has: it loads a new version, or leaves."""
+        node = self.core.fleet.nodes.get(name)
+        if node is not None and node.running:
+            items = [self.item(r, self.rng.randint(0, 2), "abort") for r in node.running.values()]
+            self.feed_chunk(name, items)
+
+    def item(self, r: Response, more: int, finish: str | None = None, offset: int | None = None) -> ResponseTokens:
+        """Up to `more` tokens of a response from `offset` on; with its last token it is finished."""
+        start = len(r.tokens) if offset is None else offset
+        stop = min(self.length_of(r.id), start + more)
+        tokens = [self.token_of(r.id, i) for i in range(start, stop)]
+        if start <= len(r.tokens) and stop == self.length_of(r.id):
+            finish = "stop"
+        return ResponseTokens(r.id, r.attempt, start, ids(*tokens), logprobs(len(tokens)), finish)  # type: ignore[arg-type]
+
+    def feed_chunk(self, name: str, items: list[ResponseTokens], version: int | None = None) -> None:
+        version = self.driver.version_at(name) if version is None else version
+        self.remember(TokensArrived(name, TokenChunk(version, f"digest-{version}", tuple(items))))
+
+    def remember(self, event: Event) -> None:
+        self.past.append(event)
+        self.feed(lambda: self.driver.feed(event))
+
+    def generate(self) -> None:
+        """Next tokens of some responses of a node; sometimes again, with a hole, or given up."""
+        working = [n for n in self.rollouts() if self.core.fleet.nodes[n].running]
+        if not working:
+            return
+        name = self.rng.choice(working)
+        running = list(self.core.fleet.nodes[name].running.values())
+        items: list[ResponseTokens] = []
+        for r in self.rng.sample(running, self.rng.randint(1, len(running))):
+            offset = max(0, len(r.tokens) + self.rng.choice([0, 0, 0, 0, 0, -1, -2, 1]))
+            finish = "abort" if self.rng.random() < 0.05 and offset <= len(r.tokens) else None
+            items.append(self.item(r, self.rng.randint(1, 6), finish, offset))
+        self.driver.now += self.rng.choice([0.0, 0.02, 0.3 if name in "ab" else 0.02])  # a and b are slow
+        self.feed_chunk(name, items)
+
+    def score(self) -> None:
+        """Of some that wait for it; sometimes of an attempt that was given up, or of any response."""
+        waiting = [r for r in self.core.ledger.responses.values() if r.state == "done" and not r.scored]
+        if self.rng.random() < 0.05:
+            waiting = list(self.core.ledger.responses.values())
+        for r in self.rng.sample(waiting, self.rng.randint(min(1, len(waiting)), len(waiting))):
+            attempt = r.attempt - (self.rng.random() < 0.1)
+            self.remember(ResponseScored(r.id, attempt, self.reward_of(r.id), "no luck"))
+
+    def train(self) -> None:
+        """The trainer has done a step; the version comes first."""
+        if self.to_train:
+            step = self.to_train.popleft()
+            self.remember(WeightsPublished("t", publication(step + 1)))
+            self.remember(StepTrained("t", StepDone(step, step + 1, {})))
+
+    def repeat(self) -> None:
+        """Something of long ago comes again."""
+        if self.past:
+            event = self.rng.choice(self.past)
+            self.feed(lambda: self.driver.feed(event))
+
+    def forge(self) -> None:
+        """Tokens of a version that does not exist, or that is too old for the response; costs the node."""
+        working = [n for n in self.rollouts() if self.core.fleet.nodes[n].running]
+        if working:
+            name = self.rng.choice(working)
+            r = self.rng.choice(list(self.core.fleet.nodes[name].running.values()))
+            item = ResponseTokens(r.id, r.attempt, len(r.tokens), ids(99), logprobs(1))
+            late = r.group.round.step - self.core.settings.max_staleness - 1
+            self.feed_chunk(name, [item], late if late >= 0 and self.rng.random() < 0.7 else 99)
+
+    def wait(self) -> None:
+        self.driver.now += self.rng.choice([0.6, 0.6, 0.6, 4.0])
+        for name in [*self.rollouts(), "t"]:
+            late = self.driver.now - self.core.fleet.nodes[name].heard_at > 3.0
+            if late and (name == "t" or self.rng.random() < 0.9):
+                self.feed(lambda name=name: self.driver.feed(NodeHeard(name, Heartbeat())))
+        deadline = self.core.next_deadline()
+        if deadline is not None and deadline <= self.driver.now:
+            self.feed(lambda: self.driver.feed(TimerFired()))
+
+    def live(self, num_events: int) -> "World":
+        """Anything in any order, for a while."""
+        acts = {
+            self.join: 3,
+            self.lose: 1,
+            self.drain: 0.3,
+            self.load: 10,
+            self.generate: 30,
+            self.score: 20,
+            self.train: 4,
+            self.repeat: 2,
+            self.forge: 0.2,
+            self.wait: 4,
+        }
+        for act in self.rng.choices(list(acts), list(acts.values()), k=num_events):
+            act()
+        return self
+
+    def heal(self) -> "World":
+        """One good node does what is left to do, and everybody leaves."""
+        self.incarnation += 1
+        self.feed(lambda: self.driver.join("healer", incarnation=self.incarnation, slots=6))
+        for name in self.rollouts():
+            if name != "healer":
+                self.feed(lambda name=name: self.driver.feed(NodeLost(name, "gone")))
+        for _ in range(600):
+            self.train()
+            if self.core.state in {"finishing", "finished"}:
+                break
+            node = self.core.fleet.nodes["healer"]
+            if node.state != "ready":
+                self.load_newest("healer")
+            if node.running:
+                self.feed_chunk("healer", [self.item(r, MAX_TOKENS) for r in node.running.values()])
+            for r in list(self.core.ledger.responses.values()):
+                if r.state == "done" and not r.scored:
+                    self.remember(ResponseScored(r.id, r.attempt, self.reward_of(r.id), "no luck"))
+        else:
+            raise AssertionError(f"stuck: {self.core.state} at step {self.core.step}")
+        for name in list(self.core.fleet.nodes):
+            self.feed(lambda name=name: self.driver.feed(NodeLeft(name, "drained", ok=True)))
+        return self

@@ -1,0 +1,405 @@
+"""The figures of rounds, against numbers worked out by hand."""
+
+import asyncio
+import json
+import math
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightrl.core.backlog import PutOff
+from lightrl.core.commands import CloseStep
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.state import (
+    DrawnPrompt,
+    Group,
+    GroupState,
+    Response,
+    Round,
+    RoundKind,
+    RoundState,
+    Settings,
+    Tail,
+)
+from lightrl.messages import FinishReason, Sampling, Snapshot
+from lightrl.metrics import read
+from lightrl.node.bias import Bias, kaplan_meier
+from lightrl.node.figures import foresight_figures, rank_correlation, step_figures
+from lightrl.node.records import Records
+from lightrl.wire import from_json
+
+from .harness import QUICKSTART, a_run
+
+LIMIT = 10
+SETTINGS = Settings(
+    run_seed=0,
+    num_steps=9,
+    prompts_per_step=2,
+    group_size=2,
+    max_response_tokens=LIMIT,
+    sampling=Sampling(),
+    eval_interval=0,
+    num_eval_prompts=0,
+    eval_samples=1,
+    eval_sampling=Sampling(),
+    slots=8,
+    vocabulary=100,
+    lease_s=1.0,
+    reward_on_failure=None,
+    num_prompts=8,
+    tail=Tail(1.5, 1.5),
+)
+A, P, D = GroupState.ACCEPTED, GroupState.PUT_OFF, GroupState.DROPPED
+Answer = tuple[int, FinishReason | None, float | None]  # tokens, why it ended (None: given up), reward
+
+
+def closed(
+    kind: RoundKind, groups: dict[str, tuple[GroupState, list[Answer]]], step: int = 0, epoch: int = 0
+) -> Round:
+    """A round of these groups; of each accepted one the two shortest scored responses are kept."""
+    size = max(len(answers) for _, answers in groups.values())
+    round = Round(kind, step, Sampling(), 2, 2, len(groups), size, 0.0, RoundState.CLOSED, closed_at=2.0)
+    for position, (prompt, (state, answers)) in enumerate(groups.items()):
+        name = f"{prompt}@{epoch}"
+        group = Group(name, DrawnPrompt(prompt, epoch, b""), round, position, state=state)
+        for index, (num_tokens, finish_reason, reward) in enumerate(answers):
+            response = Response(
+                f"{name}#{index}",
+                group,
+                index,
+                seed=0,
+                attempt=1,
+                tokens=array("i", [7] * num_tokens),
+                starts=[(step, 0)],
+                finish_reason=finish_reason,
+                reward=reward,
+                scored=reward is not None,
+            )
+            group.responses.append(response)
+            if reward is not None:
+                group.finishers.append((num_tokens, index))
+        group.finishers.sort()
+        round.groups[name] = group
+        if state is A:
+            round.accepted.append(group)
+    return round
+
+
+SHORT = closed(
+    "short",
+    {
+        "a": (A, [(2, "stop", 1.0), (4, "stop", 0.0), (4, None, None)]),
+        "b": (A, [(3, "stop", 1.0), (5, None, None), (1, "stop", 1.0)]),
+        "c": (P, [(3, "stop", 0.5), (5, None, None), (5, None, None)]),
+    },
+)
+LONG = closed(
+    "long",
+    {
+        "c": (A, [(3, "stop", 0.5), (10, "length", 0.0)]),
+        "d": (A, [(8, "stop", 1.0), (9, "stop", 1.0)]),
+    },
+    step=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("finished", "given_up", "mean", "at_limit"),
+    [
+        ({2: 1, 4: 1}, {}, 3.0, 0.0),  # nothing given up: the plain mean
+        ({2: 2, 10: 2}, {}, 6.0, 0.5),
+        ({2: 1, 4: 1}, {3: 1}, 2 + 2 / 3 * 2, 0.0),
+        # S: 1 up to 1, 5/6 up to 4 (at 3, one of five finishes and one is given up), 5/6 * 4/5 up to 5,
+        # where one of three finishes, 5/6 * 4/5 * 2/3 for good
+        ({1: 1, 3: 1, 5: 1}, {3: 1, 7: 2}, 1 + 5 / 6 * 2 + 2 / 3 * 2 + 4 / 9 * 5, 4 / 9),
+        ({}, {4: 3}, 10.0, 1.0),  # none finished: nothing is known but that they may reach the limit
+        ({4: 1}, {0: 5}, 4.0, 0.0),  # those that never started say nothing
+        ({}, {}, 0.0, 0.0),
+        ({10: 1, 4: 0}, {3: 0}, 10.0, 1.0),  # counts that were taken back
+    ],
+)
+def test_kaplan_meier(finished, given_up, mean, at_limit):
+    assert kaplan_meier(finished, given_up, LIMIT) == pytest.approx((mean, at_limit))
+
+
+def test_kaplan_meier_finds_the_mean_again_when_giving_up_has_nothing_to_do_with_length():
+    """Every third of 3000 responses, geometric in length, is given up at a length of its own."""
+    lengths = [1 + int(math.log(1 - (i + 0.5) / 3000) / math.log(0.9)) for i in range(3000)]
+    finished: dict[int, int] = {}
+    given_up: dict[int, int] = {}
+    for i, length in enumerate(lengths):
+        limit = 1 + (7 * i) % 23 if i % 3 == 0 else 1000
+        counts, n = (finished, length) if length <= limit else (given_up, limit)
+        counts[n] = counts.get(n, 0) + 1
+    true_mean = sum(lengths) / len(lengths)
+    mean, at_limit = kaplan_meier(finished, given_up, 1000)
+    assert sum(given_up.values()) > 300
+    assert mean == pytest.approx(true_mean, rel=0.02)
+    assert at_limit == 0.0
+
+
+@pytest.mark.parametrize(
+    ("xs", "ys", "expected"),
+    [
+        ([1, 5, 9], [10, 70, 30], 0.5),
+        ([1, 2, 3, 4], [4, 3, 2, 1], -1.0),
+        # ranks 0.5 0.5 2 3 and 0 1 2.5 2.5: deviations -1 -1 .5 1.5 and -1.5 -.5 1 1, each 4.5 squared
+        ([1, 1, 2, 3], [1, 2, 5, 5], (1.5 + 0.5 + 0.5 + 1.5) / 4.5),
+        ([1, 1, 1], [1, 2, 3], None),
+        ([1, 2], [3, 3], None),
+        ([1], [1], None),
+        ([], [], None),
+    ],
+)
+def test_rank_correlation(xs, ys, expected):
+    assert rank_correlation(xs, ys) == (expected if expected is None else pytest.approx(expected))
+
+
+def test_a_round_kept_against_what_it_launched():
+    bias = Bias(LIMIT)
+    core = Coordinator(SETTINGS, 0.0)
+    core.backlog.put_off.append(PutOff(DrawnPrompt("c", 0, b""), 1, 0))
+    figures = bias.add(SHORT, core.backlog)
+    # finished: 1, 2, 3, 3, 4; given up: 4, 5, 5, 5
+    estimated = kaplan_meier({1: 1, 2: 1, 3: 2, 4: 1}, {4: 1, 5: 3}, LIMIT)
+    assert figures == pytest.approx(
+        {
+            "kept_length": 2.5,  # 2, 4, 3, 1
+            "launched_length": 32 / 9,
+            "launched_length_km": estimated[0],
+            "kept_at_limit": 0.0,
+            "launched_at_limit": 0.0,
+            "launched_at_limit_km": estimated[1],
+            "kept_reward": 0.75,
+            "scored_reward": 0.7,  # that of the prompt put off included
+            "aborted_tokens": 22.0,
+            "aborted_share": 22 / 32,
+            "put_off": 1.0,
+            "queue": 1.0,
+            "max_wait_steps": 0.0,
+        }
+    )
+
+
+def test_over_a_run_a_prompt_that_was_put_off_counts_once():
+    bias = Bias(LIMIT)
+    core = Coordinator(SETTINGS, 0.0)
+    core.backlog.put_off.append(PutOff(DrawnPrompt("c", 0, b""), 1, 0))
+    bias.add(SHORT, core.backlog)
+    core.backlog.put_off.clear()
+    assert bias.add(LONG, core.backlog)["max_wait_steps"] == 1
+    run = bias.figures()
+    # c: 3 and 10 in place of 3 and 5; its third response, which was never asked for again, stays
+    finished, given_up = {1: 1, 2: 1, 3: 2, 4: 1, 8: 1, 9: 1, 10: 1}, {4: 1, 5: 2}
+    assert (run["launched_length_km"], run["launched_at_limit_km"]) == pytest.approx(
+        kaplan_meier(finished, given_up, LIMIT)
+    )
+    assert run["kept_length"] == (2 + 4 + 3 + 1 + 3 + 10 + 8 + 9) / 8
+    assert run["launched_length"] == pytest.approx((1 + 2 + 3 + 3 + 4 + 8 + 9 + 10 + 4 + 5 + 5) / 11)
+    assert (run["kept_at_limit"], run["launched_at_limit"]) == pytest.approx((1 / 8, 1 / 11))
+    assert (run["kept_reward"], run["scored_reward"]) == pytest.approx((5.5 / 8, 5.5 / 8))
+    assert run["aborted_tokens"] == 22.0  # but what was sampled twice was sampled twice
+    assert run["aborted_share"] == pytest.approx(22 / 62)
+    assert (bias.num_rounds, bias.max_wait_steps) == ({"short": 1, "long": 1}, 1)
+
+
+def test_prompts_only_is_without_bias_once_all_that_was_put_off_is_trained():
+    bias = Bias(LIMIT)
+    backlog = Coordinator(SETTINGS, 0.0).backlog
+    put_off = {"c": (P, [(3, "stop", 0.5), (5, None, None)])}
+    bias.add(closed("short", {"a": (A, [(2, "stop", 1.0), (4, "stop", 0.0)])} | put_off), backlog)
+    now = bias.figures()
+    assert now["kept_length"] == 3.0 < now["launched_length"] < now["launched_length_km"]
+    bias.add(closed("flush", {"c": (A, [(3, "stop", 0.5), (10, "length", 0.0)])}, step=1), backlog)
+    end = bias.figures()
+    assert end["kept_length"] == end["launched_length"] == 4.75
+    assert end["launched_length_km"] == pytest.approx(4.75)
+    assert end["kept_reward"] == end["scored_reward"] == 0.375
+    assert end["kept_at_limit"] == end["launched_at_limit"] == 0.25
+
+
+def test_foresight_is_judged_by_what_is_known():
+    round = closed(
+        "short",
+        {
+            "a": (A, [(2, "stop", 1.0), (4, "stop", 0.0)]),  # mean 3, foreseen 5: off by 2
+            "b": (P, [(6, None, None), (6, None, None)]),  # at least 6, foreseen 9: not known to be wrong
+            "c": (P, [(8, None, None), (6, "stop", 1.0)]),  # at least 7, foreseen 4: off by 3 or more
+            "d": (A, [(1, "stop", 1.0), (1, "stop", 0.0)]),  # new
+            "e": (P, [(0, None, None), (0, None, None)]),  # never started
+        },
+    )
+    for prompt, tokens in (("a", 5.0), ("b", 9.0), ("c", 4.0), ("e", 3.0)):
+        round.groups[f"{prompt}@0"].foreseen_tokens = tokens
+    assert foresight_figures(round) == pytest.approx(
+        {
+            "foresight/coverage": 6 / 8,
+            "foresight/mean_abs_error_tokens": 5 / 3,
+            "foresight/rank_correlation": -0.5,  # 5 9 4 against 3 6 7
+        }
+    )
+    fresh = foresight_figures(LONG)
+    assert fresh == {"foresight/coverage": 0.0}  # the first epoch: nothing to be judged
+
+
+def test_what_a_round_brings_to_its_step():
+    dropped = closed(
+        "plain",
+        {
+            "a": (A, [(2, "stop", 1.0), (6, "length", 0.0)]),
+            "b": (D, [(3, "stop", 1.0), (5, "stop", 1.0)]),  # no signal
+            "c": (D, [(3, "stop", 1.0), (4, "stop", None)]),  # no score
+        },
+        step=4,
+    )
+    dropped.accepted[0].responses[1].starts = [(2, 0), (3, 4)]
+    figures = step_figures(dropped)
+    expected = {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/frac_zero_std": 0.0,
+        "response_length/mean": 4.0,
+        "response_length/max": 6.0,
+        "response_length/clip_ratio": 0.5,
+        "round/groups_trained": 1.0,
+        "round/groups_dropped": 2.0,
+        "round/groups_no_signal": 1.0,
+        "round/groups_unscored": 1.0,
+        "perf/rollout_tokens_per_s": 11.5,
+        "off_policy/span": 1.5,
+        "off_policy/span_max": 2.0,
+        "off_policy/newest_gap": 0.5,
+        "off_policy/newest_gap_max": 1.0,
+        "off_policy/oldest_gap": 1.0,
+        "off_policy/oldest_gap_max": 2.0,
+    }
+    assert {name: figures[name] for name in expected} == expected
+
+
+def records() -> Records:
+    return Records("run", "/runs/run", "head", "eval", SETTINGS.num_steps, LIMIT)
+
+
+def test_rounds_that_close_ahead_of_their_step_get_their_own_figures():
+    """Two rounds are closed before the first step is trained, as in asynchronous training."""
+    kept, core = records(), Coordinator(SETTINGS, 0.0)
+    kept.close_round(SHORT, core, {"history/bytes": 1.0})
+    core.ledger.counters.migrations = 3
+    kept.close_round(LONG, core, {"history/bytes": 2.0})
+    first, second = (kept.close_step(CloseStep(step, 1.0, 0.5, 0.25, {"lr": 1e-6})) for step in (0, 1))
+    assert (first["step"], second["step"]) == (1.0, 2.0)
+    assert (first["response_length/mean"], second["response_length/mean"]) == (2.5, 7.5)
+    assert (first["migration/moves"], second["migration/moves"]) == (0.0, 3.0)
+    assert (first["history/bytes"], second["history/bytes"]) == (1.0, 2.0)
+    assert (first["round/is_short"], first["round/is_long"], second["round/is_long"]) == (1.0, 0.0, 1.0)
+    assert (first["tail/kept_length"], first["tail_run/kept_length"]) == (2.5, 2.5)
+    assert (second["tail/kept_length"], second["tail_run/kept_length"]) == (7.5, 5.0)
+    assert first["timing_s/step"] == 1.75
+
+
+def test_the_digest_is_of_what_was_trained_not_of_what_was_sampled_for_it():
+    def digest(*rounds: Round) -> object:
+        kept, core = records(), Coordinator(SETTINGS, 0.0)
+        for round in rounds:
+            kept.close_round(round, core, {})
+            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}))
+        return kept.summary(core, "", 1.0)["responses_digest"]
+
+    more = closed(
+        "short",
+        {
+            "b": (A, [(3, "stop", 1.0), (6, None, None), (1, "stop", 1.0)]),
+            "a": (A, [(2, "stop", 1.0), (4, "stop", 0.0), (9, None, None)]),
+        },
+    )
+    assert digest(SHORT) == digest(more) != digest(SHORT, LONG)
+
+
+def test_figures_of_reward_functions_are_of_the_trained_responses():
+    kept, core = records(), Coordinator(SETTINGS, 0.0)
+    group = SHORT.groups["a@0"]
+    SHORT.state = RoundState.RUNNING
+    for response, digits in zip(group.responses, (1.0, 3.0, 50.0), strict=True):
+        kept.reward_figures(response, {"digits": digits})
+    SHORT.state = RoundState.CLOSED
+    kept.reward_figures(group.responses[0], {"digits": 99.0})  # too late
+    kept.close_round(SHORT, core, {})
+    assert kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}))["reward/digits"] == 2.0
+
+
+def test_summary_and_snapshot_tell_the_bias_of_the_run():
+    kept, core = records(), Coordinator(SETTINGS, 0.0)
+    kept.close_round(SHORT, core, {})
+    core.backlog.put_off.append(PutOff(DrawnPrompt("c", 0, b""), 1, 0))
+    tail = kept.summary(core, "", 1.0)["tail"]
+    assert isinstance(tail, dict)
+    assert (tail["mode"], tail["rounds"], tail["queue"]) == ("both", {"short": 1}, 1)
+    assert (tail["kept_length"], tail["aborted_tokens"]) == (2.5, 22.0)
+    row = kept.snapshot(core, 1.0).tail
+    assert row is not None
+    assert (row.mode, row.queue, row.num_short, row.num_long) == ("both", 1, 1, 0)
+    assert (row.kept_length, row.launched_length) == (2.5, pytest.approx(tail["launched_length_km"]))
+
+    plain, strict = records(), Coordinator(replace(SETTINGS, tail=Tail()), 0.0)
+    plain.close_round(LONG, strict, {})
+    assert not any(name.startswith("tail") for name in plain.close_step(CloseStep(1, 1.0, 1.0, 1.0, {})))
+    assert plain.snapshot(strict, 1.0).tail is None
+
+
+@pytest.mark.parametrize("mode", ["prompts", "both"])
+def test_the_files_of_a_real_run_agree_with_each_other(tmp_path: Path, mode: str):
+    """Two epochs of 12 prompts, 4 a step, raced: metrics, summary, lengths and trainer say the same."""
+    rows = (QUICKSTART / "train.jsonl").read_text().splitlines()[:12]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    trained: list[int] = []
+
+    async def scenario():
+        changes = {
+            "data": {"path": str(tmp_path / "train.jsonl")},
+            "round": {"tail_batching": mode, "eta": 1.5},
+            "train": {"steps": 6, "prompts_per_step": 4},
+            "rollout": {"slots": 32},
+        }
+        async with a_run(tmp_path, **changes) as run:
+            await run.add_rollout("a")
+            await run.until_finished()
+            assert run.head.succeeded
+            for shard in run.trainer.shards:
+                trained.extend(len(r.token_ids) // 4 for g in shard.groups for r in g.responses)
+
+    asyncio.run(scenario())
+    run_dir = tmp_path / "test"
+    summary = from_json((run_dir / "summary.json").read_bytes(), dict)
+    rounds = [json.loads(line) for line in (run_dir / "lengths.jsonl").read_text().splitlines()]
+    steps = read(run_dir)
+    assert len(trained) == summary["trained_responses"] == 6 * 4 * 4
+    assert [r["step"] for r in rounds] == list(range(6))
+    assert summary["tail"]["mode"] == mode
+    assert summary["tail"]["rounds"] == {
+        kind: [r["kind"] for r in rounds].count(kind) for kind in {r["kind"] for r in rounds}
+    }
+    for step, round in zip(steps, rounds, strict=True):
+        lengths = [num_tokens for *_, num_tokens, _ in round["responses"]]
+        assert step["tail/launched_length"] == pytest.approx(sum(lengths) / len(lengths))
+        assert step["round/is_short"] == (round["kind"] == "short")
+        assert step["tail/kept_length"] == pytest.approx(step["response_length/mean"])
+        in_group = 4 if round["kind"] != "short" or mode == "prompts" else 6
+        prompts = {prompt for prompt, *_ in round["responses"]}
+        assert len(round["responses"]) == in_group * len(prompts)
+        if round["kind"] == "short":  # some may have been put off without being launched
+            assert len(prompts) <= 6 == 4 + step["tail/put_off"]
+        else:
+            assert (len(prompts), step["tail/put_off"]) == (4, 0)
+    launched = sum(num_tokens for r in rounds for *_, num_tokens, _ in r["responses"])
+    assert (
+        sum(r["tail/aborted_tokens"] for r in steps) == summary["aborted_tokens"] == launched - sum(trained)
+    )
+    assert summary["tail"]["kept_length"] == pytest.approx(sum(trained) / len(trained))
+    assert summary["tail"]["prompts_put_off"] == sum(r["tail/put_off"] for r in steps) > 0
+    assert steps[-1]["foresight/coverage"] > 0
+    assert steps[-1]["history/prompts"] == 12
+    tail = from_json((run_dir / "snapshot.json").read_bytes(), Snapshot).tail
+    assert tail is not None
+    assert tail.num_short + tail.num_long == 6

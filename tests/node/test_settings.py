@@ -1,0 +1,53 @@
+"""The config as the core sees it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.core.state import Settings, Tail
+from lightrl.errors import DataError
+from lightrl.node.settings import core_settings
+
+from .harness import make_config
+
+
+def settings(tmp_path: Path, num_prompts: int = 100, **changes: dict[str, Any]) -> Settings:
+    config = make_config(tmp_path, **changes)
+    return core_settings(config, vocabulary=50, stop_ids=(1,), num_prompts=num_prompts, num_eval_prompts=0)
+
+
+@pytest.mark.parametrize(
+    ("round", "tail"),
+    [
+        ({}, Tail()),
+        ({"tail_batching": "prompts", "eta": 1.5}, Tail(1.5, 1.0)),
+        ({"tail_batching": "both", "eta": [1.5, 1.25], "race": "clock"}, Tail(1.5, 1.25, "clock")),
+    ],
+)
+def test_rounds_are_as_configured_and_launch_what_the_config_says(tmp_path, round, tail):
+    mapped = settings(tmp_path, round=round)
+    assert mapped.tail == tail
+    assert (mapped.num_prompts, mapped.max_staleness, mapped.dynamic_sampling) == (100, 0, False)
+    launched = make_config(tmp_path, round=round).launched
+    assert (mapped.prompts_launched, mapped.responses_launched) == launched
+
+
+def test_the_other_modes_reach_the_core(tmp_path):
+    changes = {"async": {"max_staleness": 2}, "algorithm": {"dynamic_sampling": True}}
+    mapped = settings(tmp_path, **changes, train={"deterministic": True})
+    assert (mapped.max_staleness, mapped.dynamic_sampling, mapped.deterministic) == (2, True, True)
+
+
+def test_the_data_must_hold_as_many_prompts_as_a_round_launches(tmp_path):
+    short = {"tail_batching": "prompts", "eta": 1.5}
+    assert settings(tmp_path, num_prompts=4).prompts_launched == 4
+    assert settings(tmp_path, num_prompts=6, round=short).prompts_launched == 6
+    with pytest.raises(DataError, match=r"3 prompts are fewer than train\.prompts_per_step = 4$"):
+        settings(tmp_path, num_prompts=3)
+    with pytest.raises(DataError) as error:
+        settings(tmp_path, num_prompts=5, round=short)
+    assert str(error.value).endswith(
+        "train.jsonl: 5 prompts are fewer than train.prompts_per_step = 4 x round.eta = 1.5: "
+        "a short round launches 6"
+    )

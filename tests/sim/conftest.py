@@ -1,0 +1,61 @@
+"""Small worlds: 16 prompts x 4 responses of at most 600 tokens, on a few nodes."""
+
+from dataclasses import replace
+from typing import Any
+
+from lightrl.core.state import Settings
+from lightrl.messages import Sampling
+from lightrl.sim.engine import EngineProfile
+from lightrl.sim.machines import NodeSpec
+from lightrl.sim.scenario import Scenario, Training, Transfer
+from lightrl.sim.traces import TraceEvent
+from lightrl.sim.workload import SHORT_TAIL, RewardClass, RewardTimes, Workload
+from lightrl.sim.world import Switches, World
+
+LIMIT = 600
+SETTINGS = Settings(
+    run_seed=0,
+    num_steps=4,
+    prompts_per_step=8,
+    group_size=4,
+    max_response_tokens=LIMIT,
+    sampling=Sampling(1.0),
+    eval_interval=0,
+    num_eval_prompts=0,
+    eval_samples=1,
+    eval_sampling=Sampling(0.0),
+    slots=16,
+    vocabulary=1,
+    lease_s=5.0,
+    reward_on_failure=None,
+    num_prompts=40,
+)
+SCENARIO = Scenario(
+    Workload(
+        "small",
+        SHORT_TAIL.scaled(LIMIT),
+        num_prompts=40,
+        prompt_tokens=20,
+        reward=RewardTimes((RewardClass(constant_s=0.1, median_s=0.2, sigma=0.5),)),
+    ),
+    engines={1: EngineProfile(context_s=1e-6), 2: EngineProfile(step_s=0.007, context_s=1e-6)},
+    training=Training(token_s=2e-4, step_s=0.5),
+    transfer=Transfer(num_bytes=1e9, load_s=0.3),
+)
+COLOCATED = replace(SCENARIO, training=replace(SCENARIO.training, placement="colocated"))
+
+
+def nodes(count: int, slots: int = 16, slowness: float = 1.0) -> list[NodeSpec]:
+    return [NodeSpec(f"n{k}", slots, slowness=slowness) for k in range(count)]
+
+
+def world(
+    scenario: Scenario = SCENARIO,
+    switches: Switches | None = None,
+    fleet: list[NodeSpec] | None = None,
+    trace: tuple[TraceEvent, ...] = (),
+    check: bool = False,
+    **changes: Any,
+) -> World:
+    fleet = nodes(4) if fleet is None else fleet
+    return World(replace(SETTINGS, **changes), scenario, fleet, trace, switches or Switches(), check)

@@ -1,0 +1,72 @@
+"""`lightrl simulate` as a user meets it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrl.cli import main
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
+SMALL = ("train.prompts_per_step=8", "rollout.group_size=4", "--steps", "3", "--nodes", "2")
+
+
+def simulate(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", *map(str, arguments)])
+    return int(end.value.code or 0)
+
+
+def test_a_config_is_simulated(capsys):
+    assert simulate(QUICKSTART, *SMALL) == 0
+    out = capsys.readouterr().out
+    assert "3 steps of 8 prompts x 4 = 32 responses of at most 105 tokens, on 2 nodes x 128 slots" in out
+    assert "note       nothing is known of this model" in out
+    assert "x the synchronous baseline" in out
+    assert "decode" in out
+    assert max(map(len, out.splitlines())) <= 110
+
+
+def test_all_mechanisms_in_one_table(capsys):
+    assert simulate(QUICKSTART, *SMALL, "--compare") == 0
+    out = capsys.readouterr().out
+    for row in ("synchronous", "migration", "tail: prompts", "tail: both", "staleness 1", "as configured"):
+        assert f"\n {row} " in out
+
+
+def test_json_is_the_last_line_and_whole(capsys, tmp_path: Path):
+    trace = tmp_path / "spot.csv"
+    trace.write_text("0,add,a\n0,add,b\n900,remove,a\n3000,add,a\n")
+    workload = tmp_path / "w.json"
+    workload.write_text('{"prices": {"node": 3.0, "trainer": 12.0}, "engine": {"step_s": 0.02}}')
+    assert simulate(QUICKSTART, *SMALL[:4], "--trace", trace, "--workload", workload, "--json") == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["as configured"]
+    assert figures["steps"] == 3
+    assert figures["nodes_lost"] == 1
+    assert figures["cost"] > 0
+    for shares in figures["devices"].values():
+        assert sum(shares.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ("--workload", "nowhere"),
+            "neither a file, a run directory nor a preset (generic, rollpacker-7b-8k",
+        ),
+        (("--nodes", "0"), "a simulation needs nodes"),
+        (("--trace", "none.csv"), "none.csv: cannot be read: No such file or directory"),
+        (("rollout.slotz=3",), "rollout.slotz: unknown key; did you mean rollout.slots?"),
+        (
+            ("--workload", "rollpacker-7b-8k", "async.max_staleness=1"),
+            "async.max_staleness: a trainer on the rollout nodes cannot work beside them",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, arguments: tuple[str, ...], complaint: str):
+    assert simulate(QUICKSTART, *arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert complaint in line

@@ -1,0 +1,210 @@
+"""Lengths, reward times, workload files and traces: what they are, and how a wrong one is refused."""
+
+import json
+from pathlib import Path
+from statistics import correlation, quantiles
+
+import pytest
+
+from lightrl.errors import SimError
+from lightrl.sim.engine import EngineProfile
+from lightrl.sim.scenario import PRESETS, find_scenario
+from lightrl.sim.traces import TraceEvent, read_trace, synthetic_trace
+from lightrl.sim.workload import (
+    MEDIUM_TAIL,
+    SHORT_TAIL,
+    Cursor,
+    EmpiricalLengths,
+    LengthModel,
+    RewardClass,
+    RewardTimes,
+    complete_censored,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "p50", "p90"), [(SHORT_TAIL, 558, 4101), (MEDIUM_TAIL, 554, 2174)], ids=["8k", "16k"]
+)
+def test_the_fitted_models_have_the_published_quantiles(model: LengthModel, p50: int, p90: int):
+    lengths = [model.length(f"p{p}", 0, n, model.cap) for p in range(2500) for n in range(4)]
+    cuts = quantiles(lengths, n=100)
+    assert cuts[49] == pytest.approx(p50, rel=0.1)
+    assert cuts[89] == pytest.approx(p90, rel=0.12)
+    assert max(lengths) == model.cap
+
+
+def test_a_length_depends_on_prompt_epoch_and_noise_alone():
+    model = LengthModel()
+    assert model.length("p1", 3, 77, 8192) == LengthModel().length("p1", 3, 77, 8192)
+    assert model.length("p1", 3, 77, 100) == min(100, model.length("p1", 3, 77, 8192))
+    assert len({model.length("p1", 0, n, 8192) for n in range(50)}) > 40
+    assert model.length("p1", 0, 5, 8192) != LengthModel(seed=1).length("p1", 0, 5, 8192)
+
+
+def test_prompts_keep_their_difficulty_over_epochs():
+    def means(epoch: int, drift: float = 0.2) -> list[float]:
+        model = LengthModel(drift=drift)
+        return [sum(model.length(f"p{p}", epoch, n, 8192) for n in range(24)) / 24 for p in range(150)]
+
+    assert correlation(means(0), means(1)) > 0.7
+    assert correlation(means(0), means(4, drift=1.0)) < 0.4
+
+
+def test_given_up_responses_count_as_at_least_as_long():
+    seen = {"a": [(10, True), (50, False)], "b": [(80, True), (90, True), (200, False)]}
+    lengths = complete_censored(seen, seed=0)
+    assert lengths["a"][0] == 10
+    assert lengths["a"][1] in {80, 90}
+    assert lengths["b"] == [80, 90, 200]
+
+
+def test_unknown_prompts_borrow_the_lengths_of_known_ones():
+    lengths = EmpiricalLengths({"p0": [5], "p1": [7]})
+    assert lengths.length("p1", 0, 3, 100) == 7
+    assert {lengths.length(f"p{k}", 0, 0, 100) for k in range(2, 40)} == {5, 7}
+
+
+def test_reward_times_follow_their_classes_and_limits():
+    slow = RewardClass(share=0.5, median_s=1.0, sigma=1.0, hanging=0.2, limit_s=30.0)
+    times = RewardTimes((slow, RewardClass(share=0.5, constant_s=0.25)))
+    drawn = [times.seconds(f"p{p}", n) for p in range(200) for n in range(5)]
+    assert 0.4 < drawn.count(0.25) / len(drawn) < 0.6
+    assert 0.05 < drawn.count(30.0) / len(drawn) < 0.15
+    adaptive = RewardTimes((slow, RewardClass(share=0.5, constant_s=0.25)), adaptive=True)
+    assert max(adaptive.seconds(f"p{p}", n) for p in range(200) for n in range(5)) < 5
+
+
+def test_an_epoch_holds_every_prompt_once():
+    cursor = Cursor(10, seed=1)
+    drawn = [cursor.draw() for _ in range(20)]
+    assert sorted(p for p, e in drawn if e == 0) == sorted(p for p, e in drawn if e == 1)
+    assert len({p for p, e in drawn if e == 0}) == 10
+    assert [p for p, _ in drawn[:10]] != [p for p, _ in drawn[10:]]
+
+
+def test_a_workload_file_changes_what_it_names(tmp_path: Path):
+    file = tmp_path / "mine.json"
+    file.write_text(
+        json.dumps(
+            {
+                "lengths": {"a": [3, 4], "b": [9]},
+                "engine": {"step_s": 0.5, "speculation": {"acceptance": 0.6}},
+                "reward": {"workers": 3, "classes": [{"share": 1.0, "constant_s": 2}]},
+                "training": {"placement": "colocated"},
+                "prices": {"node": 2.5},
+            }
+        )
+    )
+    scenario = find_scenario(str(file), 100, 0)
+    assert scenario.engine == EngineProfile(step_s=0.5, speculation=scenario.engine.speculation)
+    assert scenario.workload.num_prompts == 2
+    assert scenario.workload.lengths.length("p1", 0, 0, 100) == 9
+    assert scenario.workload.reward.classes[0].constant_s == 2
+    assert (scenario.training.placement, scenario.prices.node) == ("colocated", 2.5)
+
+
+def test_a_finished_run_is_a_workload(tmp_path: Path):
+    rows = [
+        {"step": 0, "kind": "eval", "responses": [["e", 0, 0, 1, True]]},
+        {"step": 0, "kind": "short", "responses": [["x", 0, 0, 12, True], ["y", 0, 0, 5, False]]},
+    ]
+    (tmp_path / "lengths.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    scenario = find_scenario(str(tmp_path), 100, 0)
+    assert scenario.workload.num_prompts == 2
+    assert (
+        scenario.workload.lengths.length("p1", 0, 0, 100) == 12
+    )  # at least 5, and 12 is the only longer one
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_can_be_built(name: str):
+    assert find_scenario(name, 8192, 0).workload.name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"lengths": {"a": [0]}}', "lengths.a = 0: a positive whole number"),
+        ('{"lengths": {"a": []}}', "at least one length"),
+        ('{"engine": {"step": 1}}', "engine.step: unknown key; keys are step_s"),
+        ('{"engine": {"step_s": "fast"}}', "engine.step_s = 'fast': a float is needed"),
+        ('{"engine": {"step_s": -1}}', "times and sizes must be positive"),
+        ('{"reward": {"classes": [{"share": 0.5}]}}', "shares of the classes sum to 0.5"),
+        ('{"training": {"placement": "moon"}}', "dedicated or colocated"),
+        ('{"length_model": {"rho": 2}}', "-1 <= rho <= 1"),
+        ('{"speed": 1}', "speed: unknown key"),
+        ('{"num_prompts": 1.5}', "num_prompts = 1.5"),
+        ("{\n oops", ":2: not valid JSON"),
+        ("[]", "one object"),
+    ],
+)
+def test_an_impossible_workload_is_one_clear_line(tmp_path: Path, text: str, complaint: str):
+    file = tmp_path / "w.json"
+    file.write_text(text)
+    with pytest.raises(SimError) as error:
+        find_scenario(str(file), 100, 0)
+    assert complaint in str(error.value)
+    assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "a", "lengths": [-3]}', ":2: a length of -3 tokens"),
+        ('{"lengths": [3]}', ":2: 'prompt' is missing"),
+        ("[1]", ":2: a line is an object"),
+        ("{", ":2: not valid JSON"),
+    ],
+)
+def test_an_impossible_line_of_lengths_is_named(tmp_path: Path, line: str, complaint: str):
+    file = tmp_path / "w.jsonl"
+    file.write_text('{"prompt": "a", "lengths": [3]}\n' + line)
+    with pytest.raises(SimError) as error:
+        find_scenario(str(file), 100, 0)
+    assert complaint in str(error.value)
+
+
+def test_what_is_neither_file_nor_preset_is_said(tmp_path: Path):
+    with pytest.raises(SimError, match="neither a file, a run directory nor a preset"):
+        find_scenario("nowhere", 100, 0)
+    with pytest.raises(SimError, match=r"lengths\.jsonl: no such file"):
+        find_scenario(str(tmp_path), 100, 0)
+
+
+def test_a_trace_is_read(tmp_path: Path):
+    file = tmp_path / "t.csv"
+    file.write_text("# spot\n0,add,a\n1500,add,b\n1500,remove,a\n")
+    assert read_trace(file)[1:] == (TraceEvent(1.5, "b", True), TraceEvent(1.5, "a", False))
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ("5,add,a\n4,add,b", ":2: '4,add,b': goes back in time"),
+        ("5,add,a\n6,remove,b", ":2: '6,remove,b': node b is not there"),
+        ("5,add,a\n6,add,a", ":2: '6,add,a': node a is there already"),
+        ("x,add,a", "'x' is not a number"),
+        ("-1,add,a", "-1 milliseconds cannot be"),
+        ("1,start,a", "a row is milliseconds,add|remove,node"),
+        ("1,add", "a row is"),
+        ("", "the trace is empty"),
+    ],
+)
+def test_an_impossible_trace_is_one_clear_line(tmp_path: Path, rows: str, complaint: str):
+    file = tmp_path / "t.csv"
+    file.write_text(rows)
+    with pytest.raises(SimError) as error:
+        read_trace(file)
+    assert complaint in str(error.value)
+
+
+def test_a_synthetic_trace_repeats_and_is_there_as_often_as_asked(tmp_path: Path):
+    trace = synthetic_trace(40, 20_000, up_s=300, down_s=100, seed=3)
+    assert trace == synthetic_trace(40, 20_000, up_s=300, down_s=100, seed=3)
+    file = tmp_path / "t.csv"
+    file.write_text("\n".join(f"{1000 * e.at_s},{'add' if e.added else 'remove'},{e.node}" for e in trace))
+    assert len(read_trace(file)) == len(trace)
+    there = sum((-e.at_s if e.added else e.at_s) for e in trace)
+    last = {e.node: e.added for e in trace}
+    there += 20_000 * sum(last.values())
+    assert there / (40 * 20_000) == pytest.approx(0.75, abs=0.05)

@@ -1,0 +1,215 @@
+"""Groups that come in any order, any number at a time: the same step, or with train.deterministic the same
+bits. In one rank in this process, and through the trainer node with real ranks."""
+
+import asyncio
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lightrl.errors import TrainerError
+from lightrl.messages import PublishWeights, StepDone, TrainGroup, TrainResponse, TrainShard
+from lightrl.node.trainer import Trainer, train_samples
+from lightrl.run_file import parse_config
+from lightrl.trainer.batch import streamed
+from lightrl.trainer.protocol import Accumulate, FinishStep
+
+DEADLINE_S = 110
+STEPS = 3
+# How many of eight groups wait each time that the trainer looks, as far as it has not been told more.
+ALL, HALVES, ONES, UNEVEN = (8,), (4, 4), (1,) * 8, (1, 5, 0, 2)
+
+
+@pytest.fixture(scope="session")
+def groups(samples):
+    """Eight groups of three samples."""
+    return [samples[i : i + 3] for i in range(0, 24, 3)]
+
+
+def parts(items, sizes):
+    borders = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return [items[begin:end] for begin, end in pairwise(borders)]
+
+
+def train(rank, steps):
+    """`steps`: for each the groups that wait each time. The digests of the versions published."""
+    digests = []
+    for step, waits in enumerate(steps):
+        train = rank.config.train
+        for waiting in waits:
+            [batches] = streamed(waiting, 1, train.max_tokens_per_gpu, train.deterministic)
+            list(rank.perform(Accumulate(step, batches)))
+        samples = [s for waiting in waits for group in waiting for s in group]
+        tokens = sum(len(s.token_ids) // 4 for s in samples)
+        published, _ = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
+        digests.append(published.manifest.digest)
+    return digests
+
+
+@pytest.mark.parametrize("algorithm", [{"name": "grpo"}, {"name": "reinforce++", "kl_coef": 0.1}])
+def test_deterministic_steps_are_equal_in_every_bit(new_rank, groups, algorithm):
+    def digests(deterministic, *splits):
+        rank = new_rank(algorithm=algorithm, train={"deterministic": deterministic, "max_tokens_per_gpu": 60})
+        return train(rank, [parts(groups, sizes) for sizes in splits])
+
+    expected = digests(True, ALL, ALL, ALL)
+    assert len(set(expected)) == STEPS
+    for splits in [(HALVES, ONES, UNEVEN), (ONES, UNEVEN, HALVES), (UNEVEN, HALVES, ONES)]:
+        assert digests(True, *splits) == expected
+    # Without it the same splits round differently, or the above would show nothing.
+    assert digests(False, ALL, ALL, ALL) != digests(False, ONES, ONES, ONES)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_arrival_gives_the_same_step_up_to_rounding(new_rank, groups, seed):
+    """Tolerance: 2e-6 of the norm of all weights, after three steps of AdamW with lr 1e-3."""
+    rng = random.Random(seed)
+
+    def weights(steps):
+        rank = new_rank(algorithm={"name": "dapo", "tis_cap": 2.0}, train={"optim": {"lr": 1e-3}})
+        train(rank, steps)
+        return torch.cat([p.detach().flatten() for p in rank.policy.module.parameters()])
+
+    expected = weights([[groups]] * STEPS)
+    arrivals = []
+    for _ in range(STEPS):
+        order, sizes = rng.sample(groups, 8), []
+        while sum(sizes) < 8:
+            sizes.append(rng.randint(1, 8 - sum(sizes)))
+        arrivals.append(parts(order, sizes))
+    found = weights(arrivals)
+    assert (found - expected).norm() <= 2e-6 * expected.norm()
+
+
+def shards(groups, step, sizes):
+    """A shard for each of `sizes`, of groups as the coordinator sends them."""
+    rewards = [1.0, 0.0, 0.25]
+    sent = [
+        TrainGroup(
+            f"p{i}@0",
+            group[0].prompt,
+            tuple(
+                TrainResponse(s.response, s.token_ids, s.rollout_logprobs, reward, "stop")
+                for s, reward in zip(group, rewards, strict=True)
+            ),
+        )
+        for i, group in enumerate(groups)
+    ]
+    return [
+        TrainShard(step, index, step, tuple(part), index == len(sizes) - 1, len(sent))
+        for index, part in enumerate(parts(sent, sizes))
+    ]
+
+
+async def run_trainer(config, folder, next_shards, pause, digests):
+    """A trainer node with real ranks. `next_shards(version)` are sent to it when it publishes that version,
+    the digest of which is appended to `digests`. Returns the metrics of all steps.
+
+    `pause`: turns of the event loop between shards. With some, the first one is computed while the others
+    come and wait; without, all of them wait together.
+    """
+    (folder / "logs").mkdir(parents=True)
+    published, done = asyncio.Queue(), []
+
+    def send(message):
+        match message:
+            case PublishWeights(manifest):
+                digests.append(manifest.digest)
+                published.put_nowait(manifest.policy_version)
+            case StepDone():
+                done.append(message.metrics)
+
+    async def feed():
+        while True:
+            for shard in next_shards(await published.get()):
+                trainer.handle(shard)
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+
+    trainer = Trainer(config, folder, folder / "weights", "127.0.0.1", send)
+    feeding = asyncio.ensure_future(feed())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await trainer.run()
+            return done
+    finally:
+        feeding.cancel()
+        await trainer.close()
+
+
+def trainer_config(model_dir, ranks, steps):
+    return parse_config(
+        {
+            "model": {"path": str(model_dir)},
+            "data": {"path": "unused"},
+            "algorithm": {"name": "dapo", "tis_cap": 2.0},
+            "train": {
+                "steps": steps,
+                "ranks": ranks,
+                "deterministic": True,
+                "max_tokens_per_gpu": 40,
+                "optim": {"lr": 1e-3},
+            },
+        }
+    )
+
+
+def test_two_deterministic_ranks_publish_the_same_bits_whatever_the_timing(model_dir, tmp_path, groups):
+    config = trainer_config(model_dir, ranks=2, steps=STEPS)
+
+    def run(name, splits, pause):
+        def next_shards(version):
+            return shards(groups, version, splits[version]) if version < STEPS else []
+
+        digests = []
+        return digests, asyncio.run(run_trainer(config, tmp_path / name, next_shards, pause, digests))
+
+    digests, metrics = run("together", (ALL, ALL, ALL), pause=0)
+    others, other_metrics = run("apart", (ONES, UNEVEN, HALVES), pause=20)
+    assert len(set(digests)) == STEPS + 1
+    assert others == digests
+    for found, expected in zip(other_metrics, metrics, strict=True):
+        assert expected["grad_norm"] > 0
+        assert found.keys() == expected.keys()
+        for key in (key for key in found if not key.startswith("timing_s/")):
+            assert found[key] == expected[key], key
+
+
+def test_shards_of_a_later_step_wait_and_any_other_is_refused(new_rank, model_dir, tmp_path, groups):
+    """Also: what a trainer with one rank publishes is what a rank does that gets the same groups in order."""
+    config = trainer_config(model_dir, ranks=1, steps=STEPS)
+    later = shards(groups, 1, ALL)
+    wrong = replace(later[0], step=2, policy_version=1)
+
+    def next_shards(version):
+        return {0: [*shards(groups, 0, HALVES), *later], 1: [], 2: [wrong]}[version]
+
+    digests = []
+
+    async def run():
+        refused = pytest.RaisesExc(
+            TrainerError,
+            match="^shard 0 of step 2 for version 1 came instead of shard 0 of step 2 for version 2$",
+        )
+        with pytest.RaisesGroup(refused):
+            await run_trainer(config, tmp_path / "run", next_shards, pause=20, digests=digests)
+
+    asyncio.run(run())
+    rank = new_rank(**config.model_dump(include={"algorithm", "train"}))
+    samples = [train_samples(group, config) for group in later[0].groups]
+    assert digests == [rank.started.manifest.digest, *train(rank, [[samples], parts(samples, ONES)])]
+
+
+def test_a_penalty_for_length_is_part_of_the_advantage(config):
+    def advantages(lengths, **algorithm):
+        responses = tuple(
+            TrainResponse(f"p0@0#{n}", bytes(4 * n), bytes(4 * n), 1.0, "stop") for n in lengths
+        )
+        sections = {"rollout": {"max_response_length": 100}, "algorithm": {"name": "dr_grpo"} | algorithm}
+        return [s.advantage for s in train_samples(TrainGroup("p0@0", b"", responses), config(**sections))]
+
+    # Rewards 1, 1, 0.5 and 0 once the penalty is added.
+    assert advantages([10, 80, 90, 100], overlong_buffer=20) == pytest.approx([0.375, 0.375, -0.125, -0.625])
+    assert advantages([10, 80, 90, 100]) == [0.0] * 4

@@ -166,12 +166,21 @@ def simulate(
     ] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="default: train.steps, at most 20")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="each mechanism alone, in one table")] = False,
+    reproduce: Annotated[
+        bool,
+        typer.Option("--reproduce", help="no CONFIG: published figures again, and LightRL on the same work"),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="all figures, as one line of JSON")] = False,
 ) -> None:
     """Predict how fast a run of CONFIG would be on a fleet, with the scheduler that it would have."""
     from lightrl.launch.plan import count_prompts
-    from lightrl.sim.command import simulate_run
+    from lightrl.sim.command import reproduce_published, simulate_run
 
+    if reproduce:
+        if settings or nodes is not None or trace or workload or steps or compare:
+            raise typer.BadParameter("--reproduce has its own workloads and fleets; only --json goes with it")
+        reproduce_published(json_line=as_json)
+        return
     config = _config(settings or [])
     if config is None:
         raise typer.BadParameter("give a CONFIG; rollout.slots=64 and the like say more of the nodes")

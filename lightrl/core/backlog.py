@@ -21,7 +21,10 @@ class PutOff:
 
 @dataclass(slots=True)
 class Backlog:
-    """First in, first out: a prompt waits for about one period of rounds. It survives a resume as data."""
+    """First in, first out: a prompt waits for about one period of rounds. It survives a resume as data.
+
+    Example: Backlog(256, put_off=deque([PutOff(DrawnPrompt("p7", 0, <int32>), 2, since=3)]), num_drawn=64)
+    """
 
     num_prompts: int  # of one epoch
     put_off: deque[PutOff] = field(default_factory=deque[PutOff])
@@ -32,6 +35,10 @@ class Backlog:
     def epoch_left(self) -> int:
         """Prompts of this epoch that no round has had; 0 also when the next epoch has not begun."""
         return -self.num_drawn % self.num_prompts + len(self.spare)
+
+    @property
+    def num_held(self) -> int:
+        return len(self.put_off) + len(self.spare)
 
     def take(self, count: int) -> list[PutOff]:
         """The `count` that have waited longest, or all there are; of one prompt only the older epoch."""

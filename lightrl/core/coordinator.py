@@ -41,7 +41,7 @@ from lightrl.core.state import (
     RunState,
     Settings,
 )
-from lightrl.core.steps import Steps
+from lightrl.core.steps import Resumed, Steps
 from lightrl.messages import (
     Abort,
     Drain,
@@ -55,13 +55,13 @@ from lightrl.messages import (
 
 
 class Coordinator:
-    def __init__(self, settings: Settings, now: float) -> None:
+    def __init__(self, settings: Settings, now: float, resumed: Resumed | None = None) -> None:
         self.settings = settings
         self.state = RunState.STARTING
         self.fleet = Fleet(settings)
         self.foresight = Foresight(settings.max_response_tokens)
         self.ledger = Ledger(settings, self.fleet, self.foresight)
-        self.steps = Steps(settings, self.fleet, self.ledger, self.foresight, now)
+        self.steps = Steps(settings, self.fleet, self.ledger, self.foresight, now, resumed)
         self.backlog = self.steps.backlog
         self.started_at = now
         self._rebalance_at: float | None = None
@@ -136,7 +136,7 @@ class Coordinator:
     # Weights
 
     def _publish(self, name: str, message: PublishWeights, now: float) -> None:
-        expected = 0 if self.fleet.published is None else self.step + 1
+        expected = self.step if self.fleet.published is None else self.step + 1
         self._out += self.fleet.publish(name, message, expected)
         published = self.fleet.published
         if published is not None and published.message is message:
@@ -249,7 +249,8 @@ class Coordinator:
         if not (self.settings.migration and self.ledger.has_idle_room):
             self._rebalance_at = None
         elif self._rebalance_at is None:
-            self._rebalance_at = max(now, self._rebalanced_at + placement.REBALANCE_S)
+            pause_s = placement.REBALANCE_S + len(self.fleet.ready) * placement.REBALANCE_S_PER_NODE
+            self._rebalance_at = max(now, self._rebalanced_at + pause_s)
 
     # The run
 

@@ -152,8 +152,8 @@ def _prompts(core: "Coordinator") -> None:
         if not r.is_eval
         for g in r.groups.values()
     )
-    held = len(waiting) + len(spare) + in_rounds
-    accounted = counters.groups_trained + counters.groups_dropped + held
+    done = core.steps.num_before + counters.groups_trained + counters.groups_dropped
+    accounted = done + backlog.num_held + in_rounds
     _require(
         backlog.num_drawn == accounted,
         f"{backlog.num_drawn} prompts drawn, {accounted} accounted for",

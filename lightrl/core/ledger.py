@@ -147,9 +147,7 @@ class Ledger:
 
     # Races
 
-    def score(
-        self, name: str, attempt: int, reward: float | None, failure: str, out: list[Command]
-    ) -> None:
+    def score(self, name: str, attempt: int, reward: float | None, failure: str, out: list[Command]) -> None:
         """Takes the score of a finished response."""
         response = self.responses.get(name)
         if response is None or response.attempt != attempt or response.scored:
@@ -222,12 +220,13 @@ class Ledger:
             return
         nodes = list(self._fleet.ready.values()) if self._news else list(self._freed.values())
         nodes = [n for n in nodes if n.free > 0 and self._fleet.ready.get(n.name) is n]
-        most = sum(n.free for n in nodes)
         reserved = self._fleet.reserved
+        if reserved > 0 and not self._news:
+            nodes = [n for n in nodes if not n.running]
+        most = sum(n.free for n in nodes)
         if reserved > 0:
-            nodes = nodes if self._news else [n for n in nodes if not n.running]
             share = sum(n.share for n in nodes)
-            most = min(most, math.ceil(len(self.queue) * share / (share + reserved))) if nodes else 0
+            most = min(most, math.ceil(len(self.queue) * share / (share + reserved)))
         self._news = False
         self._freed.clear()
         sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
@@ -240,7 +239,7 @@ class Ledger:
         """Moves running responses to where they finish earlier, when nothing waits for a slot."""
         nodes = [n for n in self._fleet.ready.values() if n.speed.num_observed or not n.running]
         sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
-        for response, node in placement.moves(nodes, self._foresight.expect):
+        for response, node in placement.moves(nodes, self._foresight.expect, self._settings.chunk_tokens):
             key = (node.name, response.group.round.sampling)
             self._abort(response, out)
             self._release(response)
@@ -326,6 +325,8 @@ class Ledger:
         if node is not None:
             del node.running[response.id]
             self._freed[node.name] = node
+            if not node.running:
+                node.chunk_at = None  # else the pause would count as decoding
 
     def _abort(self, response: Response, out: list[Command]) -> None:
         assert response.node is not None

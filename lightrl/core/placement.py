@@ -20,12 +20,13 @@ from lightrl.core.state import Node, Response
 
 Foresee = Callable[[Response], float]  # expected whole length of a response that goes on
 
-# What a move costs, in engine steps of the receiving node, which both nodes' speed scales: to start, and
-# to prefill what is held (16,000 tokens take less than 100 ms where a step takes 17 ms; CPUs are slower).
-START_STEPS = 4.0
+# What a move costs, in engine steps of the receiving node: to sample again what was not sent yet (up to a
+# chunk), and to prefill what is held (16,000 tokens take less than 100 ms where a step takes 17 ms; CPUs
+# are slower).
 PREFILL_TOKENS_PER_STEP = 256
 MIN_GAIN = 2.0  # gained seconds for each second a move costs; moving eagerly is known to cost 18 to 20 %
-REBALANCE_S = 0.5  # at least so long between two looks at all nodes
+REBALANCE_S = 0.5  # at least so long between two looks at all nodes,
+REBALANCE_S_PER_NODE = 0.002  # and so much longer for each: looking then takes under one percent of the time
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ def assign(
     return placed
 
 
-def moves(nodes: Sequence[Node], foresee: Foresee) -> list[tuple[Response, Node]]:
+def moves(nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16) -> list[tuple[Response, Node]]:
     """Running responses that should go on elsewhere, and where, when nothing waits for a slot.
 
     From the node that finishes last, its longest goes to the node that would finish it first, as
@@ -115,7 +116,7 @@ def moves(nodes: Sequence[Node], foresee: Foresee) -> list[tuple[Response, Node]
             heapq.heappop(last)
             continue
         remaining, response = candidates[source_name][-1]
-        cost = move_s(response, target)
+        cost = move_s(response, target, chunk_tokens)
         per_token = source.node.speed.step_s(source.running) - target.node.speed.step_s(target.running + 1)
         arrives = cost_s[target_name] + cost + target.finishes_in(remaining)
         if (
@@ -137,10 +138,10 @@ def moves(nodes: Sequence[Node], foresee: Foresee) -> list[tuple[Response, Node]
     return moved
 
 
-def move_s(response: Response, target: Outlook) -> float:
+def move_s(response: Response, target: Outlook, chunk_tokens: int) -> float:
     """What taking a running response over costs a node: the prompt and all tokens so far are prefilled."""
     held = len(response.group.prompt.tokens) // 4 + len(response.tokens)
-    return target.node.speed.step_s(1) * (START_STEPS + held / PREFILL_TOKENS_PER_STEP)
+    return target.node.speed.step_s(1) * (chunk_tokens + held / PREFILL_TOKENS_PER_STEP)
 
 
 def _remaining(response: Response, foresee: Foresee) -> float:

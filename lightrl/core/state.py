@@ -53,6 +53,7 @@ class Settings:
     lease_s: float
     reward_on_failure: float | None  # None = a response without a score cannot be kept
     num_prompts: int  # of one epoch of the training data
+    chunk_tokens: int = 16  # of a response that a node may hold before it sends them
     tail: Tail = Tail()
     max_staleness: int = 0  # 0 = synchronous
     dynamic_sampling: bool = False  # groups without signal are replaced (DAPO, arXiv 2503.14476)
@@ -325,6 +326,7 @@ class Counters:
     bad_chunks: int = 0  # wrong version, digest or size; the sender is lost
     rewards_failed: int = 0
     groups_dropped: int = 0
+    groups_flat: int = 0  # of these, without signal: replaced by dynamic sampling
     prompts_put_off: int = 0  # a prompt may be put off more than once
     rollout_tokens: int = 0  # accepted for training rounds
     eval_tokens: int = 0

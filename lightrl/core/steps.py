@@ -6,6 +6,7 @@ What is to be done goes to `out`.
 """
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.core import race, rounds, staleness
@@ -18,6 +19,16 @@ from lightrl.core.state import DrawnPrompt, Group, GroupState, Round, RoundState
 from lightrl.messages import StepDone, TrainGroup, TrainResponse, TrainShard
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run goes on: between two steps, when no round is open."""
+
+    step: int  # optimizer steps done
+    backlog: Backlog
+    last_cut: int = 0
+    evaluated: int | None = None  # the policy version evaluated last
+
+
 class Steps:
     def __init__(
         self,
@@ -26,18 +37,21 @@ class Steps:
         ledger: Ledger,
         foresight: Foresight,
         now: float,
+        resumed: Resumed | None = None,
     ) -> None:
+        resumed = resumed or Resumed(0, Backlog(settings.num_prompts))
         self.out: list[Command] = []  # of the event at hand
-        self.step = 0  # optimizer steps done
-        self.evaluated: int | None = None  # the policy version evaluated last
-        self.backlog = Backlog(settings.num_prompts)
+        self.step = resumed.step  # optimizer steps done
+        self.evaluated = resumed.evaluated
+        self.backlog = resumed.backlog
+        self.num_before = self.backlog.num_drawn - self.backlog.num_held  # prompts, by earlier processes
         self.finished = False  # nothing is left to be opened
         self._settings = settings
         self._fleet = fleet
         self._ledger = ledger
         self._foresight = foresight
-        self._opened = 0  # training rounds
-        self._last_cut = 0  # tokens, of the newest short round that closed
+        self._opened = resumed.step  # training rounds
+        self.last_cut = resumed.last_cut  # tokens, of the newest short round that closed
         self._step_began = now
         self._draws: deque[Round] = deque()  # rounds that asked for prompts, in order
         self._step_done: StepDone | None = None
@@ -83,8 +97,9 @@ class Steps:
             self._ledger.give_up(response, self.out)
 
     def _drop(self, group: Group) -> None:
-        self._ledger.drop(group, GroupState.DROPPED, self.out)
         self._ledger.counters.groups_dropped += 1
+        self._ledger.counters.groups_flat += group.state is GroupState.COMPLETE  # else it lacks scores
+        self._ledger.drop(group, GroupState.DROPPED, self.out)
 
     def _certify(self, round: Round) -> None:
         """Hands to the trainer what is certain to belong to the step, while others still generate."""
@@ -191,7 +206,7 @@ class Steps:
             return
         usable = self.backlog.draw(prompts, self._busy(round))
         if round.state is RoundState.FILLING:
-            unseen = rounds.put_off_unseen(self._settings, round, usable, self._foresight, self._last_cut)
+            unseen = rounds.put_off_unseen(self._settings, round, usable, self._foresight, self.last_cut)
             for prompt in unseen:
                 usable.remove(prompt)
                 self._put_off(PutOff(prompt, 0, round.step))
@@ -231,7 +246,7 @@ class Steps:
         self._ledger.count_aborted(round)
         self._foresight.learn(round)
         if round.races:
-            self._last_cut = round.finishing_tokens
+            self.last_cut = round.finishing_tokens
         self._send_accepted(round)
         self.out.append(CloseRound(round))
 

@@ -120,7 +120,9 @@ def _summary(run_dir: Path) -> dict[str, Any]:
 
 
 def _trouble(counters: Mapping[str, int]) -> list[str]:
-    return [f"{name.replace('_', ' ')}: {counters[name]:,}" for name in TROUBLE if counters.get(name)]
+    unscored = counters.get("groups_dropped", 0) - counters.get("groups_flat", 0)  # flat ones were replaced
+    named = {**counters, "groups_dropped": unscored}
+    return [f"{name.replace('_', ' ')}: {named[name]:,}" for name in TROUBLE if named.get(name)]
 
 
 def status_lines(s: Snapshot) -> list[str]:

@@ -30,6 +30,7 @@ def core_settings(
         vocabulary=vocabulary,
         lease_s=config.node.lease_s,
         reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
+        chunk_tokens=r.chunk_tokens,
         num_prompts=num_prompts,
         tail=Tail(eta_prompts, eta_responses, config.round.race),
         max_staleness=config.async_.max_staleness,

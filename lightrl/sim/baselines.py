@@ -12,9 +12,9 @@ from lightrl.core.state import Settings, Tail
 from lightrl.messages import Sampling
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.report import Figures, figures
-from lightrl.sim.scenario import Scenario
+from lightrl.sim.scenario import Scenario, Switches
 from lightrl.sim.traces import TraceEvent
-from lightrl.sim.world import Switches, World
+from lightrl.sim.world import World
 
 LARGE_STEP = 4096  # responses; of larger steps tokens are reported in larger chunks, for speed
 ETA = 1.25  # of tail batching where the config has it off

@@ -1,4 +1,4 @@
-"""`lightrl simulate`: a config and a few options in, a table or one line of JSON out."""
+"""`lightrl simulate`: a config and a few options in, tables or one line of JSON out."""
 
 import json
 from dataclasses import replace
@@ -8,10 +8,12 @@ from rich.console import Console
 
 from lightrl.config import Config
 from lightrl.errors import SimError
+from lightrl.sim import retelling
 from lightrl.sim.baselines import compare, configured, settings_of, simulate, synchronous
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.report import as_json, comparison, tables
-from lightrl.sim.scenario import find_scenario
+from lightrl.sim.reproduce import reproduce
+from lightrl.sim.scenario import PRESETS, find_scenario
 from lightrl.sim.traces import read_trace
 from lightrl.sim.workload import LengthModel
 
@@ -67,3 +69,17 @@ def simulate_run(
     print()
     for part in comparison(named) if all_variants else tables(named["as configured"]):
         console.print(part)
+
+
+def reproduce_published(*, json_line: bool = False) -> None:
+    """Prints published figures beside those of the simulator, and LightRL on the same workloads."""
+    results = reproduce()
+    if json_line:
+        print(json.dumps(retelling.as_json(results)))
+        return
+    console = Console(width=WIDTH, highlight=False, soft_wrap=False)
+    acceptance = PRESETS[results[0].workload]().speculation.acceptance
+    console.print(retelling.NOTES.format(acceptance=acceptance) + "\n")
+    for result in results:
+        for part in retelling.tables(result):
+            console.print(part)

@@ -134,6 +134,7 @@ class Engine:
     chunk_tokens: int
     now: float
     streams: bool = True  # else tokens are told only when a response has finished
+    prompt_batch: int = PROMPT_BATCH
     next_at: float = INFINITE
     times: dict[str, float] = field(default_factory=dict[str, float])  # state -> seconds
     num_preemptions: int = 0
@@ -182,7 +183,7 @@ class Engine:
         self._advance(now)
         self._finish(now)
         deltas: list[Delta] = []
-        if self._chunk_at <= self._clock or (self._finished and len(self.running) <= PROMPT_BATCH):
+        if self._chunk_at <= self._clock or (self._finished and len(self.running) <= self.prompt_batch):
             deltas = self._flush()
         self._make_room(now)
         self._admit(now)
@@ -271,7 +272,7 @@ class Engine:
 
     def _plan(self, now: float) -> None:
         """Says when to be called again: a finish, a chunk, a full cache."""
-        if self._finished and len(self.running) <= PROMPT_BATCH:
+        if self._finished and len(self.running) <= self.prompt_batch:
             self.next_at = now
             return
         if not self.running:

@@ -8,8 +8,11 @@ import math
 from dataclasses import dataclass, field
 
 from lightrl.messages import TokenChunk
-from lightrl.sim.engine import Delta, Engine, EngineProfile
+from lightrl.sim.engine import PROMPT_BATCH, Delta, Engine, EngineProfile
 from lightrl.sim.messages import chunk_of
+from lightrl.sim.scenario import Switches
+
+SPOT = "spot"  # the kind of nodes that come and go; they never train
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Machine:
         """Another engine, from now on."""
         self._past.append((self.engine, self.width))
         before = self.engine
-        self.engine = Engine(profile, slots, before.chunk_tokens, now, before.streams)
+        self.engine = Engine(profile, slots, before.chunk_tokens, now, before.streams, before.prompt_batch)
         self.scheduled_at, self.width = math.inf, width
 
     def times(self) -> dict[str, float]:
@@ -76,3 +79,15 @@ class Machine:
 
     def total(self, name: str) -> int:
         return sum(getattr(engine, name) for engine, _ in (*self._past, (self.engine, self.width)))
+
+
+def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> Machine:
+    engine = Engine(
+        profile,
+        spec.slots,
+        switches.chunk_tokens,
+        now=0.0,
+        streams=switches.token_collection,
+        prompt_batch=spec.slots if switches.exact_finishes else PROMPT_BATCH,
+    )
+    return Machine(spec, engine, speed=1.0 / spec.slowness)

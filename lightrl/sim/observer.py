@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lightrl.core.commands import CloseStep
 from lightrl.core.state import GroupState, Round
 from lightrl.sim.engine import EngineProfile
+from lightrl.sim.machines import SPOT, Machine
 from lightrl.sim.outcome import Lengths, StepRecord
 
 if TYPE_CHECKING:
@@ -20,20 +21,26 @@ class Observer:
         self._world = world
         self._records: dict[int, StepRecord] = {}
         self._first: dict[tuple[str, int], Lengths] = {}  # of prompts that are not trained yet
-        self._node_s = 0.0  # machines x time, slow ones count less
-        self._present = 0.0
+        # Machines x time, slow ones count less: [all, those that also train].
+        self._node_s = [0.0, 0.0]
+        self._present = [0.0, 0.0]
         self._looked_at = 0.0
-        self._node_s_before = 0.0
+        self._node_s_before = (0.0, 0.0)
         self._step_at = 0.0
         self._preemptions = 0
         self.newest = StepRecord(-1, "", 0)  # of the round that closed last
         self._token_s: dict[int, float] = {}  # least cost of a token, by parallelism
 
-    def fleet_changes(self, by: float) -> None:
-        """Machines with the speed of so many come; negative: go."""
+    def fleet_changes(self, machine: Machine, sign: int) -> None:
+        """A machine comes, or goes for -1."""
+        self._look()
+        self._present[0] += sign * machine.speed
+        self._present[1] += sign * machine.speed * (machine.spec.kind != SPOT)
+
+    def _look(self) -> None:
         now = self._world.now
-        self._node_s += self._present * (now - self._looked_at)
-        self._present += by
+        for k, present in enumerate(self._present):
+            self._node_s[k] += present * (now - self._looked_at)
         self._looked_at = now
 
     def close_round(self, round: Round) -> None:
@@ -52,7 +59,7 @@ class Observer:
             if key not in self._first:
                 self._first[key] = first = Lengths()
                 for r in group.responses:
-                    first.add(world.final_tokens(*key, r.seed), limit)
+                    first.add(world.final_tokens(r, r.seed), limit)
             if group.state is GroupState.ACCEPTED:
                 out.launched.merge(self._first.pop(key))
                 for r in group.kept:
@@ -73,10 +80,12 @@ class Observer:
     def close_step(self, step: CloseStep) -> None:
         record = self._records.pop(step.step)
         record.rollout_s, record.train_s, record.weights_s = step.rollout_s, step.train_s, step.weights_s
-        self.fleet_changes(0.0)
+        self._look()
         elapsed = self._world.now - self._step_at
-        record.nodes = (self._node_s - self._node_s_before) / elapsed if elapsed > 0 else 0.0
-        self._node_s_before, self._step_at = self._node_s, self._world.now
+        if elapsed > 0:
+            record.nodes = (self._node_s[0] - self._node_s_before[0]) / elapsed
+            record.training_nodes = (self._node_s[1] - self._node_s_before[1]) / elapsed
+        self._node_s_before, self._step_at = (self._node_s[0], self._node_s[1]), self._world.now
         self._world.outcome.steps.append(record)
 
     def end(self) -> None:
@@ -115,7 +124,7 @@ class Observer:
         record.work_s = per_token * record.kept_tokens + engine.context_s * context / drafted
         training = world.scenario.training
         tokens = record.kept_tokens + prompt * len(kept)
-        record.training_s = training.step_s + training.token_s * tokens
+        record.training_s = training.step_s + training.seconds(len(kept), tokens)
 
     def _cost_of_token(self, parallelism: int, engine: EngineProfile) -> float:
         if parallelism not in self._token_s:

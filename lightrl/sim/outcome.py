@@ -23,6 +23,7 @@ class StepRecord:
     training_s: float = 0.0
     preemptions: int = 0
     nodes: float = 0.0  # time average; a slow one counts less
+    training_nodes: float = 0.0  # of these, that also train
     parallelism: int = 1
     put_off: int = 0  # prompts
     dropped: int = 0

@@ -68,9 +68,9 @@ class Figures:
 
 
 def bound_s(step: StepRecord, colocated: bool, synchronous: bool = True) -> float:
-    work = step.work_s / step.nodes if step.nodes else 0.0
     longest = step.longest_s if synchronous else 0.0
-    return max(longest, work + step.training_s) if colocated else max(longest, work, step.training_s)
+    work_s = step.work_s + (step.training_s * step.training_nodes if colocated else 0.0)
+    return max(longest, work_s / step.nodes if step.nodes else 0.0, step.training_s)
 
 
 def figures(
@@ -96,7 +96,7 @@ def figures(
         )
     hours = {kind: seconds / HOUR_S for kind, seconds in outcome.device_s.items()}
     prices = scenario.prices
-    cost = sum(h * (prices.trainer if kind == "trainer" else prices.node) for kind, h in hours.items())
+    cost = sum(h * prices.of(kind) for kind, h in hours.items())
     kept, true = outcome.kept, outcome.launched
     return Figures(
         workload=scenario.workload.name,

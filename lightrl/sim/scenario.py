@@ -5,8 +5,8 @@ Owns the tables of presets and the reading of workload files and of finished run
 A workload file is JSON with any of these parts, or JSONL with one {"prompt": ..., "lengths": [...]} a line:
 
     {"base": "generic", "lengths": {"p1": [310, 512]}, "length_model": {...}, "num_prompts": 4096,
-     "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "engine": {...}, "training": {...}, "transfer": {...},
-     "prices": {...}}
+     "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "engine": {...}, "training": {...},
+     "transfer": {...}, "prices": {...}, "speculation": {...}}
 """
 
 import json
@@ -18,8 +18,9 @@ from typing import Any, Literal, TypeVar, cast
 from lightrl.errors import SimError
 from lightrl.sim.engine import EngineProfile, Speculation
 from lightrl.sim.workload import (
+    FITTED_8K,
+    FITTED_16K,
     LONG_TAIL,
-    MEDIUM_TAIL,
     SHORT_TAIL,
     EmpiricalLengths,
     LengthModel,
@@ -34,17 +35,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The trainer: seconds for each token of prompt and response, and for each optimizer step."""
+    """The trainer: seconds for each token of prompt and response, each response, and each optimizer step.
+
+    A response costs by itself where samples are padded, or launched one by one.
+    """
 
     token_s: float = 2e-5
     step_s: float = 2.0
-    placement: Literal["dedicated", "colocated"] = "dedicated"  # colocated = on the GPUs of the rollout nodes
+    response_s: float = 0.0
+    switch_s: float = 0.0  # of a rollout node that turns to training
+    # colocated = on the GPUs of the rollout nodes, those that are not spot nodes
+    placement: Literal["dedicated", "colocated"] = "dedicated"
 
     def __post_init__(self) -> None:
-        if not (self.token_s >= 0 and self.step_s >= 0):
+        if not min(self.token_s, self.step_s, self.response_s, self.switch_s) >= 0:
             raise SimError(f"training: {self}: times must not be negative")
         if self.placement not in {"dedicated", "colocated"}:
             raise SimError(f"training.placement = {self.placement!r}: dedicated or colocated")
+
+    def seconds(self, responses: int, tokens: int) -> float:
+        """Of `responses` that have so many tokens together, prompts included."""
+        return self.response_s * responses + self.token_s * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +85,14 @@ class Prices:
 
     node: float = 0.0
     trainer: float = 0.0
+    spot: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.node >= 0 and self.trainer >= 0):
+        if not min(self.node, self.trainer, self.spot) >= 0:
             raise SimError(f"prices: {self}: must not be negative")
+
+    def of(self, kind: str) -> float:
+        return {"trainer": self.trainer, "spot": self.spot}.get(kind, self.node)
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,28 @@ class Scenario:
         return self.engines[min(self.engines)]
 
 
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """What the shell around the core does; the core's own mechanisms are in its Settings."""
+
+    streaming: bool = True  # training begins while responses still run
+    async_rewards: bool = True  # else all rewards are computed after the rollout
+    adaptive_limit: bool = False  # of rewards
+    speculation: bool = False
+    stream_trainer: bool = False  # half of the rollout nodes change over to training (colocated only)
+    scale_down: bool = False  # and again half of the rest, while few responses run on those left
+    planner: bool = False  # parallelism follows the preemptions
+    token_collection: bool = True  # else a response that moves starts again from its prompt
+    exact_finishes: bool = (
+        False  # a finish is told at once, not with the next chunk; a race by the clock needs it
+    )
+    surplus_ends: bool = True  # else what a group has too much runs on, and is scored, until its round closes
+    chunk_tokens: int = 32
+
+
+DEFAULT = Switches()
+
+
 def generic(max_response_tokens: int, prompt_tokens: int = 200) -> Scenario:
     """For a config of which nothing is known: the shape of a published tail, scaled to its limit."""
     note = "nothing is known of this model: lengths, speeds and times are guesses; give --workload"
@@ -104,33 +141,41 @@ def generic(max_response_tokens: int, prompt_tokens: int = 200) -> Scenario:
     return Scenario(Workload("generic", lengths, prompt_tokens=prompt_tokens, note=note))
 
 
-_MIX = RewardTimes(  # math, code (5 % run into the limit), judge in equal parts
+_MIX = RewardTimes(  # math, code, judge in equal parts
     classes=(
-        RewardClass(share=1 / 3, constant_s=0.05),
-        RewardClass(share=1 / 3, median_s=1.0, sigma=0.8, hanging=0.05, limit_s=30.0),
-        RewardClass(share=1 / 3, constant_s=0.5, median_s=2.0, sigma=0.5),
+        RewardClass(share=1 / 3, constant_s=0.018, workers=1),
+        RewardClass(
+            share=1 / 3, median_s=1.0, sigma=0.1, prompt_sigma=0.6, hanging=0.05, limit_s=30.0, workers=44
+        ),
+        # On the GPUs that sample, its layers come from the host: twice the latency, twice as many at once.
+        RewardClass(share=1 / 3, constant_s=3.0, workers=96, beside=2.0),
     )
 )
 
-# The workloads of RollPacker, section 7.1: first values, to be calibrated against its figures.
+# Published acceptance, taken low. With history: 65 to 79 % of drafted tokens (RhymeRL, arXiv 2508.18588);
+# in the first epoch 1.7 tokens come of a forward pass (Seer, table 2: no references). A verified token costs
+# as much as a decoded one.
+_HISTORY = Speculation(acceptance=0.65, first_acceptance=0.41, max_window=16, verify_cost=1.0)
+
+# The workloads of RollPacker, section 7.1, calibrated against its figure 12 and table 2: see `reproduce`.
+# A node is an engine: one GPU for 7B, two for 14B. A token of context costs the reading of its keys and
+# values at 70 % of 3.35 TB/s. Prices: of H100 by the hour, 83.79 dollars for eight, 5.32 for two spot ones.
 PRESETS: dict[str, Callable[[], Scenario]] = {
     "rollpacker-7b-8k": lambda: Scenario(
-        Workload("rollpacker-7b-8k", SHORT_TAIL, reward=_MIX),
-        engines={
-            1: EngineProfile(0.0095, 107, 1.7e-8, 1.2e-5, kv_tokens=800_000),
-            2: EngineProfile(0.0070, 180, 0.9e-8, 0.7e-5, kv_tokens=1_900_000),
-        },
-        training=Training(token_s=3.3e-5, step_s=3.0, placement="colocated"),
+        Workload("rollpacker-7b-8k", FITTED_8K, reward=_MIX),
+        engines={1: EngineProfile(0.0086, 165, 57_344 / 2.345e12, 5e-5, kv_tokens=980_000)},
+        training=Training(9.4e-6, 14.4, response_s=0.04, switch_s=3.0, placement="colocated"),
         transfer=Transfer(load_s=3.0),
+        prices=Prices(node=10.47, spot=2.66),
+        speculation=_HISTORY,
     ),
     "rollpacker-14b-16k": lambda: Scenario(
-        Workload("rollpacker-14b-16k", MEDIUM_TAIL, reward=_MIX),
-        engines={
-            1: EngineProfile(0.016, 107, 2.9e-8, 1.2e-5, kv_tokens=500_000),
-            2: EngineProfile(0.0125, 180, 1.5e-8, 0.7e-5, kv_tokens=1_100_000),
-        },
-        training=Training(token_s=5e-5, step_s=4.0, placement="colocated"),
+        Workload("rollpacker-14b-16k", FITTED_16K, reward=_MIX),
+        engines={1: EngineProfile(0.0131, 165, 196_608 / 4.69e12, 8e-5, kv_tokens=540_000)},
+        training=Training(9.4e-6, 4.0, response_s=0.0906, switch_s=3.0, placement="colocated"),
         transfer=Transfer(load_s=3.0),
+        prices=Prices(node=20.95, spot=5.32),
+        speculation=_HISTORY,
     ),
     "rollpacker-32b-32k": lambda: Scenario(
         Workload("rollpacker-32b-32k", LONG_TAIL, reward=_MIX),

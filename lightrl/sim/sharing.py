@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from lightrl.core.state import RoundState
 from lightrl.sim.engine import Delta
-from lightrl.sim.machines import Machine
+from lightrl.sim.machines import SPOT, Machine
 
 if TYPE_CHECKING:
     from lightrl.sim.world import World
 
-FIRST_LOOK, LAST_LOOK, LOOK_EVERY = 0.2, 0.5, 0.05  # completed responses
+FIRST_LOOK, LAST_LOOK, LOOK_EVERY = 0.2, 0.5, 0.05  # responses finished, of those launched
+LAST_LOOK_AGAIN = 0.95
 KV_SHARE = 0.95  # of the cache that may be planned with
 MORE_PREEMPTIONS = 1.05  # than in the last round of the kind: more parallelism
 QUIET_STEPS = 4  # without any: less
@@ -48,16 +49,18 @@ class Sharing:
             self._step, self._completed, self._next_look, self._seen = round.step, 0, FIRST_LOOK, []
         self._completed += len(finished)
         self._seen += finished
-        if not (self.colocated and world.switches.stream_trainer) or self._released:
+        again = world.switches.scale_down
+        if not (self.colocated and world.switches.stream_trainer) or (self._released and not again):
             return
         if round.state is not RoundState.RUNNING:
             return
-        done = self._completed / max(1, round.needed * round.group_size)
+        done = self._completed / max(1, len(round.groups) * round.responses_launched)
         if self._next_look <= done:
             while self._next_look <= done:
                 self._next_look += LOOK_EVERY
-            if done <= LAST_LOOK and self._others_can_hold_the_rest(round.kind):
-                self._release_half()
+            last = LAST_LOOK_AGAIN if again else LAST_LOOK
+            if done <= last and (machines := self._dispensable(round.kind)):
+                self._release(machines)
 
     def close_round(self) -> None:
         """The rollout is over: released nodes are back, and all of them train."""
@@ -93,38 +96,85 @@ class Sharing:
         for machine in self._world.machines.values():
             if machine.present:
                 machine.engine.account(self._world.now)
-            machine.engine.idle_label = idle
+            machine.engine.idle_label = "wait" if machine.spec.kind == SPOT else idle
 
     # Stream trainer
 
-    def _others_can_hold_the_rest(self, kind: str) -> bool:
-        """Whether half of the nodes have the slots, and the cache, for what still runs."""
+    def _dispensable(self, kind: str) -> list[Machine]:
+        """Half of the nodes that can train; all, if spot nodes can take what still runs; or none."""
         present = [m for m in self._world.machines.values() if m.present]
-        half = len(present) // 2
-        if half == 0:
-            return False
+        trainers = [m for m in present if m.spec.kind != SPOT]
+        trainers.sort(key=lambda m: (len(m.engine.running), m.spec.name))
+        counts = (
+            [len(trainers) // 2] if len(trainers) == len(present) else [len(trainers), len(trainers) // 2]
+        )
+        for count in counts:
+            names = {m.spec.name for m in trainers[:count]}
+            if count and self._can_hold_the_rest(
+                [m for m in present if m.spec.name not in names], present, kind
+            ):
+                return trainers[:count]
+        return []
+
+    def _can_hold_the_rest(self, staying: list[Machine], present: list[Machine], kind: str) -> bool:
+        """Whether they have the slots, and the cache, for what still runs."""
         rest = [n for m in present for n in m.engine.tokens_of_all()]
         rest += [len(entry[-1].tokens) for entry in self._world.core.ledger.queue]
-        slots = sum(sorted(m.engine.slots for m in present)[:half])
-        capacity = present[0].engine.profile.kv_tokens
-        if len(rest) > slots:
+        if not staying or len(rest) > sum(m.engine.slots for m in staying):
             return False
+        if self._world.switches.scale_down and not self._pays(staying, present, rest, kind):
+            return False
+        capacity = staying[0].engine.profile.kv_tokens
         if not capacity:
             return True
         seen = sorted(self._lengths.get(kind, ()) or self._seen)
         peak = sum(self._world.scenario.workload.prompt_tokens + _expected(seen, n) for n in rest)
-        return peak <= KV_SHARE * capacity * half
+        return peak <= KV_SHARE * capacity * len(staying)
 
-    def _release_half(self) -> None:
+    def _pays(self, staying: list[Machine], present: list[Machine], rest: list[int], kind: str) -> bool:
+        """Whether the step ends earlier: training is hidden behind the rollout, which takes longer for it.
+
+        The rollout is taken to end as far as the last one of its kind, with half as many responses as now.
+        """
+        world, round = self._world, self._world.core.ledger.round
+        if round is None or not rest:
+            return False
+        seen, training = (
+            self._lengths.get(kind) or [world.settings.max_response_tokens],
+            world.scenario.training,
+        )
+        left = max(0, max(seen) - max(rest))
+        num = round.needed * round.group_size
+        tokens = num * (world.scenario.workload.prompt_tokens + sum(seen) // len(seen))
+        world.trainer.advance(world.now)
+        jobs = world.trainer.jobs
+        work_s = training.step_s + training.seconds(num, tokens) - (jobs[0].done_s if jobs else 0.0)
+        everyone = sum((m.present or m.released) and m.spec.kind != SPOT for m in world.machines.values())
+
+        def ends_in(nodes: list[Machine]) -> float:
+            seconds, got = nodes[0].engine.profile.forward(max(1, len(rest) // (2 * len(nodes))))
+            rollout_s = left * seconds / got
+            free = everyone - sum(m.spec.kind != SPOT for m in nodes)
+            hidden_s = max(0.0, rollout_s - training.switch_s) * free / everyone
+            return rollout_s + max(0.0, work_s - hidden_s)
+
+        return ends_in(staying) < ends_in(present)
+
+    def _release(self, machines: list[Machine]) -> None:
         world = self._world
-        present = [m for m in world.machines.values() if m.present]
-        present.sort(key=lambda m: (len(m.engine.running), m.spec.name))
-        self._released = present[: len(present) // 2]
-        for machine in self._released:
+        everyone = sum((m.present or m.released) and m.spec.kind != SPOT for m in world.machines.values())
+        self._released = self._released + machines
+        for machine in machines:
             for event in world.leave(machine, "released to train", released=True):
                 world.feed(event)
-        world.trainer.set_rate(world.now, len(self._released) / len(present))
-        world.plan_training()
+        share, round = len(self._released) / everyone, world.core.ledger.round
+
+        def trains() -> None:
+            if self._released and world.core.ledger.round is round:
+                world.trainer.set_rate(world.now, share)
+                world.plan_training()
+
+        world.at(world.now + world.scenario.training.switch_s, trains)
 
     def _take_back(self, machine: Machine, version: int) -> None:
         """It joins again with the weights that it had."""

@@ -17,13 +17,13 @@ class Job:
 
     step: int
     work_s: float = 0.0
+    done_s: float = 0.0
     closed: bool = False  # nothing more comes
     ready_at: float = 0.0  # rewards computed after the rollout
 
 
 @dataclass(slots=True)
 class TrainerModel:
-    token_s: float
     step_s: float
     streaming: bool
     rate: float
@@ -31,14 +31,14 @@ class TrainerModel:
     jobs: deque[Job] = field(default_factory=deque[Job])
     times: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "wait": 0.0})
 
-    def take(self, now: float, step: int, num_tokens: int, last: bool, ready_at: float) -> None:
-        """More tokens of a step; `last` = all of it is there."""
+    def take(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
+        """More work of a step; `last` = all of it is there."""
         self.advance(now)
         job = self.jobs[-1] if self.jobs and self.jobs[-1].step == step else None
         if job is None:
             job = Job(step)
             self.jobs.append(job)
-        job.work_s += num_tokens * self.token_s
+        job.work_s += seconds
         if last:
             job.work_s += self.step_s
             job.closed = True
@@ -57,6 +57,7 @@ class TrainerModel:
         if job is not None and self.rate > 0 and (self.streaming or job.closed):
             trained = min(max(0.0, now - max(self.now, job.ready_at)), job.work_s / self.rate)
             job.work_s -= trained * self.rate
+            job.done_s += trained * self.rate
         self.times["train"] += trained
         self.times["wait"] += elapsed - trained
         self.now = now

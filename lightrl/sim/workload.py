@@ -6,7 +6,8 @@ know engines, nodes or the core. Reading them from files is in `scenario`.
 
 The length model has two levels (fitted to figure 12 of RollPacker, arXiv 2509.21009): a prompt has a
 difficulty z and, correlated with it, a chance q that one of its responses runs away. Both persist over
-epochs with a drift that leaves the rank of almost all prompts (RhymeRL, arXiv 2508.18588).
+epochs with a drift that leaves the rank of almost all prompts (RhymeRL, arXiv 2508.18588). With `luck`,
+that much of q is drawn anew each time a group is sampled with new noise, and does not stay with the prompt.
 """
 
 import hashlib
@@ -37,14 +38,17 @@ def _uniform(eight: bytes) -> float:
 class Lengths(Protocol):
     """Tokens of a response, 1 <= length <= limit; the limit itself means that it was cut off."""
 
-    def length(self, prompt: str, epoch: int, noise: int, limit: int) -> int: ...
+    def length(self, prompt: str, epoch: int, noise: int, limit: int, group: str = "") -> int:
+        """`group` names what was sampled together."""
+        ...
 
 
 @dataclass(frozen=True)
 class LengthModel:
     """Symbols as in the module's text: lognormal(m + s_p z, s_r), or with chance q a runaway.
 
-    q = sigmoid(alpha + beta u) with u correlated to z by rho; a runaway has 1.3 cap U^tau tokens.
+    q = sigmoid(alpha + beta v), v = sqrt(1 - luck^2) u + luck N with u correlated to z by rho, and N drawn
+    for each group; a runaway has over cap U^tau tokens.
     """
 
     cap: int = 8192
@@ -55,6 +59,8 @@ class LengthModel:
     beta: float = 2.486
     rho: float = 0.819
     tau: float = 2.717
+    over: float = 1.3
+    luck: float = 0.0
     drift: float = 0.2  # share of new noise in z and u, each epoch
     seed: int = 0
 
@@ -62,12 +68,16 @@ class LengthModel:
         spread = (self.s_p, self.s_r, self.tau)
         if self.cap < 1 or min(spread) < 0 or not -1 <= self.rho <= 1 or not 0 <= self.drift <= 1:
             raise SimError(f"length model: {self}: cap >= 1, spreads >= 0, -1 <= rho <= 1, 0 <= drift <= 1")
+        if not 0 <= self.luck <= 1 or self.over <= 0:
+            raise SimError(f"length model: {self}: 0 <= luck <= 1, over > 0")
 
-    def length(self, prompt: str, epoch: int, noise: int, limit: int) -> int:
-        z, q = _latent(self, prompt, epoch)
+    def length(self, prompt: str, epoch: int, noise: int, limit: int, group: str = "") -> int:
+        z, u = _latent(self, prompt, epoch)
+        v = u if not self.luck else math.sqrt(1 - self.luck**2) * u + self.luck * _chance(self.seed, group)
+        q = 1 / (1 + math.exp(-(self.alpha + self.beta * v)))
         chance, size, _ = uniforms(self.seed, prompt, noise)
         if chance < q:
-            tokens = 1.3 * self.cap * size**self.tau
+            tokens = self.over * self.cap * size**self.tau
         else:
             tokens = math.exp(min(50.0, self.m + self.s_p * z + self.s_r * _INVERSE(size)))
         return max(1, min(int(tokens), self.cap, limit))
@@ -79,7 +89,7 @@ class LengthModel:
 
 @lru_cache(maxsize=200_000)
 def _latent(model: LengthModel, prompt: str, epoch: int) -> tuple[float, float]:
-    """z and q of a prompt in an epoch: two first-order autoregressions."""
+    """z and u of a prompt in an epoch: two first-order autoregressions."""
     z = u = 0.0
     keep = math.sqrt(1 - model.drift**2)
     for e in range(epoch + 1):
@@ -88,7 +98,12 @@ def _latent(model: LengthModel, prompt: str, epoch: int) -> tuple[float, float]:
         fresh_u = model.rho * fresh_z + math.sqrt(1 - model.rho**2) * _INVERSE(b)
         z = fresh_z if e == 0 else keep * z + model.drift * fresh_z
         u = fresh_u if e == 0 else keep * u + model.drift * fresh_u
-    return z, 1 / (1 + math.exp(-(model.alpha + model.beta * u)))
+    return z, u
+
+
+@lru_cache(maxsize=20_000)
+def _chance(seed: int, group: str) -> float:
+    return _INVERSE(uniforms(seed, group, "luck")[0])
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,7 @@ class EmpiricalLengths:
             raise SimError("workload: it needs at least one length for each of its prompts")
         self._names.extend(sorted(self.by_prompt))
 
-    def length(self, prompt: str, epoch: int, noise: int, limit: int) -> int:
+    def length(self, prompt: str, epoch: int, noise: int, limit: int, group: str = "") -> int:
         lengths = self.by_prompt.get(prompt)
         if lengths is None:
             lengths = self.by_prompt[self._names[int(uniforms(self.seed, prompt)[0] * len(self._names))]]
@@ -136,17 +151,24 @@ def complete_censored(seen: Mapping[str, Sequence[tuple[int, bool]]], seed: int)
 
 @dataclass(frozen=True, slots=True)
 class RewardClass:
-    """One kind of reward function: constant_s plus a lognormal time; a share never ends by itself."""
+    """One kind of reward function: constant_s plus a lognormal time; a share never ends by itself.
+
+    A judge on the GPUs that sample takes `beside` times as long while they do, for as many more at once.
+    """
 
     share: float = 1.0  # of the prompts
     constant_s: float = 0.0
     median_s: float = 0.0  # of the lognormal part
     sigma: float = 0.0
+    prompt_sigma: float = 0.0  # of what the prompt has in common: its tests
     hanging: float = 0.0  # share of its responses that run into the limit
     limit_s: float = 30.0
+    workers: int = 0  # of its own, that run at once; 0 = as many as needed
+    beside: float = 1.0
 
     def __post_init__(self) -> None:
-        if min(self.share, self.constant_s, self.median_s, self.sigma) < 0 or self.limit_s <= 0:
+        least = min(self.share, self.constant_s, self.median_s, self.sigma, self.prompt_sigma, self.workers)
+        if least < 0 or self.limit_s <= 0 or self.beside <= 0:
             raise SimError(f"reward: {self}: shares and times must not be negative")
         if self.share > 1 or not 0 <= self.hanging <= 1:
             raise SimError(f"reward: {self}: shares are at most 1")
@@ -157,7 +179,6 @@ class RewardTimes:
     """Seconds of a reward. `adaptive` = the limit is min(max(floor, factor x usual time), limit)."""
 
     classes: tuple[RewardClass, ...] = (RewardClass(),)
-    workers: int = 0  # that run at once; 0 = as many as needed
     adaptive: bool = False
     floor_s: float = 2.0
     factor: float = 1.5
@@ -166,27 +187,35 @@ class RewardTimes:
     def __post_init__(self) -> None:
         if not self.classes or abs(sum(c.share for c in self.classes) - 1) > 1e-6:
             raise SimError(f"reward: the shares of the classes sum to {sum(c.share for c in self.classes):g}")
-        if self.workers < 0 or self.floor_s < 0 or self.factor < 0:
-            raise SimError("reward: workers, floor_s and factor must not be negative")
+        if self.floor_s < 0 or self.factor < 0:
+            raise SimError("reward: floor_s and factor must not be negative")
+
+    def kind(self, prompt: str) -> int:
+        """Which of the classes scores this prompt."""
+        pick, _, _ = uniforms(self.seed, prompt, "reward class")
+        for k, candidate in enumerate(self.classes):
+            if pick < candidate.share:
+                return k
+            pick -= candidate.share
+        return len(self.classes) - 1
 
     def seconds(self, prompt: str, noise: int) -> float:
-        pick, _, _ = uniforms(self.seed, prompt, "reward class")
-        chosen = self.classes[-1]
-        for candidate in self.classes:
-            if pick < candidate.share:
-                chosen = candidate
-                break
-            pick -= candidate.share
+        """The usual time of an adaptive limit is the slowest of many right answers: two deviations."""
+        chosen = self.classes[self.kind(prompt)]
         if not chosen.hanging and not chosen.median_s:
             return min(chosen.constant_s, chosen.limit_s)
         hangs, size, _ = uniforms(self.seed, prompt, noise, "reward")
+        median = chosen.median_s
+        if chosen.prompt_sigma:
+            tests, _, _ = uniforms(self.seed, prompt, "tests")
+            median *= math.exp(chosen.prompt_sigma * _INVERSE(tests))
         limit = chosen.limit_s
         if self.adaptive:
-            usual = chosen.constant_s + chosen.median_s * math.exp(chosen.sigma)
+            usual = chosen.constant_s + median * math.exp(2 * chosen.sigma)
             limit = min(max(self.floor_s, self.factor * usual), limit)
         if hangs < chosen.hanging:
             return limit
-        return min(chosen.constant_s + chosen.median_s * math.exp(chosen.sigma * _INVERSE(size)), limit)
+        return min(chosen.constant_s + median * math.exp(chosen.sigma * _INVERSE(size)), limit)
 
 
 @dataclass(frozen=True)
@@ -231,7 +260,18 @@ class Cursor:
         return self._order[self._next - 1], self.epoch
 
 
-SHORT_TAIL = LengthModel()  # 8k
+# Fitted to figure 12 and table 2 of RollPacker together, with batch-dependent decoding: 16 bars, 16 figures
+# and about 12 free numbers for each of the two. What they say of a whole round holds to about a tenth; single
+# numbers do not: m and s_p trade against t0, tau against over. Almost all of the risk is drawn anew with each
+# sampling of a group (`luck`), which is what figure 12 wants of put-off prompts; it is not what independent
+# samples of one prompt would do, and may hide what a retry in the measured system does differently.
+FITTED_8K = LengthModel(
+    cap=8192, m=6.9, s_p=0.426, s_r=0.43, alpha=-2.44, beta=2.65, rho=1.0, tau=2.6, over=1.12, luck=0.995
+)
+FITTED_16K = LengthModel(
+    cap=16384, m=6.42, s_p=0.66, s_r=0.70, alpha=-3.31, beta=1.5, rho=1.0, tau=1.75, over=1.48, luck=0.995
+)
+SHORT_TAIL = LengthModel()  # 8k, fitted to figure 12 alone with a constant time for each token
 MEDIUM_TAIL = LengthModel(
     cap=16384, m=6.217, s_p=0.074, s_r=0.764, alpha=-2.624, beta=1.663, rho=0.821, tau=2.94
 )

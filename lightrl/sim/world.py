@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Finish, Score, Send
 from lightrl.core.coordinator import Coordinator
@@ -40,12 +40,13 @@ from lightrl.messages import (
     TrainShard,
     WeightsReady,
 )
-from lightrl.sim.engine import Attempt, Engine, Speculation
-from lightrl.sim.machines import Machine, NodeSpec
+from lightrl.sim.afterwards import Afterwards
+from lightrl.sim.engine import Attempt, Speculation
+from lightrl.sim.machines import SPOT, Machine, NodeSpec, new_machine
 from lightrl.sim.messages import TRAINER, blank, digest_of, hello, publication
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome
-from lightrl.sim.scenario import Scenario
+from lightrl.sim.scenario import DEFAULT, Scenario, Switches
 from lightrl.sim.scoring import Scoring, reward
 from lightrl.sim.sharing import Sharing
 from lightrl.sim.traces import TraceEvent
@@ -56,20 +57,6 @@ FOREVER_S = 1e12
 PATIENCE = 200_000  # timers in a row without anything else happening
 
 
-@dataclass(frozen=True, slots=True)
-class Switches:
-    """What the shell around the core does; the core's own mechanisms are in its Settings."""
-
-    streaming: bool = True  # training begins while responses still run
-    async_rewards: bool = True  # else all rewards are computed after the rollout
-    adaptive_limit: bool = False  # of rewards
-    speculation: bool = False
-    stream_trainer: bool = False  # half of the rollout nodes change over to training (colocated only)
-    planner: bool = False  # parallelism follows the preemptions
-    token_collection: bool = True  # else a response that moves starts again from its prompt
-    chunk_tokens: int = 32
-
-
 class World:
     def __init__(
         self,
@@ -77,7 +64,7 @@ class World:
         scenario: Scenario,
         nodes: Sequence[NodeSpec],
         trace: Sequence[TraceEvent] = (),
-        switches: Switches = Switches(),
+        switches: Switches = DEFAULT,
         check: bool = False,
     ) -> None:
         if not nodes and not trace:
@@ -103,12 +90,12 @@ class World:
             replace(workload.reward, adaptive=switches.adaptive_limit or workload.reward.adaptive)
         )
         self.trainer = TrainerModel(
-            scenario.training.token_s,
             scenario.training.step_s,
             streaming=switches.streaming and switches.async_rewards,
             rate=0.0 if scenario.training.placement == "colocated" else 1.0,
         )
         self.sharing = Sharing(self)
+        self.afterwards = Afterwards(self)
         self.observer = Observer(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -125,13 +112,12 @@ class World:
         spot_slots = nodes[0].slots if nodes else settings.slots
         for event in trace:
             if event.node not in self.machines:
-                self._add_machine(NodeSpec(event.node, spot_slots, kind="spot"))
+                self._add_machine(NodeSpec(event.node, spot_slots, kind=SPOT))
         self._set_out(nodes, trace)
 
     def _add_machine(self, spec: NodeSpec) -> None:
         profile = self.engines[min(self.engines)].slower(spec.slowness)
-        engine = Engine(profile, spec.slots, self.switches.chunk_tokens, 0.0, self.switches.token_collection)
-        self.machines[spec.name] = Machine(spec, engine, speed=1.0 / spec.slowness)
+        self.machines[spec.name] = new_machine(spec, profile, self.switches)
 
     def _speculate(self, speculation: Speculation) -> None:
         self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
@@ -202,12 +188,14 @@ class World:
                     when = self.scoring.done_at(self.now, prompt, response.seed)
                     self.at(when, lambda: self.feed(event))
                 else:
+                    self.afterwards.take(response)
                     todo.append(event)
             case DrawPrompts(_, count):
                 drawn = (self._cursor.draw() for _ in range(count))
                 todo.append(PromptsDrawn(tuple(DrawnPrompt(p, e, self._prompt) for p, e in drawn)))
             case CloseRound(round):
                 self.observer.close_round(round)
+                self.afterwards.close_round()
                 self.sharing.close_round()
                 if self.switches.speculation and self._cursor.epoch > 0 and not self._has_history:
                     self._has_history = True
@@ -231,8 +219,8 @@ class World:
                 self._generate(machine, message)
             case Abort(attempts):
                 for response, number in attempts:
-                    machine.engine.abort(self.now, response, number)
-                self._schedule(machine)
+                    if not self.afterwards.goes_on(machine, response, number):
+                        self.abort(machine, response, number)
             case PublishWeights(manifest):
                 machine.loading = manifest.policy_version
                 self._loading.append(machine)
@@ -247,14 +235,16 @@ class World:
         attempts: list[Attempt] = []
         for request in message.requests:
             response = responses[request.response]
-            prompt = response.group.prompt
-            noise = self._noise(response)
-            final = self.final_tokens(prompt.id, prompt.epoch, noise)
-            held = len(request.prefix) // 4
+            final = self.final_tokens(response, self._noise(response))
+            held, prompt = len(request.prefix) // 4, response.group.prompt.id
             attempts.append(
-                Attempt(response.id, request.attempt, prompt.id, prompt_tokens, held, final, final >= limit)
+                Attempt(response.id, request.attempt, prompt, prompt_tokens, held, final, final >= limit)
             )
         machine.engine.add(self.now, attempts)
+        self._schedule(machine)
+
+    def abort(self, machine: Machine, response: str, number: int) -> None:
+        machine.engine.abort(self.now, response, number)
         self._schedule(machine)
 
     def _noise(self, response: Response) -> int:
@@ -266,9 +256,10 @@ class World:
             return response.seed
         return response.seed ^ (step << 64)
 
-    def final_tokens(self, prompt: str, epoch: int, noise: int) -> int:
-        limit = self.settings.max_response_tokens
-        return self.scenario.workload.lengths.length(prompt, epoch, noise, limit)
+    def final_tokens(self, response: Response, noise: int) -> int:
+        group, limit = response.group, self.settings.max_response_tokens
+        lengths = self.scenario.workload.lengths
+        return lengths.length(group.prompt.id, group.prompt.epoch, noise, limit, group.id)
 
     # Engines
 
@@ -287,20 +278,21 @@ class World:
             if deltas:
                 self.feed(TokensArrived(machine.spec.name, machine.chunk(deltas)))
                 self.sharing.look(deltas)
+                self.afterwards.look(deltas)
         self._schedule(machine)
 
     # Training and weights
 
     def _train(self, shard: TrainShard) -> None:
-        tokens = 0
+        seconds, training = 0.0, self.scenario.training
         for group in shard.groups:
-            sampled = sum(len(r.token_ids) for r in group.responses)
-            tokens += (len(group.prompt) * len(group.responses) + sampled) // 4
+            sampled, num = sum(len(r.token_ids) for r in group.responses), len(group.responses)
+            seconds += training.seconds(num, (len(group.prompt) * num + sampled) // 4)
             self.outcome.trained_tokens += sampled // 4
-        ready_at, round = 0.0, self.core.ledger.round
-        if shard.last and round is not None and not self.switches.async_rewards:
-            ready_at = self.scoring.all_done_at(self.now, (r for g in round.accepted for r in g.kept))
-        self.trainer.take(self.now, shard.step, tokens, shard.last, ready_at)
+        ready_at = 0.0
+        if shard.last and not self.switches.async_rewards:
+            ready_at = self.afterwards.scored_at()
+        self.trainer.take(self.now, shard.step, seconds, shard.last, ready_at)
         self.plan_training()
 
     def plan_training(self) -> None:
@@ -369,7 +361,7 @@ class World:
     def join(self, machine: Machine) -> None:
         if machine.present:
             return
-        self.observer.fleet_changes(0.0 if machine.released else machine.speed)
+        self.observer.fleet_changes(machine, 0 if machine.released else 1)
         machine.come(self.now)
         self.feed(NodeJoined(hello(machine.spec.name, machine.incarnation, "rollout", machine.engine.slots)))
 
@@ -385,7 +377,7 @@ class World:
         machine.boots += 1
         if not machine.present:
             return
-        self.observer.fleet_changes(-machine.speed)
+        self.observer.fleet_changes(machine, -1)
         machine.go(self.now)
         incarnation = machine.incarnation
 
@@ -400,7 +392,7 @@ class World:
         if not machine.present:
             return []
         name = machine.spec.name
-        self.observer.fleet_changes(0.0 if released else -machine.speed)
+        self.observer.fleet_changes(machine, 0 if released else -1)
         deltas = machine.engine.give_up(self.now)
         last = [TokensArrived(name, machine.chunk(deltas))] if deltas else []
         machine.go(self.now, released)

@@ -52,6 +52,7 @@ SETTINGS = Settings(
     lease_s=5.0,
     reward_on_failure=None,
     num_prompts=1000,
+    chunk_tokens=1,
 )
 
 M = TypeVar("M")
@@ -214,11 +215,22 @@ class Driver:
                 commands += self.confirm(name, step + 1)
         return commands
 
+    def complete(self, length: Length, reward: Reward = lambda _: 1.0) -> list[Command]:
+        """All running responses, each at once and whole, until none runs."""
+        commands: list[Command] = []
+        while waiting := self.running():
+            for name in waiting:
+                if (held := self.held(name)).state == "running":
+                    commands += self.tokens(name, *[9] * (length(name) - len(held.tokens)), finish="stop")
+                    if not held.settled:
+                        commands += self.score(name, reward(name))
+        return commands
+
     def play(self, length: Length, reward: Reward = lambda _: 1.0, rounds: int = 1) -> list[Round]:
         """That many training rounds, with their steps; the rounds as they were when they closed."""
         closed: list[Round] = []
         while len(closed) < rounds:
-            closed += [c.round for c in of_kind(self.decode(length, reward), CloseRound)]
+            closed += [c.round for c in of_kind(self.complete(length, reward), CloseRound)]
             if self.core.state != "finishing" and not closed[-1].is_eval:
                 self.next_step()
         return closed

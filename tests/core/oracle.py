@@ -1,4 +1,4 @@
-"""What a synchronous run must train, whatever happens to its fleet: tail batching in token space, written anew.
+"""What a synchronous run must train, whatever happens to its fleet. Written anew, in token space.
 
 Shares no code with the core. Groups and responses are names; a length and a reward belong to a name.
 """
@@ -49,7 +49,7 @@ def oracle(
             return {p[0] for p in prompts} | {p[0] for p, _, _ in queue}  # noqa: B023
 
         def draw(count: int) -> tuple[list[Prompt], list[Prompt]]:
-            """Those held back that may come now, and what the data gives for the rest; both at most once each."""
+            """Those held back that may come now, and what the data gives for the rest."""
             nonlocal num_drawn
             back: list[Prompt] = []
             new: list[Prompt] = []

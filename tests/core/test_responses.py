@@ -20,6 +20,13 @@ def test_overlapping_chunk_is_trimmed(driver: Driver):
     assert list(driver.core.ledger.responses["p0@0#0"].tokens) == [3, 4, 5]
 
 
+def test_tokens_of_a_node_where_the_response_does_not_run_are_ignored(driver: Driver):
+    driver.start("a", "b", slots=2)
+    driver.tokens("p0@0#0", 3, node="b" if driver.requests["p0@0#0"][0] == "a" else "a")
+    assert len(driver.held("p0@0#0").tokens) == 0
+    assert driver.core.ledger.counters.chunks_ignored == 1
+
+
 def test_hole_gives_the_attempt_up_and_resumes_from_what_is_held(driver: Driver):
     driver.start("a", slots=1)
     driver.tokens("p0@0#0", 3)

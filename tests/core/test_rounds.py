@@ -63,6 +63,15 @@ def test_version_that_nobody_expects_is_ignored(driver: Driver):
     assert driver.core.fleet.published.policy_version == 0
 
 
+def test_node_that_confirms_an_older_version_is_neither_ready_nor_at_fault(driver: Driver):
+    driver.start("a")
+    driver.finish_round()
+    driver.train(0)
+    assert driver.confirm("a", 0) == []
+    assert driver.core.fleet.nodes["a"].state == "updating"
+    assert driver.core.fleet.num_weights_failed == 0
+
+
 def test_run_ends_after_its_last_step_and_only_when_all_nodes_have_left(driver: Driver):
     driver.start("a")
     for step in range(2):

@@ -17,7 +17,7 @@ from lightrl.core.state import Tail
 from .oracle import oracle
 from .world import World
 
-NUM_EVENTS = 120
+NUM_EVENTS = 100
 
 
 def settings(seed: int, race: str = "tokens", **changes: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def settings(seed: int, race: str = "tokens", **changes: Any) -> dict[str, Any]:
     many = round(eta * needed)
     tail = Tail(*rng.choice([(1.0, 1.0), (eta, 1.0), (eta, 1.5)]), fresh_noise=rng.random() < 0.1)
     return {
-        "num_steps": rng.randint(3, 6),
+        "num_steps": rng.randint(3, 5),
         "prompts_per_step": needed,
         "group_size": size,
         "num_prompts": max(many, needed) + rng.choice([0, 1, 2, 3, 5, 10]),
@@ -72,14 +72,14 @@ def check_groups(world: World) -> None:
     assert len(set(names)) == len(names), "a group twice"
 
 
-@pytest.mark.parametrize("seed", range(330))
+@pytest.mark.parametrize("seed", range(300))
 def test_world_trains_exactly_what_the_oracle_says(seed: int):
     world = World(seed, **settings(seed)).live(NUM_EVENTS).heal()
     check_end(world)
     check_against_oracle(world)
 
 
-@pytest.mark.parametrize("seed", range(330, 400))
+@pytest.mark.parametrize("seed", range(300, 350))
 def test_asynchronous_world_that_does_not_race_trains_its_prompts_in_order(seed: int):
     plain = settings(seed, tail=Tail(), dynamic_sampling=False, max_staleness=1 + seed % 2)
     world = World(seed, **plain).live(NUM_EVENTS).heal()
@@ -87,7 +87,7 @@ def test_asynchronous_world_that_does_not_race_trains_its_prompts_in_order(seed:
     check_against_oracle(world)
 
 
-@pytest.mark.parametrize("seed", range(400, 470))
+@pytest.mark.parametrize("seed", range(350, 400))
 def test_asynchronous_world_of_any_kind_finishes_with_whole_groups(seed: int):
     race = random.Random(seed).choice(["tokens", "clock"])
     world = World(seed, **settings(seed, max_staleness=1 + seed % 2, race=race)).live(NUM_EVENTS).heal()
@@ -95,14 +95,14 @@ def test_asynchronous_world_of_any_kind_finishes_with_whole_groups(seed: int):
     check_groups(world)
 
 
-@pytest.mark.parametrize("seed", range(470, 580))
+@pytest.mark.parametrize("seed", range(400, 500))
 def test_world_with_a_race_by_the_clock_finishes_with_whole_groups(seed: int):
     world = World(seed, **settings(seed, race="clock")).live(NUM_EVENTS).heal()
     check_end(world)
     check_groups(world)
 
 
-@pytest.mark.parametrize("seed", range(580, 660))
+@pytest.mark.parametrize("seed", range(500, 550))
 def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_trainer_after_it(seed: int):
     world = World(seed, **settings(seed, max_staleness=seed % 3))
     world.live(world.rng.randint(1, 80))
@@ -122,11 +122,11 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
 def test_in_these_worlds_everything_does_happen():
     """They are worth something only then."""
     totals: Counter[str] = Counter()
-    for seed in range(60):
-        world = World(seed, **settings(seed, max_staleness=seed % 2)).live(NUM_EVENTS)
+    for seed in range(40):
+        world = World(seed, **settings(seed, max_staleness=seed % 3)).live(250)
         counters = asdict(world.core.ledger.counters)
         totals.update(counters | {"weights_failed": world.core.fleet.num_weights_failed})
         totals.update(r.kind for r in world.rounds)
         totals["surplus"] += sum(len(g.responses) > len(g.kept) for r in world.rounds for g in r.accepted)
         totals["mixed"] += sum(len(x.spans) > 1 for r in world.rounds for g in r.accepted for x in g.kept)
-    assert all(count >= 15 for count in totals.values()), totals
+    assert all(count >= 5 for count in totals.values()), totals

@@ -177,7 +177,9 @@ class World:
             items = [self.item(r, self.rng.randint(0, 2), "abort") for r in node.running.values()]
             self.feed_chunk(name, items)
 
-    def item(self, r: Response, more: int, finish: str | None = None, offset: int | None = None) -> ResponseTokens:
+    def item(
+        self, r: Response, more: int, finish: str | None = None, offset: int | None = None
+    ) -> ResponseTokens:
         """Up to `more` tokens of a response from `offset` on; with its last token it is finished."""
         start = len(r.tokens) if offset is None else offset
         stop = min(self.length_of(r.id), start + more)
@@ -243,7 +245,7 @@ class World:
 
     def wait(self) -> None:
         self.driver.now += self.rng.choice([0.6, 0.6, 0.6, 4.0])
-        for name in [*self.rollouts(), "t"]:
+        for name in list(self.core.fleet.nodes):
             late = self.driver.now - self.core.fleet.nodes[name].heard_at > 3.0
             if late and (name == "t" or self.rng.random() < 0.9):
                 self.feed(lambda name=name: self.driver.feed(NodeHeard(name, Heartbeat())))

@@ -7,10 +7,10 @@ from lightrl.core.state import Settings
 from lightrl.messages import Sampling
 from lightrl.sim.engine import EngineProfile
 from lightrl.sim.machines import NodeSpec
-from lightrl.sim.scenario import Scenario, Training, Transfer
+from lightrl.sim.scenario import Scenario, Switches, Training, Transfer
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.workload import SHORT_TAIL, RewardClass, RewardTimes, Workload
-from lightrl.sim.world import Switches, World
+from lightrl.sim.world import World
 
 LIMIT = 600
 SETTINGS = Settings(

@@ -1,0 +1,57 @@
+"""Figures that others have published, as data: what the simulator is calibrated against.
+
+From RollPacker (arXiv 2509.21009): figure 12, read off its bars, and table 2 with the step times of its
+section 7. Every step holds 128 prompts x 8 responses; a round is short (4 of 5 with eta = 1.25) or long.
+"""
+
+from dataclasses import dataclass
+
+PROMPTS_PER_STEP, GROUP_SIZE, ENGINES = 128, 8, 16
+SLOTS = 100  # of an engine: 160 prompts x 10 responses on 16 of them
+ETA = 1.25
+PERIOD = "ssssl"  # four short rounds, one long
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Figure 12: mean rollout seconds of a round over whole periods, by surplus of prompts and responses."""
+
+    name: str
+    eta_prompts: float
+    eta_responses: float
+    rollout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """One of the workloads, under the name of its preset; table 2 is speed-ups over veRL."""
+
+    workload: str
+    bars: tuple[Bar, ...]
+    tail_batching: float
+    reward_scheduler: float  # with all above
+    planner: float
+    stream_trainer: float  # that is all of RollPacker
+    over_rlhfuse: float  # the same over RLHFuse, which was given asynchronous rewards and the stream trainer
+    short_s: float  # steps of all of RollPacker
+    long_s: float
+    verl_s: float  # not published: from these two and the speed-up
+
+
+def _bars(*seconds: float) -> tuple[Bar, ...]:
+    etas = [(1, 1), (1, 1.125), (1, 1.25), (1, 1.5), (1.125, 1), (1.25, 1), (1.5, 1), (1.25, 1.25)]
+    return tuple(
+        Bar(f"prompts x {p:g}, responses x {r:g}", p, r, s) for (p, r), s in zip(etas, seconds, strict=True)
+    )
+
+
+STUDIES = (
+    Study(
+        "rollpacker-7b-8k", _bars(82, 77, 71, 54, 77, 72, 60, 47),
+        1.30, 2.01, 2.01, 2.03, 1.14, 106, 129, 225,
+    ),
+    Study(
+        "rollpacker-14b-16k", _bars(277, 260, 232, 115, 244, 169, 143, 88),
+        1.48, 1.99, 2.02, 2.22, 1.68, 134, 302, 372,
+    ),
+)  # fmt: skip

@@ -1,0 +1,100 @@
+"""Published figures, on a few rounds each; the whole of it is `lightrl simulate --reproduce`."""
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from lightrl.cli import main
+from lightrl.core.state import Tail
+from lightrl.sim.published import ETA, PERIOD, STUDIES
+from lightrl.sim.reproduce import Check, Job, Reproduction, Rival, play, systems
+from lightrl.sim.retelling import as_json, tables
+from lightrl.sim.traces import TraceEvent
+from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
+from lightrl.sim.world import World
+
+from .conftest import COLOCATED, nodes, world
+from .test_world import BOTH, SYNCHRONOUS
+
+SHORT_STUDY = STUDIES[0]
+BARS = {b.name: b for b in SHORT_STUDY.bars}
+NO_RACE, RACE = "prompts x 1, responses x 1", "prompts x 1.25, responses x 1.25"
+
+
+def test_rounds_without_a_race_take_as_long_as_published():
+    row = replace(systems(SHORT_STUDY.bars)[NO_RACE], rounds=3)
+    rounds = play(Job(SHORT_STUDY.workload, row, seed=0)).figures.kinds["plain"]
+    assert rounds.rollout_s == pytest.approx(BARS[NO_RACE].rollout_s, rel=0.15)
+
+
+def test_tail_batching_has_its_period_and_its_gain():
+    row = replace(systems(SHORT_STUDY.bars)[RACE], rounds=len(PERIOD))
+    played = play(Job(SHORT_STUDY.workload, row, seed=0))
+    assert played.kinds == PERIOD
+    kinds = played.figures.kinds
+    mean_s = fmean([kinds["short"].rollout_s] * 4 + [kinds["long"].rollout_s])
+    assert mean_s == pytest.approx(BARS[RACE].rollout_s, rel=0.15)
+    assert played.figures.length_bias < -0.15
+
+
+def test_every_row_has_whole_periods():
+    for study in STUDIES:
+        for bar in study.bars:
+            if bar.eta_prompts > 1:
+                period = 1 + round(1 / (bar.eta_prompts - 1))
+                assert systems(study.bars)[bar.name].rounds % period == 0
+    assert BARS[RACE].eta_prompts == ETA
+
+
+def test_surplus_that_runs_on_is_scored_too():
+    reward = RewardTimes((RewardClass(constant_s=1.0, workers=8),))
+    scenario = replace(COLOCATED, workload=replace(COLOCATED.workload, reward=reward))
+    clock = Tail(1.25, 1.5, race="clock")
+    late = replace(SYNCHRONOUS, exact_finishes=True)
+    ends = world(scenario, late, tail=clock, num_steps=3).run()
+    goes_on = world(scenario, replace(late, surplus_ends=False), tail=clock, num_steps=3, check=True).run()
+    assert goes_on.sampled_tokens > ends.sampled_tokens
+    assert fmean(s.train_s for s in goes_on.steps) > 1.0 + fmean(s.train_s for s in ends.steps)
+
+
+def test_spot_nodes_sample_while_all_others_train():
+    trace = (TraceEvent(0.0, "s0", True), TraceEvent(0.0, "s1", True))
+    switches = replace(SYNCHRONOUS, async_rewards=True, streaming=True, stream_trainer=True)
+    w: World = world(COLOCATED, switches, fleet=nodes(2), trace=trace, tail=BOTH, check=True, num_steps=3)
+    out = w.run()
+    assert out.device_times["rollout"]["train"] > 0
+    assert "train" not in out.device_times["spot"]
+    assert all(s.nodes == pytest.approx(2 * s.training_nodes) for s in out.steps[1:])
+
+
+def test_luck_is_shared_by_what_is_sampled_together_and_drawn_anew_by_a_retry():
+    def limits(group: str) -> int:
+        lengths = [FITTED_8K.length(f"p{p}", 0, n, 8192, group.format(p)) for p in range(60) for n in range(8)]
+        return sum(n > 4000 for n in lengths)
+
+    def of_one(group: str) -> list[int]:
+        return [FITTED_8K.length("p0", 0, n, 8192, group) for n in range(8)]
+
+    assert of_one("p0@0") == of_one("p0@0")
+    assert {tuple(of_one(f"p0@0'{k}")) for k in range(20)} != {tuple(of_one("p0@0"))}
+    assert 10 < limits("{}@0") < 90
+
+
+def test_what_is_printed():
+    rival = Rival("LightRL full", 61.2, 3.1, 0.5, 900.0, 1000.0, 0.01, 0.02, 0.25, 2.5)
+    result = Reproduction("w", [Check("a bar: rollout s", 100.0, 90.0)], PERIOD, [rival])
+    tree = as_json([result])["w"]
+    assert isinstance(tree, dict)
+    assert tree["checks"] == [{"name": "a bar: rollout s", "published": 100.0, "ours": 90.0, "error": -0.1}] or (
+        tree["checks"][0]["error"] == pytest.approx(-0.1)
+    )
+    assert tree["systems"][0]["bias"] == pytest.approx(-0.1)
+    assert any("-10.0 %: a bar" in str(part) for part in tables(result))
+
+
+def test_it_takes_no_config(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", "--reproduce", "--nodes", "3"])
+    assert end.value.code == 2
+    assert "only --json goes with it" in capsys.readouterr().err

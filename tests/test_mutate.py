@@ -1,0 +1,21 @@
+"""The bugs that scripts/mutate plants fit the present code."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MUTATIONS: list[Any] = runpy.run_path(str(ROOT / "scripts" / "mutate"))["MUTATIONS"]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug)
+def test_bug_can_be_planted(mutation: Any):
+    source = (ROOT / "lightrl" / "core" / mutation.file).read_text(encoding="utf-8")
+    assert source.count(mutation.text) == 1, f"{mutation.file} must contain exactly once:\n{mutation.text}"
+    compile(source.replace(mutation.text, mutation.instead), mutation.file, "exec")
+
+
+def test_no_bug_is_planted_twice():
+    assert len({m.bug for m in MUTATIONS}) == len({m[1:] for m in MUTATIONS}) == len(MUTATIONS)

@@ -23,6 +23,7 @@ FINAL = {GroupState.ACCEPTED, GroupState.TRAINED, GroupState.PUT_OFF, GroupState
 def check(core: "Coordinator") -> None:
     """Raises InvariantViolation naming the first broken invariant. O(responses + nodes)."""
     _nodes(core)
+    _require(len(core.ledger.rounds) <= core.settings.max_staleness + 1, "too many rounds are open")
     for round in core.ledger.rounds:
         _round(core, round)
         for group in round.groups.values():

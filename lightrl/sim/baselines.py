@@ -94,7 +94,7 @@ def simulate(
     settings = variant.settings
     switches = variant.switches
     if settings.prompts_launched * settings.responses_launched > LARGE_STEP:
-        switches = replace(switches, chunk_tokens=2 * switches.chunk_tokens)
+        switches = replace(switches, chunk_tokens=8 * switches.chunk_tokens)
     outcome = World(settings, scenario, nodes, trace, switches).run()
     return figures(
         outcome,

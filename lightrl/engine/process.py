@@ -142,7 +142,7 @@ class Server:
                 self._report_load(time.perf_counter(), LOAD_EVERY_S)
                 commands = self._pipe.receive(0.0)
             else:
-                self._send(self._outboxes)  # what finished last may wait for a step, and the others be aborted
+                self._send(self._outboxes)  # what finished waits for another step; after an abort none comes
                 self._report_load(time.perf_counter(), 0.0)
                 commands = self._pipe.receive(None)
 

@@ -35,7 +35,7 @@ _LATE = replace(_THEIRS, streaming=False, async_rewards=False, surplus_ends=Fals
 _EARLY = replace(_THEIRS, streaming=False, adaptive_limit=True)
 _STREAMED = replace(_EARLY, streaming=True, stream_trainer=True)
 _OURS = Switches(
-    adaptive_limit=True, stream_trainer=True, scale_down=True, speculation=True, chunk_tokens=128
+    adaptive_limit=True, stream_trainer=True, scale_down=True, speculation=True, chunk_tokens=256
 )
 _PLAIN = Tail()
 _BY_CLOCK = Tail(ETA, ETA, race="clock", fresh_noise=True)
@@ -48,7 +48,7 @@ class System:
     name: str
     tail: Tail = _PLAIN
     switches: Switches = _LATE
-    rounds: int = 20
+    rounds: int = 10
     rewards: bool = True
     ours: bool = False  # foresight and migration
     spare: int = 0  # preemptible nodes
@@ -117,12 +117,12 @@ def systems(bars: Sequence[Bar]) -> dict[str, System]:
     """All rows of both tables, by name."""
     rows = [_bar(b) for b in bars]
     rows += [
-        System("veRL", rounds=16),
+        System("veRL", rounds=8),
         System("+ tail batching", _BY_CLOCK),
         System("+ reward scheduler", _BY_CLOCK, _EARLY),
         System("+ planner", _BY_CLOCK, replace(_EARLY, planner=True)),
         System("+ stream trainer", _BY_CLOCK, _STREAMED),
-        System("RLHFuse, strengthened", switches=_STREAMED, rounds=16),
+        System("RLHFuse, strengthened", switches=_STREAMED, rounds=8),
     ]
     both, prompts = Tail(ETA, ETA), Tail(ETA)
     rows += rivals(
@@ -145,7 +145,7 @@ def _bar(bar: Bar) -> System:
     """Whole periods: with eta prompts one long round follows 1 / (eta - 1) short ones."""
     tail = Tail(bar.eta_prompts, bar.eta_responses, race="clock", fresh_noise=True)
     period = 1 + round(1 / (bar.eta_prompts - 1)) if bar.eta_prompts > 1 else 1
-    rounds = period * round(24 / period) if period > 1 else 24 if bar.eta_responses < 1.5 else 48
+    rounds = period * round(24 / period) if period > 1 else 12 if bar.eta_responses < 1.2 else 40
     return System(bar.name, tail, replace(_LATE, surplus_ends=True), rounds, rewards=False)
 
 

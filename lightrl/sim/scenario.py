@@ -172,7 +172,7 @@ PRESETS: dict[str, Callable[[], Scenario]] = {
     "rollpacker-14b-16k": lambda: Scenario(
         Workload("rollpacker-14b-16k", FITTED_16K, reward=_MIX),
         engines={1: EngineProfile(0.0131, 165, 196_608 / 4.69e12, 8e-5, kv_tokens=540_000)},
-        training=Training(9.4e-6, 4.0, response_s=0.0906, switch_s=3.0, placement="colocated"),
+        training=Training(9.4e-6, 8.0, response_s=0.0906, switch_s=3.0, placement="colocated"),
         transfer=Transfer(load_s=3.0),
         prices=Prices(node=20.95, spot=5.32),
         speculation=_HISTORY,

@@ -75,10 +75,10 @@ def test_who_wins_a_race_in_tokens_depends_on_nothing_but_the_samples(tail: Tail
 
 
 def test_a_fleet_that_comes_and_goes_finishes_the_run():
-    out = world(fleet=nodes(1), trace=SPOT, tail=BOTH, check=True, num_steps=6).run()
+    out = world(fleet=nodes(1), trace=SPOT, tail=BOTH, check=True, num_steps=6, chunk_tokens=1).run()
     c = out.counters
     assert c["nodes_lost"] >= 5
-    assert c["responses_moved"] > 10
+    assert c["responses_moved"] > c["migrations"] > 0
     assert c["trained_responses"] == 6 * 8 * 4
     assert c["rollout_tokens"] == out.trained_tokens + c["aborted_tokens"]
     assert out.sampled_tokens > c["rollout_tokens"]

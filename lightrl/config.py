@@ -302,6 +302,12 @@ class Config(Section):
                 f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} trains tokens of "
                 "older versions, which is biased without importance weights; leave it out"
             )
+        limit = self.rollout.max_response_length
+        if self.algorithm.overlong_buffer > limit:
+            raise ValueError(
+                f"algorithm.overlong_buffer = {self.algorithm.overlong_buffer}: is more than "
+                f"rollout.max_response_length = {limit}"
+            )
         if self.algorithm.dynamic_sampling and (responses == 1 or self.rollout.temperature == 0):
             equal = f"group_size = {responses}" if responses == 1 else "temperature = 0"
             raise ValueError(

@@ -53,7 +53,8 @@ class CloseRound:
 class CloseStep:
     """Step `step` is trained and its version served. The three times follow each other without a gap.
 
-    In asynchronous mode a step begins where the one before it ended; what overlapped with that is hidden.
+    In asynchronous mode a step begins where the one before it ended and ends when it is trained: nobody
+    waits for the new version then, and weights_s is next to nothing.
     """
 
     step: int

@@ -136,7 +136,10 @@ class Coordinator:
     # Weights
 
     def _publish(self, name: str, message: PublishWeights, now: float) -> None:
-        expected = self.step if self.fleet.published is None else self.step + 1
+        published = self.fleet.published
+        if published is not None and published.policy_version == message.manifest.policy_version:
+            return  # it came twice
+        expected = self.step if published is None else self.step + 1
         self._out += self.fleet.publish(name, message, expected)
         published = self.fleet.published
         if published is not None and published.message is message:
@@ -151,7 +154,10 @@ class Coordinator:
             self.ledger.look_at_all()
 
     def _refuse(self, name: str, failed: WeightsFailed) -> None:
-        """A node cannot load the published version, or its engine died; either way nothing runs there now."""
+        """A node cannot load the published version, or its engine died; what ran there resumes elsewhere.
+
+        In asynchronous mode it may still generate with the version before: that is aborted, not lost.
+        """
         node = self.fleet.nodes.get(name)
         if node is not None and node.running:
             attempts = tuple((r.id, r.attempt) for r in node.running.values())

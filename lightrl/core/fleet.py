@@ -30,7 +30,8 @@ class Fleet:
         self.nodes: dict[str, Node] = {}
         self.ready: dict[str, Node] = {}  # those that serve the published version
         self.updating: dict[str, Node] = {}  # those that will serve it in a moment
-        self.reserved = 0.0  # the shares of these
+        self.share_updating = 0.0  # of the work, of these
+        self.share_ready = 0.0  # of those that serve it already
         self.trainer: str | None = None
         self.published: Published | None = None
         self.digests: dict[int, str] = {}  # of the newest versions
@@ -107,16 +108,18 @@ class Fleet:
     def _move(self, node: Node, to: NodeState) -> None:
         """Keeps the views of `nodes` true. For a node that has only just joined nothing is reserved."""
         node.move(to)
-        self.ready.pop(node.name, None)
+        if self.ready.pop(node.name, None) is not None:
+            self.share_ready = self.share_ready - node.share if self.ready else 0.0
         if self.updating.pop(node.name, None) is not None:
-            self.reserved = self.reserved - node.share if self.updating else 0.0
+            self.share_updating = self.share_updating - node.share if self.updating else 0.0
         if to is NodeState.UPDATING:
             node.share = 1.0 / node.speed.step_s(SHARE_BATCH)
             self.updating[node.name] = node
-            self.reserved += node.share
+            self.share_updating += node.share
         elif to is NodeState.READY and "rollout" in node.roles:
             node.share = 1.0 / node.speed.step_s(SHARE_BATCH)
             self.ready[node.name] = node
+            self.share_ready += node.share
 
     def expired(self, now: float) -> list[Node]:
         """Nodes whose lease has run out; sets the time of the next check.

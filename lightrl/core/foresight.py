@@ -7,7 +7,7 @@ arXiv 2508.18588, section 3: 2 to 4 % of the responses do strongly).
 
 import math
 
-from lightrl.core.state import Group, Response, Round
+from lightrl.core.state import Group, GroupState, Response, Round
 
 BINS_PER_OCTAVE = 4
 NUM_BINS = 24 * BINS_PER_OCTAVE  # up to 16 million tokens
@@ -17,7 +17,7 @@ FORGET = 0.5  # weight of earlier rounds in the overall distribution
 class Foresight:
     def __init__(self, max_response_tokens: int) -> None:
         self._max_tokens = max_response_tokens
-        self._lengths: dict[str, list[int]] = {}  # prompt -> of its newest epoch
+        self._lengths: dict[str, tuple[int, list[int]]] = {}  # prompt -> newest epoch known, lengths in it
         self._finished: dict[str, int] = {}  # prompt -> longest response trained in its newest epoch
         self._counts = [0.0] * NUM_BINS  # of all finished responses, by length
         self._means: list[float] | None = None  # of those longer than a bin's lower end
@@ -27,19 +27,27 @@ class Foresight:
         self._counts = [FORGET * c for c in self._counts]
         self._means = None
         for group in round.groups.values():
-            lengths = [len(r.tokens) for r in group.responses if r.tokens]
+            self._remember(group)
             for r in group.responses:
                 if r.finish_reason is not None:
                     self._counts[_bin(len(r.tokens))] += 1
-            if lengths:
-                self._lengths[group.prompt.id] = lengths
         for group in round.accepted:
             self._finished[group.prompt.id] = max(len(r.tokens) for r in group.kept)
 
+    def _remember(self, group: Group) -> None:
+        """How far a group came that was put off says less than its last epoch, unless it came farther."""
+        lengths = [len(r.tokens) for r in group.responses if r.tokens]
+        epoch, older = self._lengths.get(group.prompt.id, (-1, []))
+        if group.state is GroupState.PUT_OFF and epoch < group.prompt.epoch and older:
+            farthest = max(lengths, default=0)
+            self._lengths[group.prompt.id] = (epoch, [max(n, farthest) for n in older])
+        elif lengths:
+            self._lengths[group.prompt.id] = (group.prompt.epoch, lengths)
+
     def mean(self, group: Group) -> float | None:
         """Expected length of the group's responses by what earlier epochs say; None = they say nothing."""
-        known = self._lengths.get(group.prompt.id)
-        return sum(known) / len(known) if known else None
+        epoch, known = self._lengths.get(group.prompt.id, (0, []))
+        return sum(known) / len(known) if known and epoch < group.prompt.epoch else None
 
     def expect(self, response: Response) -> float:
         """Expected whole length of a response that goes on, given what it has already.
@@ -49,7 +57,7 @@ class Foresight:
         """
         held = len(response.tokens)
         group = response.group
-        longer = [n for n in self._lengths.get(group.prompt.id, ()) if n > held]
+        longer = [n for n in self._lengths.get(group.prompt.id, (0, []))[1] if n > held]
         if group.finishers:
             longer += [len(r.tokens) for r in group.responses if r.scored and len(r.tokens) > held]
         if longer:

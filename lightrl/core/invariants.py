@@ -61,8 +61,12 @@ def _nodes(core: "Coordinator") -> None:
         )
     known = core.fleet.nodes.keys()
     _require(core.fleet.ready.keys() | core.fleet.updating.keys() <= known, "a node that left is listed")
-    shares = sum(n.share for n in core.fleet.updating.values())
-    _require(abs(core.fleet.reserved - shares) <= 1e-6 * max(1.0, shares), "reserved shares do not add up")
+    for nodes, share in (
+        (core.fleet.updating, core.fleet.share_updating),
+        (core.fleet.ready, core.fleet.share_ready),
+    ):
+        shares = sum(n.share for n in nodes.values())
+        _require(abs(share - shares) <= 1e-6 * max(1.0, shares), "shares do not add up")
 
 
 def _places(core: "Coordinator") -> None:

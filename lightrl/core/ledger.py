@@ -40,7 +40,8 @@ class Ledger:
         self.decided: list[Group] = []  # groups in which nothing goes on any more, until someone looks
         self._settings = settings
         self._fleet = fleet
-        self._foresight = foresight
+        self._expect: placement.Foresee = foresight.expect if settings.foresight else self._know_nothing
+        self._num_running = 0
         self._num_queued = 0  # so far: ties in the queue are broken by arrival
         self._news = False  # work has come, or slots were set free by more than the nodes below
         self._freed: dict[str, Node] = {}  # nodes with a slot more than at the last dispatch
@@ -64,6 +65,9 @@ class Ledger:
             self.responses[response.id] = response
             self._enqueue(response)
 
+    def _know_nothing(self, response: Response) -> float:
+        return float(self._settings.max_response_tokens)
+
     # Tokens
 
     def accept(self, node: Node, chunk: TokenChunk, now: float, out: list[Command]) -> str | None:
@@ -71,21 +75,21 @@ class Ledger:
         if chunk.digest != self._fleet.digests.get(chunk.policy_version):
             self.counters.bad_chunks += 1
             return f"sent tokens of version {chunk.policy_version} with an unconfirmed digest"
-        batch, before = len(node.running), node.num_tokens
+        batch, before, problem = len(node.running), node.num_tokens, None
         for item in chunk.responses:
             response = self.responses.get(item.response)
             if response is None or response.node is not node or response.attempt != item.attempt:
                 self.counters.chunks_ignored += 1  # late news of an attempt we gave up on
             elif (problem := self._extend(node, response, chunk.policy_version, item, out)) is not None:
                 self.counters.bad_chunks += 1
-                return problem
+                break
         num_tokens = node.num_tokens - before
         node.observe(now, batch, num_tokens)
         if self.rounds and self.rounds[0].kind == "eval":  # then no other round is open
             self.counters.eval_tokens += num_tokens
         else:
             self.counters.rollout_tokens += num_tokens
-        return None
+        return problem
 
     def _extend(
         self, node: Node, response: Response, version: int, item: ResponseTokens, out: list[Command]
@@ -220,26 +224,29 @@ class Ledger:
             return
         nodes = list(self._fleet.ready.values()) if self._news else list(self._freed.values())
         nodes = [n for n in nodes if n.free > 0 and self._fleet.ready.get(n.name) is n]
-        reserved = self._fleet.reserved
-        if reserved > 0 and not self._news:
-            nodes = [n for n in nodes if not n.running]
-        most = sum(n.free for n in nodes)
-        if reserved > 0:
-            share = sum(n.share for n in nodes)
-            most = min(most, math.ceil(len(self.queue) * share / (share + reserved)))
+        most = min(sum(n.free for n in nodes), self._unreserved(nodes))
         self._news = False
         self._freed.clear()
         sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
-        for response, node in placement.assign(self._pop(most, out), nodes, self._foresight.expect):
+        for response, node in placement.assign(self._pop(most, out), nodes, self._expect):
             key = (node.name, response.group.round.sampling)
             sent.setdefault(key, []).append(self._place(response, node))
         self._generate(sent, out)
+
+    def _unreserved(self, nodes: list[Node]) -> int:
+        """Waiting responses that are not the share of nodes that still load."""
+        updating, waiting = self._fleet.share_updating, len(self.queue)
+        if not updating:
+            return waiting
+        share = updating / (updating + self._fleet.share_ready)
+        idle = sum(not n.running for n in nodes)
+        return max(idle, waiting - math.ceil(share * (waiting + self._num_running)))
 
     def rebalance(self, out: list[Command]) -> None:
         """Moves running responses to where they finish earlier, when nothing waits for a slot."""
         nodes = [n for n in self._fleet.ready.values() if n.speed.num_observed or not n.running]
         sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
-        for response, node in placement.moves(nodes, self._foresight.expect, self._settings.chunk_tokens):
+        for response, node in placement.moves(nodes, self._expect, self._settings.chunk_tokens):
             key = (node.name, response.group.round.sampling)
             self._abort(response, out)
             self._release(response)
@@ -247,7 +254,9 @@ class Ledger:
             sent.setdefault(key, []).append(self._place(response, node))
             self.counters.migrations += 1
             self.counters.responses_moved += 1
-        self._freed.clear()  # there is no queue
+        # What is idle after this is looked at again: a prediction may turn out wrong meanwhile.
+        busy = any(n.running for n in self._fleet.ready.values())
+        self._freed = {n.name: n for n in self._fleet.ready.values() if busy and not n.running}
         self._generate(sent, out)
 
     def freed(self, node: Node) -> None:
@@ -287,6 +296,7 @@ class Ledger:
         response.move(ResponseState.RUNNING, node)
         response.attempt += 1
         node.running[response.id] = response
+        self._num_running += 1
         return ResponseRequest(
             response=response.id,
             attempt=response.attempt,
@@ -303,7 +313,7 @@ class Ledger:
         step with long responses begins the next with short ones (HistoPipe in RhymeRL, arXiv 2508.18588).
         """
         round = response.group.round
-        tokens = self._foresight.expect(response) if self._settings.foresight else 0.0
+        tokens = self._expect(response)
         if not response.tokens:
             response.predicted_tokens = tokens
         ascending = self._settings.max_staleness > 0 and round.step % 2 == 1
@@ -324,6 +334,7 @@ class Ledger:
         node = response.node
         if node is not None:
             del node.running[response.id]
+            self._num_running -= 1
             self._freed[node.name] = node
             if not node.running:
                 node.chunk_at = None  # else the pause would count as decoding

@@ -7,12 +7,12 @@ eta = 1.25 a quarter of a step is put off each time, so four short rounds are fo
 
     put-off queue holds P0 prompts            -> long:  the first P0 of it, R0 responses each, no surplus
     else: less than a short round is left of
-          the epoch, and prompts are put off  -> flush: the queue and what is left of the epoch, topped up
+          the epoch, or only prompts put off  -> flush: the queue and what is left of the epoch, topped up
                                                         with prompts of the next one to P0, no surplus
     else                                      -> short: round(eta P0) new prompts, round(eta R0) responses
 
 The queue is first in, first out, so a prompt waits for about one period of rounds, and no longer than
-the end of its epoch; nobody is put off twice, since only short rounds race. A prompt in the queue is
+the end of its epoch; nobody is put off twice in an epoch: only short rounds race. A prompt in the queue is
 not drawn again: what the next epoch brings of it meanwhile is held back.
 
 A prompt that was put off starts again under the new weights, with the noise it had before: its
@@ -46,7 +46,7 @@ def next_round(settings: Settings, backlog: Backlog, step: int, now: float) -> R
         kind: RoundKind = "plain"
     elif len(backlog.put_off) >= settings.prompts_per_step:
         kind = "long"
-    elif backlog.put_off and backlog.epoch_left < settings.prompts_launched:
+    elif backlog.epoch_left < settings.prompts_launched and (backlog.put_off or backlog.epoch_left):
         kind = "flush"
     else:
         kind = "short"

@@ -310,9 +310,6 @@ class Node:
             self.speed.observe(batch, (now - self.chunk_at) * batch / num_tokens)
         self.chunk_at = now if self.running else None
 
-    def serves(self, policy_version: int) -> bool:
-        return self.state is NodeState.READY and self.policy_version == policy_version
-
 
 @dataclass(slots=True)
 class Counters:
@@ -327,7 +324,7 @@ class Counters:
     rewards_failed: int = 0
     groups_dropped: int = 0
     groups_flat: int = 0  # of these, without signal: replaced by dynamic sampling
-    prompts_put_off: int = 0  # a prompt may be put off more than once
+    prompts_put_off: int = 0  # a prompt at most once in an epoch
     rollout_tokens: int = 0  # accepted for training rounds
     eval_tokens: int = 0
     aborted_tokens: int = 0  # accepted from nodes, but never trained

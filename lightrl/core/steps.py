@@ -18,6 +18,8 @@ from lightrl.core.ledger import Ledger, encode
 from lightrl.core.state import DrawnPrompt, Group, GroupState, Round, RoundState, Settings
 from lightrl.messages import StepDone, TrainGroup, TrainResponse, TrainShard
 
+DRAWS_PER_ROUND = 32  # of replacements, about; each looks at all prompts of the round
+
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
@@ -71,7 +73,7 @@ class Steps:
             elif race.is_out(group):
                 self._take_out(group)
         for round in touched.values():  # only now: a group that waited above may be ahead of others
-            if round.state is RoundState.RUNNING:
+            if round.state is RoundState.RUNNING and self._draws_now(round):
                 self._draw_more(round)
             self._certify(round)
 
@@ -213,6 +215,11 @@ class Steps:
             round.prompts_launched -= len(unseen)
         self._start(round, [PutOff(p, 0, round.step) for p in usable])
         self._draw_more(round)
+
+    def _draws_now(self, round: Round) -> bool:
+        """Not for every single group that is dropped; how many are drawn in the end does not change."""
+        missing = rounds.num_missing(self._settings, round)
+        return missing >= max(1, round.needed // DRAWS_PER_ROUND) or (missing > 0 and not round.num_open)
 
     def _num_missing(self, round: Round) -> int:
         """Prompts that it must still draw, as far as there are any that it may have."""

@@ -106,6 +106,8 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
             f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: no group "
             "runs at once; raise rollout.slots or rollout.nodes"
         )
+    if config.round.tail_batching == "off" and config.round.race == "clock":
+        yield "round.race = clock has no effect without round.tail_batching"
     races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"
     if config.train.deterministic and (races_by_clock or config.async_.max_staleness):
         what = "round.race = clock" if races_by_clock else "async.max_staleness"

@@ -106,15 +106,14 @@ class Bias:
         self._tokens += tokens
         self._untrained_tokens += tokens - own.kept_tokens
         self.num_rounds[round.kind] += 1
-        unseen = sum(p.since == round.step and not p.attempts for p in backlog.put_off)  # never launched
-        put_off = sum(group.state is GroupState.PUT_OFF for group in round.groups.values())
+        put_off = sum(p.since == round.step for p in backlog.put_off)
         waits = self._waits(round, backlog)
         self.max_wait_steps = max(self.max_wait_steps, waits)
         return {
             **own.figures(self._limit),
             "aborted_tokens": float(tokens - own.kept_tokens),
             "aborted_share": (tokens - own.kept_tokens) / max(1, tokens),
-            "put_off": float(put_off + unseen),
+            "put_off": float(put_off),
             "queue": float(len(backlog.put_off)),
             "max_wait_steps": float(waits),
         }

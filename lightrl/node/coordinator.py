@@ -39,7 +39,7 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.core.state import DrawnPrompt, Response, RunState
+from lightrl.core.state import DrawnPrompt, Response, ResponseState, RunState
 from lightrl.data import Prompt, PromptCursor, load_prompts
 from lightrl.errors import PeerUnreachable, ProtocolError
 from lightrl.history.lengths import LengthsLog
@@ -238,7 +238,8 @@ class Head:
 
     def _scored(self, result: RewardResult) -> None:
         response = self._core.ledger.responses.get(result.response)
-        if response is not None and response.attempt == result.attempt:  # else the score came too late
+        done = response is not None and response.state is ResponseState.DONE
+        if response is not None and done and response.attempt == result.attempt:  # else it came too late
             self._records.reward_figures(response, result.metrics)
             self._records.sample(self._sample(response, result))
         self.feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))

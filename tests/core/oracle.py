@@ -39,7 +39,7 @@ def oracle(
         elif len(queue) >= s.prompts_per_step:
             kind = "long"
         else:
-            kind = "flush" if queue and left_of_epoch < many else "short"
+            kind = "flush" if left_of_epoch < many and (queue or left_of_epoch) else "short"
         launch, width = (many, wide) if kind == "short" else (s.prompts_per_step, s.group_size)
         prompts: list[Prompt] = []
         again: set[Prompt] = set()  # tried before, and put off

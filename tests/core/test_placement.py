@@ -1,5 +1,7 @@
 """Which node gets what, and what moves when it pays."""
 
+import random
+
 import pytest
 
 from lightrl.core.events import TimerFired
@@ -187,5 +189,57 @@ def test_nodes_that_get_room_at_once_while_another_loads_lose_nothing():
     d.tokens("p4@0#1", 9, 9)
     d.tokens("p4@0#3", 9, 9)
     d.tokens("p4@0#0", 9, 9, finish="stop")
-    [(target, generate)] = sent(d.score("p4@0#0"), Generate)  # two siblings have lost, one goes on
-    assert (target, len(generate.requests)) == ("b", 1)  # a has something to do: the rest waits for c
+    generates = sent(d.score("p4@0#0"), Generate)  # two siblings have lost, one goes on
+    assert {target: len(g.requests) for target, g in generates} == {"a": 1, "b": 1}
+
+
+def test_busy_node_is_refilled_while_another_loads_but_leaves_it_its_share():
+    d = Driver(prompts_per_step=8, group_size=1, foresight=False)
+    d.start("a", "b", slots=4)
+    d.finish_round()
+    d.train(0)
+    d.confirm("a", 1)
+    for waiting in (4, 4, 3):  # of eight, b's half waits for it; a's is done by and by
+        running = d.core.fleet.nodes["a"].running
+        assert sum(r.state == "queued" for r in d.core.ledger.responses.values()) == waiting
+        d.finish(next(iter(running)))
+
+
+def test_each_response_goes_where_it_would_finish_first_also_when_lengths_differ_much():
+    nodes = [node(f"n{i}", 0.02 * (1 + i % 2), 0.0002 * (1 + i % 2), slots=400) for i in range(8)]
+    rng = random.Random(0)
+    lengths = sorted((rng.lognormvariate(5, 1.5) for _ in range(400)), reverse=True)
+    responses = waiting(400)
+    expected = {r.id: n for r, n in zip(responses, lengths, strict=True)}
+    load = {n.name: [0.0, 0.0] for n in nodes}  # longest, sum
+    for r, chosen in assign(responses, nodes, lambda r: expected[r.id]):
+        n = max(1.0, expected[r.id])
+        finish = {
+            m.name: m.speed.base * max(load[m.name][0], n) + m.speed.slope * (load[m.name][1] + n)
+            for m in nodes
+        }
+        assert finish[chosen.name] <= 1.3 * min(finish.values())
+        load[chosen.name] = [max(load[chosen.name][0], n), load[chosen.name][1] + n]
+    ends = [m.speed.base * load[m.name][0] + m.speed.slope * load[m.name][1] for m in nodes]
+    assert min(ends) > 0
+
+
+def test_last_response_on_a_node_that_turns_slow_moves_although_the_first_look_found_no_gain():
+    d = Driver(prompts_per_step=1, group_size=1, max_response_tokens=1000, chunk_tokens=1, lease_s=1e9)
+    d.start("a")
+    for i in range(4):
+        d.now = 0.1 * (i + 1)
+        d.tokens("p0@0#0", 7)
+    d.join("b")
+    d.confirm("b", 0)
+    d.feed(TimerFired(), now=0.6)
+    assert d.requests["p0@0#0"][0] == "a"
+    for i in range(4):  # from now on a token takes ten seconds
+        d.now = 10.0 * (i + 1)
+        d.tokens("p0@0#0", 7)
+        deadline = d.core.next_deadline()
+        assert deadline is not None
+        d.feed(TimerFired(), now=max(d.now, deadline))
+        if d.requests["p0@0#0"][0] == "b":
+            return
+    raise AssertionError("b stays idle")

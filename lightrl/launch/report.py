@@ -71,7 +71,8 @@ class Progress:
         idle = s.step > self._warned_step and s.metrics.get("round/groups_trained") == 0
         if idle and now - self._warned_at >= LINE_EVERY_S:
             self._warned_step, self._warned_at = s.step, now
-            yield f"WARNING: step {s.step} trained no group; so far {', '.join(_trouble(s.counters))}"
+            why = _trouble(s.counters) or [f"groups without signal: {s.counters.get('groups_flat', 0):,}"]
+            yield f"WARNING: step {s.step} trained no group; so far {', '.join(why)}"
 
 
 def result_lines(run_dir: Path) -> list[str]:

@@ -93,13 +93,12 @@ class Fleet:
             return Speed()
         return Speed(fmean(s.base for s in known), fmean(s.slope for s in known))
 
-    def remove(self, name: str) -> Node | None:
+    def remove(self, name: str) -> None:
         node = self.nodes.pop(name, None)
         if node is not None:
             self._move(node, NodeState.GONE)
             if name == self.trainer:
                 self.trainer = None
-        return node
 
     def drain(self, node: Node) -> None:
         """It takes no more work."""

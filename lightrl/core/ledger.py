@@ -314,8 +314,6 @@ class Ledger:
         """
         round = response.group.round
         tokens = self._expect(response)
-        if not response.tokens:
-            response.predicted_tokens = tokens
         ascending = self._settings.max_staleness > 0 and round.step % 2 == 1
         order = 2 * round.step + (not round.is_eval)
         self._num_queued += 1

@@ -184,7 +184,6 @@ class Response:
     reward: float | None = None
     scored: bool = False  # or known to get no score
     settled: bool = False  # nothing that it still does matters to its group
-    predicted_tokens: float = 0.0  # its whole length, as foreseen when it was placed
 
     def move(self, to: ResponseState, node: "Node | None" = None) -> None:
         check_edge(self.id, self.state, to)

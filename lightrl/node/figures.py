@@ -9,8 +9,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from lightrl.core.race import is_flat
 from lightrl.core.staleness import staleness
-from lightrl.core.state import Group, GroupState, Response, Round
+from lightrl.core.state import GroupState, Response, Round
 
 HISTOGRAM_BINS = 12
 
@@ -27,7 +28,7 @@ def step_figures(round: Round) -> dict[str, float]:
     return {
         "reward/mean": mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-        "reward/frac_zero_std": mean([float(_all_equal(g)) for g in round.accepted]),
+        "reward/frac_zero_std": mean([float(is_flat(g)) for g in round.accepted]),
         "response_length/mean": mean(lengths),
         "response_length/max": float(max(lengths, default=0)),
         "response_length/clip_ratio": mean([float(r.finish_reason == "length") for r in responses]),
@@ -114,7 +115,3 @@ def histogram(lengths: list[int], longest: int) -> tuple[tuple[int, int], ...]:
 
 def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
-
-
-def _all_equal(group: Group) -> bool:
-    return len({r.reward for r in group.kept}) <= 1

@@ -1,10 +1,10 @@
-"""The config as the core sees it, and what must be known of the model for that. No policy."""
+"""What the core's settings take from data and model, and whether these fit the config. No policy."""
 
 from lightrl.config import Config
-from lightrl.core.state import Settings, Tail
+from lightrl.core.state import Settings
 from lightrl.data import Prompt
 from lightrl.errors import ConfigError, DataError
-from lightrl.messages import Sampling
+from lightrl.settings import settings_of
 from lightrl.wire import from_json
 
 
@@ -12,31 +12,8 @@ def core_settings(
     config: Config, vocabulary: int, stop_ids: tuple[int, ...], num_prompts: int, num_eval_prompts: int
 ) -> Settings:
     """Raises DataError if the data holds fewer prompts than a round launches."""
-    r = config.rollout
     _require_enough(config, num_prompts)
-    eta_prompts, eta_responses = config.round.etas
-    return Settings(
-        run_seed=config.run.seed,
-        num_steps=config.train.steps,
-        prompts_per_step=config.train.prompts_per_step,
-        group_size=r.group_size,
-        max_response_tokens=r.max_response_length,
-        sampling=Sampling(r.temperature, r.top_p, r.top_k, stop_ids),
-        eval_interval=config.eval.interval,
-        num_eval_prompts=num_eval_prompts,
-        eval_samples=config.eval.samples,
-        eval_sampling=Sampling(config.eval.temperature, stop_token_ids=stop_ids),
-        slots=r.slots,
-        vocabulary=vocabulary,
-        lease_s=config.node.lease_s,
-        reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
-        chunk_tokens=r.chunk_tokens,
-        num_prompts=num_prompts,
-        tail=Tail(eta_prompts, eta_responses, config.round.race),
-        max_staleness=config.async_.max_staleness,
-        dynamic_sampling=config.algorithm.dynamic_sampling,
-        deterministic=config.train.deterministic,
-    )
+    return settings_of(config, num_prompts, num_eval_prompts, vocabulary, stop_ids)
 
 
 def _require_enough(config: Config, num_prompts: int) -> None:

@@ -1,15 +1,13 @@
 """What a run is compared with: the synchronous baseline, and each mechanism alone on top of it.
 
-Owns the mapping from a config to the core's settings and the simulator's switches, and the table of
-variants. Simulates them; prints nothing.
+Owns the simulator's switches for what a config says, and the table of variants. Simulates them; prints
+nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightrl.config import Config
 from lightrl.core.state import Settings, Tail
-from lightrl.messages import Sampling
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.report import Figures, figures
 from lightrl.sim.scenario import Scenario, Switches
@@ -24,32 +22,6 @@ ETA = 1.25  # of tail batching where the config has it off
 class Variant:
     settings: Settings
     switches: Switches
-
-
-def settings_of(config: Config, num_prompts: int) -> Settings:
-    r = config.rollout
-    eta_prompts, eta_responses = config.round.etas
-    return Settings(
-        run_seed=config.run.seed,
-        num_steps=config.train.steps,
-        prompts_per_step=config.train.prompts_per_step,
-        group_size=r.group_size,
-        max_response_tokens=r.max_response_length,
-        sampling=Sampling(r.temperature, r.top_p, r.top_k),
-        eval_interval=0,
-        num_eval_prompts=0,
-        eval_samples=1,
-        eval_sampling=Sampling(0.0),
-        slots=r.slots,
-        vocabulary=1,
-        lease_s=config.node.lease_s,
-        reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
-        num_prompts=num_prompts,
-        tail=Tail(eta_prompts, eta_responses, config.round.race),
-        max_staleness=config.async_.max_staleness,
-        dynamic_sampling=config.algorithm.dynamic_sampling,
-        deterministic=config.train.deterministic,
-    )
 
 
 def configured(settings: Settings) -> Variant:

@@ -8,8 +8,9 @@ from rich.console import Console
 
 from lightrl.config import Config
 from lightrl.errors import SimError
+from lightrl.settings import settings_of
 from lightrl.sim import retelling
-from lightrl.sim.baselines import compare, configured, settings_of, simulate, synchronous
+from lightrl.sim.baselines import compare, configured, simulate, synchronous
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.report import as_json, comparison, tables
 from lightrl.sim.reproduce import reproduce

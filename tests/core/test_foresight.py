@@ -26,7 +26,7 @@ def test_nothing_is_known_of_a_prompt_in_its_first_epoch():
 def test_prompt_is_expected_to_take_as_long_as_in_its_last_epoch():
     d = played({"p0": 3, "p1": 8})
     assert [g.foreseen_tokens for g in d.round.groups.values()] == [3, 8]
-    assert d.held("p1@1#0").predicted_tokens == 8
+    assert d.core.foresight.expect(d.held("p1@1#0")) == 8
 
 
 def test_work_is_sent_longest_first():

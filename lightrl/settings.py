@@ -1,0 +1,39 @@
+"""The config as the core sees it: the one mapping, for the coordinator and the simulator alike. No policy."""
+
+from lightrl.config import Config
+from lightrl.core.state import Settings, Tail
+from lightrl.messages import Sampling
+
+
+def settings_of(
+    config: Config,
+    num_prompts: int,
+    num_eval_prompts: int = 0,
+    vocabulary: int = 1,
+    stop_ids: tuple[int, ...] = (),
+) -> Settings:
+    """What is not in the config is given; without tokens of a model there is neither vocabulary nor stop."""
+    r = config.rollout
+    eta_prompts, eta_responses = config.round.etas
+    return Settings(
+        run_seed=config.run.seed,
+        num_steps=config.train.steps,
+        prompts_per_step=config.train.prompts_per_step,
+        group_size=r.group_size,
+        max_response_tokens=r.max_response_length,
+        sampling=Sampling(r.temperature, r.top_p, r.top_k, stop_ids),
+        eval_interval=config.eval.interval,
+        num_eval_prompts=num_eval_prompts,
+        eval_samples=config.eval.samples,
+        eval_sampling=Sampling(config.eval.temperature, stop_token_ids=stop_ids),
+        slots=r.slots,
+        vocabulary=vocabulary,
+        lease_s=config.node.lease_s,
+        reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
+        chunk_tokens=r.chunk_tokens,
+        num_prompts=num_prompts,
+        tail=Tail(eta_prompts, eta_responses, config.round.race),
+        max_staleness=config.async_.max_staleness,
+        dynamic_sampling=config.algorithm.dynamic_sampling,
+        deterministic=config.train.deterministic,
+    )

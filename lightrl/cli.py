@@ -3,14 +3,15 @@
 `lightrl --help` must stay quick: everything heavier than typer is imported inside the commands.
 """
 
-import re
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from lightrl import arguments
+from lightrl.arguments import AsJson, KeyFile, NameOption, NoTui, RoleOption, Settings, Slots, Target
 from lightrl.errors import ConfigError, LightRLError
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from lightrl.messages import Role
 
 T = TypeVar("T")
-
-MAX_NAME = 64  # characters of a node's name
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models on reserved and preemptible nodes.",
@@ -30,17 +29,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Target = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[ADDR]", help="tcp://HOST:PORT, a run directory, a run's name; default: runs/latest"
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[CONFIG] [section.key=value ...]", help="a TOML file; values that override it"),
-]
-
 
 @app.command()
 def up(
@@ -48,15 +36,11 @@ def up(
     join: Annotated[
         str, typer.Option(metavar="tcp://HOST:PORT", help="become a node of that running coordinator")
     ] = "",
-    role: Annotated[
-        str,
-        typer.Option(metavar="ROLE,...", help="coordinator, trainer, rollout: one daemon with these"),
-    ] = "",
-    name: Annotated[str, typer.Option(help="of this node; default: HOST-PID")] = "",
-    slots: Annotated[
-        int, typer.Option(min=0, help="responses at once on this node; default: rollout.slots")
-    ] = 0,
-    no_tui: Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")] = False,
+    key: KeyFile = None,
+    role: RoleOption = "",
+    name: NameOption = "",
+    slots: Slots = 0,
+    no_tui: NoTui = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the resolved config and what it means, start nothing")
     ] = False,
@@ -65,14 +49,17 @@ def up(
 
     With CONFIG alone: coordinator, trainer and rollout nodes as separate processes here. With --role: one
     daemon with these roles in the foreground. With --join: a node of a running coordinator; ctrl-C leaves.
+    Needs the key of that run: --key FILE.
     """
-    roles = _roles(role or ("rollout" if join else ""))
-    _require_coherent(settings or [], join, roles, name, slots)
-    config = _config(settings or [])
+    roles = arguments.roles(role or ("rollout" if join else ""))
+    arguments.require_coherent(settings or [], join, roles, name, slots)
+    if key is not None and not join:
+        raise ConfigError("--key is for --join: a run that is started makes its own key")
+    config = arguments.config(settings or [])
     if dry_run:
         _dry_run(config)
     elif roles:
-        _foreground(config, join, roles, name, slots)
+        _foreground(config, join, key, roles, name, slots)
     elif config is None:
         raise typer.BadParameter("give a CONFIG to start a run, or --join tcp://HOST:PORT to join one")
     else:
@@ -82,44 +69,104 @@ def up(
 
 
 @app.command()
-def status(
-    addr: Target = None,
-    as_json: Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")] = False,
+def resume(
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] [section.key=value ...]",
+            help="a run directory or name, default: runs/latest; values that may change on the way",
+        ),
+    ] = None,
+    from_checkpoint: Annotated[
+        bool, typer.Option("--from-checkpoint", help="forget what came after the newest checkpoint")
+    ] = False,
+    role: RoleOption = "",
+    name: NameOption = "",
+    slots: Slots = 0,
+    no_tui: NoTui = False,
 ) -> None:
+    """Go on with a run that was stopped, has failed or was killed, from its last moment.
+
+    On this machine as with `lightrl up`; with --role one daemon with these roles in the foreground.
+    """
+    roles = arguments.roles(role)
+    arguments.require_coherent([], "", roles, name, slots)
+    if roles and "coordinator" not in roles:
+        raise typer.BadParameter(
+            "--role needs coordinator to resume a run; others join it: lightrl up --join"
+        )
+    targets, overrides = arguments.told_apart(run or [])
+    if len(targets) > 1:
+        raise ConfigError(f"one RUN is possible, not {len(targets)}: {' '.join(targets)}")
+    from lightrl.launch.resume import prepare
+
+    config = prepare(targets[0] if targets else None, overrides, from_checkpoint)
+    if roles:
+        from lightrl.launch.local import in_foreground
+
+        _exit(in_foreground(config, _coordinator(config, roles, name, slots, resume=True), resume=True))
+    else:
+        from lightrl.launch.run import run_here
+
+        _exit(_wait_for(run_here(config, tui=sys.stdout.isatty() and not no_tui, resume=True)))
+
+
+@app.command()
+def replay(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="default: runs/latest")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="the responses of this step")] = None,
+    response: Annotated[str, typer.Option(metavar="ID", help="the tokens of this response")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Tell what the journal of a run holds: rounds, tokens, scores, versions, damage."""
+    from lightrl.launch.address import find
+    from lightrl.launch.retell import replay_json, replay_lines
+
+    _, run_dir = find(run)
+    if run_dir is None:
+        raise ConfigError(f"{run}: is an address; a journal is read from a run directory")
+    if as_json:
+        print(replay_json(run_dir, step, response))
+    else:
+        print("\n".join(replay_lines(run_dir, step, response)))
+
+
+@app.command()
+def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) -> None:
     """Show the nodes, the round and the step of a run."""
     from lightrl.launch.report import status_lines
-    from lightrl.launch.running import one_snapshot
+    from lightrl.launch.running import meant, one_snapshot
     from lightrl.wire import to_json
 
-    snapshot = _wait_for(one_snapshot(addr))
+    snapshot = _wait_for(one_snapshot(meant(addr, key)))
     print(to_json(snapshot).decode() if as_json else "\n".join(status_lines(snapshot)))
 
 
 @app.command()
-def top(addr: Target = None) -> None:
+def top(addr: Target = None, key: KeyFile = None) -> None:
     """Watch a running or finished run on a live screen (q leaves, ? shows the keys)."""
-    from lightrl.launch.address import find
-    from lightrl.launch.running import OVER, one_snapshot
+    from lightrl.launch.running import OVER, meant, one_snapshot
     from lightrl.tui.app import show_finished, watch_live
 
     if not sys.stdout.isatty():
         raise LightRLError("lightrl top needs a terminal; lightrl status prints plain lines")
-    address, run_dir = find(addr)
-    now = _wait_for(one_snapshot(addr))
-    if address is None or now.state in OVER:
+    target = meant(addr, key)
+    now = _wait_for(one_snapshot(target))
+    if target.address is None or now.state in OVER:
         _wait_for(show_finished(now))
     else:
-        _wait_for(watch_live(address, stay=True, run_dir=run_dir))
+        _wait_for(watch_live(target.address, target.key(), True, target.run_dir, first=now))
 
 
 @app.command()
-def down(addr: Target = None) -> None:
+def down(addr: Target = None, key: KeyFile = None) -> None:
     """Stop a run: no new work, a checkpoint of the steps done, all daemons leave."""
-    from lightrl.launch.running import live_run
+    from lightrl.launch.running import live_run, meant
     from lightrl.node import client
 
-    address, _ = _wait_for(live_run(addr))
-    _wait_for(client.drain(address, "*", "lightrl down"))
+    target = meant(addr, key)
+    address, _ = _wait_for(live_run(target))
+    _wait_for(client.drain(address, "*", "lightrl down", target.key()))
     print("the run is stopping; lightrl status shows when it is over")
 
 
@@ -127,14 +174,16 @@ def down(addr: Target = None) -> None:
 def drain(
     node: Annotated[str, typer.Argument(metavar="NODE", help="as lightrl status names it")],
     addr: Target = None,
+    key: KeyFile = None,
 ) -> None:
     """Let one rollout node go: its responses continue on others."""
-    from lightrl.launch.running import live_run, require_drainable
+    from lightrl.launch.running import live_run, meant, require_drainable
     from lightrl.node import client
 
-    address, snapshot = _wait_for(live_run(addr))
+    target = meant(addr, key)
+    address, snapshot = _wait_for(live_run(target))
     require_drainable(snapshot, node)
-    _wait_for(client.drain(address, node, "lightrl drain"))
+    _wait_for(client.drain(address, node, "lightrl drain", target.key()))
     print(f"{node} is leaving")
 
 
@@ -143,7 +192,7 @@ def check(settings: Settings = None) -> None:
     """Verify this machine, and a CONFIG if one is given, and say what to do."""
     from lightrl.launch.check import findings
 
-    config = _config(settings or [])
+    config = arguments.config(settings or [])
     failed = False
     for finding in findings(config):
         failed |= finding.verdict == "fail"
@@ -181,7 +230,7 @@ def simulate(
             raise typer.BadParameter("--reproduce has its own workloads and fleets; only --json goes with it")
         reproduce_published(json_line=as_json)
         return
-    config = _config(settings or [])
+    config = arguments.config(settings or [])
     if config is None:
         raise typer.BadParameter("give a CONFIG; rollout.slots=64 and the like say more of the nodes")
     simulate_run(
@@ -194,6 +243,35 @@ def simulate(
         all_variants=compare,
         json_line=as_json,
     )
+
+
+@app.command()
+def slurm(
+    settings: Settings = None,
+    nodes: Annotated[int, typer.Option(min=0, help="rollout nodes")] = 1,
+    partition_reserved: Annotated[str, typer.Option(help="of coordinator and trainer")] = "",
+    partition_spot: Annotated[str, typer.Option(help="of the rollout nodes, which may be preempted")] = "",
+    time: Annotated[str, typer.Option(help="limit of both jobs, as sbatch has it")] = "",
+    reserved_args: Annotated[str, typer.Option(help="more for sbatch, '--gpus=8 --mem=0'")] = "",
+    spot_args: Annotated[str, typer.Option(help="more for sbatch")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print both scripts, submit nothing")] = False,
+) -> None:
+    """Run CONFIG on a Slurm cluster: two batch scripts in the run directory, written and submitted."""
+    config = arguments.config(settings or [])
+    if config is None:
+        raise typer.BadParameter("give a CONFIG")
+    from lightrl.launch.slurm import Wishes, submit
+
+    wishes = Wishes(nodes, partition_reserved, partition_spot, time, reserved_args, spot_args)
+    print("\n".join(submit(config, wishes, dry_run)))
+
+
+@app.command("slurm-job", hidden=True)
+def slurm_job(part: str, what: list[str], slots: Slots = 0) -> None:
+    """What the scripts run: head CONFIG [section.key=value ...], node RUN_DIR, node ADDRESS KEY_FILE."""
+    from lightrl.launch.slurm_job import run_part
+
+    _exit(_wait_for(run_part(part, what, slots)))
 
 
 @app.command("config")
@@ -216,8 +294,11 @@ def daemon(
     run_dir: Annotated[Path, typer.Option()],
     join: Annotated[str, typer.Option()] = "",
     tied: Annotated[bool, typer.Option("--tied", help="leave when stdin closes")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="a coordinator: go on from the journal")] = False,
 ) -> None:
     """One daemon of a run on this machine, started by `lightrl up`."""
+    from lightrl.keys import KEY_FILE, read_key
+    from lightrl.launch.daemons import NOT_FINISHED
     from lightrl.launch.tie import leave_when_stdin_closes
     from lightrl.node.daemon import DaemonOptions, run
     from lightrl.run_file import load_config
@@ -225,12 +306,17 @@ def daemon(
     config = load_config(run_dir / "config.toml")
     if tied:
         leave_when_stdin_closes(config.node.grace_s)
-    _exit(run(DaemonOptions(name, _roles(role), run_dir, config, join or None)))
+    key = read_key(run_dir / KEY_FILE)
+    options = DaemonOptions(
+        name, arguments.roles(role), run_dir, config, join or None, resume=resume, key=key
+    )
+    _exit(NOT_FINISHED if run(options) else 0)  # else 1 of an error, or of a crash
 
 
-def _foreground(config: "Config | None", join: str, roles: "tuple[Role, ...]", name: str, slots: int) -> None:
+def _foreground(
+    config: "Config | None", join: str, key: Path | None, roles: "tuple[Role, ...]", name: str, slots: int
+) -> None:
     """One daemon in this process."""
-    name = name or _default_name()
     if "coordinator" in roles:
         if config is None:
             raise typer.BadParameter("--role coordinator needs a CONFIG")
@@ -241,41 +327,36 @@ def _foreground(config: "Config | None", join: str, roles: "tuple[Role, ...]", n
         require_files(config)
         require_new(config)
         from lightrl.launch.local import in_foreground
-        from lightrl.node.daemon import DaemonOptions, run
 
-        _exit(in_foreground(config, lambda d: run(DaemonOptions(name, roles, d, config, slots=slots))))
+        _exit(in_foreground(config, _coordinator(config, roles, name, slots)))
     elif not join:
         raise typer.BadParameter(f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator")
     else:
-        from lightrl.launch.address import require_reachable
+        from lightrl.keys import find_key
+        from lightrl.launch.address import parse, require_reachable
 
         join = "tcp://" + join.removeprefix("tcp://")
+        parse(join)
+        text = find_key(key, None)
         require_reachable(join)
         from lightrl.node.daemon import DaemonOptions, run
 
-        _exit(run(DaemonOptions(name, roles, join=join, slots=slots)))
+        _exit(run(DaemonOptions(name or arguments.default_name(), roles, join=join, slots=slots, key=text)))
 
 
-def _require_coherent(
-    settings: list[str], join: str, roles: "tuple[Role, ...]", name: str, slots: int
-) -> None:
-    """Nothing that a user says may be ignored. Raises ConfigError, one line."""
-    if join and settings and "coordinator" not in roles:
-        raise ConfigError(
-            f"--join: a joining node takes its config from the coordinator; leave out {' '.join(settings)}"
-        )
-    if slots and "rollout" not in roles:
-        raise ConfigError(
-            "--slots is for one rollout daemon: --join, or --role ...,rollout; else set rollout.slots"
-        )
-    if name and not roles:
-        raise ConfigError("--name is for one daemon: --join or --role; else set run.name")
-    if name:
-        from lightrl.config import NAME_PATTERN
+def _coordinator(
+    config: "Config", roles: "tuple[Role, ...]", name: str, slots: int, resume: bool = False
+) -> Callable[[Path], int]:
+    """Runs a daemon with that role, given its run directory."""
+    from lightrl.keys import KEY_FILE, read_key
+    from lightrl.node.daemon import DaemonOptions, run
 
-        if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
-            what = f"a letter or digit, then letters, digits, . _ -; at most {MAX_NAME} in all"
-            raise ConfigError(f"--name {name!r}: is not a name: {what}")
+    def daemon(run_dir: Path) -> int:
+        key = read_key(run_dir / KEY_FILE)
+        node = name or arguments.default_name()
+        return run(DaemonOptions(node, roles, run_dir, config, slots=slots, resume=resume, key=key))
+
+    return daemon
 
 
 def _dry_run(config: "Config | None") -> None:
@@ -288,41 +369,6 @@ def _dry_run(config: "Config | None") -> None:
     require_files(config)
     print(to_toml(config))
     print(describe(config))
-
-
-def _config(settings: list[str]) -> "Config | None":
-    """The config that the arguments describe; None if there are none."""
-    files = [s for s in settings if "=" not in s]
-    overrides = [s for s in settings if "=" in s]
-    if len(files) > 1:
-        raise ConfigError(f"one CONFIG is possible, not {len(files)}: {' '.join(files)}")
-    if not files:
-        if overrides:
-            raise ConfigError(f"{overrides[0]}: there is no CONFIG to override; name a TOML file")
-        return None
-    from lightrl.run_file import load_config
-
-    return load_config(Path(files[0]), overrides)
-
-
-def _roles(text: str) -> "tuple[Role, ...]":
-    from lightrl.messages import Role
-
-    chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    known = get_args(Role)
-    if text and not chosen:
-        raise typer.BadParameter(f"--role {text}: roles are {', '.join(known)}")
-    for part in chosen:
-        if part not in known:
-            raise typer.BadParameter(f"--role {part}: roles are {', '.join(known)}")
-    return cast("tuple[Role, ...]", chosen)
-
-
-def _default_name() -> str:
-    import os
-    import socket
-
-    return f"{socket.gethostname().split('.')[0][: MAX_NAME - 20]}-{os.getpid()}"
 
 
 def _wait_for(work: "Coroutine[object, object, T]") -> T:

@@ -92,6 +92,10 @@ class Run(Section):
     bind: str = Field(
         default="tcp://127.0.0.1:5600", description="where the coordinator listens; port * = any"
     )
+    deterministic: bool = Field(
+        default=False,
+        description="gradients are summed in one order, whatever arrived first: the same bits every time",
+    )
 
 
 class Model(Section):
@@ -145,10 +149,6 @@ class Train(Section):
     max_tokens_per_gpu: Positive = Field(default=16384, description="tokens of one micro-batch on one rank")
     threads: Positive = Field(default=1, description="CPU threads of one rank")
     activation_checkpointing: bool = False
-    deterministic: bool = Field(
-        default=False,
-        description="gradients are summed in one order, whatever arrived first: the same bits every time",
-    )
     optim: Optim = Optim()
 
 
@@ -227,14 +227,33 @@ class Eval(Section):
 
 
 class Checkpoint(Section):
-    interval: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = only the last")
+    interval: int = Field(
+        default=20,
+        ge=0,
+        description="steps between checkpoints; 0 = only the last: a trainer that dies begins anew",
+    )
     keep_last: Positive = Field(default=2, description="checkpoints kept")
 
 
 class NodeSection(Section):
     heartbeat_s: Seconds = 0.5
-    lease_s: Seconds = Field(default=5.0, description="a node not heard of for so long is lost")
+    lease_s: Seconds = Field(default=3.0, description="a node not heard of for so long is lost")
     grace_s: Seconds = Field(default=20.0, description="a stopping daemon gives its children so long")
+    patience_s: Seconds = Field(
+        default=600.0,
+        description="a node waits so long for its coordinator, a run for its trainer, to come back",
+    )
+
+
+class Journal(Section):
+    enabled: bool = Field(default=True, description="false: nothing survives the coordinator")
+    flush_ms: Positive = Field(
+        default=50, description="milliseconds after which what happened is on the disk"
+    )
+    segment_mb: Positive = Field(default=64, description="megabytes of news after which a new file is begun")
+    keep_history: bool = Field(
+        default=False, description="keep segments that no resume needs any more, for `lightrl replay`"
+    )
 
 
 class Logging(Section):
@@ -254,6 +273,7 @@ class Config(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     node: NodeSection = NodeSection()
+    journal: Journal = Journal()
     logging: Logging = Logging()
 
     @model_validator(mode="before")

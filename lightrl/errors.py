@@ -1,5 +1,7 @@
 """The exceptions that cross module borders. Nothing else lives here."""
 
+from typing import Any
+
 
 class LightRLError(Exception):
     """Base of every error that a user may see; its text is one line that says what to do."""
@@ -33,8 +35,16 @@ class WeightsError(LightRLError):
     """A weight transfer failed or its digest does not match; the version never becomes live."""
 
 
+class JournalError(LightRLError):
+    """The journal cannot be written or read. Carries the file."""
+
+
 class PeerUnreachable(LightRLError):
     """The peer that a message was meant for is not connected."""
+
+
+class WrongKey(LightRLError):
+    """Who listens there does not know our key, or we not his."""
 
 
 class SimError(LightRLError):
@@ -43,3 +53,11 @@ class SimError(LightRLError):
 
 class InvariantViolation(LightRLError):
     """The core reached a state that must not exist; the run stops."""
+
+
+def first_error(group: BaseExceptionGroup[Any]) -> BaseException:
+    """The first exception in a group of groups: the one that ended the others."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

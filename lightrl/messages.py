@@ -6,7 +6,8 @@ as float32 (see `wire.pack_i32`, `wire.pack_f32`).
 
 Who says what to whom (node = any daemon, head = the coordinator's daemon):
 
-    node -> head   Hello Heartbeat TokenChunk PublishWeights WeightsReady WeightsFailed StepDone Drain Bye
+    node -> head   Hello Heartbeat TokenChunk PublishWeights WeightsReady WeightsFailed StepDone Checkpointed
+                   Drain Bye
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights Drain
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
@@ -15,7 +16,7 @@ Who says what to whom (node = any daemon, head = the coordinator's daemon):
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-PROTOCOL = 2
+PROTOCOL = 3
 REJOIN = "rejoin"
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
@@ -34,18 +35,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A daemon introduces itself; again, as a larger incarnation, when what ran there is gone.
+    """A daemon introduces itself; again, with what it still runs, when messages may have been lost.
 
-    Example: Hello("rollout-0", 17, ("rollout",), 2, pid=4242, host="a", slots=128)
+    The coordinator takes back what it still wants of `running` and aborts the rest.
+    Example: Hello("rollout-0", 17, ("rollout",), 3, pid=4242, host="a", slots=128)
     """
 
     node: str
-    incarnation: int  # a larger one replaces what the coordinator knew under this name
+    incarnation: int  # of what runs there; another one replaces what was known under this name
     roles: tuple[Role, ...]
     protocol: int
     pid: int
     host: str
     slots: int = 0  # responses that may run at once; 0 = as the run's config says
+    serves: tuple[int, str] | None = None  # policy version and digest that its engine has loaded
+    running: tuple[tuple[str, int], ...] = ()  # (response, attempt) that it generates
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,14 @@ class TrainShard:
     groups: tuple[TrainGroup, ...]
     last: bool = False
     num_groups: int = 0
+    alone: bool = False  # accumulate just these groups at once: a step trained again must give the same bits
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """A checkpoint of `step` optimizer steps is durable; no step before it is needed. Example: Checkpointed(20)."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +242,17 @@ class Manifest:
 class PublishWeights:
     """A complete version can be pulled from `holders` ("host:port", any of them) with `ticket`.
 
-    Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator.
+    From the trainer `ticket` is the version's secret; what a node gets is derived from it for that node
+    (keys.pull_ticket). Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator.
+    The first one of a trainer that has said hello tells where it stands: it trains that step next.
 
-    Example: PublishWeights(manifest, ("10.0.0.1:41873",), ticket="c0ffee...")
+    Example: PublishWeights(manifest, ("10.0.0.1:41873",), ticket="c0ffee...", portions=(3, 29))
     """
 
     manifest: Manifest
     holders: tuple[str, ...]
     ticket: str
+    portions: tuple[int, ...] = ()  # groups accumulated at a time for it, in order; () = loaded, not trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +398,7 @@ Message: TypeAlias = (
     | TokenChunk
     | TrainShard
     | StepDone
+    | Checkpointed
     | PublishWeights
     | WeightsReady
     | WeightsFailed

@@ -29,11 +29,12 @@ def settings_of(
         slots=r.slots,
         vocabulary=vocabulary,
         lease_s=config.node.lease_s,
+        patience_s=config.node.patience_s,
         reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
         chunk_tokens=r.chunk_tokens,
         num_prompts=num_prompts,
         tail=Tail(eta_prompts, eta_responses, config.round.race),
         max_staleness=config.async_.max_staleness,
         dynamic_sampling=config.algorithm.dynamic_sampling,
-        deterministic=config.train.deterministic,
+        deterministic=config.run.deterministic,
     )

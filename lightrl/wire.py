@@ -43,6 +43,13 @@ class Codec(Generic[T]):
         except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as e:
             raise ProtocolError(f"undecodable frame: {e}") from None
 
+    def name(self, frame: bytes | memoryview) -> str:
+        """The class that a frame says it is, its fields unread. Raises ProtocolError if it says none."""
+        try:
+            return _envelope.decode(frame)[0]
+        except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as e:
+            raise ProtocolError(f"undecodable frame: {e}") from None
+
 
 MESSAGES: Codec[Message] = Codec(Message)
 

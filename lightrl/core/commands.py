@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from lightrl.core.facts import Fact
 from lightrl.core.state import Response, Round, RunState
 from lightrl.messages import Message
 
@@ -65,6 +66,25 @@ class CloseStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """Write this down; a TrainShard must not leave before the facts ahead of it are durable."""
+
+    fact: Fact
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayShards:
+    """Send the trainer the shards of a step that it trains again, as they were; else HeadFailed.
+
+    Not if it has said hello again by then: `hello` is Trainee.num_hellos as it was.
+    """
+
+    node: str
+    step: int
+    hello: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """One line for the operator."""
 
@@ -79,4 +99,6 @@ class Finish:
     reason: str
 
 
-Command: TypeAlias = Send | Admit | DrawPrompts | Score | CloseRound | CloseStep | Report | Finish
+Command: TypeAlias = (
+    Send | Admit | DrawPrompts | Score | CloseRound | CloseStep | Record | ReplayShards | Report | Finish
+)

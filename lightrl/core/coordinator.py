@@ -3,21 +3,25 @@
 Owns what becomes of the work of a node that leaves, and the end of the run. Who takes part is kept in
 `fleet`, every response in `ledger`, the order of rounds and steps in `steps`. Decisions are pure
 functions: what a round holds in `rounds`, who wins it in `race`, who generates a response in
-`placement`. Must not await, read a clock or touch a socket: time is an argument.
+`placement`. How a core is made again from a journal: `recovery`. Must not await, read a clock or touch
+a socket: time is an argument.
 """
 
 from typing import assert_never
 
 from lightrl.core import placement
+from lightrl.core.backlog import Backlog
 from lightrl.core.commands import (
     Command,
     Finish,
+    Record,
     Report,
     Send,
 )
 from lightrl.core.events import (
     DrainRequested,
     Event,
+    HeadFailed,
     NodeDraining,
     NodeHeard,
     NodeJoined,
@@ -32,6 +36,7 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
+from lightrl.core.facts import VersionPublished
 from lightrl.core.fleet import Fleet
 from lightrl.core.foresight import Foresight
 from lightrl.core.invariants import check
@@ -41,7 +46,7 @@ from lightrl.core.state import (
     RunState,
     Settings,
 )
-from lightrl.core.steps import Resumed, Steps
+from lightrl.core.steps import Steps
 from lightrl.messages import (
     Abort,
     Drain,
@@ -55,20 +60,24 @@ from lightrl.messages import (
 
 
 class Coordinator:
-    def __init__(self, settings: Settings, now: float, resumed: Resumed | None = None) -> None:
+    def __init__(self, settings: Settings, now: float) -> None:
         self.settings = settings
         self.state = RunState.STARTING
         self.fleet = Fleet(settings)
         self.foresight = Foresight(settings.max_response_tokens)
         self.ledger = Ledger(settings, self.fleet, self.foresight)
-        self.steps = Steps(settings, self.fleet, self.ledger, self.foresight, now, resumed)
-        self.backlog = self.steps.backlog
+        self.steps = Steps(settings, self.fleet, self.ledger, self.foresight, now)
+        self.trainee = self.steps.trainee
         self.started_at = now
         self._rebalance_at: float | None = None
         self._rebalanced_at = now
         self._ending: tuple[RunState, str] | None = None
         self._over = False
         self._out: list[Command] = []
+
+    @property
+    def backlog(self) -> Backlog:
+        return self.steps.backlog
 
     @property
     def step(self) -> int:
@@ -92,11 +101,11 @@ class Coordinator:
             case NodeJoined(hello):
                 self._join(hello, now)
             case NodeLost(name, reason):
-                self._lose(name, reason)
+                self._lose(name, reason, now)
             case NodeDraining(name, reason):
                 self._drain(name, reason)
             case NodeLeft(name, reason, ok):
-                self._leave(name, reason, ok)
+                self._leave(name, reason, ok, now)
             case DrainRequested(name, reason):
                 self._request_drain(name, reason)
             case PromptsDrawn(prompts):
@@ -110,6 +119,8 @@ class Coordinator:
             case StepTrained(name, done):
                 if name == self.fleet.trainer:
                     self.steps.take_step(done)
+            case HeadFailed(reason):
+                self._end(RunState.FAILED, reason)
             case TimerFired():
                 self._on_timer(now)
             case _:
@@ -126,8 +137,8 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When to feed TimerFired, or None."""
-        times = [t for t in (self.fleet.lease_check_at, self._rebalance_at) if t is not None]
-        return min(times, default=None)
+        times = (self.fleet.lease_check_at, self._rebalance_at, self._patience_ends_at)
+        return min((t for t in times if t is not None), default=None)
 
     def check(self) -> None:
         """Raises InvariantViolation if any invariant is broken."""
@@ -136,14 +147,40 @@ class Coordinator:
     # Weights
 
     def _publish(self, name: str, message: PublishWeights, now: float) -> None:
-        published = self.fleet.published
-        if published is not None and published.policy_version == message.manifest.policy_version:
-            return  # it came twice
-        expected = self.step if published is None else self.step + 1
-        self._out += self.fleet.publish(name, message, expected)
-        published = self.fleet.published
-        if published is not None and published.message is message:
+        """The trainer has a version: a new one, or after it has come (back) the one where it stands."""
+        manifest, published, stood_at = message.manifest, self.fleet.published, self.trainee.stands_at
+        version, digest = manifest.policy_version, manifest.digest
+        if name != self.fleet.trainer or version == stood_at:
+            return  # not the trainer, or it came twice
+        if stood_at is not None and version != stood_at + 1:
+            self._report(f"{name} published version {version}, expected {stood_at + 1}: ignored")
+            return
+        if (problem := self._why_wrong(version, digest)) is not None:
+            self._end(RunState.FAILED, problem)
+            return
+        self.trainee.stands_at = version
+        if published is None or version > published.policy_version:
+            self._out.append(Record(VersionPublished(version, digest, message.portions)))
+            self._out += self.fleet.publish(message)
             self.steps.published(now)
+        elif version == published.policy_version:
+            self._out += self.fleet.publish_again(message)
+        else:
+            self._report(f"{name} stands at step {version}, the run at {self.step}: it trains again")
+        self.fleet.trainer_stands()
+        self.steps.feed_trainer(has_come=stood_at is None)
+        if self._ending is not None:
+            self._dismiss_trainer(self._ending[1])
+
+    def _why_wrong(self, version: int, digest: str) -> str | None:
+        """Why this version cannot be the trainer's, in one line."""
+        known = self.fleet.digests.get(version, digest)
+        if known != digest:
+            return (
+                f"version {version} was trained again and came out different (digest {digest}, published was "
+                f"{known}): lightrl resume --from-checkpoint goes back to the last checkpoint"
+            )
+        return self.steps.why_not_at(version) if self.trainee.stands_at is None else None
 
     def _confirm(self, name: str, ready: WeightsReady) -> None:
         were_updating = bool(self.fleet.updating)
@@ -173,7 +210,7 @@ class Coordinator:
             return
         node.heard_at = now
         if (problem := self.ledger.accept(node, chunk, now, self._out)) is not None:
-            self._lose(name, problem)
+            self._lose(name, problem, now)
         self.steps.judge()
 
     def _score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
@@ -187,31 +224,49 @@ class Coordinator:
     def _join(self, hello: Hello, now: float) -> None:
         if self.fleet.is_ghost(hello):
             return
-        reason = "the run is ending" if self._ending is not None else self.fleet.why_refused(hello)
+        is_awaited = "trainer" in hello.roles and self._awaits_trainer
+        reason = self.fleet.why_refused(hello)
+        if self._ending is not None and not is_awaited:
+            reason = "the run is ending"
         if reason is not None:
             self._report(f"{hello.node} refused: {reason}")
             self._out.append(Send(hello.node, Welcome(run="", refused=reason)))
             return
         known = self.fleet.nodes.get(hello.node)
-        if known is not None and known.incarnation < hello.incarnation:
-            self._lose(hello.node, "restarted")
-        if self._ending is None:
-            self._out += self.fleet.add(hello, now)
-        else:  # it was the trainer
-            self._out.append(Send(hello.node, Welcome(run="", refused="the run is ending")))
+        if known is not None and known.incarnation != hello.incarnation:
+            self.fleet.replace(known)
+            self._lose(hello.node, "restarted", now)
+        self._out += self.fleet.add(hello, now)
+        self._reconcile(hello)
+        if "trainer" in hello.roles:
+            self.trainee.hello()
 
-    def _lose(self, name: str, reason: str) -> None:
+    def _reconcile(self, hello: Hello) -> None:
+        """Messages may have been lost: what runs there is what the node says."""
+        node = self.fleet.nodes[hello.node]
+        is_ready = self.fleet.ready.get(node.name) is node
+        taken_back = self.ledger.reconcile(node, dict(hello.running), is_ready, self._out)
+        if is_ready:
+            self.ledger.freed(node)
+        if taken_back:
+            self._report(f"{node.name} goes on with {taken_back} responses")
+
+    def _lose(self, name: str, reason: str, now: float) -> None:
+        """It may come back, the trainer too."""
         if name in self.fleet.nodes:
             self.ledger.counters.nodes_lost += 1
-            self._remove(
-                name, f"{name} lost ({reason})", trainer_failed=f"trainer node {name} lost ({reason})"
-            )
+            self._remove(name, f"{name} lost ({reason})", now)
 
-    def _leave(self, name: str, reason: str, ok: bool) -> None:
-        failed = None if ok and self._ending is not None else f"trainer node {name}: {reason}"
-        self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", failed)
+    def _leave(self, name: str, reason: str, ok: bool, now: float) -> None:
+        """A trainer that says that it failed, would fail again."""
+        is_trainer = name == self.fleet.trainer
+        self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now)
+        if is_trainer and not ok:
+            self._end(RunState.FAILED, f"trainer node {name}: {reason}")
+        if is_trainer and self._ending is not None:
+            self.trainee.missing_since = None  # it has said what it had to say
 
-    def _remove(self, name: str, text: str, trainer_failed: str | None) -> None:
+    def _remove(self, name: str, text: str, now: float) -> None:
         node = self.fleet.nodes.get(name)
         if node is None:
             return
@@ -219,8 +274,22 @@ class Coordinator:
         self.fleet.remove(name)
         self.ledger.look_at_all()
         self._report(text + (f": {moved} responses resume elsewhere" if moved else ""))
-        if "trainer" in node.roles and trainer_failed is not None:
-            self._end(RunState.FAILED, trainer_failed)
+        if "trainer" in node.roles:
+            self.trainee.lost(now)
+            if self._ending is None:
+                self._report(f"the run waits {self.settings.patience_s:g} s for a trainer to come back")
+
+    @property
+    def _awaits_trainer(self) -> bool:
+        """All steps are done, but the trainer was lost before it said that the last checkpoint is written."""
+        ending = self._ending is not None and self._ending[0] is RunState.FINISHED
+        return ending and self.trainee.missing_since is not None
+
+    @property
+    def _patience_ends_at(self) -> float | None:
+        since = self.trainee.missing_since
+        is_over = self._over or (self._ending is not None and not self._awaits_trainer)
+        return None if since is None or is_over else since + self.settings.patience_s
 
     def _drain(self, name: str, reason: str) -> None:
         node = self.fleet.nodes.get(name)
@@ -243,7 +312,9 @@ class Coordinator:
     def _on_timer(self, now: float) -> None:
         if self.fleet.lease_check_at is not None and now >= self.fleet.lease_check_at:
             for node in self.fleet.expired(now):
-                self._lose(node.name, f"not heard of for {now - node.heard_at:.1f} s")
+                self._lose(node.name, f"not heard of for {now - node.heard_at:.1f} s", now)
+        if self._patience_ends_at is not None and now >= self._patience_ends_at:
+            self._end(RunState.FAILED, f"no trainer for {self.settings.patience_s:g} s")
         if self._rebalance_at is not None and now >= self._rebalance_at:
             self._rebalance_at = None
             self._rebalanced_at = now
@@ -271,7 +342,7 @@ class Coordinator:
                 self._end(RunState.FINISHED, f"{self.step} steps done")
         else:
             self.steps.finish_step(now)
-            if not self.fleet.nodes:
+            if not self.fleet.nodes and not self._awaits_trainer:
                 self._over = True
                 self.state, reason = self._ending
                 self._out.append(Finish(self.state, reason))
@@ -285,7 +356,16 @@ class Coordinator:
         self._ending = (state, reason)
         self.state = RunState.FINISHING
         self._report(reason)
-        self._out += [Send(n.name, Drain(n.name, reason)) for n in self.fleet.nodes.values()]
+        others = (n for n in self.fleet.nodes if n != self.fleet.trainer)
+        self._out += [Send(n, Drain(n, reason)) for n in others]
+        self._dismiss_trainer(reason)
+
+    def _dismiss_trainer(self, reason: str) -> None:
+        """Not before it has trained all steps, if it is what the run ends with."""
+        trainer = self.fleet.trainer
+        has_work = self._ending is not None and self._ending[0] is RunState.FINISHED
+        if trainer is not None and not (has_work and self.trainee.stands_at != self.settings.num_steps):
+            self._out.append(Send(trainer, Drain(trainer, reason)))
 
     def _report(self, text: str) -> None:
         self._out.append(Report(text))

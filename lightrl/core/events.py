@@ -113,6 +113,13 @@ class StepTrained:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadFailed:
+    """The coordinator's shell cannot do what it must; `reason` is one line."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     """The time that `next_deadline` named has come."""
 
@@ -131,5 +138,6 @@ Event: TypeAlias = (
     | WeightsConfirmed
     | WeightsRefused
     | StepTrained
+    | HeadFailed
     | TimerFired
 )

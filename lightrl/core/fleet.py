@@ -4,12 +4,14 @@ Owns nodes, leases and the offering of weights. Knows nothing of responses: whoe
 decides what becomes of the work that it held.
 """
 
+from dataclasses import replace
 from itertools import islice
 from statistics import fmean
 
 from lightrl.core.commands import Admit, Command, Report, Send
 from lightrl.core.speed import Speed
 from lightrl.core.state import Node, NodeState, Published, Settings
+from lightrl.keys import pull_ticket
 from lightrl.messages import (
     PROTOCOL,
     Drain,
@@ -36,6 +38,7 @@ class Fleet:
         self.published: Published | None = None
         self.digests: dict[int, str] = {}  # of the newest versions
         self.num_joined = 0
+        self._replaced: dict[str, set[int]] = {}  # incarnations of a node that were followed by another
         self.num_weights_failed = 0
         self.lease_check_at: float | None = None
         self._settings = settings
@@ -54,16 +57,22 @@ class Fleet:
         return None
 
     def is_ghost(self, hello: Hello) -> bool:
-        """News of an older process of a node that has been started again since."""
-        known = self.nodes.get(hello.node)
-        return known is not None and known.incarnation > hello.incarnation
+        """News of an older process of a node that has been started again since.
+
+        Remembered, not told by the numbers: they come from clocks, and a clock may jump.
+        """
+        return hello.incarnation in self._replaced.get(hello.node, ())
+
+    def replace(self, node: Node) -> None:
+        """Another incarnation speaks for this node's name from now on; the node must be removed."""
+        self._replaced.setdefault(node.name, set()).add(node.incarnation)
 
     def add(self, hello: Hello, now: float) -> list[Command]:
-        """Takes a node in, or once more if it is known; an older incarnation must have been removed."""
+        """Takes a node in, or once more if it is known; another incarnation must have been removed."""
         known = self.nodes.get(hello.node)
         if known is not None:
             known.heard_at = now
-            return [Admit(hello.node)]
+            return [Admit(hello.node), *self._believe(known, hello)]
         node = Node(
             name=hello.node,
             incarnation=hello.incarnation,
@@ -83,8 +92,20 @@ class Fleet:
         return [
             Admit(node.name),
             Report(f"{node.name} joined as {', '.join(node.roles)}"),
-            *self._offer(node),
+            *self._believe(node, hello),
         ]
+
+    def _believe(self, node: Node, hello: Hello) -> list[Command]:
+        """What its engine serves, by its own word: every chunk must show the digest again."""
+        published = self.published
+        if "rollout" not in node.roles or published is None or node.state is NodeState.DRAINING:
+            return []
+        if hello.serves == (published.policy_version, published.digest):
+            node.policy_version = published.policy_version
+            if node.state is not NodeState.READY:
+                self._move(node, NodeState.READY)
+            return []
+        return self._offer(node)
 
     def _typical_speed(self) -> Speed:
         """What to expect of a node not heard of yet: the mean of some that were."""
@@ -133,31 +154,44 @@ class Fleet:
 
     # Weights
 
-    def publish(self, name: str, message: PublishWeights, expected: int) -> list[Command]:
-        """A complete version appeared at the trainer; every rollout node is told where to pull it."""
-        node = self.nodes.get(name)
-        version = message.manifest.policy_version
-        if node is None or "trainer" not in node.roles or version != expected:
-            return [Report(f"{name} published version {version}, expected {expected}: ignored")]
-        self.published = Published(message)
-        self.digests[version] = message.manifest.digest
-        self.digests.pop(version - self._settings.max_staleness - VERSIONS_REMEMBERED, None)
-        if node.state is NodeState.JOINING and "rollout" not in node.roles:
-            self._move(node, NodeState.READY)
+    def publish(self, message: PublishWeights) -> list[Command]:
+        """A new version is complete at the trainer; every rollout node is told where to pull it."""
+        manifest = message.manifest
+        self.know(manifest.policy_version, manifest.digest, message)
         commands: list[Command] = []
-        for other in self.nodes.values():
-            other.weights_failures = 0
-            commands += self._offer(other)
+        for node in self.nodes.values():
+            node.weights_failures = 0
+            commands += self._offer(node)
         return commands
+
+    def publish_again(self, message: PublishWeights) -> list[Command]:
+        """The newest version is to be had where it was not before; nodes without it are told so."""
+        self.published = Published(message.manifest.policy_version, message.manifest.digest, message)
+        nodes = [n for n in self.nodes.values() if n.state is not NodeState.READY]
+        return [command for node in nodes for command in self._offer(node)]
+
+    def know(self, version: int, digest: str, message: PublishWeights | None = None) -> None:
+        """This version is the newest from now on."""
+        self.published = Published(version, digest, message)
+        self.digests[version] = digest
+        self.digests.pop(version - self._settings.max_staleness - VERSIONS_REMEMBERED, None)
+
+    def trainer_stands(self) -> None:
+        """The trainer has said where: a node that only trains takes part from now on."""
+        node = self.nodes[self.trainer] if self.trainer is not None else None
+        if node is not None and node.state is NodeState.JOINING and "rollout" not in node.roles:
+            self._move(node, NodeState.READY)
 
     def _offer(self, node: Node) -> list[Command]:
         if self.published is None or "rollout" not in node.roles or node.state is NodeState.DRAINING:
             return []
+        if node.state is NodeState.READY:
+            self._move(node, NodeState.UPDATING)
+        if (message := self.published.message) is None:
+            return []  # the trainer will say where it is to be had
         if node.state is NodeState.JOINING:
             self._move(node, NodeState.LOADING)
-        elif node.state is NodeState.READY:
-            self._move(node, NodeState.UPDATING)
-        return [Send(node.name, self.published.message)]
+        return [Send(node.name, _for_node(message, node.name))]
 
     def confirm(self, name: str, ready: WeightsReady) -> list[Command]:
         """A node's engine has loaded a version; the node is ready only if the digests agree."""
@@ -189,5 +223,11 @@ class Fleet:
         node.weights_failures += 1
         report = Report(f"{name}: version {failed.policy_version} failed: {failed.reason}")
         if node.weights_failures < MAX_WEIGHTS_FAILURES:
-            return [report, Send(name, published.message)]
+            return [report, *self._offer(node)]
         return [report, Send(name, Drain(name, f"cannot load version {failed.policy_version}"))]
+
+
+def _for_node(message: PublishWeights, node: str) -> PublishWeights:
+    """With the ticket that is good for this node alone, instead of the secret it is made from."""
+    ticket = pull_ticket(message.ticket, node, message.manifest.policy_version)
+    return replace(message, ticket=ticket, portions=())

@@ -6,12 +6,22 @@ arXiv 2508.18588, section 3: 2 to 4 % of the responses do strongly).
 """
 
 import math
+from dataclasses import dataclass, field
 
 from lightrl.core.state import Group, GroupState, Response, Round
 
 BINS_PER_OCTAVE = 4
 NUM_BINS = 24 * BINS_PER_OCTAVE  # up to 16 million tokens
 FORGET = 0.5  # weight of earlier rounds in the overall distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is remembered, as plain data."""
+
+    lengths: dict[str, tuple[int, list[int]]] = field(default_factory=dict[str, tuple[int, list[int]]])
+    finished: dict[str, int] = field(default_factory=dict[str, int])
+    counts: tuple[float, ...] = ()
 
 
 class Foresight:
@@ -21,6 +31,15 @@ class Foresight:
         self._finished: dict[str, int] = {}  # prompt -> longest response trained in its newest epoch
         self._counts = [0.0] * NUM_BINS  # of all finished responses, by length
         self._means: list[float] | None = None  # of those longer than a bin's lower end
+
+    def memory(self) -> Memory:
+        return Memory(dict(self._lengths), dict(self._finished), tuple(self._counts))
+
+    def recall(self, memory: Memory) -> None:
+        """Everything known is replaced."""
+        self._lengths, self._finished = dict(memory.lengths), dict(memory.finished)
+        self._counts = list(memory.counts) or [0.0] * NUM_BINS
+        self._means = None
 
     def learn(self, round: Round) -> None:
         """From a round that has closed."""

@@ -157,7 +157,7 @@ def _prompts(core: "Coordinator") -> None:
         if not r.is_eval
         for g in r.groups.values()
     )
-    done = core.steps.num_before + counters.groups_trained + counters.groups_dropped
+    done = counters.groups_trained + counters.groups_dropped
     accounted = done + backlog.num_held + in_rounds
     _require(
         backlog.num_drawn == accounted,

@@ -13,7 +13,9 @@ from collections import deque
 from typing import Any
 
 from lightrl.core import placement, race
-from lightrl.core.commands import Command, Report, Score, Send
+from lightrl.core.commands import Command, Record, Report, Score, Send
+from lightrl.core.events import ResponseScored
+from lightrl.core.facts import TokensTaken
 from lightrl.core.fleet import Fleet
 from lightrl.core.foresight import Foresight
 from lightrl.core.state import (
@@ -26,6 +28,7 @@ from lightrl.core.state import (
     Round,
     Settings,
 )
+from lightrl.errors import InvariantViolation
 from lightrl.messages import Abort, Generate, ResponseRequest, ResponseTokens, Sampling, TokenChunk
 
 BIG_ENDIAN = sys.byteorder == "big"
@@ -44,6 +47,7 @@ class Ledger:
         self._num_running = 0
         self._num_queued = 0  # so far: ties in the queue are broken by arrival
         self._news = False  # work has come, or slots were set free by more than the nodes below
+        self._taken: list[ResponseTokens] = []  # of the chunk at hand
         self._freed: dict[str, Node] = {}  # nodes with a slot more than at the last dispatch
 
     @property
@@ -76,13 +80,17 @@ class Ledger:
             self.counters.bad_chunks += 1
             return f"sent tokens of version {chunk.policy_version} with an unconfirmed digest"
         batch, before, problem = len(node.running), node.num_tokens, None
+        self._taken = []
         for item in chunk.responses:
             response = self.responses.get(item.response)
-            if response is None or response.node is not node or response.attempt != item.attempt:
+            is_fresh = response is not None and response.node is node and response.attempt == item.attempt
+            if response is None or not (is_fresh or self._comes_back(node, response, chunk, item)):
                 self.counters.chunks_ignored += 1  # late news of an attempt we gave up on
             elif (problem := self._extend(node, response, chunk.policy_version, item, out)) is not None:
                 self.counters.bad_chunks += 1
                 break
+        if self._taken:
+            out.append(Record(TokensTaken(chunk.policy_version, tuple(self._taken))))
         num_tokens = node.num_tokens - before
         node.observe(now, batch, num_tokens)
         if self.rounds and self.rounds[0].kind == "eval":  # then no other round is open
@@ -129,6 +137,9 @@ class Ledger:
             tokens.frombytes(native(data))
             response.logprobs.frombytes(native(logprobs))
             node.num_tokens += num_new
+            self._taken.append(item)
+        elif item.finish_reason is not None and item.finish_reason != "abort":
+            self._taken.append(item)
         if item.finish_reason is None:
             if held >= group.bound or held >= round.cut:
                 self.give_up(response, out)
@@ -138,6 +149,52 @@ class Ledger:
         else:
             self._finish(response, item, out)
         return None
+
+    def _comes_back(self, node: Node, response: Response, chunk: TokenChunk, item: ResponseTokens) -> bool:
+        """A node kept what it finished while nobody heard it. Its tokens are those that any other node
+        would sample, so a response that only waits takes them; it is then as if it ran there."""
+        if response.state is not ResponseState.QUEUED or item.finish_reason not in {"stop", "length"}:
+            return False
+        staleness = response.group.round.step - chunk.policy_version
+        if item.offset > len(response.tokens) or not 0 <= staleness <= self._settings.max_staleness:
+            return False
+        self.take_back(node, response, item.attempt)
+        return True
+
+    def take_back(self, node: Node, response: Response, attempt: int) -> None:
+        """A response that waits runs at a node already, since before we knew."""
+        response.move(ResponseState.RUNNING, node)
+        response.attempt = attempt
+        node.running[response.id] = response
+        self._num_running += 1
+
+    def retake(self, version: int, item: ResponseTokens, out: list[Command]) -> None:
+        """Tokens that were accepted before the coordinator was started again. Raises InvariantViolation."""
+        response = self.responses.get(item.response)
+        if response is None or response.state is not ResponseState.QUEUED:
+            return
+        held, known = len(response.tokens), len(response.tokens) - item.offset
+        if known < 0:
+            raise InvariantViolation(f"{response.id}: tokens {held} to {item.offset} are not in the journal")
+        response.attempt = max(response.attempt, item.attempt)
+        if len(item.token_ids) > 4 * known:
+            if response.version != version:
+                response.version = version
+                response.starts.append((version, held))
+            response.tokens.frombytes(native(item.token_ids[4 * known :]))
+            response.logprobs.frombytes(native(item.logprobs[4 * known :]))
+        num_tokens = len(response.tokens) - held
+        if response.group.round.is_eval:
+            self.counters.eval_tokens += num_tokens
+        else:
+            self.counters.rollout_tokens += num_tokens
+        if item.finish_reason in {"stop", "length"}:
+            response.move(ResponseState.RUNNING)  # somewhere
+            self._num_running += 1
+            self._finish(response, item, out)
+            self._num_running -= 1
+        elif race.has_lost(response):
+            self.give_up(response, out)
 
     def _finish(self, response: Response, item: ResponseTokens, out: list[Command]) -> None:
         response.finish_reason = item.finish_reason
@@ -159,6 +216,7 @@ class Ledger:
         if response.state is not ResponseState.DONE:
             return
         group = response.group
+        out.append(Record(ResponseScored(name, attempt, reward, failure)))
         if reward is None:
             self.counters.rewards_failed += 1
             out.append(Report(f"no reward for {name}: {failure}"))
@@ -267,6 +325,31 @@ class Ledger:
         """What was reserved for a node that still loaded is free for the others."""
         self._news = True
 
+    def reconcile(self, node: Node, claims: dict[str, int], is_ready: bool, out: list[Command]) -> int:
+        """A node says again what it generates: (response -> attempt). Returns how many were taken back.
+
+        What it does not have any more is queued; what runs elsewhere or is not wanted, it must abort.
+        """
+        for response in list(node.running.values()):
+            if claims.get(response.id) != response.attempt:
+                self._abort(response, out)  # if the order was only late
+                self.counters.responses_moved += 1
+                self._requeue(response)
+        num_before = len(node.running)
+        unwanted: list[tuple[str, int]] = []
+        for name, attempt in claims.items():
+            response = self.responses.get(name)
+            if response is not None and response.node is node:
+                continue
+            waits = response is not None and response.state is ResponseState.QUEUED
+            if response is not None and waits and is_ready and node.free > 0 and attempt >= response.attempt:
+                self.take_back(node, response, attempt)
+            else:
+                unwanted.append((name, attempt))
+        if unwanted:
+            out.append(Send(node.name, Abort(tuple(unwanted))))
+        return len(node.running) - num_before
+
     def requeue_all(self, node: Node) -> int:
         """Responses of a leaving node go to the head of the queue: their prefixes are already paid for."""
         leaving = list(node.running.values())
@@ -278,9 +361,9 @@ class Ledger:
     def _pop(self, most: int, out: list[Command]) -> list[Response]:
         taken: list[Response] = []
         while self.queue and len(taken) < most:
-            *_, response = heapq.heappop(self.queue)
-            if response.state is not ResponseState.QUEUED:
-                continue
+            *_, number, response = heapq.heappop(self.queue)
+            if response.state is not ResponseState.QUEUED or number != response.queued_as:
+                continue  # given up meanwhile, or taken back, or queued once more
             if race.has_lost(response):
                 self.give_up(response, out)
             else:
@@ -317,6 +400,7 @@ class Ledger:
         ascending = self._settings.max_staleness > 0 and round.step % 2 == 1
         order = 2 * round.step + (not round.is_eval)
         self._num_queued += 1
+        response.queued_as = self._num_queued
         heapq.heappush(
             self.queue,
             (order, not resumed, tokens if ascending else -tokens, self._num_queued, response),

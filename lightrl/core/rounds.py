@@ -40,16 +40,21 @@ MAX_REDRAWS = 8  # a round draws at most so many times the prompts that it needs
 FORESEEN_MARGIN = 1.5  # of the last cut: a prompt that took longer in the last epoch is put off unseen
 
 
-def next_round(settings: Settings, backlog: Backlog, step: int, now: float) -> Round:
-    """The training round of this step. What it takes from the backlog is taken by `first_prompts`."""
+def next_kind(settings: Settings, backlog: Backlog) -> RoundKind:
+    """Of the next training round. What it takes from the backlog is taken by `first_prompts`."""
     if not settings.tail.races:
-        kind: RoundKind = "plain"
-    elif len(backlog.put_off) >= settings.prompts_per_step:
-        kind = "long"
-    elif backlog.epoch_left < settings.prompts_launched and (backlog.put_off or backlog.epoch_left):
-        kind = "flush"
-    else:
-        kind = "short"
+        return "plain"
+    if len(backlog.put_off) >= settings.prompts_per_step:
+        return "long"
+    if backlog.epoch_left < settings.prompts_launched and (backlog.put_off or backlog.epoch_left):
+        return "flush"
+    return "short"
+
+
+def new_round(settings: Settings, kind: RoundKind, step: int, now: float) -> Round:
+    """Without any prompts yet: the training round of this step, or the evaluation before it."""
+    if kind == "eval":
+        return evaluation(settings, step, now)
     races = kind == "short"
     return Round(
         kind=kind,

@@ -57,6 +57,7 @@ class Settings:
     tail: Tail = Tail()
     max_staleness: int = 0  # 0 = synchronous
     dynamic_sampling: bool = False  # groups without signal are replaced (DAPO, arXiv 2503.14476)
+    patience_s: float = 600.0  # how long a run that has lost its trainer waits for it
     deterministic: bool = False  # groups reach the trainer in the order of their prompts
     foresight: bool = True  # predicted lengths order the work; off only for comparison
     migration: bool = True  # running responses may move inside a step; off only for comparison
@@ -173,6 +174,7 @@ class Response:
     seed: int
     state: ResponseState = ResponseState.QUEUED
     node: "Node | None" = field(default=None, repr=False)  # where it runs; None unless RUNNING
+    queued_as: int = 0  # number of its valid entry in the queue
     attempt: int = 0  # placements so far; news of an older one is ignored
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -331,19 +333,13 @@ class Counters:
     trained_responses: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Published:
     """The newest complete version of the weights."""
 
-    message: PublishWeights
-
-    @property
-    def policy_version(self) -> int:
-        return self.message.manifest.policy_version
-
-    @property
-    def digest(self) -> str:
-        return self.message.manifest.digest
+    policy_version: int
+    digest: str
+    message: PublishWeights | None  # where it is to be had; None after a recovery, until the trainer says so
 
 
 def sample_seed(run_seed: int, response: str) -> int:

@@ -6,29 +6,21 @@ What is to be done goes to `out`.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Literal
 
 from lightrl.core import race, rounds, staleness
 from lightrl.core.backlog import Backlog, PutOff
-from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Send
+from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Record
+from lightrl.core.events import PromptsDrawn
+from lightrl.core.facts import RoundOpened
 from lightrl.core.fleet import Fleet
 from lightrl.core.foresight import Foresight
-from lightrl.core.ledger import Ledger, encode
+from lightrl.core.ledger import Ledger
 from lightrl.core.state import DrawnPrompt, Group, GroupState, Round, RoundState, Settings
-from lightrl.messages import StepDone, TrainGroup, TrainResponse, TrainShard
+from lightrl.core.trainee import Trainee
+from lightrl.messages import StepDone
 
 DRAWS_PER_ROUND = 32  # of replacements, about; each looks at all prompts of the round
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """Where a run goes on: between two steps, when no round is open."""
-
-    step: int  # optimizer steps done
-    backlog: Backlog
-    last_cut: int = 0
-    evaluated: int | None = None  # the policy version evaluated last
 
 
 class Steps:
@@ -39,23 +31,21 @@ class Steps:
         ledger: Ledger,
         foresight: Foresight,
         now: float,
-        resumed: Resumed | None = None,
     ) -> None:
-        resumed = resumed or Resumed(0, Backlog(settings.num_prompts))
         self.out: list[Command] = []  # of the event at hand
-        self.step = resumed.step  # optimizer steps done
-        self.evaluated = resumed.evaluated
-        self.backlog = resumed.backlog
-        self.num_before = self.backlog.num_drawn - self.backlog.num_held  # prompts, by earlier processes
+        self.step = 0  # optimizer steps done
+        self.evaluated: int | None = None  # the policy version evaluated last
+        self.backlog = Backlog(settings.num_prompts)
         self.finished = False  # nothing is left to be opened
+        self.trainee = Trainee(fleet)
         self._settings = settings
         self._fleet = fleet
         self._ledger = ledger
         self._foresight = foresight
-        self._opened = resumed.step  # training rounds
-        self.last_cut = resumed.last_cut  # tokens, of the newest short round that closed
+        self.opened = 0  # training rounds
+        self.last_cut = 0  # tokens, of the newest short round that closed
         self._step_began = now
-        self._draws: deque[Round] = deque()  # rounds that asked for prompts, in order
+        self.draws: deque[Round] = deque()  # rounds that asked for prompts, in order
         self._step_done: StepDone | None = None
 
     def judge(self) -> None:
@@ -115,16 +105,14 @@ class Steps:
 
     def published(self, now: float) -> None:
         """A new version has appeared."""
-        if (round := self._training()) is not None:
+        if (round := self.training()) is not None:
             round.published_at = now
 
     # Rounds
 
     def advance(self, now: float) -> None:
         """Closes what is complete and opens what comes next, as far as it can be done now."""
-        for round in tuple(self._ledger.rounds):
-            if round.state is RoundState.RUNNING and not round.num_open and not self._num_missing(round):
-                self._close_round(round, now)
+        self.settle(now)
         published = self._fleet.published
         if published is None:
             return
@@ -133,9 +121,16 @@ class Steps:
             self._fleet.ready or self._settings.max_staleness or self._ends_with(version)
         ):
             self._close_step(now)
-            if (upcoming := self._training()) is not None:  # it may have closed before its turn
+            if (upcoming := self.training()) is not None:  # it may have closed before its turn
                 self._send_accepted(upcoming)
         self._open_next(version, now)
+
+    def settle(self, now: float) -> None:
+        """Closes the rounds that are over; opens nothing."""
+        self.judge()
+        for round in tuple(self._ledger.rounds):
+            if round.state is RoundState.RUNNING and not round.num_open and not self.num_missing(round):
+                self.close_round(round, now)
 
     def finish_step(self, now: float) -> None:
         """The run is ending; the trainer may still have finished the step that it was at."""
@@ -150,14 +145,14 @@ class Steps:
 
     def _open_next(self, version: int, now: float) -> None:
         """Opens every round that may start: evaluations between steps, training up to max_staleness ahead."""
-        while not self._draws:  # what the next round is, depends on what this one takes
+        while not self.draws:  # what the next round is, depends on what this one takes
             if self._ledger.rounds and not self._settings.max_staleness:
                 return
-            step = self._opened
+            step = self.opened
             if rounds.is_eval_due(self._settings, step, self.evaluated):
                 if self._ledger.rounds or version != step or not self._fleet.ready:
                     return  # the evaluation waits for its version, and the next round for the evaluation
-                self._open(rounds.evaluation(self._settings, step, now))
+                self.open(rounds.new_round(self._settings, "eval", step, now))
                 return
             if step == self._settings.num_steps:
                 self.finished = not self._ledger.rounds
@@ -167,10 +162,13 @@ class Steps:
                 return
             if not self._fleet.ready:
                 return
-            self._opened += 1
-            self._open(rounds.next_round(self._settings, self.backlog, step, now))
+            kind = rounds.next_kind(self._settings, self.backlog)
+            self.open(rounds.new_round(self._settings, kind, step, now))
 
-    def _open(self, round: Round) -> None:
+    def open(self, round: Round) -> None:
+        """Lets a round begin: what waits for it, and what is yet to be drawn."""
+        self.out.append(Record(RoundOpened(round.step, round.kind)))
+        self.opened += not round.is_eval
         self._ledger.open(round)
         if len(self._ledger.rounds) == 1:
             self._step_began = round.opened_at
@@ -183,9 +181,9 @@ class Steps:
 
     def _draw_more(self, round: Round) -> None:
         """Asks for the prompts that a round still needs; starts it when it has all."""
-        if round.is_eval or round in self._draws:
+        if round.is_eval or round in self.draws:
             return
-        missing = self._num_missing(round)
+        missing = self.num_missing(round)
         if missing > 0:
             spare = self.backlog.take_spare(missing, self._busy(round))
             self._start(round, [PutOff(p, 0, round.step) for p in spare])
@@ -196,12 +194,13 @@ class Steps:
             round.move(RoundState.RUNNING)
 
     def _draw(self, round: Round, source: Literal["train", "eval"], count: int) -> None:
-        self._draws.append(round)
+        self.draws.append(round)
         self.out.append(DrawPrompts(source, count))
 
     def fill(self, prompts: tuple[DrawnPrompt, ...]) -> None:
         """The answer to the oldest DrawPrompts."""
-        round = self._draws.popleft()
+        self.out.append(Record(PromptsDrawn(prompts)))
+        round = self.draws.popleft()
         if round.is_eval:
             self._start(round, [PutOff(p, 0, round.step) for p in prompts])
             round.move(RoundState.RUNNING)
@@ -221,7 +220,7 @@ class Steps:
         missing = rounds.num_missing(self._settings, round)
         return missing >= max(1, round.needed // DRAWS_PER_ROUND) or (missing > 0 and not round.num_open)
 
-    def _num_missing(self, round: Round) -> int:
+    def num_missing(self, round: Round) -> int:
         """Prompts that it must still draw, as far as there are any that it may have."""
         missing = rounds.num_missing(self._settings, round)
         return min(missing, self._settings.num_prompts - len(self._busy(round))) if missing else 0
@@ -237,7 +236,7 @@ class Steps:
         self.backlog.put_off.append(prompt)
         self._ledger.counters.prompts_put_off += 1
 
-    def _close_round(self, round: Round, now: float) -> None:
+    def close_round(self, round: Round, now: float) -> None:
         round.closed_at = now
         if round.is_eval:
             self.evaluated = round.step
@@ -289,49 +288,50 @@ class Steps:
         self._step_began = now
         self._ledger.retire()
 
-    def _training(self) -> Round | None:
+    def training(self) -> Round | None:
         """The round that the trainer is at; rounds of later steps wait for it."""
         round = self._ledger.round
         return round if round is not None and not round.is_eval and round.step == self.step else None
 
     def _is_trained(self) -> bool:
         """Nothing more will come of the step: its round is closed, trained, and its version published."""
-        round, published = self._training(), self._fleet.published
+        round, published = self.training(), self._fleet.published
         if round is None or published is None or round.state is not RoundState.CLOSED:
             return False
         return published.policy_version == round.step + 1 and self._step_done is not None
 
+    # The trainer
+
     def take_step(self, done: StepDone) -> None:
         """The trainer has finished a step; news of any other than the one it is at is ignored."""
-        round = self._training()
+        round = self.training()
         if round is not None and round.state is RoundState.CLOSED and done.step == round.step:
+            if self._step_done is None:
+                self.out.append(Record(done))
             self._step_done = done
 
-    def _send_accepted(self, round: Round) -> None:
-        """What the trainer has not had yet; the last shard closes the step."""
-        last = round.state is RoundState.CLOSED
-        groups = round.accepted[round.num_sent :]
-        if round is not self._training() or not (groups or last):
-            return
-        trainer = self._fleet.trainer
-        assert trainer is not None, "a run without its trainer ends"
-        shard = TrainShard(
-            step=round.step,
-            index=round.num_shards,
-            policy_version=round.step,
-            groups=tuple(_train_group(g) for g in groups),
-            last=last,
-            num_groups=len(round.accepted),
+    def why_not_at(self, version: int) -> str | None:
+        """Why a trainer cannot stand there that has come, in one line; None if it can."""
+        published, round = self._fleet.published, self.training()
+        newest = published.policy_version if published is not None else -1
+        is_closed = round is not None and round.state is RoundState.CLOSED
+        if version <= newest or (newest < 0 and version == self.step):
+            return None
+        if version == newest + 1 == self.step + 1 and is_closed:
+            return None  # it trained the step, and the coordinator was gone when it said so
+        return (
+            f"the trainer stands at step {version}, the run at step {self.step}: its checkpoints are not of "
+            "this journal"
         )
-        round.num_sent = len(round.accepted)
-        round.num_shards += 1
-        self.out.append(Send(trainer, shard))
 
+    def feed_trainer(self, has_come: bool) -> None:
+        """The trainer stands at another step, or `has_come` and has said where it stands."""
+        stands_at, round = self.trainee.stands_at, self.training()
+        if has_come and stands_at is not None and round is not None and stands_at > round.step:
+            # What it said of the step is lost if it, or we, were gone then; if not, it says it again.
+            self._step_done = self._step_done or StepDone(round.step, stands_at, {})
+        self.trainee.feed(round, self.out)
 
-def _train_group(group: Group) -> TrainGroup:
-    responses: list[TrainResponse] = []
-    for r in group.kept:
-        assert r.reward is not None
-        assert r.finish_reason is not None
-        responses.append(TrainResponse(r.id, encode(r.tokens), encode(r.logprobs), r.reward, r.finish_reason))
-    return TrainGroup(group.id, group.prompt.tokens, tuple(responses))
+    def _send_accepted(self, round: Round) -> None:
+        if round is self.training():
+            self.trainee.send(round, self.out)

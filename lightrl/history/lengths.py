@@ -3,16 +3,26 @@
 A workload as it was, for whoever wants to replay or simulate it. Owns the file.
 """
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.core.state import Round
-from lightrl.wire import to_json
+from lightrl.errors import ProtocolError
+from lightrl.wire import from_json, to_json
 
 FILE_NAME = "lengths.jsonl"
 
 
 class LengthsLog:
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, step: int = 0) -> None:
+        """Lines of a run that goes on from `step` are left out from there on: its rounds come again."""
+        file = run_dir / FILE_NAME
+        if file.exists():
+            kept = [line for line in file.read_bytes().splitlines() if _step_of(line) < step]
+            draft = file.with_suffix(".tmp")
+            draft.write_bytes(b"".join(line + b"\n" for line in kept))
+            draft.replace(file)
         self._file = (run_dir / FILE_NAME).open("ab", buffering=0)  # one write per line
 
     def write(self, round: Round) -> None:
@@ -29,3 +39,16 @@ class LengthsLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    step: int
+
+
+def _step_of(line: bytes) -> float:
+    """Of a line; infinite if a crash tore it."""
+    try:
+        return from_json(line, _Step).step
+    except ProtocolError:
+        return math.inf

@@ -75,6 +75,14 @@ def listening(run_dir: Path) -> str | None:
         return None
 
 
+def written_at(file: Path) -> float | None:
+    """None if there is no such file, or none any more."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
 def shown(path: Path) -> str:
     """Relative to the working directory where that is shorter."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
@@ -93,6 +101,15 @@ def require_free(bind: str) -> None:
             else:
                 what = f"cannot listen there: {e.strerror or e}"
             raise ConfigError(f"run.bind = {bind}: {what}") from None
+
+
+def accepts(address: str) -> bool:
+    """Whether somebody listens at `address`."""
+    try:
+        require_reachable(address)
+    except PeerUnreachable:
+        return False
+    return True
 
 
 def require_reachable(address: str) -> None:

@@ -109,9 +109,9 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
     if config.round.tail_batching == "off" and config.round.race == "clock":
         yield "round.race = clock has no effect without round.tail_batching"
     races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"
-    if config.train.deterministic and (races_by_clock or config.async_.max_staleness):
+    if config.run.deterministic and (races_by_clock or config.async_.max_staleness):
         what = "round.race = clock" if races_by_clock else "async.max_staleness"
-        yield f"train.deterministic orders sums only: with {what} the samples depend on timing"
+        yield f"run.deterministic orders sums only: with {what} the samples depend on timing"
 
 
 def _rollout(config: Config, slots: int) -> str:

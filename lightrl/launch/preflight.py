@@ -11,6 +11,7 @@ from typing import cast
 from lightrl.config import Config
 from lightrl.errors import ConfigError
 from lightrl.launch.address import parse, require_free
+from lightrl.launch.folder import is_new
 
 LOCAL_SUFFIXES = {".jsonl", ".parquet", ".json"}
 
@@ -29,8 +30,13 @@ def require_files(config: Config) -> None:
 
 def require_new(config: Config) -> None:
     """Raises ConfigError if the name or the port of the run is taken."""
-    if os.path.lexists(config.run_dir):
-        raise ConfigError(f"run directory {config.run_dir} exists; choose another run.name or remove it")
+    if not is_new(config.run_dir):
+        goes_on = f"lightrl resume {config.run_dir} goes on with it; else "
+        known = (config.run_dir / "config.toml").exists()
+        raise ConfigError(
+            f"run directory {config.run_dir} exists; {goes_on if known else ''}choose another run.name "
+            "or remove it"
+        )
     latest = config.run_dir.parent / "latest"
     if os.path.lexists(latest) and not latest.is_symlink():
         raise ConfigError(

@@ -23,12 +23,12 @@ RETRY_S = 1.0
 TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost")  # counters that a result must not hide
 
 
-async def print_progress(address: str, say: Callable[[str], None] = print) -> None:
+async def print_progress(address: str, key: str, say: Callable[[str], None] = print) -> None:
     """One line every few seconds and for every evaluation, until the run is over."""
     progress = Progress()
     while True:
         try:
-            async with contextlib.aclosing(client.watch(address, SNAPSHOT_EVERY_S)) as snapshots:
+            async with contextlib.aclosing(client.watch(address, SNAPSHOT_EVERY_S, key)) as snapshots:
                 async for snapshot in snapshots:
                     for line in progress.lines(snapshot, time.monotonic()):
                         say(line)

@@ -1,4 +1,4 @@
-"""`lightrl up CONFIG`: a whole run on this machine, watched until it is over.
+"""`lightrl up CONFIG` and `lightrl resume RUN`: a whole run on this machine, watched until it is over.
 
 Ties processes, signals and view together; what each of them does is decided elsewhere.
 """
@@ -10,22 +10,30 @@ from pathlib import Path
 
 from lightrl.config import Config
 from lightrl.core.state import RunState
-from lightrl.launch.local import LocalRun, RunFailed
+from lightrl.launch.address import shown
+from lightrl.launch.daemons import RunFailed
+from lightrl.launch.local import LocalRun, join_line
 from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.report import print_progress, result_lines, stop_reason
+from lightrl.launch.resume import has_journal
 from lightrl.launch.running import final_snapshot
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-async def run_here(config: Config, tui: bool) -> int:
-    """The exit status: 0 only if the run finished. Raises LightRLError, one line, if it failed."""
-    require_files(config)
-    require_new(config)
+async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
+    """The exit status: 0 only if the run finished. Raises LightRLError, one line, if it failed.
+
+    With `resume`, which launch/resume.py has prepared, the run in the directory goes on.
+    """
+    if not resume:
+        require_files(config)
+        require_new(config)
     stopped = asyncio.Event()
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    local = LocalRun(config)
+    later: list[str] = []  # lines that would tear the screen
+    local = LocalRun(config, resume, later.append if tui else lambda line: print(line, flush=True))
     living = asyncio.create_task(_live(local, tui), name="run")
     stopping = asyncio.create_task(stopped.wait(), name="signal")
     reason = "the run is over"
@@ -43,6 +51,8 @@ async def run_here(config: Config, tui: bool) -> int:
     finally:
         await _cancel(living, stopping)
         await local.stop(reason)
+        for line in later:
+            print(line)
     for line in local.lost:
         print(f"lost on the way: {line}")
     return _conclude(local.run_dir, reason == "interrupted")
@@ -52,8 +62,8 @@ async def _live(local: LocalRun, tui: bool) -> None:
     """Starts the daemons and shows the run until it is over."""
     print(f"run {local.config.run.name} in {local.run_dir}", flush=True)
     await local.start()
-    print(f"join it from elsewhere: lightrl up --join {local.address}", flush=True)
-    watching = asyncio.create_task(_watch(local.address, tui), name="view")
+    print(join_line(local.address, local.run_dir), flush=True)
+    watching = asyncio.create_task(_watch(local, tui), name="view")
     try:
         await local.until_over()
         with contextlib.suppress(TimeoutError):
@@ -63,28 +73,33 @@ async def _live(local: LocalRun, tui: bool) -> None:
         await _cancel(watching)
 
 
-async def _watch(address: str, tui: bool) -> None:
+async def _watch(local: LocalRun, tui: bool) -> None:
     """The screen until q, plain lines after that or without a screen."""
     if tui:
         from lightrl.tui.app import watch_live
 
-        if await watch_live(address, stay=False):
+        if await watch_live(local.address, local.key, stay=False):
             return
         print("the run goes on; ctrl-C stops it", flush=True)
-    await print_progress(address, lambda line: print(line, flush=True))
+    await print_progress(local.address, local.key, lambda line: print(line, flush=True))
 
 
 def _conclude(run_dir: Path, interrupted: bool) -> int:
     last = final_snapshot(run_dir)
     if last is not None and last.state != RunState.FINISHED:
         where = f"{last.state} at step {last.step} of {last.num_steps} ({stop_reason(run_dir)})"
-        print(f"{where}; the run is in {run_dir}")
+        print(f"{where}; the run is in {run_dir}{_how_to_go_on(run_dir)}")
         return 1
     if last is None and interrupted:
-        print(f"interrupted; the run is in {run_dir}" if run_dir.exists() else "interrupted")
+        there = run_dir.exists()
+        print(f"interrupted; the run is in {run_dir}{_how_to_go_on(run_dir)}" if there else "interrupted")
         return 1
     print("\n".join(result_lines(run_dir)), flush=True)
     return 0
+
+
+def _how_to_go_on(run_dir: Path) -> str:
+    return f"; lightrl resume {shown(run_dir)} goes on with it" if has_journal(run_dir) else ""
 
 
 async def _cancel(*tasks: "asyncio.Task[object]") -> None:

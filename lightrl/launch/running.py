@@ -5,11 +5,14 @@ named a run gets that run or an error. Changes nothing.
 """
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.core.state import RunState
-from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
-from lightrl.launch.address import find, shown
+from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
+from lightrl.keys import find_key
+from lightrl.launch.address import accepts, find, shown, written_at
+from lightrl.launch.replay import interrupted
 from lightrl.messages import Snapshot
 from lightrl.node import client
 from lightrl.wire import from_json
@@ -17,55 +20,96 @@ from lightrl.wire import from_json
 OVER = frozenset({str(RunState.FINISHED), str(RunState.STOPPED), str(RunState.FAILED)})
 
 
-async def one_snapshot(target: str | None) -> Snapshot:
-    """How the run stands that ADDR, a run directory or nothing (the latest run) means.
+@dataclass(frozen=True)
+class Target:
+    """Whom a user means by ADDR and --key FILE."""
 
-    Raises LightRLError if it neither answers nor has left a last snapshot.
+    address: str | None  # None: it has never listened, or is over
+    run_dir: Path | None  # None: only its address is known
+    key_file: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return shown(self.run_dir) if self.run_dir is not None else str(self.address)
+
+    def key(self) -> str:
+        """Raises ConfigError if there is none."""
+        return find_key(self.key_file, self.run_dir)
+
+    def last(self) -> Snapshot | None:
+        return final_snapshot(self.run_dir) if self.run_dir is not None else None
+
+
+def meant(addr: str | None, key_file: Path | None = None) -> Target:
+    """By an address, a run directory, a name or nothing (the latest run). Raises ConfigError."""
+    return Target(*find(addr), key_file)
+
+
+async def one_snapshot(target: Target) -> Snapshot:
+    """How the run stands. One whose coordinator is gone is "interrupted", and stands where its journal ends.
+
+    Raises LightRLError if it neither answers nor has left anything.
     """
-    address, run_dir = find(target)
-    last = final_snapshot(run_dir) if run_dir is not None else None
-    return last or await _ask(address, run_dir)
+    return target.last() or await _ask(target, or_journal=True)
 
 
-async def live_run(target: str | None) -> tuple[str, Snapshot]:
+async def live_run(target: Target) -> tuple[str, Snapshot]:
     """The address of a run that is not over, and how it stands. Raises LightRLError if there is none."""
-    address, run_dir = find(target)
-    if run_dir is not None and final_snapshot(run_dir) is not None:
-        raise LightRLError(f"{shown(run_dir)}: this run is over")
-    snapshot = await _ask(address, run_dir)
-    if address is None or snapshot.state in OVER:
+    if target.last() is not None:
+        raise LightRLError(f"{target.name}: this run is over")
+    snapshot = await _ask(target)
+    if target.address is None or snapshot.state in OVER:
         raise LightRLError(f"{snapshot.run}: this run is over")
-    return address, snapshot
+    return target.address, snapshot
 
 
-async def ask(address: str) -> Snapshot:
-    """One snapshot from whoever listens at `address`. Raises PeerUnreachable."""
-    async with contextlib.aclosing(client.watch(address, 0.0)) as snapshots:
+async def ask(address: str, key: str) -> Snapshot:
+    """One snapshot from whoever listens at `address`. Raises PeerUnreachable or WrongKey."""
+    async with contextlib.aclosing(client.watch(address, 0.0, key)) as snapshots:
         async for snapshot in snapshots:
             return snapshot
     raise PeerUnreachable(f"{address}: closed the connection without an answer")
 
 
-async def _ask(address: str | None, run_dir: Path | None) -> Snapshot:
+async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
     """The snapshot of just this run."""
-    name = shown(run_dir) if run_dir is not None else address
+    address, run_dir = target.address, target.run_dir
     if address is None:
-        raise PeerUnreachable(f"{name}: this run never listened; see {name}/logs")
-    try:
-        snapshot = await ask(address)
-    except PeerUnreachable:
-        if run_dir is None:
-            raise
-        if (last := final_snapshot(run_dir)) is not None:  # it ended at this moment
-            return last
-        raise PeerUnreachable(f"{name}: its coordinator is gone (nobody answers at {address})") from None
-    require_same(snapshot, run_dir, address)
-    return snapshot
+        if or_journal and run_dir is not None and (left := interrupted(run_dir)) is not None:
+            return left
+        raise PeerUnreachable(f"{target.name}: this run never listened; see {target.name}/logs")
+    why = f"nobody answers at {address}"
+    if run_dir is None or accepts(address):  # else no key is needed to say so
+        try:
+            snapshot = await ask(address, target.key())
+        except PeerUnreachable:
+            if run_dir is None:
+                raise
+        except WrongKey:
+            if run_dir is None or target.key_file is not None:
+                raise
+            why = f"another run answers at {address}"
+        else:
+            if run_dir is None or is_same(snapshot, run_dir):
+                return snapshot
+            why = f"another run answers at {address}"
+    assert run_dir is not None
+    if (last := final_snapshot(run_dir)) is not None:  # it ended at this moment
+        return last
+    left = interrupted(run_dir)
+    if or_journal and left is not None:
+        return left
+    hint = f"; lightrl resume {target.name} goes on with it" if left is not None else ""
+    raise PeerUnreachable(f"{target.name}: its coordinator is gone ({why}){hint}")
+
+
+def is_same(snapshot: Snapshot, run_dir: Path) -> bool:
+    return Path(snapshot.run_dir).resolve() == run_dir.resolve()
 
 
 def require_same(snapshot: Snapshot, run_dir: Path | None, address: str) -> None:
     """Raises LightRLError if `address` belongs to another run than the one in `run_dir` by now."""
-    if run_dir is not None and Path(snapshot.run_dir).resolve() != run_dir.resolve():
+    if run_dir is not None and not is_same(snapshot, run_dir):
         raise LightRLError(f"{shown(run_dir)}: its coordinator is gone (another run answers at {address})")
 
 
@@ -82,7 +126,7 @@ def require_drainable(snapshot: Snapshot, node: str) -> None:
 def final_snapshot(run_dir: Path) -> Snapshot | None:
     """The snapshot left at the end of a run; None while it runs (again)."""
     file = run_dir / "snapshot.json"
-    ended, listens = _written_at(file), _written_at(run_dir / "address")
+    ended, listens = written_at(file), written_at(run_dir / "address")
     if ended is None or (listens is not None and listens > ended):
         return None
     try:
@@ -91,11 +135,3 @@ def final_snapshot(run_dir: Path) -> Snapshot | None:
         return None
     except ProtocolError as e:
         raise LightRLError(f"{file}: {e}") from None
-
-
-def _written_at(file: Path) -> float | None:
-    """None if there is no such file, or none any more."""
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return None

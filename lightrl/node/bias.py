@@ -27,8 +27,8 @@ class Fate(NamedTuple):
 class Tally:
     """Launched responses, and those of them that are trained; lengths in tokens."""
 
-    finished: Counter[int] = field(default_factory=Counter[int])  # length -> responses
-    given_up: Counter[int] = field(default_factory=Counter[int])
+    finished: dict[int, int] = field(default_factory=dict[int, int])  # length -> responses
+    given_up: dict[int, int] = field(default_factory=dict[int, int])
     at_limit: int = 0
     scored: int = 0
     scored_reward: float = 0.0
@@ -39,7 +39,8 @@ class Tally:
 
     def add(self, fate: Fate, count: int = 1) -> None:
         """`count` -1 takes back what was added."""
-        (self.finished if fate.finished else self.given_up)[fate.num_tokens] += count
+        lengths = self.finished if fate.finished else self.given_up
+        lengths[fate.num_tokens] = lengths.get(fate.num_tokens, 0) + count
         self.at_limit += count * fate.at_limit
         if fate.reward is not None:
             self.scored += count
@@ -57,7 +58,7 @@ class Tally:
         bounds. Their estimates (_km) are upper bounds where none of the longest was allowed to finish:
         see `kaplan_meier`.
         """
-        launched = self.finished.total() + self.given_up.total()
+        launched = sum(self.finished.values()) + sum(self.given_up.values())
         tokens = sum(n * count for counts in (self.finished, self.given_up) for n, count in counts.items())
         length_km, at_limit_km = kaplan_meier(self.finished, self.given_up, limit)
         return {
@@ -70,6 +71,19 @@ class Tally:
             "kept_reward": self.kept_reward / max(1, self.kept),
             "scored_reward": self.scored_reward / max(1, self.scored),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class BiasNote:
+    """All that `Bias` knows, as plain data."""
+
+    num_rounds: dict[str, int]
+    max_wait_steps: int
+    tally: Tally
+    put_off: list[tuple[str, int, dict[int, Fate]]]  # prompt, epoch, index -> so far
+    since: list[tuple[str, int, int]]  # prompt, epoch, step
+    tokens: int
+    untrained_tokens: int
 
 
 class Bias:
@@ -117,6 +131,26 @@ class Bias:
             "queue": float(len(backlog.put_off)),
             "max_wait_steps": float(waits),
         }
+
+    def note(self) -> BiasNote:
+        return BiasNote(
+            dict(self.num_rounds),
+            self.max_wait_steps,
+            self._tally,
+            [(prompt, epoch, fates) for (prompt, epoch), fates in self._put_off.items()],
+            [(prompt, epoch, step) for (prompt, epoch), step in self._since.items()],
+            self._tokens,
+            self._untrained_tokens,
+        )
+
+    def recall(self, note: BiasNote) -> None:
+        """Goes on from what another process knew."""
+        self.num_rounds = Counter(note.num_rounds)
+        self.max_wait_steps = note.max_wait_steps
+        self._tally = note.tally
+        self._put_off = {(prompt, epoch): fates for prompt, epoch, fates in note.put_off}
+        self._since = {(prompt, epoch): step for prompt, epoch, step in note.since}
+        self._tokens, self._untrained_tokens = note.tokens, note.untrained_tokens
 
     def figures(self) -> dict[str, float]:
         """Of the run so far."""

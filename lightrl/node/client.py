@@ -13,12 +13,12 @@ ANSWER_S = 3.0  # a live coordinator answers a Watch at once
 RENEW_S = 2.0  # a watcher says so often that it still looks on
 
 
-async def watch(address: str, every_s: float) -> AsyncGenerator[Snapshot, None]:
+async def watch(address: str, every_s: float, key: str) -> AsyncGenerator[Snapshot, None]:
     """Snapshots of the run at `address`, now and every `every_s` seconds; 0 = just one.
 
-    Raises PeerUnreachable if nobody answers or the coordinator falls silent.
+    Raises PeerUnreachable if nobody answers or the coordinator falls silent, WrongKey.
     """
-    link = await Link.connect(address, _name(), ANSWER_S)
+    link = await Link.connect(address, _name(), key, ANSWER_S)
     renewed_at = -RENEW_S
     try:
         while True:
@@ -33,9 +33,9 @@ async def watch(address: str, every_s: float) -> AsyncGenerator[Snapshot, None]:
         link.close()
 
 
-async def drain(address: str, node: str, reason: str) -> None:
+async def drain(address: str, node: str, reason: str, key: str) -> None:
     """Asks the coordinator to let `node` go; "*" stops the run. Returns when it has heard of it."""
-    link = await Link.connect(address, _name(), ANSWER_S)
+    link = await Link.connect(address, _name(), key, ANSWER_S)
     try:
         link.send(Drain(node, reason))
         link.send(Watch(0))

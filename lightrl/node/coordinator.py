@@ -1,12 +1,13 @@
 """The coordinator role of a daemon: feeds events to the core and carries out its commands.
 
-Owns the hub, the prompts, the reward pool and the run's files. Decides nothing: what happens next is
-said in core/coordinator.py.
+Owns the hub, the reward pool and the run's files. Decides nothing: what happens next is said in
+core/coordinator.py, what is on the disk in `durable`.
 """
 
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 from lightrl.config import Config
@@ -17,6 +18,8 @@ from lightrl.core.commands import (
     Command,
     DrawPrompts,
     Finish,
+    Record,
+    ReplayShards,
     Report,
     Score,
     Send,
@@ -25,6 +28,7 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     DrainRequested,
     Event,
+    HeadFailed,
     NodeDraining,
     NodeHeard,
     NodeJoined,
@@ -39,15 +43,15 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.core.state import DrawnPrompt, Response, ResponseState, RunState
-from lightrl.data import Prompt, PromptCursor, load_prompts
-from lightrl.errors import PeerUnreachable, ProtocolError
+from lightrl.core.recovery import recover
+from lightrl.core.state import Response, ResponseState, RunState
+from lightrl.errors import JournalError, LightRLError, PeerUnreachable, ProtocolError, first_error
 from lightrl.history.lengths import LengthsLog
 from lightrl.history.store import History
-from lightrl.hub import load_tokenizer, model_files, stop_token_ids
 from lightrl.messages import (
     REJOIN,
     Bye,
+    Checkpointed,
     Drain,
     Heartbeat,
     Hello,
@@ -56,19 +60,22 @@ from lightrl.messages import (
     Sample,
     StepDone,
     TokenChunk,
+    TrainShard,
     Watch,
     WeightsFailed,
     WeightsReady,
     Welcome,
 )
 from lightrl.metrics import MetricsLog
+from lightrl.metrics import read as read_metrics
+from lightrl.node.durable import Durable, last_stand, noted
 from lightrl.node.link import SEPARATOR, Hub
 from lightrl.node.records import Records
 from lightrl.node.scratch import scratch_dir
-from lightrl.node.settings import core_settings, vocabulary
+from lightrl.node.tasks import Tasks
 from lightrl.node.watchers import Watchers
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
-from lightrl.wire import pack_i32, to_json
+from lightrl.wire import to_json
 
 MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
 SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 does not explain
@@ -77,29 +84,18 @@ SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 do
 class Head:
     """Listens from its construction on, so that nodes may connect while the data is still being read."""
 
-    def __init__(self, config: Config, run_dir: Path, name: str) -> None:
-        """Raises ConfigError or DataError, one line, for anything that is wrong with the run's input."""
+    def __init__(self, config: Config, run_dir: Path, name: str, key: str, resume: bool = False) -> None:
+        """With `resume` it goes on from the journal in `run_dir`, at the address that it had.
+
+        Raises ConfigError, DataError or JournalError, one line, for anything that is wrong with the input.
+        """
         self._config = config
         self._run_dir = run_dir
-        self._hub = Hub(config.run.bind)
+        self._hub = Hub(_bind(config, run_dir, resume), key)
         self.address = self._hub.address
         self._metrics = MetricsLog(run_dir, config.logging.backends, config)
-        self._model_files = model_files(config.model.path)
-        tokenizer = load_tokenizer(config.model.path)
-        self._prompts = _by_id(load_prompts(config.data.path, config.data, tokenizer))
-        self._eval_prompts = (
-            _by_id(load_prompts(config.eval.path, config.data, tokenizer)) if config.eval.path else {}
-        )
-        self._order = list(self._prompts.values())  # what the cursor's indices mean
-        self._cursor = PromptCursor(len(self._prompts), config.run.seed, config.data.shuffle)
-        settings = core_settings(
-            config,
-            vocabulary=vocabulary(self._model_files, self._prompts | self._eval_prompts, config),
-            stop_ids=stop_token_ids(config.model.path, tokenizer),
-            num_prompts=len(self._prompts),
-            num_eval_prompts=len(self._eval_prompts),
-        )
-        self._core = Coordinator(settings, time.monotonic())
+        self._tasks = Tasks(config)
+        self._core = Coordinator(self._tasks.settings, time.monotonic())
         eval_set = Path(config.eval.path).stem
         self._records = Records(
             config.run.name,
@@ -110,7 +106,9 @@ class Head:
             config.rollout.max_response_length,
         )
         self._history = History()
-        self._lengths = LengthsLog(run_dir)
+        self._durable = Durable(run_dir, config.journal, self._report)
+        self._to_do = self._recover() if resume else []  # before anything else
+        self._lengths = LengthsLog(run_dir, self._core.step)
         self._rewards: RewardPool | None = None
         self._reason = "ended before it was over"
         self._timer: asyncio.TimerHandle | None = None
@@ -130,7 +128,7 @@ class Head:
     async def run(self) -> None:
         """Returns when the run is over. Raises RewardError if the reward functions cannot be used."""
         with scratch_dir("head") as scratch:
-            for name, data in self._model_files.items():
+            for name, data in self._tasks.model_files.items():
                 (scratch / name).write_bytes(data)
             logs = self._run_dir / "logs"
             logs.mkdir(exist_ok=True)
@@ -138,7 +136,10 @@ class Head:
                 self._config.reward, scratch, self._config.data.answer_key, logs, self._scored
             )
             try:
+                self._carry_out(self._to_do)
+                self._durable.begin(self._core, self._records.note())
                 async with asyncio.TaskGroup() as tasks:
+                    self._background = tasks
                     background = [
                         tasks.create_task(self._receive(tasks), name="receive"),
                         tasks.create_task(self._feed_inbox(), name="inbox"),
@@ -149,10 +150,27 @@ class Head:
                     self._watchers.cancel()
                     for task in background:
                         task.cancel()
-            finally:
-                await rewards.stop()
+            except* LightRLError as errors:
                 self._write_end()
+                raise first_error(errors) from None
+            else:
+                self._write_end()
+            finally:  # a coordinator that is killed, or has a bug, leaves all as it is, to be resumed
+                await rewards.stop()
+                await self._durable.close()
                 self._hub.close()
+
+    def _recover(self) -> list[Command]:
+        """What is left to be done of the run whose journal is here."""
+        facts, lines = last_stand(self._run_dir)
+        for line in lines:
+            self._report(f"WARNING: {line}")
+        commands = recover(self._core, facts, time.monotonic())
+        self._tasks.go_on_from(self._core.backlog.num_drawn)
+        if (note := noted(facts)) is not None:
+            steps = [r for r in read_metrics(self._run_dir) if r["step"] <= self._core.step]
+            self._records.recall(note, steps)
+        return commands
 
     async def _serve_rewards(self, rewards: RewardPool) -> None:
         """Nodes may come while the workers start; that all input is good is said by the address file."""
@@ -164,24 +182,39 @@ class Head:
 
     def feed(self, event: Event) -> None:
         """Hands an event to the core and does what it says; failures met on the way go back in as events."""
-        todo = deque([event])
-        while todo:
-            for command in self._core.handle(todo.popleft(), time.monotonic()):
+        self._carry_out(self._core.handle(event, time.monotonic()))
+        if self._durable.is_due:
+            self._durable.begin(self._core, self._records.note())
+        self._set_timer()
+
+    def _carry_out(self, commands: Iterable[Command]) -> None:
+        todo: deque[Event] = deque()
+        while True:
+            for command in commands:
                 if (consequence := self._perform(command)) is not None:
                     todo.append(consequence)
-        self._set_timer()
+            if not todo:
+                return
+            commands = self._core.handle(todo.popleft(), time.monotonic())
 
     def _perform(self, command: Command) -> Event | None:
         match command:
+            case Record(fact):
+                self._durable.record(fact)
+            case Send(node, TrainShard() as shard):
+                hello = self._core.trainee.num_hellos
+                self._durable.when_durable(lambda: self._send_shard(node, shard, hello))
             case Send(node, message):
                 return self._send(node, message)
+            case ReplayShards(node, step, hello):
+                self._background.create_task(self._replay(node, step, hello), name="replay")
             case Admit(node):
                 config_json = self._config.model_dump_json()
-                return self._send(node, Welcome(self._config.run.name, config_json, self._model_files))
+                return self._send(node, Welcome(self._config.run.name, config_json, self._tasks.model_files))
             case DrawPrompts(source, count):
-                return PromptsDrawn(self._draw(source, count))
+                return PromptsDrawn(self._tasks.draw(source, count))
             case Score(r, prompt, source):
-                task = (self._eval_prompts if source == "eval" else self._prompts)[prompt]
+                task = self._tasks.get(prompt, source == "eval")
                 assert self._rewards is not None
                 assert r.finish_reason is not None
                 ids = r.tokens.tobytes()
@@ -194,6 +227,7 @@ class Head:
                 self._records.close_round(round, self._core, self._history.learn(round))
                 self._lengths.write(round)
             case CloseStep(step):
+                self._durable.close_step()
                 record = self._records.close_step(command)
                 self._metrics.write(step + 1, record)
                 self._warn(record)
@@ -230,11 +264,19 @@ class Head:
             return False
         return True
 
-    def _draw(self, source: str, count: int) -> tuple[DrawnPrompt, ...]:
-        if source == "eval":
-            return tuple(DrawnPrompt(p.id, 0, pack_i32(p.token_ids)) for p in self._eval_prompts.values())
-        drawn = [(epoch, self._order[index]) for epoch, index in self._cursor.draw(count)]
-        return tuple(DrawnPrompt(p.id, epoch, pack_i32(p.token_ids)) for epoch, p in drawn)
+    def _send_shard(self, node: str, shard: TrainShard, hello: int) -> None:
+        """What a trainer was to get before it said hello again, it gets anew."""
+        if self._core.trainee.num_hellos == hello and (lost := self._send(node, shard)) is not None:
+            self.feed(lost)
+
+    async def _replay(self, node: str, step: int, hello: int) -> None:
+        try:
+            shards = await self._durable.shards(step)
+        except JournalError as e:
+            self.feed(HeadFailed(f"step {step} cannot be trained again: {e}"))
+            return
+        for shard in shards:
+            self._send_shard(node, shard, hello)
 
     def _scored(self, result: RewardResult) -> None:
         response = self._core.ledger.responses.get(result.response)
@@ -246,7 +288,7 @@ class Head:
 
     def _sample(self, response: Response, result: RewardResult) -> Sample:
         round, prompt = response.group.round, response.group.prompt
-        task = (self._eval_prompts if round.is_eval else self._prompts)[prompt.id]
+        task = self._tasks.get(prompt.id, round.is_eval)
         return Sample(
             response=response.id,
             prompt=task.text[:MAX_SAMPLE_TEXT],
@@ -330,6 +372,8 @@ class Head:
                 self.feed(WeightsRefused(peer, message))
             case StepDone():
                 self.feed(StepTrained(peer, message))
+            case Checkpointed(step):
+                self._durable.drop_before(step)
             case Bye(reason, ok):
                 self.feed(NodeLeft(peer, reason, ok))
             case Drain(_, reason):
@@ -342,6 +386,10 @@ class Head:
     async def _beat(self) -> None:
         """Lets every node know that the coordinator lives, and measures how fast they are."""
         while True:
+            try:
+                self._durable.check()
+            except JournalError as e:
+                self.feed(HeadFailed(str(e)))
             self._records.measure_rates(self._core, time.monotonic())
             for name in list(self._core.fleet.nodes):
                 if (lost := self._send(name, Heartbeat())) is not None:
@@ -352,6 +400,7 @@ class Head:
 
     def _report(self, text: str) -> None:
         elapsed = time.monotonic() - self._core.started_at
+        text = "".join(c if c.isprintable() else " " for c in text)  # some of it nodes have said
         self._records.event(elapsed, text)
         print(f"{elapsed:8.2f} {text}", flush=True)
 
@@ -368,8 +417,12 @@ class Head:
         self._lengths.close()
 
 
-def _by_id(prompts: list[Prompt]) -> dict[str, Prompt]:
-    return {p.id: p for p in prompts}
+def _bind(config: Config, run_dir: Path, resume: bool) -> str:
+    """Where nodes that wait for this run look for it, if it has listened somewhere before."""
+    try:
+        return ((run_dir / "address").read_text().strip() if resume else "") or config.run.bind
+    except FileNotFoundError:
+        return config.run.bind
 
 
 def _step_line(step: int, record: dict[str, float]) -> str:

@@ -8,6 +8,7 @@ import os
 import socket
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from lightrl.core.commands import CloseStep
@@ -23,8 +24,9 @@ from lightrl.core.state import (
     Settings,
 )
 from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
-from lightrl.node.bias import Bias
+from lightrl.node.bias import Bias, BiasNote
 from lightrl.node.figures import digest_responses, histogram, mean, step_figures
+from lightrl.wire import from_json, to_json
 
 HISTORY_STEPS = 500
 NUM_EVENTS = 200
@@ -41,6 +43,16 @@ class _Closed:
     histogram: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RecordsNote:
+    """What a coordinator that is started again must find of what was shown so far."""
+
+    digest: str
+    evals: list[tuple[int, float]]
+    rl_wall_s: float
+    bias: BiasNote
+
+
 class Records:
     def __init__(
         self, run: str, run_dir: str, head: str, eval_set: str, num_steps: int, max_response_tokens: int
@@ -52,7 +64,7 @@ class Records:
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._max_response_tokens = max_response_tokens
-        self._digest = hashlib.blake2b(digest_size=16)  # of all trained responses so far
+        self._digest = bytes(16)  # of all trained responses so far, each step's hashed onto those before
         self._bias = Bias(max_response_tokens)
         self._bias_so_far = self._bias.figures()
         self._closed: dict[int, _Closed] = {}  # step -> its round, closed but not yet trained
@@ -140,13 +152,32 @@ class Records:
             "timing_s/train_after_rollout": done.train_s,
             "timing_s/weights": done.weights_s,
         }
-        self._digest.update(closed.digest)
+        self._digest = hashlib.blake2b(self._digest + closed.digest, digest_size=16).digest()
         self._histogram = closed.histogram
+        self._show(record)
+        return record
+
+    # Across processes
+
+    def note(self) -> bytes:
+        return to_json(RecordsNote(self._digest.hex(), self.evals, self._rl_wall_s, self._bias.note()))
+
+    def recall(self, note: bytes, steps: Iterable[dict[str, float]]) -> None:
+        """Goes on from a `note` and the records of the steps before it. Raises ProtocolError."""
+        known = from_json(note, RecordsNote)
+        self._digest, self.evals = bytes.fromhex(known.digest), known.evals
+        self._rl_wall_s = known.rl_wall_s
+        self._bias.recall(known.bias)
+        self._bias_so_far = self._bias.figures()
+        for record in steps:
+            if "reward/mean" in record:
+                self._show(record)
+
+    def _show(self, record: dict[str, float]) -> None:
         self._rewards.append(record["reward/mean"])
         self._lengths.append(record["response_length/mean"])
-        self._seconds.append(seconds)
+        self._seconds.append(record["timing_s/step"])
         self._metrics = record
-        return record
 
     # What is shown
 
@@ -176,7 +207,7 @@ class Records:
                 **{name: round(value, 6) for name, value in self._bias_so_far.items()},
             },
             "weights_digest": core.fleet.published.digest if core.fleet.published else None,
-            "responses_digest": self._digest.hexdigest(),
+            "responses_digest": self._digest.hex(),
             "counters": self._counters(core),
         }
 

@@ -1,9 +1,11 @@
 """The rollout role of a daemon: an engine process, its weights, its tokens on their way to the coordinator.
 
-Decides nothing about which responses run here; never touches a tensor.
+Decides nothing about which responses run here, nor whether the coordinator can be reached: the engine
+goes on when it cannot. Never touches a tensor.
 """
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +33,7 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
+from lightrl.node.kept import Kept
 from lightrl.node.link import WILDCARD, host_and_port
 from lightrl.weights.manifest import num_bytes
 from lightrl.weights.pull import pull
@@ -38,11 +41,14 @@ from lightrl.weights.pull import pull
 MAX_DEATHS = 3  # of engine processes in a row that never loaded a version
 STOP_S = 2.0  # an engine holds nothing that must be saved
 FLUSH_S = 2.0  # for the last tokens of what runs here
+START_AGAIN_S = 1.0  # after which an engine is started again that lacked something
+LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}  # others may set it free
 
 
 class Rollout:
     def __init__(
         self,
+        node: str,
         config: Config,
         slots: int,
         model_dir: Path,
@@ -51,9 +57,13 @@ class Rollout:
         coordinator: str,
         send: Callable[[Message], None],
     ) -> None:
-        """`scratch` is for pulled versions alone; `send` reaches the coordinator, whose address is given."""
+        """`scratch` is for pulled versions alone; `coordinator` is its address.
+
+        What `send` is given may be lost if `lose_touch` is called; `resend` makes up for it.
+        """
         self.load = Load()
         self.device = ""
+        self._node = node
         self._config = config
         self._slots = slots
         self._model_dir = model_dir
@@ -63,30 +73,52 @@ class Rollout:
         self._send = send
         self._engine: Child[EngineCommand, EngineEvent] | None = None  # once it has started
         self._running: dict[str, int] = {}  # response -> attempt
+        self._kept = Kept(config.async_.max_staleness)
         self._all_out = asyncio.Event()  # nothing runs here
         self._all_out.set()
         self._wanted: PublishWeights | None = None
         self._wanted_changed = asyncio.Event()
         self._loading: asyncio.Future[EngineLoaded | EngineFailed] | None = None
         self._held: PublishWeights | None = None  # the version whose file is complete
-        self._served: int | None = None
+        self._served: tuple[int, str] | None = None  # version and digest; None also while one is loaded
+        self._has_served = False  # this engine process
+        self._in_touch = True  # with the coordinator, as far as we know
+
+    @property
+    def serves(self) -> tuple[int, str] | None:
+        """The version that the engine has loaded, and its digest."""
+        return self._served
+
+    @property
+    def claims(self) -> tuple[tuple[str, int], ...]:
+        """(response, attempt): all that the coordinator may count on; `resend` gives account of them."""
+        return self._kept.claims()
+
+    def lose_touch(self) -> None:
+        """Messages may have been lost, and more will be until `resend`."""
+        self._in_touch = False
+
+    def resend(self) -> None:
+        """The coordinator listens again, and knows `serves` and `claims`: all tokens that it may lack."""
+        self._in_touch = True
+        for chunk in self._kept.chunks():
+            self._send(chunk)
 
     async def run(self) -> None:
         """Serves until cancelled. Raises EngineError when the engine cannot be kept alive."""
         deaths = 0
         while True:
-            self._served = None
+            self._has_served = False
             try:
                 await self._serve()
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
-                deaths = 0 if self._served is not None else deaths + 1
+                deaths = 0 if self._has_served else deaths + 1
                 if deaths == MAX_DEATHS or self._engine is None:
                     raise EngineError(reason) from None
                 print(f"starting the engine again: {reason}", flush=True)
                 self._engine = None
-                self._running.clear()
-                self._all_out.set()
+                self._lose_all()
                 if self._wanted is not None:  # what ran here is gone; the version will be offered again
                     self._send(WeightsFailed(self._wanted.manifest.policy_version, reason))
 
@@ -95,25 +127,38 @@ class Rollout:
         if isinstance(message, PublishWeights):
             self._wanted = message
             self._wanted_changed.set()
-        elif self._engine is not None:
-            if isinstance(message, Generate):
-                self._running |= {r.response: r.attempt for r in message.requests}
-                self._all_out.clear()
-            self._engine.send(message)
+        elif isinstance(message, Abort):
+            self._kept.forget(message.attempts)
+            if self._engine is not None:
+                self._engine.send(message)
+        elif self._engine is not None and self._served is not None:
+            self._generate(self._engine, message, self._served[0])
 
-    async def flush(self) -> None:
-        """Gives up all that runs here; returns when its last tokens were sent, or after FLUSH_S."""
+    def _generate(self, engine: Child[EngineCommand, EngineEvent], message: Generate, version: int) -> None:
+        if message.policy_version != version:  # the coordinator errs: let it offer again what it wants served
+            reason = f"asked to generate with version {message.policy_version}, {version} is loaded"
+            self._send(WeightsFailed(message.policy_version, reason))
+            return
+        self._running |= {r.response: r.attempt for r in message.requests}
+        self._all_out.clear()
+        self._kept.start(message.requests)
+        engine.send(message)
+
+    async def flush(self, limit_s: float = FLUSH_S) -> None:
+        """Gives up all that runs here; returns when its last tokens were sent, or after `limit_s`."""
         if self._engine is not None and self._running:
             self._engine.send(Abort(tuple(self._running.items())))
             try:
-                await asyncio.wait_for(self._all_out.wait(), FLUSH_S)
+                await asyncio.wait_for(self._all_out.wait(), limit_s)
             except TimeoutError:
                 print(f"{len(self._running)} responses leave without their last tokens", flush=True)
 
-    def forget(self) -> None:
-        """The coordinator has given this node up: what runs here, runs elsewhere by now."""
-        if self._engine is not None and self._running:
-            self._engine.send(Abort(tuple(self._running.items())))
+    def _lose_all(self) -> None:
+        """The engine generates nothing any more, and serves nothing."""
+        self._served = None
+        self._running.clear()
+        self._all_out.set()
+        self._kept.end_all()
 
     async def _serve(self) -> None:
         rollout = self._config.rollout
@@ -128,7 +173,7 @@ class Rollout:
             chunk_ms=rollout.chunk_ms,
             engine_args=rollout.engine_args,
         )
-        engine = await start_engine(spec, rollout.threads, self._log)
+        engine = await self._start(spec)
         started = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -137,10 +182,26 @@ class Rollout:
         finally:
             await engine.stop(STOP_S)
 
+    async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
+        """Again and again while this machine lacks descriptors, processes or memory. Raises EngineError."""
+        told = ""
+        while True:
+            try:
+                return await start_engine(spec, self._config.rollout.threads, self._log)
+            except OSError as e:
+                reason = f"the engine cannot be started: {e.strerror or e}"
+                if e.errno not in LACKING:
+                    raise EngineError(reason) from None
+                if reason != told:
+                    print(f"{reason}; trying again", flush=True)
+                    told = reason
+                await asyncio.sleep(START_AGAIN_S)
+
     async def _receive(self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event) -> None:
         while True:
             match await engine.receive():
                 case TokenChunk() as chunk:
+                    self._kept.add(chunk)
                     self._send(chunk)
                     self._note_finished(chunk)
                 case Load() as load:
@@ -150,11 +211,14 @@ class Rollout:
                     self.device = device
                     self._engine = engine
                     started.set()
-                case EngineLoaded() as loaded:
+                case EngineLoaded(version, digest, _) as loaded:
+                    self._served, self._has_served = (version, digest), True
+                    self._kept.loaded(version, self._in_touch)
                     self._conclude_loading(loaded)
                 case EngineFailed(reason, None):
                     raise EngineError(reason)
                 case EngineFailed() as failed:
+                    self._lose_all()
                     self._conclude_loading(failed)
 
     def _note_finished(self, chunk: TokenChunk) -> None:
@@ -176,9 +240,13 @@ class Rollout:
             offer = self._wanted
             assert offer is not None
             begin = time.monotonic()
+            served = offer.manifest.policy_version, offer.manifest.digest
+            if self._served == served:
+                self._send(WeightsReady(*served))  # the coordinator did not know
+                continue
             try:
                 path = await self._pull_unless_superseded(offer)
-            except WeightsError as e:
+            except (WeightsError, OSError) as e:
                 self._send(WeightsFailed(offer.manifest.policy_version, str(e)))
                 continue
             if path is None:
@@ -186,10 +254,10 @@ class Rollout:
             pull_s = time.monotonic() - begin
             await started.wait()
             self._loading = asyncio.get_running_loop().create_future()
+            self._served = None
             engine.send(LoadWeights(str(path), offer.manifest))
             match await self._loading:
                 case EngineLoaded(version, digest, load_s):
-                    self._served = version
                     self._send(WeightsReady(version, digest, num_bytes(offer.manifest), pull_s, load_s))
                 case EngineFailed(reason):
                     self._held = None  # pull it again: the file may be what is wrong
@@ -211,7 +279,8 @@ class Rollout:
         """The file of this version, which may be here already; older ones are removed."""
         path = self._scratch / f"version_{offer.manifest.policy_version}.bin"
         if self._held is None or self._held.manifest != offer.manifest:
-            await pull(offer.manifest, tuple(map(self._reachable, offer.holders)), offer.ticket, path)
+            holders = tuple(map(self._reachable, offer.holders))
+            await pull(offer.manifest, holders, offer.ticket, path, node=self._node)
             self._held = offer
         for old in self._scratch.glob("version_*.bin"):
             if old != path:

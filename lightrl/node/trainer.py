@@ -1,44 +1,57 @@
-"""The trainer role of a daemon: its rank processes, the order of their work, and the versions they publish.
+"""The trainer role of a daemon: the order of its ranks' work, the versions they publish, and what is done
+when ranks die or the coordinator was gone.
 
 Which groups are trained is the coordinator's business, how they are packed is `trainer.batch`'s, what
 they are worth `trainer.advantage`'s. Never touches a tensor.
+
+A step is begun anew as long as its version is not published, so that whoever is lost, coordinator or
+ranks, no group counts twice: the coordinator sends all shards of the step again, from index 0.
 """
 
 import asyncio
 import secrets
-import socket
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from lightrl.child import Child, ChildDied
 from lightrl.config import Config
 from lightrl.errors import TrainerError
-from lightrl.messages import Manifest, Message, PublishWeights, StepDone, TrainGroup, TrainShard
+from lightrl.messages import (
+    Checkpointed,
+    Manifest,
+    Message,
+    PublishWeights,
+    StepDone,
+    TrainGroup,
+    TrainShard,
+)
+from lightrl.node.intake import Intake
 from lightrl.trainer.advantage import advantages, overlong_penalty
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import (
-    RANK_COMMANDS,
-    RANK_EVENTS,
-    RANK_TARGET,
     Accumulate,
     Accumulated,
+    Cleared,
+    ClearStep,
     FinishStep,
     Published,
-    RankCommand,
-    RankEvent,
-    RankFailed,
     RankStarted,
     Save,
     Saved,
-    StartRank,
+    SaveFailed,
     StepFinished,
     TrainSample,
 )
-from lightrl.weights.serve import WeightServer
+from lightrl.trainer.ranks import Ranks, RanksLost
+from lightrl.trainer.saved import checkpoint_path, latest, step_of, tidy
+from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
 
-Reply = TypeVar("Reply", bound=RankEvent)
-STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
+MAX_RESTARTS = 3  # in a row, without a step that was never done before
+RESTART_PAUSE_S = 0.2  # before the first; three times longer before each further one
+LAST_SAVE_TRIES = 3
+SAVE_PAUSE_S = 1.0
 
 
 class Trainer:
@@ -49,199 +62,301 @@ class Trainer:
         scratch: Path,
         host: str,
         send: Callable[[Message], None],
+        on_restart: Callable[[], None] = lambda: None,
     ) -> None:
-        """`host` is the address under which other nodes pull weights; `send` reaches the coordinator."""
+        """`host` is the address under which other nodes pull weights; `send` reaches the coordinator.
+
+        `on_restart` is called when the ranks run again after one had died: the coordinator must be told
+        that this is another trainer, and then `rejoin` called.
+        """
         self._config = config
         self._run_dir = run_dir
         self._scratch = scratch
         self._host = host
         self._send = send
+        self._on_restart = on_restart
         self._server = WeightServer()
         self._holder = ""
-        self._ranks: list[Child[RankCommand, RankEvent]] = []
+        self._served: dict[int, PublishWeights] = {}  # by version, as many as the server keeps
         self.device = ""
         self.all_steps_done = False  # the last version is published; a checkpoint may still be written
-        self._stopping = asyncio.Event()
-        self._shards: asyncio.Queue[TrainShard] = asyncio.Queue()
-        self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
+        self._is_stopping = False
+        self._changed = asyncio.Event()  # shards have come, the step begins anew, or the end
+        self._shards: deque[TrainShard] = deque()
+        self._begins_anew = False  # what was accumulated for the step counts no more
+        self._is_silent = False  # nothing is sent, until `rejoin`
+        self._is_down = False  # ranks have died and are not all there again
+        self._is_finishing = False  # the ranks move from one version to the next
+        self._done = 0  # optimizer steps in the ranks' weights
+        self._furthest = 0  # ever
+        self._saved = 0  # optimizer steps in the newest checkpoint
+        self._num_restarts = 0
+        self._standing: PublishWeights | None = None  # where the ranks are
+        self._step_done: StepDone | None = None  # how they came there
 
     def handle(self, message: TrainShard) -> None:
-        self._shards.put_nowait(message)
+        # Welcomed, but not yet able to say where we stand: what comes then follows from what was said before.
+        if not self._is_silent or self._begins_anew:
+            self._shards.append(message)
+            self._changed.set()
 
-    async def run(self) -> None:
-        """Trains until the last step is saved, or `stop`. Raises TrainerError if a rank fails."""
-        self._holder = await self._server.start(self._host)
-        try:
-            await self._start_ranks()
-            async with asyncio.TaskGroup() as tasks:
-                readers = [
-                    tasks.create_task(self._receive(rank, replies))
-                    for rank, replies in zip(self._ranks, self._replies, strict=True)
-                ]
-                await self._announce()
-                await self._train_all()
-                for reader in readers:
-                    reader.cancel()
-        finally:
-            await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))
+    def pause(self) -> None:
+        """The coordinator is gone, or is being told who we are: say nothing, take nothing, until `rejoin`."""
+        self._is_silent = True
+        self._begins_anew = False  # it will, when we are welcomed
+        self._shards.clear()
+
+    def rejoin(self) -> None:
+        """The coordinator has welcomed this node again: say where we stand, begin the step anew."""
+        self._shards.clear()
+        if self._is_down:  # it will be told by `on_restart` that there is another one to be welcomed
+            return
+        self._begins_anew = True
+        self._changed.set()
+        # Ranks that update their weights stand nowhere: what they publish is then said afterwards.
+        self._is_silent = self._is_finishing
+        if not self._is_finishing:
+            self._announce()
 
     def stop(self) -> None:
-        """End after the step that is being trained, with a checkpoint of the steps done."""
-        self._stopping.set()
+        """End after the step of which all groups have come, if any, with a checkpoint of the steps done."""
+        self._is_stopping = True
+        self._changed.set()
 
-    async def _train_all(self) -> None:
-        done = saved = 0
-        while done < self._config.train.steps and await self._train(done):
-            done += 1
-            self.all_steps_done = done == self._config.train.steps
-            if self._is_due(done):
-                await self._save(done)
-                saved = done
-        if done > saved:
-            await self._save(done)
+    async def run(self) -> None:
+        """Trains until the last step is saved, or `stop`. Raises TrainerError if that cannot be.
+
+        Ranks that die are started again from the newest checkpoint.
+        """
+        self._holder = await self._server.start(self._host)
+        tidy(self._checkpoints)
+        while True:
+            try:
+                await self._live()
+                return
+            except RanksLost as e:
+                lost = e
+            self._is_down = self._is_silent = True
+            self._is_finishing = self._begins_anew = False
+            self._shards.clear()
+            if self._is_stopping and not self.all_steps_done:
+                print(f"{lost}; leaving with the checkpoint of step {self._saved}", flush=True)
+                return
+            if self._is_stopping:  # nobody sends the last steps once more
+                raise TrainerError(f"{lost}; the last {self._done - self._saved} steps were not saved")
+            await self._recover_from(lost)
 
     async def close(self) -> None:
         """Stops serving weights; call it when no node will pull any more."""
         await self._server.close()
 
-    async def _start_ranks(self) -> None:
-        world = self._config.train.ranks
-        rendezvous = f"127.0.0.1:{_free_port()}"
-        for rank in range(world):
-            child: Child[RankCommand, RankEvent] = await Child.start(
-                RANK_TARGET,
-                f"lightrl-rank-{rank}",
-                RANK_COMMANDS,
-                RANK_EVENTS,
-                env={"OMP_NUM_THREADS": str(self._config.train.threads)},
-                log=self._run_dir / "logs" / f"rank-{rank}.log",
-            )
-            self._ranks.append(child)
-            self._replies.append(asyncio.Queue())
-            child.send(
-                StartRank(
-                    config_json=self._config.model_dump_json(),
-                    model_dir=self._config.model.path,
-                    rank=rank,
-                    world=world,
-                    rendezvous=rendezvous,
-                    publish_dir=str(self._scratch),
-                    run_dir=str(self._run_dir),
+    async def _recover_from(self, lost: RanksLost) -> None:
+        self._num_restarts += 1
+        if self._num_restarts > MAX_RESTARTS:
+            raise TrainerError(f"{lost}; started again {MAX_RESTARTS} times without finishing a step")
+        step = self._newest_step()
+        print(f"{lost}; starting again from step {step} ({self._num_restarts}/{MAX_RESTARTS})", flush=True)
+        await asyncio.sleep(RESTART_PAUSE_S * 3 ** (self._num_restarts - 1))
+        tidy(self._checkpoints)
+
+    async def _live(self) -> None:
+        """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly one."""
+        ranks = Ranks(self._config, self._run_dir, self._scratch)
+        tasks: list[asyncio.Task[Any]] = []
+        is_orderly = False
+        try:
+            step = self._newest_step()
+            await ranks.start(step)
+            work = asyncio.ensure_future(self._work(ranks, step))
+            watch = asyncio.ensure_future(ranks.watch())
+            tasks += [work, watch]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                is_orderly = work.result()
+            else:
+                watch.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await (ranks.stop() if is_orderly else ranks.kill())
+
+    async def _work(self, ranks: Ranks, step: int) -> bool:
+        """All that is to be done with ranks that start with the weights of `step`; whether they did start."""
+        started = await self._unless_stopped(ranks)
+        if started is None:
+            if self.all_steps_done:  # by those before
+                raise TrainerError(
+                    f"the last {self._done - self._saved} steps were not saved: ranks had died"
                 )
-            )
-
-    async def _receive(self, rank: Child[RankCommand, RankEvent], replies: asyncio.Queue[RankEvent]) -> None:
-        while True:
-            try:
-                event = await rank.receive()
-            except ChildDied as e:
-                raise TrainerError(str(e)) from None
-            if isinstance(event, RankFailed):
-                raise TrainerError(f"{rank.name}: {event.reason}")
-            replies.put_nowait(event)
-
-    async def _announce(self) -> None:
-        """Waits for all ranks and publishes the version they start from."""
-        started, *_ = [await self._reply(rank, RankStarted) for rank in range(len(self._ranks))]
+            return False
         if started.manifest is None:
             raise TrainerError("rank 0 started without publishing its weights")
-        print(
-            f"{len(self._ranks)} rank(s) started on {started.device} in {started.start_s:.1f} s", flush=True
-        )
-        self._publish(started.manifest, Path(started.path))
+        print(f"{len(ranks)} rank(s) started on {started.device} in {started.start_s:.1f} s", flush=True)
+        self.device = started.device
+        self._done = self._saved = step
+        self._furthest = max(self._furthest, step)
+        self.all_steps_done = step >= self._config.train.steps
+        self._step_done = None
+        self._begins_anew = False
+        self._standing = self._serve(started.manifest, Path(started.path), ())
+        if self._is_down:
+            self._is_down = False
+            self._on_restart()
+        else:
+            self._announce()
+        await self._train_all(ranks)
+        return True
 
-    async def _train(self, step: int) -> bool:
+    async def _unless_stopped(self, ranks: Ranks) -> RankStarted | None:
+        """When the ranks have started; none if the trainer is to stop before: nothing is to be saved."""
+        starting = asyncio.ensure_future(ranks.started())
+        try:
+            while not starting.done() and not self._is_stopping:
+                self._changed.clear()
+                changed = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({starting, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+            return starting.result() if starting.done() else None
+        finally:
+            starting.cancel()
+
+    async def _train_all(self, ranks: Ranks) -> None:
+        is_due = False
+        interval = self._config.checkpoint.interval
+        while not (self.all_steps_done or self._is_stopping) and await self._train(ranks):
+            self.all_steps_done = self._done == self._config.train.steps
+            is_due |= interval > 0 and self._done % interval == 0
+            if is_due and not self.all_steps_done:
+                problem = await self._save(ranks)
+                is_due = bool(problem)
+                if problem:
+                    print(f"{problem}; trying again after the next step", flush=True)
+        if self._done > self._saved:
+            await self._save_last(ranks)
+
+    async def _train(self, ranks: Ranks) -> bool:
         """One optimizer step: whatever groups wait are accumulated at once, while others still generate.
 
-        With `train.deterministic` one by one in the order in which the coordinator sent them, which is then
+        With `run.deterministic` one by one in the order in which the coordinator sent them, which is then
         that of their prompts in the round. False: stopped before all groups of the step had come; the
         weights are those of the last step. Raises TrainerError for any shard but the next of this step.
         """
-        index, num_groups, last, num_responses, num_tokens = 0, 0, False, 0, 0
-        while not last:
-            shards = await self._waiting_shards()
-            if not shards:
-                return False
-            groups: list[list[TrainSample]] = []
-            for shard in shards:
-                # The version is the one to be updated; the tokens may be of older ones.
-                if (shard.step, shard.index, shard.policy_version) != (step, index, step):
-                    raise TrainerError(
-                        f"shard {shard.index} of step {shard.step} for version {shard.policy_version} came "
-                        f"instead of shard {index} of step {step} for version {step}"
-                    )
-                index, last = index + 1, shard.last
-                num_groups += len(shard.groups)
-                if last and num_groups != shard.num_groups:
-                    raise TrainerError(f"step {step}: {num_groups} of {shard.num_groups} groups came")
-                groups += [train_samples(group, self._config) for group in shard.groups]
-            num_responses += sum(map(len, groups))
-            num_tokens += sum(len(s.token_ids) // 4 for samples in groups for s in samples)
-            await self._accumulate(step, groups)
-        version = step + 1
-        self._tell(FinishStep(step, num_responses, num_tokens, version))
-        published = await self._reply(0, Published)
-        self._publish(published.manifest, Path(published.path))
-        finished, *_ = [await self._reply(rank, StepFinished) for rank in range(len(self._ranks))]
-        self._send(StepDone(step, version, finished.metrics))
+        step = self._done
+        intake = Intake(step)
+        while True:
+            while not (self._shards or self._begins_anew or intake.is_complete):
+                if self._is_stopping:
+                    return False
+                self._changed.clear()
+                await self._changed.wait()
+            if self._begins_anew or intake.is_begun_anew_by(self._shards):
+                self._begins_anew = False
+                if intake.portions:
+                    ranks.tell(ClearStep(step))
+                    await ranks.replies(Cleared)
+                intake = Intake(step)
+            elif intake.is_complete:
+                break
+            elif groups := [train_samples(g, self._config) for g in intake.take(self._shards)]:
+                await self._accumulate(ranks, step, groups)
+                intake.count(groups)
+        await self._finish(ranks, intake)
         return True
 
-    async def _waiting_shards(self) -> list[TrainShard]:
-        """All shards of a step that have come, at least one; none if the trainer is to stop instead.
-
-        What came after the last shard of a step stays where it is until that step is done.
-        """
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        coming = asyncio.ensure_future(self._shards.get())
-        try:
-            await asyncio.wait({stopping, coming}, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                return []
-            shards = [coming.result()]
-        finally:
-            stopping.cancel()
-            coming.cancel()
-        while not shards[-1].last and not self._shards.empty():
-            shards.append(self._shards.get_nowait())
-        return shards
-
-    async def _accumulate(self, step: int, groups: list[list[TrainSample]]) -> None:
+    async def _accumulate(self, ranks: Ranks, step: int, groups: list[list[TrainSample]]) -> None:
         train = self._config.train
         useful = [trainable(samples, self._config.algorithm.kl_coef) for samples in groups]
-        batches_R = streamed(useful, len(self._ranks), train.max_tokens_per_gpu, train.deterministic)
+        deterministic = self._config.run.deterministic
+        batches_R = streamed(useful, len(ranks), train.max_tokens_per_gpu, deterministic)
         if not batches_R[0]:  # as many for each rank
             return
-        for rank, batches in zip(self._ranks, batches_R, strict=True):
-            rank.send(Accumulate(step, batches))
-        for rank in range(len(self._ranks)):
-            await self._reply(rank, Accumulated)
+        for rank, batches in enumerate(batches_R):
+            ranks.send(rank, Accumulate(step, batches))
+        await ranks.replies(Accumulated)
 
-    async def _save(self, step: int) -> None:
-        path = self._run_dir / "checkpoints" / f"step_{step}"
-        self._tell(Save(step, str(path), export=True))
-        for rank in range(len(self._ranks)):
-            await self._reply(rank, Saved)
+    async def _finish(self, ranks: Ranks, intake: Intake) -> None:
+        """The update, from where on the ranks stand at the next step."""
+        step, version = intake.step, intake.step + 1
+        self._is_finishing = True
+        ranks.tell(FinishStep(step, intake.num_responses, intake.num_tokens, version))
+        published = await ranks.reply(0, Published)
+        self._standing = self._serve(published.manifest, Path(published.path), tuple(intake.portions))
+        self._say(self._standing)
+        finished, *_ = await ranks.replies(StepFinished)
+        self._step_done = StepDone(step, version, finished.metrics)
+        self._say(self._step_done)
+        self._done = version
+        if self._done > self._furthest:
+            self._furthest, self._num_restarts = self._done, 0
+        self._is_finishing = False
+        if self._begins_anew:  # welcomed again meanwhile
+            self._begins_anew = self._is_silent = False
+            self._announce()
+
+    async def _save(self, ranks: Ranks) -> str:
+        """A checkpoint of the steps done. Returns why there is none, in one line; "" when it is durable."""
+        path = checkpoint_path(self._checkpoints, self._done)
+        ranks.tell(Save(self._done, str(path), export=True))
+        for reply in await ranks.replies(Saved, SaveFailed):
+            if isinstance(reply, SaveFailed):  # that of rank 0 names the reason
+                return f"{path} was not saved: {reply.reason}"
         print(f"saved {path}", flush=True)
+        self._saved = self._done
+        self._say(Checkpointed(self._saved))
+        return ""
 
-    def _is_due(self, step: int) -> bool:
-        interval = self._config.checkpoint.interval
-        return step == self._config.train.steps or (interval > 0 and step % interval == 0)
+    async def _save_last(self, ranks: Ranks) -> None:
+        problem = await self._save(ranks)
+        for _ in range(LAST_SAVE_TRIES - 1):
+            if not problem:
+                return
+            print(f"{problem}; trying again in {SAVE_PAUSE_S:.0f} s", flush=True)
+            await asyncio.sleep(SAVE_PAUSE_S)
+            problem = await self._save(ranks)
+        if problem and (self.all_steps_done or not self._config.journal.enabled):
+            raise TrainerError(problem)
+        if problem:  # the steps since the last checkpoint can be trained again from the journal
+            print(problem, flush=True)
 
-    def _publish(self, manifest: Manifest, path: Path) -> None:
-        ticket = secrets.token_hex(16)
-        self._server.publish(manifest, path, ticket)
-        self._send(PublishWeights(manifest, (self._holder,), ticket))
+    def _serve(self, manifest: Manifest, path: Path, portions: tuple[int, ...]) -> PublishWeights:
+        """The message that publishes this version. Of a version computed again the old one stays valid.
 
-    def _tell(self, command: RankCommand) -> None:
-        for rank in self._ranks:
-            rank.send(command)
+        Versions that were overtaken are not served once more: nobody loads them, and the newest one must
+        not have to go for them.
+        """
+        version = manifest.policy_version
+        known = self._served.get(version)
+        if known is not None and known.manifest == manifest:
+            return replace(known, portions=portions)
+        message = PublishWeights(manifest, (self._holder,), secrets.token_hex(16), portions)
+        if version >= max(self._served, default=0):
+            self._server.publish(manifest, path, message.ticket)
+            self._served[version] = message
+            for old in sorted(self._served)[:-KEPT_VERSIONS]:
+                del self._served[old]
+        return message
 
-    async def _reply(self, rank: int, kind: type[Reply]) -> Reply:
-        """The next reply of a rank, which must be of this kind: a rank answers in the order it is told."""
-        reply = await self._replies[rank].get()
-        if not isinstance(reply, kind):
-            raise TrainerError(f"rank {rank} answered {type(reply).__name__} instead of {kind.__name__}")
-        return reply
+    def _announce(self) -> None:
+        """Where we stand, and the news of it that may have been lost. The first of them counts."""
+        if self._standing is not None:
+            self._say(self._standing)
+        if self._step_done is not None:
+            self._say(self._step_done)
+        if self._saved > 0:
+            self._say(Checkpointed(self._saved))
+
+    def _say(self, message: Message) -> None:
+        if not self._is_silent:
+            self._send(message)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self._run_dir / "checkpoints"
+
+    def _newest_step(self) -> int:
+        path = latest(self._checkpoints)
+        return 0 if path is None else step_of(path)
 
 
 def train_samples(group: TrainGroup, config: Config) -> list[TrainSample]:
@@ -253,9 +368,3 @@ def train_samples(group: TrainGroup, config: Config) -> list[TrainSample]:
         TrainSample(r.response, group.prompt, r.token_ids, r.rollout_logprobs, value, r.finish_reason)
         for r, value in zip(group.responses, values_G, strict=True)
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,23 +1,23 @@
 """Checkpoints of the trainer: weights and optimizer by torch.distributed.checkpoint, and the export to HF.
 
-Owns the layout of one checkpoint directory and that it appears whole or not at all. Knows nothing of
-what a run resumes besides the trainer (data cursor, journal).
+Owns what is in one checkpoint directory and that it appears whole or not at all (see `saved` for the names
+around it). Knows nothing of what a run resumes besides the trainer (data cursor, journal).
 
-    checkpoints/latest              name of the newest complete checkpoint
-    checkpoints/step_N/trainer.json SavedStep
-    checkpoints/step_N/state/       DCP: master weights and optimizer state, readable by any number of ranks
-    checkpoints/step_N/hf/          optional: safetensors, config and tokenizer
+    step_N/trainer.json SavedStep
+    step_N/state/       DCP: master weights and optimizer state, readable by any number of ranks
+    step_N/hf/          optional: safetensors, config and tokenizer
 """
 
 import contextlib
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.trainer.model import Policy, full_parameters
+from lightrl.trainer.saved import SavedStep, by_step, remove
 from lightrl.wire import from_json, to_json
 
 WEIGHT_SUFFIXES = (
@@ -43,16 +44,6 @@ WEIGHT_SUFFIXES = (
 )
 
 
-@dataclass(frozen=True)
-class SavedStep:
-    """What a checkpoint holds. Example: SavedStep(step=50, policy_version=50, digest="9f3a...")."""
-
-    step: int  # optimizer steps done
-    policy_version: int
-    digest: str  # of the published version: restored weights must give it again
-    has_optimizer: bool = True  # there is no state before the first update
-
-
 def save(
     path: Path,
     saved: SavedStep,
@@ -64,30 +55,36 @@ def save(
     """Writes the checkpoint `path` (.../step_N), makes it durable, removes all but the newest `keep_last`.
 
     Call on all ranks. `export_from`: also export to `path`/hf, with the small files of that model
-    directory. Raises OSError if the disk does not take it; `path` does not exist then.
+    directory. Raises TrainerError, one line, on all ranks if one of them cannot; nothing has changed then.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     first = world == 1 or dist.get_rank() == 0
     draft = path.with_name(f".{path.name}.draft")
-    if first:
-        shutil.rmtree(draft, ignore_errors=True)
-        (draft / "state").mkdir(parents=True)
-    _meet(world)
-    save_state(
-        _state(policy, optimizer, saved.has_optimizer), checkpoint_id=draft / "state", no_dist=world == 1
-    )
-    if export_from is not None:
-        tensors = {name: tensor.cpu() for name, tensor in full_parameters(policy)}
+    try:
+        with _together(world):
+            if first:
+                shutil.rmtree(draft, ignore_errors=True)
+                (draft / "state").mkdir(parents=True)
+        with _together(world):
+            state = _state(policy, optimizer, saved.has_optimizer)
+            save_state(state, checkpoint_id=draft / "state", no_dist=world == 1)
+        with _together(world):
+            if export_from is not None:
+                tensors = {name: tensor.cpu() for name, tensor in full_parameters(policy)}
+                if first:
+                    _export(draft / "hf", policy, tensors, export_from)
+        with _together(world):
+            if first:
+                (draft / "trainer.json").write_bytes(to_json(saved))
+                _replace(draft, path)
+                _point(path.parent / "latest", path.name)
+    except TrainerError:
         if first:
-            _export(draft / "hf", policy, tensors, export_from)
-    _meet(world)
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
     if first:
-        (draft / "trainer.json").write_bytes(to_json(saved))
-        _replace(draft, path)
-        _point(path.parent / "latest", path.name)
-        for old in _by_age(path.parent, besides=path)[: 1 - keep_last or None]:
-            shutil.rmtree(old)
-    _meet(world)
+        for old in [p for p in by_step(path.parent) if p != path][: 1 - keep_last or None]:
+            remove(old)
 
 
 def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> SavedStep:
@@ -109,15 +106,6 @@ def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Sav
     if saved.has_optimizer:
         set_optimizer_state_dict(policy.module, optimizer, state["optimizer"])
     return saved
-
-
-def latest(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint of a run, if there is one."""
-    with contextlib.suppress(FileNotFoundError):
-        path = checkpoints / (checkpoints / "latest").read_text().strip()
-        if (path / "trainer.json").is_file():
-            return path
-    return None
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer, with_optimizer: bool) -> dict[str, Any]:
@@ -168,16 +156,24 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _by_age(checkpoints: Path, besides: Path) -> list[Path]:
-    """Other checkpoints, lowest step first."""
-    numbered = [
-        (int(p.name.removeprefix("step_")), p)
-        for p in checkpoints.glob("step_*")
-        if p.name.removeprefix("step_").isdecimal() and p != besides
-    ]
-    return [p for _, p in sorted(numbered)]
-
-
-def _meet(world: int) -> None:
+@contextlib.contextmanager
+def _together(world: int) -> Iterator[None]:
+    """Waits for all ranks at the end. Raises TrainerError on each of them if what is inside failed on one."""
+    problem = ""
+    try:
+        yield
+    except CheckpointException as e:  # a BaseException
+        problem = _first_line(next((error for error, _ in e.failures.values()), e))
+    except (OSError, RuntimeError, ValueError, SafetensorError) as e:
+        problem = _first_line(e)
+    failed = bool(problem)
     if world > 1:
-        dist.barrier()
+        flag = torch.tensor(failed, dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        failed = bool(flag.item())
+    if failed:
+        raise TrainerError(problem or "another rank could not save")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -42,6 +42,8 @@ from lightrl.trainer.protocol import (
     RANK_EVENTS,
     Accumulate,
     Accumulated,
+    Cleared,
+    ClearStep,
     FinishStep,
     MicroBatch,
     Published,
@@ -51,9 +53,11 @@ from lightrl.trainer.protocol import (
     RankStarted,
     Save,
     Saved,
+    SaveFailed,
     StartRank,
     StepFinished,
 )
+from lightrl.trainer.saved import SavedStep, checkpoint_path
 from lightrl.weights.tensors import write_tensors
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -91,7 +95,8 @@ def main(sock: socket.socket) -> None:
         # process end with a traceback.
         traceback.print_exc(file=sys.stderr)
         lines = str(e).strip().splitlines() or [type(e).__name__]
-        pipe.send(RankFailed(lines[0] if isinstance(e, LightRLError) else f"{type(e).__name__}: {lines[0]}"))
+        is_final = isinstance(e, LightRLError)
+        pipe.send(RankFailed(lines[0] if is_final else f"{type(e).__name__}: {lines[0]}", is_final))
         raise SystemExit(1) from None
 
 
@@ -121,7 +126,7 @@ class Rank:
         self.step = start.start_step
         self.device = _device(start)
         torch.set_num_threads(self.config.train.threads)
-        _order_sums(self.config.train.deterministic)
+        _order_sums(self.config.run.deterministic)
         # Before the ranks wait for each other: it may take as long as a download.
         self.model_dir = weights_folder(start.model_dir)
         if start.world > 1:
@@ -153,6 +158,11 @@ class Rank:
                 else:
                     self._accumulate(batches)
                 yield Accumulated(step)
+            case ClearStep(step):
+                self._expect(step, command)
+                self.optimizer.zero_grad(set_to_none=True)
+                self._clear()
+                yield Cleared(step)
             case FinishStep(step):
                 self._expect(step, command)
                 metrics = self._update(command)
@@ -165,8 +175,12 @@ class Rank:
                 yield StepFinished(step, metrics)
             case Save(step, path, export):
                 self._expect(step, command)
-                self._save(Path(path), export)
-                yield Saved(path)
+                try:
+                    self._save(Path(path), export)
+                except TrainerError as e:
+                    yield SaveFailed(path, str(e))
+                else:
+                    yield Saved(path)
             case StartRank():
                 raise TrainerError("StartRank, but the rank has started")
             case _:
@@ -199,9 +213,8 @@ class Rank:
         self.forward_backward_s += time.monotonic() - begun
 
     def _backward(self, batch: Batch, num_responses: int, advantage_factor: float) -> None:
-        temperature = (
-            self.config.rollout.temperature or 1.0
-        )  # greedy samples have no distribution of their own
+        # Greedy samples have no distribution of their own.
+        temperature = self.config.rollout.temperature or 1.0
         ref_logprobs = None
         if self.reference is not None:
             with torch.no_grad():
@@ -326,12 +339,13 @@ class Rank:
         for old in sorted(folder.glob("version_*.bin"), key=_modified)[:-VERSIONS_KEPT]:
             old.unlink()
 
-    def _restore(self) -> checkpoint.SavedStep:
-        path = Path(self.start.run_dir) / "checkpoints" / f"step_{self.start.start_step}"
+    def _restore(self) -> SavedStep:
+        """All that makes the next steps exact: no random number is drawn, rates follow from the step."""
+        path = checkpoint_path(Path(self.start.run_dir) / "checkpoints", self.start.start_step)
         return checkpoint.restore(path, self.policy, self.optimizer)
 
     def _save(self, path: Path, export: bool) -> None:
-        saved = checkpoint.SavedStep(
+        saved = SavedStep(
             step=self.step,
             policy_version=self.policy_version,
             digest=self.manifest.digest if self.manifest else "",
@@ -349,7 +363,7 @@ def _device(start: StartRank) -> torch.device:
 
 
 def _order_sums(deterministic: bool) -> None:
-    """`train.deterministic` is for the daemon to keep, by sending the same micro-batches in the same order
+    """`run.deterministic` is for the daemon to keep, by sending the same micro-batches in the same order
     whatever the timing. What remains are kernels that add up by atomics, on CUDA: they are replaced by
     slower ones, or the rank fails and names the one that has no other.
     """

@@ -2,8 +2,8 @@
 
 Owns only the vocabulary. Must not import torch: the daemon imports this file.
 
-    daemon -> rank   StartRank Accumulate FinishStep Save
-    rank -> daemon   RankStarted Accumulated Published StepFinished Saved RankFailed
+    daemon -> rank   StartRank Accumulate ClearStep FinishStep Save
+    rank -> daemon   RankStarted Accumulated Cleared Published StepFinished Saved SaveFailed RankFailed
 
 All ranks get the same commands in the same order, so that their collectives line up.
 """
@@ -64,6 +64,13 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
+class ClearStep:
+    """A step begins anew: forget what was accumulated for it; answered by Cleared. Example: ClearStep(4)."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class FinishStep:
     """All samples of the step were sent: update and publish; answered by Published, then StepFinished.
 
@@ -79,7 +86,7 @@ class FinishStep:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint to the directory `path`, `step` updates being done; answered by Saved.
+    """Write a checkpoint to the directory `path`, `step` updates being done; answered by Saved or SaveFailed.
 
     With `export` also `path`/hf, a model directory as transformers and vLLM read it.
     Example: Save(5, "runs/a/checkpoints/step_5", export=True)
@@ -90,7 +97,7 @@ class Save:
     export: bool = False
 
 
-RankCommand: TypeAlias = StartRank | Accumulate | FinishStep | Save
+RankCommand: TypeAlias = StartRank | Accumulate | ClearStep | FinishStep | Save
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,13 @@ class RankStarted:
 @dataclass(frozen=True, slots=True)
 class Accumulated:
     """Gradients of one Accumulate are added up. Example: Accumulated(4)."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing is accumulated for the step. Example: Cleared(4)."""
 
     step: int
 
@@ -135,13 +149,27 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFailed:
-    """The rank ends; `reason` is one line. Its log has the traceback."""
+class SaveFailed:
+    """There is no such checkpoint, for a reason in one line; the rank goes on as if it had not been told."""
 
+    path: str
     reason: str
 
 
-RankEvent: TypeAlias = RankStarted | Accumulated | Published | StepFinished | Saved | RankFailed
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """The rank ends; `reason` is one line. Its log has the traceback.
+
+    `is_final`: one that is started again would fail in the same way, as for a model that cannot be loaded.
+    """
+
+    reason: str
+    is_final: bool = False
+
+
+RankEvent: TypeAlias = (
+    RankStarted | Accumulated | Cleared | Published | StepFinished | Saved | SaveFailed | RankFailed
+)
 
 RANK_COMMANDS: Codec[RankCommand] = Codec(RankCommand)
 RANK_EVENTS: Codec[RankEvent] = Codec(RankEvent)

@@ -108,14 +108,18 @@ class Screen:
         return replace(view, selected=max(0, min(view.selected, length - 1)))
 
 
-async def watch_live(address: str, stay: bool, run_dir: Path | None = None) -> bool:
+async def watch_live(
+    address: str, key: str, stay: bool, run_dir: Path | None = None, first: Snapshot | None = None
+) -> bool:
     """Shows the run at `address` until q is pressed or, unless `stay`, until it is over.
 
-    True if the run was over, False if the person left. Raises LightRLError if `run_dir` is given and
-    another run answers at its address.
+    `first` is shown until it answers. True if the run was over, False if the person left. Raises
+    LightRLError if `run_dir` is given and another run answers at its address.
     """
     async with _open_screen() as screen:
-        following = asyncio.create_task(_follow(address, run_dir, screen))
+        if first is not None:
+            screen.show(first)
+        following = asyncio.create_task(_follow(address, key, run_dir, screen))
         leaving = asyncio.create_task(screen.left.wait())
         try:
             await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,11 +140,11 @@ async def show_finished(snapshot: Snapshot) -> None:
         await screen.left.wait()
 
 
-async def _follow(address: str, run_dir: Path | None, screen: Screen) -> None:
+async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) -> None:
     """Returns when the run is over; a lost connection is said and tried again."""
     while True:
         try:
-            async with contextlib.aclosing(client.watch(address, EVERY_S)) as snapshots:
+            async with contextlib.aclosing(client.watch(address, EVERY_S, key)) as snapshots:
                 async for snapshot in snapshots:
                     require_same(snapshot, run_dir, address)
                     screen.show(snapshot)

@@ -29,6 +29,7 @@ STATE_STYLES = {
     "draining": "magenta",
     "finished": "bold green",
     "stopped": "bold yellow",
+    "interrupted": "bold yellow",
     "failed": "bold red",
     "gone": "dim",
 }

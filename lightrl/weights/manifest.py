@@ -8,6 +8,7 @@ digests, but not the version number, so equal weights have equal digests. Must n
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +16,10 @@ from lightrl.errors import WeightsError
 from lightrl.messages import Bucket, Manifest, TensorSpec
 
 BUCKET_BYTES = 64 << 20
+MAX_TENSORS = 1 << 20
+MAX_BUCKETS = 1 << 20
+MAX_NAME = 1024  # characters of a tensor's name
+MAX_DIMENSIONS = 16
 ALIGNMENT = 64  # bytes; tensors start at multiples of it, so that views into a bucket are aligned
 
 
@@ -98,6 +103,32 @@ def read_buckets(path: Path, manifest: Manifest) -> Iterator[bytearray]:
 
 
 def verify(manifest: Manifest) -> None:
-    """Raises WeightsError if the manifest contradicts itself."""
+    """Raises WeightsError if the manifest contradicts itself or is none that a trainer could have made.
+
+    Before anything of the sizes that it states is allocated. What has come over the wire may be anything.
+    """
+    what = f"manifest of version {manifest.policy_version}"
+    if not 0 <= manifest.policy_version < 1 << 63:
+        raise WeightsError(f"{what}: there is no such version")
+    if not 0 < len(manifest.tensors) <= MAX_TENSORS or not 0 < len(manifest.buckets) <= MAX_BUCKETS:
+        raise WeightsError(f"{what}: {len(manifest.tensors)} tensors in {len(manifest.buckets)} buckets")
+    if any(not 0 < b.size < 1 << 48 for b in manifest.buckets):
+        raise WeightsError(f"{what}: a bucket of impossible size")
+    for t in manifest.tensors:
+        if not _fits(t, manifest):
+            raise WeightsError(f"{what}: tensor {t.name[:80]!r} does not fit into its bucket")
     if digest_version(manifest.tensors, [b.digest for b in manifest.buckets]) != manifest.digest:
         raise WeightsError(f"manifest of version {manifest.policy_version}: digest differs")
+
+
+def _fits(t: TensorSpec, manifest: Manifest) -> bool:
+    """No element of any dtype is smaller than a byte."""
+    if len(t.name) > MAX_NAME or len(t.shape) > MAX_DIMENSIONS or any(n < 0 for n in t.shape):
+        return False
+    if not 0 <= t.bucket < len(manifest.buckets):
+        return False
+    return (
+        t.offset >= 0
+        and t.offset % ALIGNMENT == 0
+        and t.offset + prod(t.shape) <= manifest.buckets[t.bucket].size
+    )

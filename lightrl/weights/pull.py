@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import os
 import random
+import re
+import shutil
 import socket
 import threading
 import time
@@ -21,23 +23,35 @@ from pathlib import Path
 from lightrl.errors import WeightsError
 from lightrl.messages import Manifest
 from lightrl.weights import manifest as m
-from lightrl.weights.serve import IDLE_LIMIT_S, MAX_TICKET_BYTES, WeightServer, format_address, pack_request
+from lightrl.weights.serve import (
+    IDLE_LIMIT_S,
+    MAX_NAME_BYTES,
+    MAX_TICKET_BYTES,
+    WeightServer,
+    format_address,
+    pack_request,
+)
 
 __all__ = ["PullStats", "WeightServer", "pull"]
 
 CONNECT_LIMIT_S = 3.0
 MAX_REFUSALS = 3  # of each holder in a row before a stream gives up
+MAX_HOLDERS = 4096
+SPARE_BYTES = 64 << 20  # of disk, left for others
 MAX_PAUSE_S = 2.0  # between two rounds of attempts
 
+_HOLDER = re.compile(
+    r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*):([0-9]{1,5})", re.I | re.A
+)
 _CHUNK_BYTES = 256 << 10  # fits a core's cache, where it is digested and written
 
 
 def parse_address(address: str) -> tuple[str, int]:
     """The reverse of `format_address`. Raises WeightsError."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal():
-        raise WeightsError(f"{address!r}: a holder looks like host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    match = _HOLDER.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 1 << 16:
+        raise WeightsError(f"{address[:80]!r}: a holder looks like host:port")
+    return match[1].removeprefix("[").removesuffix("]"), int(match[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +69,32 @@ async def pull(
     destination: Path,
     streams: int = 4,
     timeout_s: float = 60.0,
+    *,
+    node: str,
 ) -> PullStats:
     """Fetches a version into `destination`, every bucket proved, from any of the holders.
+
+    `ticket` is that of `node` for this version, to others it is worth nothing.
 
     Grows "destination.part" and resumes from the whole buckets in it; `destination` appears complete or
     not at all. A holder that cannot be reached or breaks off is tried again and again: the network may
     come back. Raises WeightsError when nothing has arrived for `timeout_s`; sooner if every holder keeps
     refusing (it closes the connection instead of answering: wrong ticket, or the version is gone) or the
-    bytes of a bucket were wrong twice. Cancelling ends it within CONNECT_LIMIT_S.
+    bytes of a bucket were wrong twice; at once for a manifest that cannot be or a disk that is too small.
+    Cancelling ends it within CONNECT_LIMIT_S.
     """
     m.verify(manifest)
-    if not holders:
-        raise WeightsError(f"version {manifest.policy_version}: nobody holds it")
+    if not 0 < len(holders) <= MAX_HOLDERS:
+        raise WeightsError(f"version {manifest.policy_version}: {len(holders) or 'nobody'} holds it")
+    if not 0 < len(node.encode()) <= MAX_NAME_BYTES:
+        raise WeightsError(f"version {manifest.policy_version}: not a node's name: {node[:20]!r}")
     if not 0 < len(ticket.encode()) <= MAX_TICKET_BYTES:
         raise WeightsError(f"version {manifest.policy_version}: not a ticket: {ticket[:20]!r}")
     start = time.monotonic()
     part = destination.with_name(destination.name + ".part")
-    fetch = _Fetch(manifest, [parse_address(h) for h in holders], ticket.encode(), timeout_s, part)
+    _require_space(manifest, part)
+    credentials = (node.encode(), ticket.encode())
+    fetch = _Fetch(manifest, [parse_address(h) for h in holders], credentials, timeout_s, part)
     num_streams = max(1, min(streams, len(manifest.buckets)))
     loop = asyncio.get_running_loop()
     try:
@@ -91,6 +114,22 @@ async def pull(
     return PullStats(fetch.num_bytes, time.monotonic() - start)
 
 
+def _require_space(manifest: Manifest, part: Path) -> None:
+    """Raises WeightsError if the version does not fit on the disk: before anything is transferred."""
+    needed = m.num_bytes(manifest)
+    with contextlib.suppress(FileNotFoundError):
+        needed -= part.stat().st_blocks * 512
+    try:
+        free = shutil.disk_usage(part.parent).free
+    except OSError as e:
+        raise WeightsError(f"{part.parent}: cannot be written: {e.strerror}") from e
+    if needed + SPARE_BYTES > free:
+        raise WeightsError(
+            f"version {manifest.policy_version}: needs {needed / 1e9:.3g} GB more in {part.parent}, "
+            f"where {free / 1e9:.3g} GB are free"
+        )
+
+
 class _Fetch:
     """What the streams of one pull share; its methods may be called from any thread."""
 
@@ -98,13 +137,13 @@ class _Fetch:
         self,
         manifest: Manifest,
         holders: Sequence[tuple[str, int]],
-        ticket: bytes,
+        credentials: tuple[bytes, bytes],
         timeout_s: float,
         part: Path,
     ) -> None:
         self.manifest = manifest
         self.holders = holders
-        self.ticket = ticket
+        self.credentials = credentials  # the node's name and its ticket
         self.failure: str | None = None  # the first that ended the pull
         self.num_bytes = 0  # received
         self.trouble = ""  # the last, with the holder that made it
@@ -235,7 +274,7 @@ class _Stream:
             fetch.register(self._sock)
         self._sock.settimeout(fetch.remaining_s(IDLE_LIMIT_S))
         version = fetch.manifest.policy_version
-        self._sock.sendall(pack_request(version, offset, size, fetch.ticket))
+        self._sock.sendall(pack_request(version, offset, size, *fetch.credentials))
         return self._sock
 
     def _blame_holder(self, e: OSError | EOFError) -> None:

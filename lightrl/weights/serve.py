@@ -1,11 +1,13 @@
-"""The holder's side of a weight pull: byte ranges of published versions over TCP, to whoever has the ticket.
+"""The holder's side of a weight pull: byte ranges of published versions over TCP, to nodes with a ticket.
 
 Owns open versions and connections. The event loop only accepts, reads requests and waits; threads move
 the bytes. Must not import torch; decides neither which versions exist nor who may have them.
 
-A connection carries any number of requests, one after the other. A request is `REQUEST` and then the
-ticket; the reply is exactly the bytes asked for. Whatever is wrong with a request (ticket, version,
-range), the answer is a closed connection, so that a stranger learns nothing.
+A connection carries any number of requests, one after the other. A request is `REQUEST`, the name of the
+node that asks and its ticket; the reply is exactly the bytes asked for. Whatever is wrong with a request
+(name, ticket, version, range), the answer is a closed connection, so that a stranger learns nothing.
+
+A ticket is for one node and one version (keys.pull_ticket); it expires when the version is not held any more.
 """
 
 import asyncio
@@ -20,12 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.errors import WeightsError
+from lightrl.keys import pull_ticket
 from lightrl.messages import Manifest
 from lightrl.weights import manifest as m
 
-REQUEST = struct.Struct("<8sQQQB")  # magic, policy_version, offset, size, length of the ticket
-MAGIC = b"LRPULL1\n"
+REQUEST = struct.Struct("<8sQQQBB")  # magic, policy_version, offset, size, lengths of name and ticket
+MAGIC = b"LRPULL2\n"
+MAX_NAME_BYTES = 255
 MAX_TICKET_BYTES = 128
+MIN_SECRET = 16  # characters: an empty one would let everybody in
 MAX_CONNECTIONS = 512
 BACKLOG = 1024  # peers that wait for a place; the kernel may allow fewer
 KEPT_VERSIONS = 2
@@ -36,9 +41,9 @@ _SEND_PATIENCE_MS = 50  # a thread waits so long for a slow peer, then the event
 _SEND_THREADS = 16
 
 
-def pack_request(policy_version: int, offset: int, size: int, ticket: bytes) -> bytes:
+def pack_request(policy_version: int, offset: int, size: int, node: bytes, ticket: bytes) -> bytes:
     """Asks for `size` bytes of a version's file from `offset` on."""
-    return REQUEST.pack(MAGIC, policy_version, offset, size, len(ticket)) + ticket
+    return REQUEST.pack(MAGIC, policy_version, offset, size, len(node), len(ticket)) + node + ticket
 
 
 @dataclass(slots=True)
@@ -46,11 +51,15 @@ class _Held:
     """A published version. The open file outlives its deletion; closed when nobody sends it any more."""
 
     policy_version: int
-    ticket: bytes
+    secret: str
     file: int
     size: int
     num_users: int = 0
     is_retired: bool = False
+
+    def admits(self, node: bytes, ticket: bytes) -> bool:
+        expected = pull_ticket(self.secret, node.decode(errors="replace"), self.policy_version)
+        return hmac.compare_digest(ticket, expected.encode())
 
     def release(self) -> None:
         if self.is_retired and self.num_users == 0:
@@ -83,11 +92,13 @@ class WeightServer:
         self._listen()
         return format_address(host, self._listener.getsockname()[1])
 
-    def publish(self, manifest: Manifest, path: Path, ticket: str) -> None:
-        """From now on serves the version in `path`; the file may be deleted. Raises WeightsError."""
-        secret = ticket.encode()
-        if not 0 < len(secret) <= MAX_TICKET_BYTES:
-            raise WeightsError(f"a ticket has 1 to {MAX_TICKET_BYTES} bytes, not {len(secret)}")
+    def publish(self, manifest: Manifest, path: Path, secret: str) -> None:
+        """From now on serves the version in `path`; the file may be deleted. Raises WeightsError.
+
+        The tickets of nodes are derived from `secret` (keys.pull_ticket).
+        """
+        if len(secret) < MIN_SECRET:
+            raise WeightsError(f"a secret has {MIN_SECRET} characters or more, not {len(secret)}")
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError as e:
@@ -154,14 +165,15 @@ class WeightServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
                 async with asyncio.timeout(IDLE_LIMIT_S):
-                    magic, version, offset, size, ticket_size = REQUEST.unpack(
+                    magic, version, offset, size, name_size, ticket_size = REQUEST.unpack(
                         await _read(sock, REQUEST.size)
                     )
-                    if magic != MAGIC or not 0 < ticket_size <= MAX_TICKET_BYTES:
+                    if magic != MAGIC or not name_size or not 0 < ticket_size <= MAX_TICKET_BYTES:
                         return
+                    node = await _read(sock, name_size)
                     ticket = await _read(sock, ticket_size)
                 held = self._held.get(version)
-                if held is None or not hmac.compare_digest(ticket, held.ticket):
+                if held is None or not held.admits(node, ticket):
                     return
                 if offset > held.size or size > held.size - offset:
                     return

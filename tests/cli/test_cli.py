@@ -14,6 +14,7 @@ import pytest
 
 from lightrl.cli import main
 from lightrl.errors import ProtocolError
+from lightrl.keys import new_key, write_key
 from lightrl.launch.address import listening, parse, reachable
 from lightrl.launch.report import Progress, result_lines
 from lightrl.launch.running import final_snapshot
@@ -23,6 +24,7 @@ from lightrl.run_file import load_config
 from lightrl.wire import to_json
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
+KEY = new_key()
 HEAVY = ("torch", "vllm", "transformers", "zmq", "pydantic", "numpy", "rich")
 
 
@@ -87,11 +89,11 @@ def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_
             a short round's 400 take 2 turns or more""",
         ),
         (
-            "round.tail_batching=prompts round.eta=1.125 round.race=clock train.deterministic=true",
+            "round.tail_batching=prompts round.eta=1.125 round.race=clock run.deterministic=true",
             """36 prompts x 8 responses = 288, keeps the first 32 x 8 by clock
             about 8 short rounds + 1 long
             length bias: none by selection
-            note        train.deterministic orders sums only: with round.race = clock""",
+            note        run.deterministic orders sums only: with round.race = clock""",
         ),
         (
             "round.tail_batching=both round.eta=[1,1.5] async.max_staleness=1",
@@ -139,17 +141,20 @@ def test_dry_run_prints_a_config_that_loads_to_the_same_from_elsewhere(capsys, t
         ("run.bind=nonsense", ("nonsense", "tcp://10.0.0.1:5600")),
         ("run.bind=tcp://[::1]:5600", ("tcp://[::1]:5600: IPv6 is not supported", "tcp://10.0.0.1:5600")),
         ("run.name=latest", ("run.name = 'latest'", "choose another name")),
-        ("run.name=taken", ("runs/taken exists", "choose another run.name or remove it")),
+        ("run.name=taken", ("runs/taken exists; choose another run.name or remove it",)),
+        ("run.name=before", ("runs/before exists; lightrl resume runs/before goes on with it; else choose",)),
     ],
 )
 def test_bad_config_is_one_line_that_names_the_key(capsys, tmp_path, override, parts):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.py").write_text("def f(x: pass\n")
     (tmp_path / "other.py").write_text("def g(sample): return 1.0\n")
-    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    for name in ("taken", "before"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / "before" / "config.toml").touch()
     line = complaint(capsys, "up", QUICKSTART, override)
     assert all(part in line for part in parts), line
-    assert [p.name for p in (tmp_path / "runs").iterdir()] == ["taken"]
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["before", "taken"]
 
 
 @pytest.mark.parametrize("role", [(), ("--role", "coordinator")])
@@ -184,11 +189,15 @@ def test_port_in_use(capsys):
     assert line.startswith(f"run.bind = tcp://127.0.0.1:{port}: port {port} is in use; choose another one")
 
 
-def test_join_to_a_dead_address(capsys):
+def test_join_to_a_dead_address(capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as was:
         port = was.getsockname()[1]
+    monkeypatch.setenv("LIGHTRL_KEY", KEY)
     line = complaint(capsys, "up", "--join", f"127.0.0.1:{port}")
     assert line.startswith(f"tcp://127.0.0.1:{port}: nobody answers (connection refused)")
+
+
+HOW = "--key FILE, a copy of RUN_DIR/key, or LIGHTRL_KEY=<its text>"
 
 
 @pytest.mark.parametrize(
@@ -198,6 +207,9 @@ def test_join_to_a_dead_address(capsys):
         (("up", "a.toml", "b.toml"), "one CONFIG is possible, not 2: a.toml b.toml"),
         (("up", "run.seed=1"), "run.seed=1: there is no CONFIG to override; name a TOML file"),
         (("up", "--join", "nonsense"), "tcp://nonsense: not an address; one looks like tcp://10.0.0.1:5600"),
+        (("up", "--join", "a:1"), f"the key of the run is needed: {HOW}"),
+        (("status", "127.0.0.1:1"), f"the key of the run is needed: {HOW}"),
+        (("up", QUICKSTART, "--key", "k"), "--key is for --join: a run that is started makes its own key"),
         (("status",), "no run here yet; give an address (tcp://HOST:PORT) or a run directory"),
         (("status", "gone"), "gone: no such run; give an address (tcp://HOST:PORT) or a run directory"),
         (("down", "gone"), "gone: no such run; give an address (tcp://HOST:PORT) or a run directory"),
@@ -290,7 +302,7 @@ def answering(snapshot: Snapshot) -> Iterator[tuple[str, list[Message]]]:
 
     async def serve() -> None:
         nonlocal address
-        hub = Hub("tcp://127.0.0.1:*")
+        hub = Hub("tcp://127.0.0.1:*", KEY)
         address = hub.address
         listens.set()
         with contextlib.closing(hub):
@@ -322,6 +334,7 @@ NODES = (
 def made_run(folder: Path, address: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "address").write_text(f"{address}\n")
+    write_key(folder / "key", KEY)
     return folder
 
 
@@ -347,10 +360,10 @@ def test_only_rollout_nodes_can_be_drained(capsys, tmp_path):
     snapshot = Snapshot("one", str(tmp_path / "runs" / "one"), "running", 1, 3, 1, 1.0, NODES)
     with answering(snapshot) as (address, told):
         run_dir = made_run(tmp_path / "runs" / "one", address)
-        for target in (address, run_dir):
-            line = complaint(capsys, "drain", "head", target)
+        for target in ((address, "--key", run_dir / "key"), (run_dir,)):
+            line = complaint(capsys, "drain", "head", *target)
             assert line == "head is the coordinator: lightrl down stops the run"
-            line = complaint(capsys, "drain", "trainer-0", target)
+            line = complaint(capsys, "drain", "trainer-0", *target)
             assert line == "trainer-0 is the trainer: lightrl down stops the run"
         assert "there are head, trainer-0, rollout-0" in complaint(capsys, "drain", "x", run_dir)
         assert told == []

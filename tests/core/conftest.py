@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightrl.core.commands import CloseRound, Command, DrawPrompts, Send
+from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Record, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     Event,
@@ -20,6 +20,8 @@ from lightrl.core.events import (
     WeightsConfirmed,
     WeightsPublished,
 )
+from lightrl.core.facts import Fact, ShardSent
+from lightrl.core.recovery import recover, restate
 from lightrl.core.state import DrawnPrompt, Response, Round, Settings
 from lightrl.messages import (
     PROTOCOL,
@@ -53,6 +55,7 @@ SETTINGS = Settings(
     reward_on_failure=None,
     num_prompts=1000,
     chunk_tokens=1,
+    patience_s=60.0,
 )
 
 M = TypeVar("M")
@@ -69,21 +72,44 @@ class Driver:
         self.shuffled = shuffled  # every epoch in another order
         self.drawn = 0
         self.requests: dict[str, tuple[str, ResponseRequest]] = {}  # response -> (node, newest request)
+        self.segment: list[Fact] = restate(self.core)  # what a journal holds, from its last step on
 
     def feed(self, event: Event, now: float | None = None) -> list[Command]:
         """All commands, those of answering DrawPrompts included."""
         self.now = self.now if now is None else now
-        commands = self.core.handle(event, self.now)
+        commands = self.answer(self.core.handle(event, self.now))
         self.core.check()
+        for command in commands:
+            if isinstance(command, CloseStep):
+                self.segment = []
+            elif isinstance(command, Record):
+                self.segment.append(command.fact)
+        if of_kind(commands, CloseStep):  # what the core did since stands in what the segment begins with
+            self.segment = restate(self.core) + [f for f in self.segment if isinstance(f, ShardSent)]
+        return commands
+
+    def restart(self, lost: int = 0) -> list[Command]:
+        """The coordinator dies and is made again from its journal, but for the last `lost` facts."""
+        self.segment = self.segment[: len(self.segment) - lost]
+        self.core = Coordinator(self.core.settings, self.now)
+        commands = recover(self.core, self.segment, self.now)
+        self.drawn = self.core.backlog.num_drawn
+        commands = self.answer(commands)
+        self.core.check()
+        self.segment = restate(self.core)
+        return commands
+
+    def answer(self, commands: list[Command]) -> list[Command]:
         for command in commands:
             match command:
                 case Send(node, Generate(requests=requests)):
                     self.requests |= {r.response: (node, r) for r in requests}
                 case DrawPrompts("train", count):
-                    commands = commands + self.feed(PromptsDrawn(self.draw(count)))
+                    drawn = PromptsDrawn(self.draw(count))
+                    commands = commands + self.answer(self.core.handle(drawn, self.now))
                 case DrawPrompts("eval", count):
                     prompts = tuple(DrawnPrompt(f"e{i}", 0, ids(7)) for i in range(count))
-                    commands = commands + self.feed(PromptsDrawn(prompts))
+                    commands = commands + self.answer(self.core.handle(PromptsDrawn(prompts), self.now))
                 case _:
                     pass
         return commands
@@ -101,8 +127,26 @@ class Driver:
             i = random.Random(epoch).sample(range(count), count)[i]
         return f"p{i}", epoch
 
-    def join(self, name: str, role: str = "rollout", slots: int = 0, incarnation: int = 1) -> list[Command]:
-        hello = Hello(name, incarnation, (role,), PROTOCOL, pid=1, host="h", slots=slots)  # type: ignore[arg-type]
+    def join(
+        self,
+        name: str,
+        role: str = "rollout",
+        slots: int = 0,
+        incarnation: int = 1,
+        serves: int | None = None,
+        running: dict[str, int] | None = None,
+    ) -> list[Command]:
+        hello = Hello(
+            name,
+            incarnation,
+            (role,),  # type: ignore[arg-type]
+            PROTOCOL,
+            pid=1,
+            host="h",
+            slots=slots,
+            serves=None if serves is None else (serves, f"digest-{serves}"),
+            running=tuple((running or {}).items()),
+        )
         return self.feed(NodeJoined(hello))
 
     def publish(self, version: int, trainer: str = "t") -> list[Command]:

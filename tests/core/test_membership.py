@@ -86,7 +86,8 @@ def test_restarted_node_replaces_its_old_incarnation_and_a_ghost_does_not(driver
 
 def test_hello_of_a_known_process_is_welcomed_again_without_moving_anything(driver: Driver):
     driver.start("a", slots=2)
-    assert driver.join("a", slots=2) == [Admit("a")]
+    running = dict.fromkeys(driver.running(), 1)
+    assert driver.join("a", slots=2, serves=0, running=running) == [Admit("a")]
     assert driver.core.ledger.counters.responses_moved == 0
 
 
@@ -124,18 +125,29 @@ def test_operator_drain_reaches_the_node_and_an_unknown_name_is_reported(driver:
 def test_stopping_the_run_asks_every_node_and_finishes_when_all_have_left(driver: Driver):
     driver.start("a")
     drains = sent(driver.feed(DrainRequested("*", "ctrl-C")), Drain)
-    assert [node for node, _ in drains] == ["t", "a"]
+    assert [node for node, _ in drains] == ["a", "t"]
     assert of_kind(driver.feed(NodeLeft("a", "drained", ok=True)), Finish) == []
     [finish] = of_kind(driver.feed(NodeLeft("t", "drained", ok=True)), Finish)
     assert (str(finish.state), finish.reason) == ("stopped", "ctrl-C")
     assert driver.join("late") == []
 
 
-def test_losing_the_trainer_fails_the_run_with_its_reason(driver: Driver):
+def test_run_without_its_trainer_waits_and_fails_when_none_comes(driver: Driver):
     driver.start("a")
-    driver.feed(NodeLost("t", "connection lost"))
+    driver.feed(NodeLost("t", "connection lost"), now=1.0)
+    assert driver.core.state == "running"
+    driver.feed(NodeHeard("a", Heartbeat()), now=58.0)
+    assert sent(driver.feed(TimerFired(), now=60.9), Drain) == []
+    assert sent(driver.feed(TimerFired(), now=61.0), Drain) == [("a", Drain("a", "no trainer for 60 s"))]
     [finish] = of_kind(driver.feed(NodeLeft("a", "drained", ok=True)), Finish)
-    assert (str(finish.state), finish.reason) == ("failed", "trainer node t lost (connection lost)")
+    assert (str(finish.state), finish.reason) == ("failed", "no trainer for 60 s")
+
+
+def test_trainer_that_says_that_it_failed_fails_the_run(driver: Driver):
+    driver.start("a")
+    driver.feed(NodeLeft("t", "no such model", ok=False))
+    [finish] = of_kind(driver.feed(NodeLeft("a", "drained", ok=True)), Finish)
+    assert (str(finish.state), finish.reason) == ("failed", "trainer node t: no such model")
 
 
 def test_trainer_that_fails_while_the_run_finishes_well_turns_it_into_a_failure():
@@ -165,15 +177,6 @@ def test_engine_that_died_takes_no_response_with_it_and_its_node_loads_again(dri
     assert driver.core.ledger.counters.responses_moved == 2
     [(_, generate)] = sent(driver.confirm("a", 0), Generate)
     assert [(r.response, r.prefix) for r in generate.requests] == [("p0@0#0", ids(7)), ("p0@0#1", b"")]
-
-
-def test_trainer_that_was_started_again_ends_the_run_and_is_told_so(driver: Driver):
-    driver.start("a")
-    commands = driver.join("t", "trainer", incarnation=2)
-    [(_, refusal)] = sent(commands, Welcome)
-    assert refusal.refused == "the run is ending"
-    [finish] = of_kind(driver.feed(NodeLeft("a", "drained", ok=True)), Finish)
-    assert str(finish.state) == "failed"
 
 
 @pytest.mark.parametrize("last_words", [True, False])

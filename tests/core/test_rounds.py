@@ -85,7 +85,7 @@ def test_run_ends_after_its_last_step_and_only_when_all_nodes_have_left(driver: 
     for step in range(2):
         driver.finish_round()
         commands = driver.train(step) + driver.confirm("a", step + 1)
-    assert [n for n, _ in sent(commands, Drain)] == ["t", "a"]
+    assert [n for n, _ in sent(commands, Drain)] == ["a", "t"]
     assert [c.step for c in of_kind(commands, CloseStep)] == [1]
     driver.feed(NodeLeft("a", "drained", ok=True))
     [finish] = of_kind(driver.feed(NodeLeft("t", "drained", ok=True)), Finish)

@@ -8,8 +8,9 @@ import pytest
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, Score
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.state import DrawnPrompt, Tail, sample_seed
-from lightrl.core.steps import Resumed
+from lightrl.core.facts import Restated, Resumed
+from lightrl.core.recovery import recover
+from lightrl.core.state import Counters, DrawnPrompt, Tail, sample_seed
 
 from .conftest import Driver, ids, of_kind
 
@@ -235,13 +236,9 @@ def test_core_that_is_started_with_a_backlog_goes_on_as_one_that_was_never_inter
         run(first, stop - 1)
         first.decode(length)
         first.train(stop - 1)  # no node serves the new version yet: no round is open
-        held = first.core.backlog
-        backlog = Backlog(held.num_prompts, deque(held.put_off), deque(held.spare), held.num_drawn)
         second = Driver()
-        second.core = Coordinator(
-            first.core.settings, 0.0, Resumed(stop, backlog, first.core.steps.last_cut, None)
-        )
-        second.drawn = backlog.num_drawn
+        second.core, second.segment = first.core, first.segment
+        second.restart()
         second.join("t", "trainer")
         second.publish(stop)
         second.join("b", slots=99)
@@ -251,7 +248,8 @@ def test_core_that_is_started_with_a_backlog_goes_on_as_one_that_was_never_inter
 
 def test_evaluation_that_was_done_is_not_repeated_by_a_resumed_core():
     d = Driver(num_eval_prompts=1, eval_interval=1)
-    d.core = Coordinator(d.core.settings, 0.0, Resumed(1, Backlog(1000, num_drawn=2), evaluated=1))
+    stood = Resumed(1, num_drawn=2, evaluated=1, counters=Counters(groups_trained=2))
+    recover(d.core, [stood, Restated()], 0.0)
     d.join("t", "trainer")
     d.publish(1)
     d.join("a")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.core.events import DrainRequested, NodeLeft, NodeLost
+from lightrl.core.events import DrainRequested, HeadFailed, NodeLeft
 from lightrl.core.state import Tail
 
 from .oracle import oracle
@@ -106,12 +106,13 @@ def test_world_with_a_race_by_the_clock_finishes_with_whole_groups(seed: int):
 def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_trainer_after_it(seed: int):
     world = World(seed, **settings(seed, max_staleness=seed % 3))
     world.live(world.rng.randint(1, 80))
+    world.return_trainer()
     reason = world.rng.choice(
-        [DrainRequested("*", "down"), NodeLost("t", "gone"), NodeLeft("t", "bug", ok=False)]
+        [DrainRequested("*", "down"), HeadFailed("disk full"), NodeLeft("t", "bug", ok=False)]
     )
     world.feed(lambda: world.driver.feed(reason))
     known = {step: len(shards) for step, shards in world.shards.items()}
-    world.live(30)
+    world.live(30, coordinator_lives=True)
     for name in list(world.core.fleet.nodes):
         world.feed(lambda name=name: world.driver.feed(NodeLeft(name, "drained", ok=True)))
     [finish] = world.finished
@@ -122,11 +123,12 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
 def test_in_these_worlds_everything_does_happen():
     """They are worth something only then."""
     totals: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in range(90):
         world = World(seed, **settings(seed, max_staleness=seed % 3)).live(250)
         counters = asdict(world.core.ledger.counters)
         totals.update(counters | {"weights_failed": world.core.fleet.num_weights_failed})
         totals.update(r.kind for r in world.rounds)
+        totals.update({"restarts": world.num_restarts, "replays": world.num_replays})
         totals["surplus"] += sum(len(g.responses) > len(g.kept) for r in world.rounds for g in r.accepted)
         totals["mixed"] += sum(len(x.spans) > 1 for r in world.rounds for g in r.accepted for x in g.kept)
     assert all(count >= 5 for count in totals.values()), totals

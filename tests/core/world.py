@@ -6,7 +6,8 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
-from lightrl.core.commands import CloseRound, Command, Finish
+from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
+from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     DrainRequested,
     Event,
@@ -21,8 +22,9 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
+from lightrl.core.facts import Restated, ShardSent
 from lightrl.core.staleness import staleness
-from lightrl.core.state import Response, Round
+from lightrl.core.state import Node, Response, Round
 from lightrl.messages import (
     Drain,
     Heartbeat,
@@ -47,19 +49,32 @@ class World:
         self.rng = random.Random(seed)
         self.salt = seed
         self.fails = self.rng.choice([0.0, 0.0, 0.1, 0.3])  # share of rewards that cannot be computed
-        self.driver = Driver(shuffled=True, max_response_tokens=MAX_TOKENS, **changes)
-        self.core = self.driver.core
+        self.driver = Driver(shuffled=True, max_response_tokens=MAX_TOKENS, **{"patience_s": 1e9, **changes})
         self.incarnation = 1
         self.past: list[Event] = []  # news that may come once more, much later
+        self.has_trainer = True
+        self.stands_at = 0  # the trainer trains this step next
+        self.checkpoint = 0  # and may have to begin again from here
         self.to_train: deque[int] = deque()  # steps that the trainer has all of
-        self.shards: dict[int, list[TrainShard]] = {}
-        self.rounds: list[Round] = []  # of training, as they closed
+        self.shards: dict[int, list[TrainShard]] = {}  # what the trainer got, and the journal holds
+        self.closed: dict[int, Round] = {}  # of training, by step
+        self.num_restarts = 0
+        self.num_replays = 0
         self.finished: list[Finish] = []
         self.feed(lambda: self.driver.join("t", "trainer"))
         self.feed(lambda: self.driver.publish(0))
         for name in self.rng.sample(NAMES, 2):
             self.feed(lambda name=name: self.driver.join(name, slots=self.rng.randint(1, 4)))
             self.feed(lambda name=name: self.driver.confirm(name, 0))
+
+    @property
+    def core(self) -> Coordinator:
+        return self.driver.core
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Of training, as they closed."""
+        return [self.closed[step] for step in sorted(self.closed)]
 
     # What responses are
 
@@ -88,8 +103,10 @@ class World:
                 self.close(closed.round)
         for node, shard in sent(commands, TrainShard):
             assert node == "t"
-            assert shard.step == shard.policy_version
-            earlier = self.shards.setdefault(shard.step, [])
+            assert shard.step == shard.policy_version == self.stands_at
+            if shard.index == 0:
+                self.shards[shard.step] = []
+            earlier = self.shards[shard.step]
             assert shard.index == len(earlier), "a shard twice, or in the wrong order"
             assert not any(s.last for s in earlier), "a shard after the last one"
             earlier.append(shard)
@@ -97,12 +114,17 @@ class World:
                 assert shard.num_groups == sum(len(s.groups) for s in earlier)
                 assert len(self.to_train) == 0, "a step before the one at the trainer is done"
                 self.to_train.append(shard.step)
+        for again in of_kind(commands, ReplayShards):
+            assert again.step == self.stands_at
+            assert self.shards[again.step][-1].last, "a step that was never whole"
+            self.to_train.append(again.step)
+            self.num_replays += 1
         for node, drain in sent(commands, Drain):
             if node in self.rollouts() and self.rng.random() < 0.8:
                 self.leave(node, drain.reason)
 
     def close(self, round: Round) -> None:
-        self.rounds.append(round)
+        self.closed[round.step] = round
         for group in round.accepted:
             for response in group.kept:
                 oldest = staleness(response.spans, round.step).oldest_gap
@@ -224,8 +246,68 @@ class World:
         """The trainer has done a step; the version comes first."""
         if self.to_train:
             step = self.to_train.popleft()
+            self.stands_at = step + 1
             self.remember(WeightsPublished("t", publication(step + 1)))
             self.remember(StepTrained("t", StepDone(step, step + 1, {})))
+            if self.rng.random() < 0.4:
+                self.checkpoint = step + 1
+
+    def lose_trainer(self) -> None:
+        """It dies, or its connection breaks; or it leaves in order, with a checkpoint."""
+        if self.has_trainer and self.core.state != "finishing":
+            self.has_trainer = False
+            self.to_train.clear()
+            if self.rng.random() < 0.3:
+                self.checkpoint = self.stands_at
+                self.feed(lambda: self.driver.feed(NodeLeft("t", "preempted", ok=True)))
+            else:
+                self.feed(lambda: self.driver.feed(NodeLost("t", "gone")))
+
+    def return_trainer(self) -> None:
+        if not self.has_trainer:
+            self.has_trainer = True
+            self.incarnation += self.rng.random() < 0.5
+            if self.rng.random() < 0.5:
+                self.stands_at = self.checkpoint
+            self.greet_trainer()
+
+    def greet_trainer(self) -> None:
+        """What it held of a step it has forgotten; what it said last, it says again."""
+        self.to_train.clear()
+        self.feed(lambda: self.driver.join("t", "trainer", incarnation=self.incarnation))
+        self.feed(lambda: self.driver.publish(self.stands_at))
+        if self.stands_at and self.rng.random() < 0.7:
+            done = StepDone(self.stands_at - 1, self.stands_at, {})
+            self.feed(lambda: self.driver.feed(StepTrained("t", done)))
+
+    def restart_coordinator(self) -> None:
+        """Killed at any moment: the newest facts may be lost, but not what was sent to the trainer."""
+        self.num_restarts += 1
+        nodes = {n: self.core.fleet.nodes[n] for n in self.rollouts()}
+        kept = 1 + max(i for i, f in enumerate(self.driver.segment) if isinstance(f, Restated | ShardSent))
+        lost = self.rng.randint(0, len(self.driver.segment) - kept)
+        self.feed(lambda: self.driver.restart(lost))
+        if self.has_trainer:
+            self.greet_trainer()
+        for name, node in nodes.items():
+            if self.rng.random() < 0.7 and node.state != "draining":
+                running = {r.id: r.attempt for r in node.running.values() if self.rng.random() < 0.9}
+                self.feed(lambda name=name, node=node, running=running: self.return_node(name, node, running))
+
+    def return_node(self, name: str, node: Node, running: dict[str, int]) -> list[Command]:
+        serves, incarnation, slots = node.policy_version, node.incarnation, node.slots
+        return self.driver.join(name, slots=slots, incarnation=incarnation, serves=serves, running=running)
+
+    def break_connection(self) -> None:
+        """Of a node that goes on: what was under way in either direction may be lost."""
+        names = [n for n in self.rollouts() if self.core.fleet.nodes[n].state != "draining"]
+        if names:
+            name = self.rng.choice(names)
+            node = self.core.fleet.nodes[name]
+            running = {r.id: r.attempt for r in node.running.values() if self.rng.random() < 0.8}
+            if self.rng.random() < 0.5:
+                self.feed(lambda: self.driver.feed(NodeLost(name, "silent")))
+            self.feed(lambda: self.return_node(name, node, running))
 
     def repeat(self) -> None:
         """Something of long ago comes again."""
@@ -253,7 +335,7 @@ class World:
         if deadline is not None and deadline <= self.driver.now:
             self.feed(lambda: self.driver.feed(TimerFired()))
 
-    def live(self, num_events: int) -> "World":
+    def live(self, num_events: int, coordinator_lives: bool = False) -> "World":
         """Anything in any order, for a while."""
         acts = {
             self.join: 3,
@@ -263,8 +345,12 @@ class World:
             self.generate: 30,
             self.score: 20,
             self.train: 4,
+            self.lose_trainer: 0.5,
+            self.return_trainer: 3,
+            self.restart_coordinator: 0 if coordinator_lives else 1.5,
+            self.break_connection: 1,
             self.repeat: 2,
-            self.forge: 0.2,
+            self.forge: 0.4,
             self.wait: 4,
         }
         for act in self.rng.choices(list(acts), list(acts.values()), k=num_events):
@@ -273,6 +359,7 @@ class World:
 
     def heal(self) -> "World":
         """One good node does what is left to do, and everybody leaves."""
+        self.return_trainer()
         self.incarnation += 1
         self.feed(lambda: self.driver.join("healer", incarnation=self.incarnation, slots=6))
         for name in self.rollouts():

@@ -12,6 +12,7 @@ from typing import Any, Self
 from lightrl.config import Config
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
+from lightrl.keys import read_key, write_key
 from lightrl.messages import (
     PROTOCOL,
     Bye,
@@ -67,12 +68,14 @@ class ScriptedTrainer:
         self.shards: list[TrainShard] = []
         self.manifests: list[Manifest] = []
         self._scratch = scratch
+        self.may_publish = asyncio.Event()  # a test may hold the end of a step back
+        self.may_publish.set()
+        self.holder = ""
         self._server = WeightServer()
-        self._holder = ""
 
-    async def run(self, address: str) -> None:
-        link = await Link.connect(address, "trainer")
-        self._holder = await self._server.start("127.0.0.1")
+    async def run(self, address: str, key: str) -> None:
+        link = await Link.connect(address, "trainer", key)
+        self.holder = await self._server.start("127.0.0.1")
         link.send(Hello("trainer", 1, ("trainer",), PROTOCOL, pid=0, host="test"))
         beating = asyncio.create_task(self._beat(link))
         try:
@@ -84,6 +87,7 @@ class ScriptedTrainer:
                         case TrainShard():
                             self.shards.append(message)
                             if message.last:
+                                await self.may_publish.wait()
                                 self._publish(link, message.step + 1)
                                 link.send(StepDone(message.step, message.step + 1, {"loss/policy": 0.0}))
                         case Drain():
@@ -102,7 +106,7 @@ class ScriptedTrainer:
         manifest = write_version(path, version, [tensor])
         self.manifests.append(manifest)
         self._server.publish(manifest, path, "ab" * 16)
-        link.send(PublishWeights(manifest, (self._holder,), "ab" * 16))
+        link.send(PublishWeights(manifest, (self.holder,), "ab" * 16))
 
     async def _beat(self, link: Link) -> None:
         while True:
@@ -116,15 +120,18 @@ class Running:
     def __init__(self, config: Config, head: Head, trainer: ScriptedTrainer) -> None:
         self.config = config
         self.head = head
+        self.key_file = config.run_dir / "key"
+        self.key = read_key(self.key_file)
         self.trainer = trainer
         self.finished = asyncio.create_task(head.run())
-        self.training = asyncio.create_task(trainer.run(head.address))
+        self.training = asyncio.create_task(trainer.run(head.address, self.key))
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.silenced = False
 
     async def add_rollout(self, name: str, through: str | None = None) -> asyncio.subprocess.Process:
         """A rollout daemon; `through` is the address of a proxy in front of the coordinator."""
-        command = ("-m", "lightrl.cli", "up", "--join", through or self.head.address, "--name", name)
+        join = ("--join", through or self.head.address, "--key", str(self.key_file))
+        command = ("-m", "lightrl.cli", "up", *join, "--name", name)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
         self.processes[name] = process
@@ -133,7 +140,7 @@ class Running:
     async def until(self, holds: Callable[[Snapshot], bool]) -> Snapshot:
         """The first snapshot for which `holds`."""
         async with asyncio.timeout(DEADLINE_S):
-            async for snapshot in client.watch(self.head.address, 0.05):
+            async for snapshot in client.watch(self.head.address, 0.05, self.key):
                 if holds(snapshot):
                     return snapshot
         raise AssertionError("the coordinator stopped answering")
@@ -195,12 +202,13 @@ async def a_run(tmp_path: Path, **changes: dict[str, Any]) -> AsyncIterator[Runn
     """A coordinator and a scripted trainer; afterwards every process that was started is gone."""
     config = make_config(tmp_path, **changes)
     config.run_dir.mkdir(parents=True)
-    head = Head(config, config.run_dir, "head")
+    head = Head(config, config.run_dir, "head", write_key(config.run_dir / "key"))
     trainer = ScriptedTrainer(tmp_path)
     running = Running(config, head, trainer)
     try:
         yield running
     finally:
+        trainer.may_publish.set()
         if not running.finished.done():
             head.stop("the test is over")
         for process in running.processes.values():

@@ -1,4 +1,6 @@
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -6,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.errors import TrainerError
-from lightrl.trainer.checkpoint import latest
 from lightrl.trainer.model import full_parameters
-from lightrl.trainer.protocol import Accumulate, FinishStep, Save, Saved
+from lightrl.trainer.protocol import Accumulate, Cleared, ClearStep, FinishStep, Save, Saved, SaveFailed
+from lightrl.trainer.saved import latest, remove, tidy
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -59,6 +61,83 @@ def test_only_whole_checkpoints_appear_and_the_newest_stay(new_rank, samples, tm
     save(rank, tmp_path, 3)  # once more, after a resume
     assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_2", "step_3"]
     assert latest(checkpoints) == checkpoints / "step_3"
+
+
+def test_what_a_killed_save_left_behind_never_passes_for_a_checkpoint(new_rank, samples, tmp_path):
+    rank = new_rank(checkpoint={"keep_last": 3})
+    checkpoints = tmp_path / "run" / "checkpoints"
+    paths = []
+    for step in range(3):
+        train(rank, samples, step)
+        paths.append(save(rank, tmp_path, step + 1))
+    (checkpoints / "latest").write_text("step_2\n")  # killed before it wrote the new one
+    assert latest(checkpoints) == paths[1]
+    (checkpoints / "latest").unlink()
+    assert latest(checkpoints) == paths[2]
+    (checkpoints / "latest").write_text("../../elsewhere\n")
+    assert latest(checkpoints) == paths[2]
+    paths[2].rename(checkpoints / ".step_3.old")  # killed while its successor took its place
+    shutil.copytree(paths[1], checkpoints / ".step_3.draft")
+    (checkpoints / "step_7").mkdir()
+    assert latest(checkpoints) == paths[1]
+    tidy(checkpoints)
+    assert latest(checkpoints) == paths[2]
+    paths[2].rename(checkpoints / ".step_3.gone")
+    tidy(checkpoints)
+    remove(paths[1])
+    assert latest(checkpoints) == paths[0]
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_1", "step_7"]
+    tidy(tmp_path / "none")
+    assert latest(tmp_path / "none") is None
+
+
+def test_a_save_that_fails_changes_nothing_and_can_be_tried_again(new_rank, samples, tmp_path):
+    rank, other = new_rank(), new_rank()
+    train(rank, samples, 0)
+    train(other, samples, 0)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.parent.mkdir()
+    checkpoints.touch()  # in the way
+    path = checkpoints / "step_1"
+    [failed] = rank.perform(Save(1, str(path), export=True))
+    assert failed == SaveFailed(str(path), f"[Errno 20] Not a directory: '{checkpoints}/.step_1.draft'")
+    checkpoints.unlink()
+    (checkpoints / "latest" / "in the way").mkdir(parents=True)
+    [failed] = rank.perform(Save(1, str(path), export=True))
+    assert isinstance(failed, SaveFailed)
+    assert not list(checkpoints.glob(".step*"))
+    shutil.rmtree(checkpoints / "latest")
+    save(rank, tmp_path, 1, export=True)
+    assert latest(checkpoints) == path
+    assert train(rank, samples, 1) == train(other, samples, 1)
+
+
+def test_a_disk_that_is_full_is_a_save_that_failed(new_rank, samples, tmp_path):
+    rank = new_rank()
+    train(rank, samples, 0)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(checkpoints)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can make a small disk")
+    try:
+        [failed] = rank.perform(Save(1, str(checkpoints / "step_1"), export=True))
+        assert isinstance(failed, SaveFailed)
+        assert failed.reason
+        assert list(checkpoints.iterdir()) == []
+        subprocess.run([*mount[:4], "remount,size=64m", *mount[5:]], check=True)
+        save(rank, tmp_path, 1, export=True)
+    finally:
+        subprocess.run(["umount", str(checkpoints)], check=True)
+
+
+@pytest.mark.parametrize("algorithm", [{"name": "grpo"}, {"name": "reinforce++", "kl_coef": 0.1}])
+def test_a_step_begun_anew_is_the_step_that_was_never_begun(new_rank, samples, algorithm):
+    rank, other = new_rank(algorithm=algorithm), new_rank(algorithm=algorithm)
+    for step in range(2):
+        list(rank.perform(Accumulate(step, (tuple(samples[5:9]), tuple(samples[:5])))))
+        assert list(rank.perform(ClearStep(step))) == [Cleared(step)]
+        assert train(rank, samples, step) == train(other, samples, step)
 
 
 def test_the_export_is_a_model_that_transformers_loads(new_rank, samples, tmp_path, save_model):

@@ -10,7 +10,6 @@ import pytest
 
 from lightrl.child import ChildDied, Pipe
 from lightrl.trainer.batch import micro_batches
-from lightrl.trainer.checkpoint import latest
 from lightrl.trainer.loop import main
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
@@ -25,6 +24,7 @@ from lightrl.trainer.protocol import (
     Saved,
     StepFinished,
 )
+from lightrl.trainer.saved import latest
 from lightrl.weights.tensors import read_tensors
 from lightrl.wire import pack_f32, pack_i32
 
@@ -121,7 +121,9 @@ def test_a_rank_trains_publishes_and_says_why_it_ends(start, processes, samples)
             assert metrics["num_micro_batches"] > 1
             rank.send(Accumulate(7, ()))
             async with asyncio.timeout(DEADLINE_S):
-                assert await rank.receive() == RankFailed("Accumulate of step 7, but the rank is at step 1")
+                assert await rank.receive() == RankFailed(
+                    "Accumulate of step 7, but the rank is at step 1", is_final=True
+                )
                 with pytest.raises(ChildDied, match="exit status 1"):
                     await rank.receive()
 
@@ -138,7 +140,7 @@ def test_a_response_that_the_model_cannot_have_made_is_named(start, samples):
         with pytest.raises(SystemExit):
             main(theirs)
         _, event = daemon.receive(DEADLINE_S)
-        assert event == RankFailed("p0@0#1: token id 24 is outside the vocabulary of 24")
+        assert event == RankFailed("p0@0#1: token id 24 is outside the vocabulary of 24", is_final=True)
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(start, tmp_path):
@@ -149,5 +151,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(start, tmp_path):
         with pytest.raises(SystemExit):
             main(theirs)
         assert daemon.receive(DEADLINE_S) == [
-            RankFailed(f"model.path = '{tmp_path}/nowhere': no such directory, and not a hub id (org/name)")
+            RankFailed(
+                f"model.path = '{tmp_path}/nowhere': no such directory, and not a hub id (org/name)", True
+            )
         ]

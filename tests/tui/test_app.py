@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import socket
 import struct
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import time
 
 from lightrl.tui.app import keys, turn
 from lightrl.tui.render import View
+from tests.cli.harness import read_until, started
+from tests.cli.journals import left_behind
 
 DEADLINE_S = 30.0
 SHOW = """
@@ -69,5 +72,20 @@ def test_screen_on_a_terminal_is_left_as_it_was():
     assert b"\x1b[?1049h" in said  # the alternate screen was opened
     assert b"\x1b[?1049l" in said  # and closed
     assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_top_shows_a_run_that_was_killed_where_its_journal_ends(tmp_path):
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    with socket.create_server(("127.0.0.1", 0)) as was:
+        (run_dir / "address").write_text(f"tcp://127.0.0.1:{was.getsockname()[1]}\n")
+    ours, theirs = pty.openpty()
+    with started(tmp_path, "top", "one", terminal=theirs) as top:
+        said = read_until(ours, b"interrupted")
+        said += read_until(ours, b"trying again")
+        assert b"step 1/" in said
+        os.write(ours, b"q")
+        assert top.wait(DEADLINE_S) == 0
     os.close(ours)
     os.close(theirs)

@@ -6,19 +6,32 @@ import gc
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightrl.errors import WeightsError
+from lightrl.keys import pull_ticket
 from lightrl.messages import Manifest
 from lightrl.weights import manifest as m
-from lightrl.weights.pull import WeightServer, pull
+from lightrl.weights.pull import PullStats, WeightServer
+from lightrl.weights.pull import pull as pull_as
 from lightrl.weights.serve import IDLE_LIMIT_S, format_address, pack_request
 
-TICKET = "c0ffee"
+SECRET = "c0ffee" * 6
+NODE = "rollout-0"
+TICKET = pull_ticket(SECRET, NODE, 1)
 BUCKET = 1 << 18
+
+
+async def pull(
+    manifest: Manifest, holders: Sequence[str], secret: str, path: Path, **options: Any
+) -> PullStats:
+    """With the ticket of NODE for this version."""
+    ticket = pull_ticket(secret, NODE, manifest.policy_version)
+    return await pull_as(manifest, holders, ticket, path, node=NODE, **options)
 
 
 def make_version(path: Path, policy_version: int = 1, num_buckets: int = 4, bucket: int = BUCKET) -> Manifest:
@@ -54,7 +67,7 @@ async def serving(manifest: Manifest, path: Path, **settings: int) -> AsyncItera
     server = WeightServer(**settings)
     try:
         address = await server.start("127.0.0.1")
-        server.publish(manifest, path, TICKET)
+        server.publish(manifest, path, SECRET)
         yield address
     finally:
         await server.close()
@@ -135,7 +148,7 @@ def test_a_pulled_version_equals_the_served_one(tmp_path):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1", num_buckets=9)
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            stats = await pull(manifest, [address], TICKET, tmp_path / "pulled")
+            stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
         assert stats.num_bytes == m.num_bytes(manifest)
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
         assert sum(1 for _ in m.read_buckets(tmp_path / "pulled", manifest)) == 9
@@ -148,7 +161,7 @@ def test_several_pullers_at_once_each_get_the_version(tmp_path):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1", num_buckets=8)
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            await asyncio.gather(*(pull(manifest, [address], TICKET, tmp_path / f"p{k}") for k in range(6)))
+            await asyncio.gather(*(pull(manifest, [address], SECRET, tmp_path / f"p{k}") for k in range(6)))
         for k in range(6):
             assert (tmp_path / f"p{k}").read_bytes() == (tmp_path / "v1").read_bytes()
 
@@ -161,7 +174,7 @@ def test_a_cut_connection_resumes_where_it_broke_off(tmp_path):
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
             relay = Relay(address, lambda n: 300_000 if n < 3 else 1 << 62)
             async with relay as holder:
-                stats = await pull(manifest, [holder], TICKET, tmp_path / "pulled")
+                stats = await pull(manifest, [holder], SECRET, tmp_path / "pulled")
         assert relay.num_connections == 4
         assert stats.num_bytes == m.num_bytes(manifest)  # no byte twice
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
@@ -178,7 +191,7 @@ def test_a_corrupted_bucket_is_fetched_again_from_another_holder(tmp_path):
             serving(manifest, tmp_path / "v1") as good,
             asyncio.timeout(20),
         ):
-            stats = await pull(manifest, [bad, good], TICKET, tmp_path / "pulled", streams=1)
+            stats = await pull(manifest, [bad, good], SECRET, tmp_path / "pulled", streams=1)
         assert stats.num_bytes == m.num_bytes(manifest) + BUCKET
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
@@ -191,10 +204,10 @@ def test_a_version_corrupted_everywhere_never_appears_and_its_good_buckets_are_k
         wrong = flip_bit(tmp_path / "v1", position=3 * BUCKET)
         async with serving(manifest, wrong) as bad, asyncio.timeout(20):
             with pytest.raises(WeightsError, match="version 1: bucket 3: digest differs"):
-                await pull(manifest, [bad], TICKET, tmp_path / "pulled", streams=1)
+                await pull(manifest, [bad], SECRET, tmp_path / "pulled", streams=1)
         assert not (tmp_path / "pulled").exists()
         async with serving(manifest, tmp_path / "v1") as good, asyncio.timeout(20):
-            stats = await pull(manifest, [good], TICKET, tmp_path / "pulled")
+            stats = await pull(manifest, [good], SECRET, tmp_path / "pulled")
         assert stats.num_bytes == BUCKET  # only the bucket that was missing
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
@@ -206,7 +219,7 @@ def test_leftovers_of_another_version_are_replaced(tmp_path):
         make_version(tmp_path / "pulled.part", policy_version=1, num_buckets=6)
         manifest = make_version(tmp_path / "v2", policy_version=2)
         async with serving(manifest, tmp_path / "v2") as address, asyncio.timeout(20):
-            stats = await pull(manifest, [address], TICKET, tmp_path / "pulled")
+            stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
         assert stats.num_bytes == m.num_bytes(manifest)
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v2").read_bytes()
 
@@ -219,9 +232,9 @@ def test_a_dead_holder_is_passed_over(tmp_path):
         with bound_socket() as closed:
             dead = address_of(closed)
             async with serving(manifest, tmp_path / "v1") as good, asyncio.timeout(20):
-                await pull(manifest, [dead, good], TICKET, tmp_path / "pulled")
+                await pull(manifest, [dead, good], SECRET, tmp_path / "pulled")
                 with pytest.raises(WeightsError, match=f"nothing arrived for 0.2 s; last {dead}: .*refused"):
-                    await pull(manifest, [dead], TICKET, tmp_path / "other", timeout_s=0.2)
+                    await pull(manifest, [dead], SECRET, tmp_path / "other", timeout_s=0.2)
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
         assert not (tmp_path / "other").exists()
 
@@ -233,9 +246,9 @@ def test_a_holder_that_comes_late_is_waited_for(tmp_path):
         manifest = make_version(tmp_path / "v1")
         late = bound_socket()
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            waiting = asyncio.create_task(pull(manifest, [address_of(late)], TICKET, tmp_path / "pulled"))
+            waiting = asyncio.create_task(pull(manifest, [address_of(late)], SECRET, tmp_path / "pulled"))
             with pytest.raises(WeightsError, match="refused"):
-                await pull(manifest, [address_of(late)], TICKET, tmp_path / "impatient", timeout_s=0.8)
+                await pull(manifest, [address_of(late)], SECRET, tmp_path / "impatient", timeout_s=0.8)
             assert not waiting.done()
             async with Relay(address, lambda _: 1 << 62, sock=late):
                 await waiting
@@ -254,7 +267,7 @@ def test_a_slow_transfer_may_take_longer_than_the_limit_for_silence(tmp_path):
             ) as holder,  # 16 connections, a pause of 0.05 to 0.1 s after each
             asyncio.timeout(20),
         ):
-            stats = await pull(manifest, [holder], TICKET, tmp_path / "pulled", timeout_s=0.6)
+            stats = await pull(manifest, [holder], SECRET, tmp_path / "pulled", timeout_s=0.6)
         assert stats.num_bytes == 1 << 20
         assert stats.seconds > 0.6
 
@@ -271,7 +284,7 @@ def test_more_pullers_than_places_all_get_the_version(tmp_path):
             host, _, port = address.rpartition(":")
             strangers = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
             pulls = [
-                asyncio.create_task(pull(manifest, [address], TICKET, tmp_path / f"p{k}")) for k in range(6)
+                asyncio.create_task(pull(manifest, [address], SECRET, tmp_path / f"p{k}")) for k in range(6)
             ]
             done, _ = await asyncio.wait(pulls, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
             assert not done  # all places are taken
@@ -284,13 +297,26 @@ def test_more_pullers_than_places_all_get_the_version(tmp_path):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("ticket", ["c0ffef", "c0ffe", "c0ffee00", "f" * 128])
-def test_a_wrong_ticket_gets_nothing(tmp_path, ticket):
+@pytest.mark.parametrize(
+    ("node", "ticket"),
+    [
+        (NODE, SECRET),
+        (NODE, TICKET[:-1]),
+        (NODE, TICKET + "0"),
+        (NODE, "f" * 128),
+        ("rollout-1", TICKET),
+        (NODE, pull_ticket(SECRET, "rollout-1", 1)),
+        (NODE, pull_ticket(SECRET, NODE, 2)),
+        (NODE, pull_ticket("c0ffef" * 6, NODE, 1)),
+    ],
+    ids=["the secret", "shorter", "longer", "wrong", "stolen", "another's", "another version's", "forged"],
+)
+def test_a_wrong_ticket_gets_nothing(tmp_path, node, ticket):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1", num_buckets=1)
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
             with pytest.raises(WeightsError, match="closed the connection"):
-                await pull(manifest, [address], ticket, tmp_path / "pulled")
+                await pull_as(manifest, [address], ticket, tmp_path / "pulled", node=node)
         assert not (tmp_path / "pulled").exists()
 
     asyncio.run(scenario())
@@ -300,10 +326,10 @@ def test_a_wrong_ticket_gets_nothing(tmp_path, ticket):
     "request_bytes",
     [
         b"GET / HTTP/1.1\r\nHost: weights\r\n\r\n" + b"x" * 64,
-        pack_request(7, 0, 16, TICKET.encode()),  # never published
-        pack_request(1, 0, BUCKET + 1, TICKET.encode()),  # beyond the end
-        pack_request(1, 2**64 - 8, 16, TICKET.encode()),  # wraps around
-        pack_request(1, 0, 16, TICKET.encode())[:-6] + b"\xff" * 6,
+        pack_request(7, 0, 16, NODE.encode(), TICKET.encode()),  # never published
+        pack_request(1, 0, BUCKET + 1, NODE.encode(), TICKET.encode()),  # beyond the end
+        pack_request(1, 2**64 - 8, 16, NODE.encode(), TICKET.encode()),  # wraps around
+        pack_request(1, 0, 16, NODE.encode(), TICKET.encode())[:-6] + b"\xff" * 6,
     ],
     ids=["http", "version", "too long", "wraps", "ticket"],
 )
@@ -319,7 +345,7 @@ def test_a_strange_request_closes_the_connection_and_the_server_lives_on(tmp_pat
             writer.close()
             with contextlib.suppress(ConnectionResetError):
                 await writer.wait_closed()
-            await pull(manifest, [address], TICKET, tmp_path / "pulled")
+            await pull(manifest, [address], SECRET, tmp_path / "pulled")
 
     asyncio.run(scenario())
 
@@ -350,11 +376,11 @@ def test_a_transfer_under_way_survives_the_retirement_of_its_version(tmp_path):
         server = WeightServer()
         address = await server.start("127.0.0.1")
         manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)  # more than sockets buffer
-        server.publish(manifest, tmp_path / "v1", TICKET)
+        server.publish(manifest, tmp_path / "v1", SECRET)
         released = asyncio.Event()
         relay = Relay(address, lambda _: 1000, released)
         async with asyncio.timeout(20), relay as holder:
-            pulling = asyncio.create_task(pull(manifest, [holder], TICKET, tmp_path / "pulled"))
+            pulling = asyncio.create_task(pull(manifest, [holder], SECRET, tmp_path / "pulled"))
             await relay.stalled.wait()
             for version in (2, 3):
                 server.publish(
@@ -377,8 +403,8 @@ def test_peers_that_never_read_do_not_keep_others_waiting(tmp_path):
             with contextlib.ExitStack() as stack:
                 for _ in range(24):  # more than there are sending threads
                     sock = stack.enter_context(socket.create_connection((host, int(port))))
-                    sock.sendall(pack_request(1, 0, 16 << 20, TICKET.encode()))
-                stats = await pull(manifest, [address], TICKET, tmp_path / "pulled")
+                    sock.sendall(pack_request(1, 0, 16 << 20, NODE.encode(), TICKET.encode()))
+                stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
             assert stats.seconds < IDLE_LIMIT_S
 
     asyncio.run(scenario())
@@ -391,7 +417,7 @@ def test_a_silent_holder_costs_no_more_than_the_time_limit(tmp_path):
             holder = format_address("127.0.0.1", silent.getsockname()[1])
             async with asyncio.timeout(IDLE_LIMIT_S / 2):
                 with pytest.raises(WeightsError, match=r"nothing arrived for 0.2 s"):
-                    await pull(manifest, [holder], TICKET, tmp_path / "pulled", timeout_s=0.2)
+                    await pull(manifest, [holder], SECRET, tmp_path / "pulled", timeout_s=0.2)
 
     asyncio.run(scenario())
 
@@ -402,7 +428,7 @@ def test_a_cancelled_pull_ends_at_once_and_leaves_no_version(tmp_path):
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(IDLE_LIMIT_S / 2):
             relay = Relay(address, lambda _: 1000, released=asyncio.Event())
             async with relay as holder:
-                pulling = asyncio.create_task(pull(manifest, [holder], TICKET, tmp_path / "pulled"))
+                pulling = asyncio.create_task(pull(manifest, [holder], SECRET, tmp_path / "pulled"))
                 await relay.stalled.wait()
                 pulling.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -417,11 +443,11 @@ def test_a_closing_server_cuts_its_transfers(tmp_path):
         manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)  # more than sockets buffer
         server = WeightServer()
         address = await server.start("127.0.0.1")
-        server.publish(manifest, tmp_path / "v1", TICKET)
+        server.publish(manifest, tmp_path / "v1", SECRET)
         released = asyncio.Event()
         relay = Relay(address, lambda _: 1000, released)
         async with asyncio.timeout(20), relay as holder:
-            pulling = asyncio.create_task(pull(manifest, [holder], TICKET, tmp_path / "pulled"))
+            pulling = asyncio.create_task(pull(manifest, [holder], SECRET, tmp_path / "pulled"))
             await relay.stalled.wait()
             await server.close()
             released.set()
@@ -453,7 +479,7 @@ def test_a_server_that_closes_while_a_peer_connects_leaves_no_socket_open(turns)
 def test_a_senseless_pull_is_refused(tmp_path, holders, ticket, reason):
     manifest = make_version(tmp_path / "v1", num_buckets=1)
     with pytest.raises(WeightsError, match=reason):
-        asyncio.run(pull(manifest, holders, ticket, tmp_path / "pulled"))
+        asyncio.run(pull_as(manifest, holders, ticket, tmp_path / "pulled", node=NODE))
     assert not (tmp_path / "pulled.part").exists()
 
 
@@ -461,6 +487,6 @@ def test_publishing_a_file_that_is_not_the_version_is_refused(tmp_path):
     manifest = make_version(tmp_path / "v1")
     os.truncate(tmp_path / "v1", 5)
     with pytest.raises(WeightsError, match="has 5 bytes, its manifest says"):
-        WeightServer().publish(manifest, tmp_path / "v1", TICKET)
+        WeightServer().publish(manifest, tmp_path / "v1", SECRET)
     with pytest.raises(WeightsError, match="cannot be served"):
-        WeightServer().publish(manifest, tmp_path / "nowhere", TICKET)
+        WeightServer().publish(manifest, tmp_path / "nowhere", SECRET)

@@ -14,7 +14,17 @@ MANIFEST = m.Manifest(
     4, "9f3a", (m.TensorSpec("w", "float32", (2, 3), 0, 64),), (m.Bucket(88, "77"), m.Bucket(1, "78"))
 )
 EXAMPLES: list[m.Message] = [
-    m.Hello("rollout-0", 17, ("rollout", "trainer"), m.PROTOCOL, pid=4242, host="a", slots=128),
+    m.Hello(
+        "rollout-0",
+        17,
+        ("rollout", "trainer"),
+        m.PROTOCOL,
+        pid=4242,
+        host="a",
+        slots=128,
+        serves=(4, "9f3a"),
+        running=(("p7@0#3", 1),),
+    ),
     m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
     m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu"),
     m.Generate(
@@ -35,9 +45,11 @@ EXAMPLES: list[m.Message] = [
         (m.TrainGroup("p7@0", b"", (m.TrainResponse("p7@0#3", b"", b"", 1.0, "length"),)),),
         True,
         32,
+        True,
     ),
     m.StepDone(4, 5, {"loss/policy": 0.1}),
-    m.PublishWeights(MANIFEST, ("10.0.0.1:41873",), "c0ffee"),
+    m.Checkpointed(20),
+    m.PublishWeights(MANIFEST, ("10.0.0.1:41873",), "c0ffee", (3, 29)),
     m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03),
     m.WeightsFailed(4, "bucket 3: digest differs"),
     m.Drain("rollout-0", "SIGTERM"),
@@ -88,11 +100,13 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_2_are_pinned():
+def test_bytes_of_protocol_3_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise PROTOCOL."""
-    assert m.PROTOCOL == 2
+    assert m.PROTOCOL == 3
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
+    checkpointed = wire.MESSAGES.encode(m.Checkpointed(20))
+    assert checkpointed.hex() == "92ac436865636b706f696e74656481a47374657014"
     chunk = m.TokenChunk(1, "d", (m.ResponseTokens("r", 2, 0, wire.pack_i32([3]), wire.pack_f32([-1.0])),))
     assert wire.MESSAGES.encode(chunk).hex() == (
         "92aa546f6b656e4368756e6b83ae706f6c6963795f76657273696f6e01a6646967657374a164a9726573706f6e736573"

@@ -1,0 +1,107 @@
+"""What users write on the command line: the options that several commands share, and how they are read.
+
+Owns syntax and what must not be combined; runs nothing. Must stay quick to import.
+"""
+
+import os
+import re
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast, get_args
+
+import typer
+
+from lightrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightrl.config import Config
+    from lightrl.messages import Role
+
+MAX_NAME = 64  # characters of a node's name
+
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[ADDR]", help="tcp://HOST:PORT, a run directory, a run's name; default: runs/latest"
+    ),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        metavar="FILE",
+        help="the run's key, a copy of RUN_DIR/key; default: LIGHTRL_KEY, else the run directory's",
+    ),
+]
+RoleOption = Annotated[
+    str,
+    typer.Option("--role", metavar="ROLE,...", help="coordinator, trainer, rollout: one daemon with these"),
+]
+NameOption = Annotated[str, typer.Option("--name", help="of this node; default: HOST-PID")]
+Slots = Annotated[
+    int, typer.Option("--slots", min=0, help="responses at once on this node; default: rollout.slots")
+]
+NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]
+AsJson = Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [section.key=value ...]", help="a TOML file; values that override it"),
+]
+
+
+def require_coherent(
+    settings: list[str], join: str, roles: "tuple[Role, ...]", name: str, slots: int
+) -> None:
+    """Nothing that a user says may be ignored. Raises ConfigError, one line."""
+    if join and settings and "coordinator" not in roles:
+        raise ConfigError(
+            f"--join: a joining node takes its config from the coordinator; leave out {' '.join(settings)}"
+        )
+    if slots and "rollout" not in roles:
+        raise ConfigError(
+            "--slots is for one rollout daemon: --join, or --role ...,rollout; else set rollout.slots"
+        )
+    if name and not roles:
+        raise ConfigError("--name is for one daemon: --join or --role; else set run.name")
+    if name:
+        from lightrl.config import NAME_PATTERN
+
+        if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
+            what = f"a letter or digit, then letters, digits, . _ -; at most {MAX_NAME} in all"
+            raise ConfigError(f"--name {name!r}: is not a name: {what}")
+
+
+def config(settings: list[str]) -> "Config | None":
+    """The config that the arguments describe; None if there are none."""
+    files, overrides = told_apart(settings)
+    if len(files) > 1:
+        raise ConfigError(f"one CONFIG is possible, not {len(files)}: {' '.join(files)}")
+    if not files:
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: there is no CONFIG to override; name a TOML file")
+        return None
+    from lightrl.run_file import load_config
+
+    return load_config(Path(files[0]), overrides)
+
+
+def told_apart(settings: list[str]) -> tuple[list[str], list[str]]:
+    """Names of files or runs, and overrides."""
+    return [s for s in settings if "=" not in s], [s for s in settings if "=" in s]
+
+
+def roles(text: str) -> "tuple[Role, ...]":
+    from lightrl.messages import Role
+
+    chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    known = get_args(Role)
+    if text and not chosen:
+        raise typer.BadParameter(f"--role {text}: roles are {', '.join(known)}")
+    for part in chosen:
+        if part not in known:
+            raise typer.BadParameter(f"--role {part}: roles are {', '.join(known)}")
+    return cast("tuple[Role, ...]", chosen)
+
+
+def default_name() -> str:
+    return f"{socket.gethostname().split('.')[0][: MAX_NAME - 20]}-{os.getpid()}"

@@ -1,0 +1,244 @@
+"""A core made again from its journal, and what a new segment of a journal must begin with.
+
+Owns how facts are applied. Facts drive the same functions that events do, so that nothing is decided in
+two places; where work ran is forgotten, and every response that is not finished waits in the queue until
+a node comes and says that it has it, or takes it on from its tokens.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import assert_never
+
+from lightrl.core import rounds
+from lightrl.core.backlog import Backlog, PutOff
+from lightrl.core.commands import CloseRound, Command, DrawPrompts, Report, Score
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.events import PromptsDrawn, ResponseScored
+from lightrl.core.facts import (
+    Fact,
+    Noted,
+    Restated,
+    Resumed,
+    RoundOpened,
+    RoundStood,
+    ShardSent,
+    TokensTaken,
+    VersionPublished,
+)
+from lightrl.core.ledger import encode
+from lightrl.core.state import (
+    Group,
+    Response,
+    ResponseState,
+    Round,
+    RoundKind,
+    RoundState,
+    Settings,
+)
+from lightrl.errors import InvariantViolation
+from lightrl.messages import ResponseTokens, StepDone
+
+MAX_TOKENS_TOLD = 1 << 22  # in one fact: some 32 MiB
+
+
+def restate(core: Coordinator) -> list[Fact]:
+    """Facts from which `recover` makes this core; call it when no DrawPrompts is unanswered."""
+    steps, backlog, published = core.steps, core.backlog, core.fleet.published
+    stood = Resumed(
+        step=core.step,
+        num_drawn=backlog.num_drawn,
+        put_off=tuple(backlog.put_off),
+        spare=tuple(backlog.spare),
+        last_cut=steps.last_cut,
+        evaluated=steps.evaluated,
+        version=published.policy_version if published is not None else None,
+        digests=dict(core.fleet.digests),
+        counters=replace(core.ledger.counters),
+        memory=core.foresight.memory(),
+    )
+    facts: list[Fact] = [stood]
+    for round in core.ledger.rounds:
+        facts += _restate_round(core.settings, round)
+    return [*facts, Restated()]
+
+
+def recover(core: Coordinator, facts: Iterable[Fact], now: float) -> list[Command]:
+    """Brings a new core to where the facts end. Returns what is to be done at once: rounds that closed since
+    the segment began, prompts to draw, finished responses without a score.
+
+    Raises InvariantViolation if the facts contradict each other or the settings.
+    """
+    recovery = _Recovery(core, now)
+    for fact in facts:
+        recovery.apply(fact)
+    return recovery.conclude()
+
+
+class _Recovery:
+    def __init__(self, core: Coordinator, now: float) -> None:
+        self._core = core
+        self._now = now
+        self._stood = Resumed()
+        self._closed: list[Round] = []  # of those restated
+        self._out = core.steps.out = []
+
+    def apply(self, fact: Fact) -> None:
+        core = self._core
+        match fact:
+            case Resumed():
+                self._stood = fact
+                self._stand()
+            case RoundStood():
+                self._set_up(fact)
+            case Restated():
+                self._begin()
+            case RoundOpened(step, kind):
+                self._open(step, kind)
+            case PromptsDrawn(prompts):
+                core.steps.fill(prompts)
+            case TokensTaken(version, items):
+                for item in items:
+                    core.ledger.retake(version, item, self._out)
+            case ResponseScored():
+                self._score(fact)
+            case VersionPublished(version, digest):
+                core.fleet.know(version, digest)
+                core.steps.published(self._now)
+            case StepDone():
+                core.steps.take_step(fact)
+            case ShardSent() | Noted():
+                pass  # for the trainer, should it train that step again; for the shell
+            case _:
+                assert_never(fact)
+        core.steps.settle(self._now)
+
+    def conclude(self) -> list[Command]:
+        core = self._core
+        commands: list[Command] = [c for c in self._out if isinstance(c, CloseRound)]
+        for round in core.steps.draws:
+            source = "eval" if round.is_eval else "train"
+            commands.append(DrawPrompts(source, core.steps.num_missing(round)))
+        held = core.ledger.responses.values()
+        commands += [
+            Score(r, r.group.prompt.id, "eval" if r.group.round.is_eval else "train")
+            for r in held
+            if r.state is ResponseState.DONE and not r.scored and not r.settled
+        ]
+        if core.fleet.published is not None:
+            core.trainee.lost(self._now)
+        num_tokens = sum(len(r.tokens) for r in held)
+        commands.append(
+            Report(f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens")
+        )
+        core.steps.out = []
+        return commands
+
+    def _stand(self) -> None:
+        """All that is not in the open rounds."""
+        core, stood = self._core, self._stood
+        steps, settings = core.steps, core.settings
+        steps.step, steps.evaluated, steps.last_cut = stood.step, stood.evaluated, stood.last_cut
+        steps.opened = max(steps.opened, stood.step)
+        steps.backlog = Backlog(settings.num_prompts, num_drawn=stood.num_drawn)
+        steps.backlog.put_off.extend(stood.put_off)
+        steps.backlog.spare.extend(stood.spare)
+        core.ledger.counters = replace(stood.counters)
+        core.foresight.recall(stood.memory)
+        core.fleet.digests.update(stood.digests)
+        if stood.version is not None:
+            core.fleet.know(stood.version, stood.digests[stood.version])
+
+    def _set_up(self, fact: RoundStood) -> None:
+        """A round that was open. While it is being filled, nothing is drawn for it and it does not close."""
+        core = self._core
+        round = rounds.new_round(core.settings, fact.kind, fact.step, self._now)
+        round.prompts_launched = fact.prompts_launched
+        core.ledger.open(round)
+        core.steps.opened += not round.is_eval
+        core.ledger.start(rounds.add(core.settings, round, fact.prompts, core.foresight))
+        if fact.is_closed:
+            self._closed.append(round)
+
+    def _begin(self) -> None:
+        """What the restated rounds did on their way here, is in what stood already."""
+        for round in self._core.ledger.rounds:
+            round.move(RoundState.RUNNING)
+            if round in self._closed:
+                self._core.steps.close_round(round, self._now)
+        self._stand()
+
+    def _open(self, step: int, kind: RoundKind) -> None:
+        core = self._core
+        expected = rounds.next_kind(core.settings, core.backlog)
+        if kind not in {"eval", expected}:
+            raise InvariantViolation(f"journal: round {step} was {kind}, and now would be {expected}")
+        core.steps.open(rounds.new_round(core.settings, kind, step, self._now))
+
+    def _score(self, fact: ResponseScored) -> None:
+        core = self._core
+        response = core.ledger.responses.get(fact.response)
+        if response is not None:
+            response.attempt = max(response.attempt, fact.attempt)
+            core.ledger.score(response.id, response.attempt, fact.reward, fact.failure, self._out)
+
+
+def _restate_round(settings: Settings, round: Round) -> Iterator[Fact]:
+    groups = round.groups.values()
+    held = tuple(_held_prompt(settings, g) for g in groups)
+    is_closed = round.state is RoundState.CLOSED
+    yield RoundStood(round.step, round.kind, round.prompts_launched, held, is_closed)
+    items: dict[int, list[ResponseTokens]] = {}
+    num_tokens = 0
+    for group in groups:
+        for response in group.responses:
+            for version, item in _spans(response):
+                items.setdefault(version, []).append(item)
+            num_tokens += len(response.tokens)
+            if num_tokens >= MAX_TOKENS_TOLD:
+                yield from _told(items)
+                num_tokens = 0
+    yield from _told(items)
+    yield from _scores(round)
+
+
+def _told(items: dict[int, list[ResponseTokens]]) -> Iterator[Fact]:
+    """A response's older versions first."""
+    for version in sorted(items):
+        yield TokensTaken(version, tuple(items[version]))
+    items.clear()
+
+
+def _held_prompt(settings: Settings, group: Group) -> PutOff:
+    """Its name tells whether it had been put off when its noise was to be fresh then."""
+    is_first = settings.tail.fresh_noise and not group.id.endswith(f"'{group.round.step}")
+    return PutOff(group.prompt, 0 if is_first else max(r.attempt for r in group.responses), group.round.step)
+
+
+def _spans(response: Response) -> Iterator[tuple[int, ResponseTokens]]:
+    """(policy version, its tokens); the last one says how the response ended."""
+    starts = response.starts or [(response.group.round.step, 0)]
+    ends = [start for _, start in starts[1:]] + [len(response.tokens)]
+    for (version, start), end in zip(starts, ends, strict=True):
+        is_last = end == len(response.tokens)
+        finish = response.finish_reason if is_last else None
+        if end > start or finish is not None:
+            tokens, logprobs = response.tokens[start:end], response.logprobs[start:end]
+            ids, values = encode(tokens), encode(logprobs)
+            yield version, ResponseTokens(response.id, response.attempt, start, ids, values, finish)
+
+
+def _scores(round: Round) -> Iterator[Fact]:
+    """In the order in which they counted; then those without a reward, then those that came too late."""
+    counted: list[tuple[int, Response]] = []
+    failed: list[Response] = []
+    late: list[Response] = []
+    for group in round.groups.values():
+        times = {index: time for time, index in group.finishers}
+        for r in group.responses:
+            if r.scored and r.index in times:
+                counted.append((times[r.index], r))
+            elif r.scored:
+                (failed if r.reward is None else late).append(r)
+    counted.sort(key=lambda entry: entry[0])
+    for r in [*(r for _, r in counted), *failed, *late]:
+        yield ResponseScored(r.id, r.attempt, r.reward, "" if r.reward is not None else "no score")

@@ -1,0 +1,183 @@
+"""How a journal lies on the disk: names of segments, their header, the framing of records.
+
+Owns the bytes, so that the writer and the reader agree on them. Knows nothing of what records mean.
+
+    journal/00000007_step_3.log   the 7th segment; 3 optimizer steps were done when it was begun
+    header                        magic, format, number and bytes of its first records (base), crc32
+    record                        u32 length, u32 crc32 of length and payload, payload; little-endian
+
+A segment has its name only once its base is durable. Its base alone says where the run stood.
+"""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+from lightrl.errors import JournalError
+
+MAGIC = b"lightrl\n"
+FORMAT = 1
+HEADER = struct.Struct("<8sIIQ")  # magic, format, records of the base, bytes of the base
+CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = HEADER.size + CHECKSUM.size
+LENGTH = struct.Struct("<I")
+RECORD = struct.Struct("<II")  # length, crc32
+PIECE_BYTES = 4 << 20  # of one write
+
+# What a file system that knows no locks says.
+CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+_NAME = re.compile(r"(\d{8,})_step_(\d+)\.log")
+_ANY_NAME = re.compile(r"(\d{8,})_step_\d+\.log.*")  # moved aside ones too
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Segment:
+    """Example: Segment(7, 3, Path("journal/00000007_step_3.log"))."""
+
+    number: int
+    step: int  # optimizer steps done when it was begun
+    path: Path
+
+
+def segment_at(folder: Path, number: int, step: int) -> Segment:
+    return Segment(number, step, folder / f"{number:08d}_step_{step}.log")
+
+
+def segments(folder: Path) -> list[Segment]:
+    """Oldest first; [] if there is no such folder."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = ((m, name) for name in names if (m := _NAME.fullmatch(name)))
+    return sorted(Segment(int(m[1]), int(m[2]), folder / name) for m, name in found)
+
+
+def last_number(folder: Path) -> int:
+    """The highest number ever given, as far as can be seen; 0 if none was."""
+    return max((int(m[1]) for name in os.listdir(folder) if (m := _ANY_NAME.fullmatch(name))), default=0)
+
+
+def header(frames: list[bytes]) -> bytes:
+    """Of a segment whose base is these records."""
+    data = HEADER.pack(MAGIC, FORMAT, len(frames), sum(size(f) for f in frames))
+    return data + CHECKSUM.pack(crc32(data))
+
+
+def size(frame: bytes) -> int:
+    """Bytes of a record on the disk."""
+    return RECORD.size + len(frame)
+
+
+def framed(frames: Iterable[bytes]) -> Iterator[bytes]:
+    """What a file holds of these records, piece by piece."""
+    for frame in frames:
+        length = LENGTH.pack(len(frame))
+        yield length + CHECKSUM.pack(crc32(frame, crc32(length)))
+        yield frame
+
+
+def write_at(file: int, offset: int, parts: Iterable[bytes], progress: Callable[[], object] = bool) -> int:
+    """Writes all of it in large pieces, calls `progress` after each; returns where it ends.
+
+    Raises OSError with a part written.
+    """
+    waiting: list[bytes] = []
+    num_waiting = 0
+    for part in parts:
+        waiting.append(part)
+        num_waiting += len(part)
+        if num_waiting >= PIECE_BYTES:
+            offset = _write_whole(file, offset, b"".join(waiting))
+            waiting, num_waiting = [], 0
+            progress()
+    return _write_whole(file, offset, b"".join(waiting))
+
+
+def _write_whole(file: int, offset: int, data: bytes) -> int:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(file, rest, offset)
+        offset += written
+        rest = rest[written:]
+    return offset
+
+
+def create(segment: Segment, frames: list[bytes], progress: Callable[[], object] = bool) -> tuple[int, int]:
+    """Writes a segment with this base; durable under its name, or not there at all. Its file and size.
+
+    Raises OSError.
+    """
+    draft = segment.path.with_name(segment.path.name + ".tmp")
+    file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        parts = itertools.chain([header(frames)], framed(frames))
+        end = write_at(file, 0, parts, progress)
+        os.fsync(file)
+        os.rename(draft, segment.path)
+        sync_folder(segment.path.parent)
+    except OSError:
+        os.close(file)
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+    return file, end
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names durable."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def lock(folder: Path) -> int:
+    """Holds the folder for one process until what is returned is closed.
+
+    Raises BlockingIOError if another one has it, OSError if it cannot be locked at all.
+    """
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise
+    except OSError as e:
+        if e.errno not in CANNOT_LOCK:
+            os.close(file)
+            raise
+    return file
+
+
+def hold(folder: Path) -> int:
+    """As `lock`, but raises JournalError, one line."""
+    try:
+        return lock(folder)
+    except BlockingIOError:
+        raise JournalError(f"{folder}: another process of this run uses this journal") from None
+    except OSError as e:
+        raise JournalError(f"{folder}: {e.strerror}") from None
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a process has this journal open."""
+    if not (folder / "lock").exists():
+        return False
+    try:
+        os.close(lock(folder))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

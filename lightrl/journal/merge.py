@@ -1,0 +1,231 @@
+"""Many small records of tokens made few large ones, so that a run is rebuilt from them in seconds.
+
+Pure: facts in, facts out, that mean the same. Must not know where facts come from.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightrl.core.events import ResponseScored
+from lightrl.core.facts import Fact, TokensTaken
+from lightrl.journal.facts import PackedTokens, pack
+from lightrl.messages import FinishReason, ResponseTokens
+
+Ints: TypeAlias = NDArray[np.int64]
+
+GATHER_ITEMS = 1 << 14  # at once: the index of their tokens fits into some megabytes
+
+
+def merge(facts: Iterable[Fact | PackedTokens]) -> Iterator[Fact]:
+    """Between two facts of another kind, tokens come as one TokensTaken a version, then the scores.
+
+    That a score comes later than it did changes nothing: all that was taken of a response stands before it,
+    and what a score gave up, got no tokens afterwards. A version may come twice, if tokens were sent twice
+    or a response went on under an older version.
+    """
+    tokens = _Items()
+    scores: list[Fact] = []
+    for fact in facts:
+        if isinstance(fact, TokensTaken):
+            fact = pack(fact) or fact
+        if isinstance(fact, PackedTokens):
+            tokens.take(fact)
+        elif isinstance(fact, ResponseScored):
+            scores.append(fact)
+        else:
+            yield from tokens.joined()
+            yield from scores
+            yield fact
+            tokens, scores = _Items(), []
+    yield from tokens.joined()
+    yield from scores
+
+
+class _Items:
+    """All items in the order in which they came, by column; their tokens end to end.
+
+    An item of a journal may cost some nanoseconds here: there are millions.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = _Numbers()  # response -> number
+        self._groups = _Numbers()  # version -> number, in the order of their first items
+        self._known: dict[str, Ints] = {}  # names of a record -> their numbers
+        self._responses: list[Ints] = []
+        self._group_of: list[int] = []  # record -> group
+        self._attempts, self._offsets, self._counts = bytearray(), bytearray(), bytearray()
+        self._token_ids, self._logprobs = bytearray(), bytearray()
+        self._finished: dict[int, FinishReason] = {}
+        self._num_items = 0
+
+    def take(self, fact: PackedTokens) -> None:
+        responses = self._known.get(fact.responses)
+        if responses is None:
+            responses = np.array([self._numbers[name] for name in fact.names])
+            self._known[fact.responses] = responses
+        self._responses.append(responses)
+        self._group_of.append(self._groups[fact.version])
+        self._attempts += fact.attempts
+        self._offsets += fact.offsets
+        self._counts += fact.counts
+        self._token_ids += fact.token_ids
+        self._logprobs += fact.logprobs
+        for index, reason in fact.finished:
+            self._finished[self._num_items + index] = reason
+        self._num_items += len(responses)
+
+    def joined(self) -> Iterator[TokensTaken]:
+        if not self._num_items:
+            return
+        self._arrange()
+        straight, odd = self._spans()
+        for group, version in enumerate(self._groups):
+            if group in straight:
+                yield TokensTaken(version, tuple(straight[group]))
+        if odd:
+            versions, one_by_one = list(self._groups), _OneByOne()
+            for index in odd:
+                one_by_one.take(versions[self.group[index]], self._item(index))
+            yield from one_by_one.facts()
+
+    def _arrange(self) -> None:
+        self.name = list(self._numbers)
+        self.response = np.concatenate(self._responses)
+        self.group = np.repeat(np.array(self._group_of), [len(r) for r in self._responses])
+        self.attempt = _int32(self._attempts)
+        self.offset = _int32(self._offsets).astype(np.int64)
+        self.count = _int32(self._counts).astype(np.int64)
+        self.start = np.cumsum(self.count) - self.count
+        self.token_ids = _int32(self._token_ids)
+        self.logprobs = _int32(self._logprobs)  # only moved, never looked at
+
+    def _item(self, index: int) -> ResponseTokens:
+        tokens = slice(int(self.start[index]), int(self.start[index] + self.count[index]))
+        return ResponseTokens(
+            self.name[self.response[index]],
+            int(self.attempt[index]),
+            int(self.offset[index]),
+            self.token_ids[tokens].tobytes(),
+            self.logprobs[tokens].tobytes(),
+            self._finished.get(index),
+        )
+
+    def _spans(self) -> tuple[dict[int, list[ResponseTokens]], list[int]]:
+        """By group, what one version sampled of one response, as one item each. And the indices of items
+        of responses of which something came twice or is missing, or went on under an older version.
+        """
+        order = _stable_order(self.response, len(self.name))
+        response, group, offset = self.response[order], self.group[order], self.offset[order]
+        end = offset + self.count[order]
+        follows = response[1:] == response[:-1]
+        wrong = follows & ((offset[1:] != end[:-1]) | (group[1:] < group[:-1]))
+        is_odd = np.zeros(len(self.name), bool)
+        is_odd[response[1:][wrong]] = True
+        odd = np.flatnonzero(is_odd[self.response]) if wrong.any() else np.empty(0, np.int64)
+        even = ~is_odd[response]
+        order, response, group = order[even], response[even], group[even]
+        begins = np.concatenate(([True], (response[1:] != response[:-1]) | (group[1:] != group[:-1])))
+        first = np.flatnonzero(begins[: len(order)])
+        straight: dict[int, list[ResponseTokens]] = {}
+        for item, of in zip(self._cut(order, first), group[first].tolist(), strict=True):
+            straight.setdefault(of, []).append(item)
+        return straight, odd.tolist()
+
+    def _cut(self, order: Ints, first: Ints) -> Iterator[ResponseTokens]:
+        """One item for each run of `order` that begins at an index of `first`."""
+        final = np.concatenate((first[1:], [len(order)]))
+        at = 0
+        while at < len(first):
+            most = first[at] + GATHER_ITEMS  # runs that fit, but one at least
+            to = max(at + 1, int(np.searchsorted(final, int(most), "right")))
+            part = order[first[at] : final[to - 1]]
+            counts: Ints = self.count[part]
+            ends: Ints = np.cumsum(counts)
+            where = np.repeat(self.start[part] - ends + counts, counts) + np.arange(int(ends[-1]))
+            token_ids, logprobs = self.token_ids[where], self.logprobs[where]
+            starts, stops = first[at:to] - first[at], final[at:to] - first[at]
+            for a, z in zip(starts.tolist(), stops.tolist(), strict=True):
+                tokens = slice(int(ends[a] - counts[a]), int(ends[z - 1]))
+                newest = int(part[z - 1])
+                yield ResponseTokens(
+                    self.name[self.response[newest]],
+                    int(self.attempt[newest]),
+                    int(self.offset[part[a]]),
+                    token_ids[tokens].tobytes(),
+                    logprobs[tokens].tobytes(),
+                    self._finished.get(newest),
+                )
+            at = to
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers things in the order in which they are first asked for."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+
+def _int32(data: bytearray) -> NDArray[np.int32]:
+    return np.frombuffer(data, "<i4")
+
+
+def _stable_order(values: Ints, below: int) -> Ints:
+    """Equal values stay in order. Small integers are sorted much faster."""
+    return np.argsort(values.astype(np.uint16) if below <= 1 << 16 else values, kind="stable")
+
+
+class _Growing:
+    """What one version sampled of one response, without a hole."""
+
+    __slots__ = ("attempt", "end", "finish_reason", "group", "logprobs", "name", "offset", "token_ids")
+
+    def __init__(self, item: ResponseTokens, group: int) -> None:
+        self.name = item.response
+        self.offset = item.offset
+        self.token_ids, self.logprobs = bytearray(), bytearray()
+        self.end = item.offset
+        self.group = group
+        self.add(item)
+
+    def add(self, item: ResponseTokens) -> None:
+        known = 4 * (self.end - item.offset)
+        self.token_ids += item.token_ids[known:]
+        self.logprobs += item.logprobs[known:]
+        self.end = max(self.end, item.offset + len(item.token_ids) // 4)
+        self.attempt = item.attempt
+        self.finish_reason: FinishReason | None = item.finish_reason
+
+    def item(self) -> ResponseTokens:
+        ids, logprobs = bytes(self.token_ids), bytes(self.logprobs)
+        return ResponseTokens(self.name, self.attempt, self.offset, ids, logprobs, self.finish_reason)
+
+
+class _OneByOne:
+    """Groups of one version each; of a response, newer tokens stand in the same one or a later one."""
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []  # of the groups
+        self._groups: list[list[_Growing]] = []
+        self._newest: dict[str, _Growing] = {}
+
+    def take(self, version: int, item: ResponseTokens) -> None:
+        before = self._newest.get(item.response)
+        if before is not None and self._versions[before.group] == version and item.offset <= before.end:
+            before.add(item)
+            return
+        group = 0 if before is None else before.group + 1
+        while group < len(self._versions) and self._versions[group] != version:
+            group += 1
+        if group == len(self._versions):
+            self._versions.append(version)
+            self._groups.append([])
+        grown = self._newest[item.response] = _Growing(item, group)
+        self._groups[group].append(grown)
+
+    def facts(self) -> Iterator[TokensTaken]:
+        for version, group in zip(self._versions, self._groups, strict=True):
+            yield TokensTaken(version, tuple(grown.item() for grown in group))

@@ -1,0 +1,272 @@
+"""The journal of a run that is over, whatever became of its last bytes: what is whole, and what is lost.
+
+Owns how segments are chosen, cut and moved aside. Whatever lies in the files, reading them ends in
+records, in lines that say what was lost, or in a JournalError.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from zlib import crc32
+
+from lightrl.core.facts import Fact, ShardSent, VersionPublished
+from lightrl.errors import JournalError, ProtocolError
+from lightrl.journal import disk
+from lightrl.journal.disk import Segment, is_in_use, segments
+from lightrl.journal.facts import FACTS, FactCodec, split
+from lightrl.journal.merge import merge
+from lightrl.messages import TrainGroup, TrainShard
+from lightrl.wire import MAX_FRAME_BYTES, Codec
+
+__all__ = [
+    "FACTS",
+    "Damage",
+    "Reading",
+    "Segment",
+    "is_in_use",
+    "merge",
+    "newest",
+    "read_segment",
+    "recut",
+    "rewind",
+    "segments",
+    "shards",
+    "split",
+    "trim",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Where a segment ends to be readable. Example: Damage(path, 8412, 77, 1, "a record is cut off")."""
+
+    path: Path
+    offset: int
+    bytes_lost: int
+    records_lost: int  # about
+    reason: str
+
+    def __str__(self) -> str:
+        lost = f"{self.bytes_lost} bytes (about {self.records_lost} records) from byte {self.offset} on"
+        return f"{self.path}: {lost} are lost: {self.reason}"
+
+
+class Reading(Generic[T]):
+    """The records of a segment up to the first bad one; after that, `damage` says what is lost."""
+
+    def __init__(self, path: Path, codec: Codec[T], only: frozenset[str] = frozenset()) -> None:
+        """`only` = names of the classes that are wanted; all if empty."""
+        self.damage: Damage | None = None
+        self.num_base = 0  # records that alone say where the run stood
+        self.base_is_whole = False
+        self.num_records = 0  # good ones, so far
+        self._path = path
+        self._codec = codec
+        self._only = only
+        self._offset = 0  # where the good part ends
+
+    def __iter__(self) -> Iterator[T]:
+        size = 0
+        try:
+            with open(self._path, "rb", buffering=1 << 20) as file:
+                size = os.fstat(file.fileno()).st_size
+                self._read_header(file.read(disk.HEADER_BYTES))
+                self._offset = disk.HEADER_BYTES
+                self.base_is_whole = not self.num_base
+                while self._offset < size:
+                    head = file.read(disk.RECORD.size)
+                    length = self._length(head, size - self._offset)
+                    payload = file.read(length)
+                    record = self._decode(head, payload)
+                    self.num_records += 1
+                    self._offset += len(head) + length
+                    self.base_is_whole = self.num_records >= self.num_base
+                    if record is not None:
+                        yield record
+                if not self.base_is_whole:
+                    raise ProtocolError("records are cut off")
+        except OSError as e:
+            self._cut(size, f"it cannot be read: {e.strerror}")
+        except ProtocolError as e:
+            self._cut(size, str(e))
+
+    def _read_header(self, data: bytes) -> None:
+        if len(data) < disk.HEADER_BYTES:
+            raise ProtocolError("its header is cut off")
+        magic, version, num_base, _ = disk.HEADER.unpack_from(data)
+        if magic != disk.MAGIC:
+            raise ProtocolError("this is no segment of a journal")
+        if version != disk.FORMAT:
+            raise ProtocolError(f"its format {version} is not {disk.FORMAT}, the one of this LightRL")
+        if disk.CHECKSUM.unpack_from(data, disk.HEADER.size)[0] != crc32(data[: disk.HEADER.size]):
+            raise ProtocolError("its header is damaged")
+        self.num_base = num_base
+
+    def _length(self, head: bytes, left: int) -> int:
+        """Of the payload; never more than there is."""
+        if len(head) < disk.RECORD.size:
+            raise ProtocolError("a record is cut off")
+        length = disk.LENGTH.unpack_from(head)[0]
+        if length > left - disk.RECORD.size:
+            raise ProtocolError("a record is cut off")
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError("a record is damaged")
+        return length
+
+    def _decode(self, head: bytes, payload: bytes) -> T | None:
+        length, checksum = disk.RECORD.unpack(head)
+        if len(payload) < length:
+            raise ProtocolError("a record is cut off")
+        if crc32(payload, crc32(head[: disk.LENGTH.size])) != checksum:
+            raise ProtocolError("a record is damaged")
+        if self._only and self._codec.name(payload) not in self._only:
+            return None
+        return self._codec.decode(payload)
+
+    def _cut(self, size: int, reason: str) -> None:
+        lost = max(0, size - self._offset)
+        read = max(1, self._offset - disk.HEADER_BYTES)
+        about = max(1, round(lost * self.num_records / read))  # as long as those that were read
+        self.damage = Damage(self._path, self._offset, lost, about, reason)
+
+
+def read_segment(path: Path, codec: Codec[T]) -> Reading[T]:
+    """Iterate over it once; then look at `damage`."""
+    return Reading(path, codec)
+
+
+def newest(folder: Path, codec: Codec[Fact]) -> tuple[Segment, list[Fact], list[str]]:
+    """Where the run stands: the segment to go on from, its facts (merged), and lines that say what is lost.
+
+    Raises JournalError if there is nothing to go on from.
+    """
+    lines: list[str] = []
+    for segment in reversed(segments(folder)):
+        # Tokens are taken as they lie on the disk: item by item it would last many times as long.
+        packed = codec.packed if isinstance(codec, FactCodec) else codec
+        reading: Reading[Any] = Reading(segment.path, packed)
+        facts = list(merge(reading))
+        if reading.base_is_whole:
+            if lines:
+                lines.append(f"going on from {segment.path}: what happened after it was left is lost")
+            if reading.damage is not None:
+                lines.append(str(reading.damage))
+            return segment, facts, lines
+        lines.append(f"{reading.damage}, and with its first records the whole segment")
+    if lines:
+        raise JournalError(f"no segment of the journal can be read. {lines[0]}")
+    raise JournalError(f"{folder}: there is no journal")
+
+
+def shards(folder: Path, codec: Codec[Fact], step: int) -> tuple[list[TrainShard], tuple[int, ...]]:
+    """What the trainer got for a step that was published, and how many groups it accumulated at a time.
+
+    Raises JournalError if any of it is missing.
+    """
+    found: list[TrainShard] = []
+    portions: tuple[int, ...] | None = None
+    damage: list[Damage] = []
+    wanted = frozenset({ShardSent.__name__, VersionPublished.__name__})
+    for segment in segments(folder):
+        if segment.step != step:
+            continue
+        reading = Reading(segment.path, codec, wanted)
+        for fact in reading:
+            if isinstance(fact, ShardSent) and fact.shard.step == step:
+                if fact.shard.index == 0:  # the step begins anew: nothing before it counts
+                    found = []
+                found.append(fact.shard)
+            elif isinstance(fact, VersionPublished) and fact.version == step + 1:
+                portions = fact.portions or portions or ()
+        if reading.damage is not None:  # no harm if it is the torn end that a crash leaves
+            damage.append(reading.damage)
+    missing = _missing(found)
+    if portions is None:
+        missing = missing or "nothing says how it was accumulated"
+    if missing:
+        why = "".join(f" ({d})" for d in damage)
+        raise JournalError(f"{folder}: step {step} cannot be trained again: {missing}{why}")
+    return found, portions or ()
+
+
+def _missing(found: list[TrainShard]) -> str:
+    for index, shard in enumerate(found):
+        if shard.index != index:
+            return f"shard {index} is missing"
+    if not found or not found[-1].last:
+        return f"shard {len(found)} is missing"
+    if sum(len(s.groups) for s in found) != found[-1].num_groups:
+        return f"its shards do not hold {found[-1].num_groups} groups"
+    return ""
+
+
+def recut(sent: Sequence[TrainShard], portions: Sequence[int]) -> list[TrainShard]:
+    """The groups of one step as the trainer accumulated them, so that the same bits come out.
+
+    Raises JournalError if these are not the portions of these shards.
+    """
+    groups: list[TrainGroup] = [group for shard in sent for group in shard.groups]
+    if sum(portions) != len(groups) or any(n <= 0 for n in portions):
+        raise JournalError(f"step {sent[-1].step}: {len(groups)} groups do not fit portions {list(portions)}")
+    cut: list[TrainShard] = []
+    first = 0
+    for index, count in enumerate(portions or (0,)):  # a step without groups ends, too
+        part = tuple(groups[first : first + count])
+        cut.append(replace(sent[-1], index=index, groups=part, last=False, num_groups=0, alone=True))
+        first += count
+    cut[-1] = replace(cut[-1], last=True, num_groups=len(groups))
+    return cut
+
+
+def trim(folder: Path, used: Segment) -> None:
+    """What is newer than the segment that the run goes on from is moved aside as *.damaged."""
+    for segment in reversed(segments(folder)):
+        if segment.number > used.number:
+            _move_aside(segment, "damaged")
+
+
+def rewind(folder: Path, codec: Codec[Fact], step: int) -> Segment:
+    """Cuts the journal back to the moment when `step` steps were done; what came later is moved aside.
+
+    A new segment holds the first records of the earliest one of that step. Raises JournalError if none of
+    that step can be read, or if the journal is in use.
+    """
+    if not (known := segments(folder)):
+        raise JournalError(f"{folder}: there is no journal")
+    held = disk.hold(folder)
+    try:
+        for source in known:
+            if source.step == step and (base := _base(source, codec)) is not None:
+                break
+        else:
+            steps = ", ".join(map(str, sorted({s.step for s in known})))
+            raise JournalError(f"{folder}: no segment begins at step {step} (only at {steps})")
+        copy = disk.segment_at(folder, disk.last_number(folder) + 1, step)
+        os.close(disk.create(copy, [codec.encode(fact) for fact in base])[0])
+        for segment in reversed(known):  # from here on the copy is the newest, whatever happens
+            if segment.number >= source.number:
+                _move_aside(segment, "rewound")
+        return copy
+    except OSError as e:
+        raise JournalError(f"{folder}: {e.strerror}") from None
+    finally:
+        os.close(held)
+
+
+def _base(segment: Segment, codec: Codec[T]) -> list[T] | None:
+    """The first records of a segment, if all of them are good."""
+    reading = read_segment(segment.path, codec)
+    base: list[T] = []
+    for record in reading:
+        base.append(record)
+        if reading.base_is_whole:
+            break
+    return base if reading.base_is_whole and base else None
+
+
+def _move_aside(segment: Segment, why: str) -> None:
+    os.rename(segment.path, segment.path.with_name(f"{segment.path.name}.{why}"))

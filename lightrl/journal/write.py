@@ -1,0 +1,290 @@
+"""The journal while a run goes on: what is appended is on the disk soon after, and who waits for it is told.
+
+Owns the files of the newest segment and the thread that writes them. Must not block the event loop: `append`
+encodes and returns. When the disk refuses, everything is kept and tried again; nothing counts as durable
+meanwhile.
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from lightrl.errors import JournalError
+from lightrl.journal import disk
+from lightrl.wire import MAX_FRAME_BYTES, Codec
+
+T = TypeVar("T")
+
+RETRY_S = 1.0
+MAX_TROUBLE_S = 60.0
+MAX_PENDING_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """A new segment and its first records, encoded."""
+
+    step: int
+    frames: list[bytes]
+
+
+class JournalWriter(Generic[T]):
+    """Appends records to the newest segment of a folder; construct it in a running event loop.
+
+    `on_trouble` gets one line, in the loop, for each kind of trouble, and one when it is over.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        codec: Codec[T],
+        flush_ms: float,
+        on_trouble: Callable[[str], None],
+        keep_history: bool = False,
+    ) -> None:
+        """Raises JournalError if the folder cannot be used, or another writer has it open."""
+        self.news_bytes = 0  # since `begin`
+        self.base_bytes = 0  # of the newest segment, as begun
+        self._folder = folder
+        self._codec = codec
+        self._flush_s = flush_ms / 1000
+        self._on_trouble = on_trouble
+        self._keep_history = keep_history
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._number = disk.last_number(folder)  # of the newest segment
+            self._lock_file = disk.hold(folder)
+            for draft in folder.glob("*.tmp"):  # of a writer that was killed
+                with contextlib.suppress(OSError):
+                    draft.unlink()
+        except OSError as e:
+            raise JournalError(f"{folder}: {e.strerror}") from None
+
+        # Shared with the thread, under this lock.
+        self._wake = threading.Condition()
+        self._jobs: list[bytes | _Begin | Callable[[], None]] = []
+        self._oldest = 0.0  # when the first of them came
+        self._urgent = False
+        self._closing = False
+        self._drop_below = 0
+        self._num_pending = 0  # bytes appended that are not durable
+        self._trouble_since: float | None = None
+        self._trouble = "the disk does not answer"
+        self._busy_since: float | None = None  # without any progress
+
+        # The thread's own.
+        self._file: int | None = None
+        self._end = 0  # of what is durable in it
+        self._torn = False  # something may lie behind the end
+        self._dropped_below = 0
+        self._told: set[int | None] = set()  # kinds of the trouble that lasts
+        self._begun = False
+        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+        self._thread.start()
+
+    def append(self, record: T) -> None:
+        """Encodes it at once; it is durable some `flush_ms` later."""
+        assert self._begun, "a journal begins with its first segment"
+        frame = self._encode(record)
+        num_bytes = disk.size(frame)
+        self.news_bytes += num_bytes
+        with self._wake:
+            self._num_pending += num_bytes
+            self._add(frame)
+
+    def after_flush(self, act: Callable[[], None]) -> None:
+        """`act` is called in the loop when all that was appended so far is durable; the flush starts at once.
+
+        In the order of these calls; never before this one returns.
+        """
+        with self._wake:
+            self._add(act, urgent=True)
+
+    def begin(self, step: int, records: Iterable[T]) -> None:
+        """Starts a new segment with these records, which alone must say where the run stands."""
+        frames = [self._encode(record) for record in records]
+        self._begun = True
+        self.base_bytes = disk.HEADER_BYTES + sum(disk.size(f) for f in frames)
+        self.news_bytes = 0
+        with self._wake:
+            self._add(_Begin(step, frames), urgent=True)
+
+    def drop_before(self, step: int) -> None:
+        """Removes segments begun when fewer steps were done, but never the newest."""
+        if self._keep_history:
+            return
+        with self._wake:
+            self._drop_below = max(self._drop_below, step)
+            self._wake.notify()
+
+    def check_alive(self) -> None:
+        """Raises JournalError if too much waits for the disk, or for too long."""
+        with self._wake:
+            now, pending, why = time.monotonic(), self._num_pending, self._trouble
+            starts = [t for t in (self._trouble_since, self._busy_since) if t is not None]
+            ended = not self._thread.is_alive() and not self._closing
+        if ended:
+            raise JournalError("the journal's thread has ended")
+        if starts and now - min(starts) > MAX_TROUBLE_S:
+            raise JournalError(f"nothing could be written to {self._folder} for {MAX_TROUBLE_S:.0f} s: {why}")
+        if pending > MAX_PENDING_BYTES:
+            raise JournalError(f"{pending >> 20} MiB wait to be written to {self._folder}: {why}")
+
+    async def close(self) -> None:
+        """Writes what waits, tries once more if the disk refuses, and lets go of the folder."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        try:
+            async with asyncio.timeout(MAX_TROUBLE_S):
+                await self._ended.wait()
+        except TimeoutError:
+            self._on_trouble(f"journal: {self._num_pending} bytes were not written: the disk does not answer")
+            return  # its thread still holds the files
+        for file in (self._file, self._lock_file):
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    os.close(file)
+        self._file = None
+
+    def _encode(self, record: T) -> bytes:
+        frame = self._codec.encode(record)
+        if len(frame) > MAX_FRAME_BYTES:  # it could not be read again
+            raise JournalError(f"a record of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+        return frame
+
+    def _add(self, job: bytes | _Begin | Callable[[], None], urgent: bool = False) -> None:
+        if not self._jobs:
+            self._oldest = time.monotonic()
+        if not self._jobs or (urgent and not self._urgent):
+            self._wake.notify()  # not for every record: each costs a switch of threads
+        self._urgent = self._urgent or urgent
+        self._jobs.append(job)
+
+    # In the thread
+
+    def _work(self) -> None:
+        try:
+            while (jobs := self._take()) is not None and self._carry_out(jobs):
+                self._sweep()
+        finally:
+            self._call(self._ended.set)
+
+    def _take(self) -> list[bytes | _Begin | Callable[[], None]] | None:
+        """What has come within `flush_ms`, or None when it is over."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._jobs or self._closing or self._drop_below > self._dropped_below)
+            if self._jobs:
+                left = self._oldest + self._flush_s - time.monotonic()
+                self._wake.wait_for(lambda: self._urgent or self._closing, max(0.0, left))
+            elif self._closing:
+                return None
+            jobs, self._jobs, self._urgent = self._jobs, [], False
+            return jobs
+
+    def _carry_out(self, jobs: list[bytes | _Begin | Callable[[], None]]) -> bool:
+        """False: the journal is being closed and cannot be written."""
+        frames: list[bytes] = []
+        acts: list[Callable[[], None]] = []
+        for job in jobs:
+            if isinstance(job, bytes):
+                frames.append(job)
+            elif not isinstance(job, _Begin):
+                acts.append(job)
+            else:
+                if not self._flush(frames, acts) or not self._insist(lambda job=job: self._start(job)):
+                    return False
+                frames, acts = [], []
+        return self._flush(frames, acts)
+
+    def _flush(self, frames: list[bytes], acts: list[Callable[[], None]]) -> bool:
+        if frames and not self._insist(lambda: self._write(frames)):
+            return False
+        with self._wake:
+            self._num_pending -= sum(disk.size(f) for f in frames)
+        for act in acts:
+            self._call(act)
+        return True
+
+    def _insist(self, act: Callable[[], None]) -> bool:
+        """Tries until it works. False: it does not, and the journal is being closed."""
+        while True:
+            self._progress()
+            try:
+                act()
+            except OSError as e:
+                self._report(e)
+            else:
+                self._busy_since = None
+                self._recovered()
+                return True
+            self._sweep()  # it may be what makes room
+            with self._wake:
+                if self._closing:
+                    self._tell(f"journal: {self._num_pending} bytes were not written: {self._trouble}")
+                    return False
+                self._wake.wait_for(lambda: self._closing, RETRY_S)
+
+    def _write(self, frames: list[bytes]) -> None:
+        assert self._file is not None
+        if self._torn:  # also after a failed sync: what it left behind may or may not be on the disk
+            os.ftruncate(self._file, self._end)
+        self._torn = True
+        end = disk.write_at(self._file, self._end, disk.framed(frames), self._progress)
+        _sync_data(self._file)
+        self._end, self._torn = end, False
+
+    def _start(self, begin: _Begin) -> None:
+        segment = disk.segment_at(self._folder, self._number + 1, begin.step)
+        file, end = disk.create(segment, begin.frames, self._progress)
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # all of it is durable
+                os.close(self._file)
+        self._file, self._end, self._torn, self._number = file, end, False, segment.number
+
+    def _progress(self) -> None:
+        self._busy_since = time.monotonic()
+
+    def _sweep(self) -> None:
+        """Removes old segments, oldest first. What cannot be removed stays until the next `drop_before`."""
+        below = self._drop_below
+        if below == self._dropped_below:
+            return
+        self._dropped_below = below
+        with contextlib.suppress(OSError):
+            for segment in disk.segments(self._folder):
+                if segment.step < below and segment.number < self._number:
+                    os.unlink(segment.path)
+
+    def _report(self, e: OSError) -> None:
+        self._trouble = e.strerror or str(e)
+        if self._trouble_since is None:
+            self._trouble_since = time.monotonic()
+        if e.errno not in self._told:
+            self._told.add(e.errno)
+            self._tell(f"journal: cannot write ({self._trouble}); kept in memory, tried again every second")
+
+    def _recovered(self) -> None:
+        if self._trouble_since is not None:
+            self._trouble_since = None
+            self._trouble = "the disk does not answer"
+            self._told.clear()
+            self._tell("journal is writable again")
+
+    def _tell(self, line: str) -> None:
+        self._call(lambda: self._on_trouble(line))
+
+    def _call(self, act: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(act)
+
+
+_sync_data = getattr(os, "fdatasync", os.fsync)

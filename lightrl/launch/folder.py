@@ -1,0 +1,76 @@
+"""The directory of a run: made for a new one, found again for one that is resumed, `latest` beside it.
+
+Owns the first files of a run: its config and its key. What daemons write there is their own business.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.errors import ConfigError
+from lightrl.keys import KEY_FILE, write_key
+from lightrl.run_file import to_toml
+
+CONFIG_FILE = "config.toml"
+SLURM_FOLDER = "slurm"  # scripts and output of batch jobs, there before the run is
+
+
+def create_run_dir(config: Config) -> Path:
+    """The run directory with its resolved config and a new key. The caller has checked that it is new.
+
+    Raises ConfigError if it cannot be made.
+    """
+    run_dir = config.run_dir.resolve()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)  # may hold SLURM_FOLDER
+        (run_dir / "logs").mkdir()
+        (run_dir / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+        write_key(run_dir / KEY_FILE)
+    except OSError as e:
+        where = f"run.dir = {config.run.dir!r}, run.name = {config.run.name!r}"
+        raise ConfigError(f"{where}: cannot make this directory: {e.strerror}: {e.filename}") from None
+    return run_dir
+
+
+def is_new(run_dir: Path) -> bool:
+    """Whether no run has begun there."""
+    if not os.path.lexists(run_dir):
+        return True
+    return run_dir.is_dir() and os.listdir(run_dir) == [SLURM_FOLDER]
+
+
+def remove_run_dir(run_dir: Path) -> None:
+    """What a run that never began has left; what its batch job says stays readable."""
+    for entry in run_dir.iterdir() if run_dir.is_dir() else ():
+        if entry.name == SLURM_FOLDER:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+    if run_dir.is_dir() and not os.listdir(run_dir):
+        run_dir.rmdir()
+
+
+def rewrite_config(config: Config) -> None:
+    """The daemons of a resumed run read what its user has changed. Raises ConfigError."""
+    file = config.run_dir.resolve() / CONFIG_FILE
+    fresh = file.with_name(f".{file.name}-{os.getpid()}")
+    try:
+        fresh.write_text(to_toml(config), encoding="utf-8")
+        fresh.replace(file)
+    except OSError as e:
+        raise ConfigError(f"{file}: cannot be written: {e.strerror}") from None
+
+
+def point_latest(run_dir: Path) -> None:
+    """Makes `latest` beside the run directory point at it, in one step. Raises ConfigError."""
+    latest, fresh = run_dir.parent / "latest", run_dir.parent / f".latest-{os.getpid()}"
+    try:
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(run_dir.name)
+        fresh.replace(latest)
+    except OSError as e:
+        fresh.unlink(missing_ok=True)
+        raise ConfigError(f"run.dir: cannot make the link {latest}: {e.strerror}") from None

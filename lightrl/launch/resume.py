@@ -1,0 +1,151 @@
+"""`lightrl resume RUN`: whether a run can go on, with which config, and what must be so before it starts.
+
+Refuses in one line what would lose or falsify something. Starts nothing.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrl import metrics
+from lightrl.config import Config
+from lightrl.core.state import RunState
+from lightrl.errors import ConfigError, JournalError, LightRLError
+from lightrl.journal.disk import is_in_use, segments
+from lightrl.journal.read import rewind
+from lightrl.keys import KEY_FILE, read_key, write_key
+from lightrl.launch.address import accepts, find, listening, require_free, shown
+from lightrl.launch.folder import CONFIG_FILE, rewrite_config
+from lightrl.launch.preflight import require_files
+from lightrl.launch.running import ask, final_snapshot, is_same
+from lightrl.node.durable import FACTS, FOLDER
+from lightrl.run_file import load_config
+
+# Nothing that is trained depends on these. All else was promised when the run began.
+MAY_CHANGE = (
+    *("train.steps", "checkpoint.", "node.", "journal.", "logging.", "run.bind"),
+    *("rollout.nodes", "rollout.slots", "rollout.engine_args"),
+)
+FIXED = ("journal.enabled",)  # a run that stops to be recorded could not be resumed again
+
+
+def prepare(target: str | None, overrides: Sequence[str] = (), from_checkpoint: bool = False) -> Config:
+    """The config of the run in a directory, of a name, or the latest one, ready to go on.
+
+    `from_checkpoint`: what came after the newest checkpoint is forgotten, for a journal or data that
+    cannot be trusted. Raises LightRLError, one line; the run is then as it was.
+    """
+    run_dir = _run_dir(target)
+    before = load_config(run_dir / CONFIG_FILE)
+    config = _changed(run_dir, before, overrides)
+    _require_unfinished(run_dir, config)
+    if not has_journal(run_dir):
+        why = "" if before.journal.enabled else " (journal.enabled = false)"
+        raise JournalError(f"{shown(run_dir)}: has no journal to resume from{why}")
+    _require_dead(run_dir)
+    require_files(config)
+    moves = config.run.bind != before.run.bind
+    left = None if moves else listening(run_dir)
+    _require_free(config, left)
+    # From here on something is changed.
+    if moves:
+        (run_dir / "address").unlink(missing_ok=True)  # the coordinator would listen there again
+    if not (run_dir / KEY_FILE).exists():
+        write_key(run_dir / KEY_FILE)
+    if from_checkpoint:
+        print(f"from the checkpoint of step {_rewind(run_dir)}", flush=True)
+    rewrite_config(config)
+    return config
+
+
+def has_journal(run_dir: Path) -> bool:
+    return bool(segments(run_dir / FOLDER))
+
+
+def _run_dir(target: str | None) -> Path:
+    _, run_dir = find(target)
+    if run_dir is None:
+        raise ConfigError(f"{target}: is an address; resume a run by its directory or name")
+    return run_dir
+
+
+def _changed(run_dir: Path, before: Config, overrides: Sequence[str]) -> Config:
+    """The config with overrides, of this directory wherever it lies now. Raises ConfigError."""
+    after = load_config(run_dir / CONFIG_FILE, overrides)
+    old = dict(_flat(before.model_dump(mode="json", by_alias=True)))
+    new = dict(_flat(after.model_dump(mode="json", by_alias=True)))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key) and (key in FIXED or not key.startswith(MAY_CHANGE)):
+            may = ", ".join(f"{k}*" if k.endswith(".") else k for k in MAY_CHANGE)
+            raise ConfigError(f"{key}: cannot change in a run that is resumed; what can: {may}")
+    place = {"dir": str(run_dir.parent), "name": run_dir.name}
+    return after.model_copy(update={"run": after.run.model_copy(update=place)})
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _require_unfinished(run_dir: Path, config: Config) -> None:
+    last, steps = final_snapshot(run_dir), config.train.steps
+    records = metrics.read(run_dir)
+    done = int(records[-1]["step"]) if records else 0
+    if last is not None and last.state == RunState.FINISHED and last.step >= steps:
+        raise LightRLError(f"{shown(run_dir)}: this run is finished; train.steps={2 * steps} would extend it")
+    if steps < done:
+        raise ConfigError(f"train.steps = {steps}: {done} steps are done already")
+
+
+def _require_dead(run_dir: Path) -> None:
+    """Raises LightRLError if a coordinator still has this run."""
+    alive = f"{shown(run_dir)}: this run is alive; lightrl top {shown(run_dir)} shows it"
+    address = listening(run_dir)
+    if address is not None and (run_dir / KEY_FILE).exists() and accepts(address):
+        try:
+            snapshot = asyncio.run(ask(address, read_key(run_dir / KEY_FILE)))
+        except LightRLError:
+            pass  # whoever that is
+        else:
+            if is_same(snapshot, run_dir):
+                raise LightRLError(alive)
+    if is_in_use(run_dir / FOLDER):
+        raise LightRLError(f"{shown(run_dir)}: its coordinator still ends or hangs; try again in a moment")
+
+
+def _require_free(config: Config, left: str | None) -> None:
+    """A coordinator that was killed left its address: nodes that wait look for it there."""
+    if left is None:
+        require_free(config.run.bind)
+        return
+    try:
+        require_free(left)
+    except ConfigError:
+        raise ConfigError(
+            f"{left}: taken by another program now; run.bind=tcp://HOST:PORT lets the run go on elsewhere"
+        ) from None
+
+
+def _rewind(run_dir: Path) -> int:
+    """The step of the newest checkpoint, to which the journal is cut back."""
+    step = newest_checkpoint(run_dir)
+    if step is None:
+        raise LightRLError(f"{shown(run_dir)}: has no checkpoint yet")
+    rewind(run_dir / FOLDER, FACTS, step)
+    return step
+
+
+def newest_checkpoint(run_dir: Path) -> int | None:
+    """Steps done in it. As trainer/checkpoint.py has it, which would load torch."""
+    folder = run_dir / "checkpoints"
+    try:
+        name = (folder / "latest").read_text().strip()
+    except OSError:
+        return None
+    found = re.fullmatch(r"step_(\d+)", name)
+    return int(found[1]) if found and (folder / name / "trainer.json").is_file() else None

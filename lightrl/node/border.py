@@ -1,0 +1,92 @@
+"""What no honest peer says, although it decodes: the bounds of what the coordinator takes in.
+
+Pure. Owns sizes and ranges; whether a message makes sense at that moment, the core decides. Without these a
+broken peer could fill every snapshot with its host name, or stop a timer with a period that is no number.
+"""
+
+from math import isfinite
+
+from lightrl.errors import ProtocolError
+from lightrl.messages import (
+    Bye,
+    Drain,
+    Heartbeat,
+    Hello,
+    Message,
+    PublishWeights,
+    StepDone,
+    TokenChunk,
+    Watch,
+    WeightsFailed,
+    WeightsReady,
+)
+
+MAX_TEXT = 4096  # characters of a reason
+MAX_WORD = 256  # characters of a name
+MAX_ITEMS = 1 << 16  # responses of a node, metrics
+MAX_SLOTS = 1 << 20
+MAX_WATCH_S = 3600.0
+
+
+def require_sane(message: Message) -> None:
+    """Raises ProtocolError if no version of this program would send this."""
+    match message:
+        case Hello():
+            _words(message.node, message.host, *(r for r, _ in message.running))
+            _numbers(message.incarnation, message.pid, *(a for _, a in message.running))
+            sane = bool(message.node) and len(message.roles) <= 3 and len(message.running) <= MAX_ITEMS
+            sane = sane and message.slots <= MAX_SLOTS
+            if message.serves is not None:
+                _versions(message.serves[0])
+                _words(message.serves[1])
+        case Heartbeat(load, lag, device):
+            _words(device)
+            _numbers(load.running, load.waiting, load.num_preemptions)
+            sane = 0 <= load.kv_usage <= 1e6 and isfinite(lag)
+        case TokenChunk(version, digest, responses):
+            _versions(version)
+            _words(digest)
+            sane = len(responses) <= MAX_ITEMS and all(0 <= i.offset < 1 << 31 for i in responses)
+        case PublishWeights(manifest, holders, ticket, portions):
+            _versions(manifest.policy_version)
+            _words(manifest.digest, ticket, *holders)
+            sane = len(holders) <= MAX_ITEMS and all(0 <= n < 1 << 31 for n in portions)
+        case WeightsReady(version, digest, num_bytes, pull_s, load_s):
+            _versions(version)
+            _words(digest)
+            _numbers(num_bytes)
+            sane = isfinite(pull_s) and isfinite(load_s)
+        case WeightsFailed(version, reason):
+            _versions(version)
+            sane = len(reason) <= MAX_TEXT
+        case StepDone(step, version, metrics):
+            _versions(step, version)
+            _words(*metrics)
+            sane = len(metrics) <= MAX_ITEMS  # a metric may be NaN: that is worth seeing
+        case Drain(node, reason):
+            _words(node)
+            sane = len(reason) <= MAX_TEXT
+        case Bye(reason):
+            sane = len(reason) <= MAX_TEXT
+        case Watch(every_s):
+            sane = 0 <= every_s <= MAX_WATCH_S
+        case _:
+            sane = True
+    if not sane:
+        raise ProtocolError(f"{type(message).__name__}: a value out of bounds")
+
+
+def _words(*words: str) -> None:
+    """Names are printed, on terminals that obey control characters."""
+    if any(len(w) > MAX_WORD or not w.isprintable() for w in words):
+        raise ProtocolError(f"a name of more than {MAX_WORD} characters, or with control characters")
+
+
+def _numbers(*numbers: int) -> None:
+    if any(not -(1 << 63) <= n < 1 << 63 for n in numbers):
+        raise ProtocolError("a number beyond 64 bits")
+
+
+def _versions(*versions: int) -> None:
+    if any(not 0 <= v < 1 << 53 for v in versions):
+        raise ProtocolError("a policy version or step that cannot be")

@@ -1,0 +1,43 @@
+"""What a node takes from a welcome, and within which bounds: the config and the model's small files.
+
+Who sends it has the key of the run, but may be broken or of another release: nothing of it is written to a
+place, or in an amount, that a welcome has no business with.
+"""
+
+import re
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from lightrl.config import Config
+from lightrl.errors import ProtocolError
+from lightrl.messages import Welcome
+
+MAX_CONFIG = 1 << 20  # characters
+MAX_FILES = 64
+MAX_FILES_BYTES = 192 << 20  # in all
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,126}")
+
+
+def config_of(welcome: Welcome) -> Config:
+    """Raises ProtocolError, one line, if it is not a config of this release."""
+    if len(welcome.config_json) > MAX_CONFIG:
+        raise ProtocolError(f"the coordinator sent a config of {len(welcome.config_json)} characters")
+    try:
+        return Config.model_validate_json(welcome.config_json)
+    except (ValidationError, ValueError, RecursionError) as e:
+        what = str(e).replace("\n", " ")[:200]
+        raise ProtocolError(f"the coordinator sent a config that is none here: {what}") from None
+
+
+def write_model_files(folder: Path, files: dict[str, bytes]) -> None:
+    """Into a new `folder`. Raises ProtocolError before anything is written."""
+    if len(files) > MAX_FILES or sum(map(len, files.values())) > MAX_FILES_BYTES:
+        size = sum(map(len, files.values()))
+        raise ProtocolError(f"the coordinator sent {len(files)} model files of {size} bytes")
+    for name in files:
+        if not _FILE_NAME.fullmatch(name):
+            raise ProtocolError(f"model file {name[:80]!r} is not a plain name")
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)

@@ -1,0 +1,66 @@
+"""Who may connect: ZeroMQ's authentication protocol (ZAP), answered in the coordinator's event loop.
+
+Owns the one authenticator that a process can have, which serves all its hubs; each admits the client that
+has its public key, nobody else. Must not know where keys come from.
+
+ZeroMQ's own authenticators are a thread or a task for good; this one lives as long as there is a hub. Without
+it every connection is refused (ZAP_ENFORCE_DOMAIN), not let through.
+"""
+
+import asyncio
+
+import zmq
+
+ENDPOINT = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+
+class Doorkeeper:
+    """Answers for the hubs of this process. They call `admit` and, when they close, `forget`."""
+
+    def __init__(self) -> None:
+        self._admitted: dict[bytes, bytes] = {}  # domain (one of each hub) -> the client's public key
+        self._sock: zmq.Socket[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._fd = -1
+
+    def admit(self, domain: str, client_key: bytes) -> None:
+        """From now on this hub's loop answers; a peer of `domain` must have the key pair of `client_key`."""
+        self._admitted[domain.encode()] = client_key
+        if self._sock is None:
+            sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
+            sock.set(zmq.LINGER, 0)
+            sock.bind(ENDPOINT)
+            self._sock, self._fd = sock, sock.fileno()
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._fd, self._answer)
+
+    def forget(self, domain: str) -> None:
+        self._admitted.pop(domain.encode(), None)
+        if not self._admitted and self._sock is not None and self._loop is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
+            self._sock.unbind(ENDPOINT)  # at once, so that the next hub may bind it
+            self._sock.close()
+            self._sock = None
+
+    def _answer(self) -> None:
+        """Until none waits: ZeroMQ tells only once that there is something."""
+        while self._sock is not None:
+            try:
+                frames = self._sock.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            request = frames[1] if len(frames) > 1 else b""
+            verdict = (b"200", b"OK") if self._is_welcome(frames) else (b"400", b"not the key of this run")
+            self._sock.send_multipart([_VERSION, request, *verdict, b"", b""])
+
+    def _is_welcome(self, frames: list[bytes]) -> bool:
+        """Frames: version, request, domain, address, identity, mechanism, the client's public key."""
+        if len(frames) != 7:
+            return False
+        version, _, domain, _, _, mechanism, client_key = frames
+        return (version, mechanism) == (_VERSION, b"CURVE") and client_key == self._admitted.get(domain)
+
+
+DOORKEEPER = Doorkeeper()

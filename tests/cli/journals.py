@@ -1,0 +1,87 @@
+"""A run that was left behind, for tests: its directory, its config, and a journal of two steps."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightrl.core.backlog import PutOff
+from lightrl.core.events import PromptsDrawn, ResponseScored
+from lightrl.core.facts import (
+    Fact,
+    Restated,
+    Resumed,
+    RoundOpened,
+    RoundStood,
+    ShardSent,
+    TokensTaken,
+    VersionPublished,
+)
+from lightrl.core.state import DrawnPrompt
+from lightrl.journal.write import JournalWriter
+from lightrl.keys import write_key
+from lightrl.messages import FinishReason, ResponseTokens, StepDone, TrainGroup, TrainResponse, TrainShard
+from lightrl.node.durable import FACTS
+from lightrl.run_file import load_config, to_toml
+from lightrl.wire import pack_f32, pack_i32, to_json
+from tests.cli.harness import QUICKSTART
+
+PROMPT = DrawnPrompt("p1", 0, pack_i32([5, 6]))
+OTHER = DrawnPrompt("p2", 0, pack_i32([7]))
+
+
+def tokens(
+    response: str, offset: int, ids: Sequence[int], attempt: int = 1, end: FinishReason | None = None
+) -> ResponseTokens:
+    return ResponseTokens(response, attempt, offset, pack_i32(ids), pack_f32([-0.5] * len(ids)), end)
+
+
+def shard(step: int, response: str, ids: Sequence[int], reward: float) -> ShardSent:
+    trained = TrainResponse(response, pack_i32(ids), pack_f32([-0.5] * len(ids)), reward, "stop")
+    group = TrainGroup(response.partition("#")[0], PROMPT.tokens, (trained,))
+    return ShardSent(TrainShard(step, 0, step, (group,), last=True, num_groups=1))
+
+
+FIRST: list[Fact] = [
+    *(Resumed(), Restated(), VersionPublished(0, "aa" * 16)),
+    *(RoundOpened(0, "plain"), PromptsDrawn((PROMPT,))),
+    TokensTaken(0, (tokens("p1@0#0", 0, [11, 12]), tokens("p1@0#1", 0, [21]))),
+    TokensTaken(0, (tokens("p1@0#0", 2, [13], end="stop"),)),
+    ResponseScored("p1@0#0", 1, 1.0),
+    shard(0, "p1@0#0", [11, 12, 13], 1.0),
+    *(RoundOpened(1, "plain"), PromptsDrawn((OTHER,))),
+    TokensTaken(0, (tokens("p2@0#0", 0, [31, 32]),)),
+    *(VersionPublished(1, "bb" * 16, (1,)), StepDone(0, 1, {"loss/policy": 0.5})),
+]
+SECOND: list[Fact] = [  # begins with what of the first one still stands
+    Resumed(1, 2, version=1, digests={1: "bb" * 16}),
+    RoundStood(1, "plain", 1, (PutOff(OTHER, 0, 1),), False),
+    *(TokensTaken(0, (tokens("p2@0#0", 0, [31, 32], attempt=2),)), Restated()),
+    TokensTaken(1, (tokens("p2@0#0", 2, [33, 34, 35], attempt=2),)),
+]
+
+
+def left_behind(run_dir: Path, *overrides: str, segments: Sequence[tuple[int, list[Fact]]] = ()) -> Path:
+    """As a coordinator that was killed leaves it."""
+    (run_dir / "logs").mkdir(parents=True)
+    where = (f"run.name={run_dir.name}", f"run.dir={run_dir.parent}", "run.bind=tcp://127.0.0.1:*")
+    (run_dir / "config.toml").write_text(to_toml(load_config(QUICKSTART, [*where, *overrides])))
+    write_key(run_dir / "key")
+    metrics = [
+        {"step": 0, "eval/held/avg@1": 0.25},
+        {"step": 1, "reward/mean": 0.5, "response_length/mean": 3.0, "timing_s/step": 61.0},
+    ]
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(to_json(m) + b"\n" for m in metrics))
+    asyncio.run(_write(run_dir / "journal", segments or ((0, FIRST), (1, SECOND))))
+    return run_dir
+
+
+async def _write(folder: Path, segments: Sequence[tuple[int, list[Fact]]]) -> None:
+    trouble: list[str] = []
+    writer: JournalWriter[Fact] = JournalWriter(folder, FACTS, 1, trouble.append)
+    for step, facts in segments:
+        base = next(i for i, fact in enumerate(facts) if isinstance(fact, Restated)) + 1
+        writer.begin(step, facts[:base])
+        for fact in facts[base:]:
+            writer.append(fact)
+    await writer.close()
+    assert not trouble

@@ -1,0 +1,63 @@
+"""Daemons killed without a warning under `lightrl up`: they come back, and the run finishes."""
+
+import pytest
+
+from tests.cli.harness import DEADLINE_S, Victims, linux_only, running, summary, until
+
+pytestmark = linux_only
+ENDLESS = ("train.steps=100000", "rollout.engine=emulated")
+# What the machine does to a daemon of that name as soon as it starts: as if its memory never sufficed.
+NO_LUCK = """
+import os, sys
+if "rollout-0" in sys.orig_argv:
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(
+    "victims", [("rollout-0",), ("trainer-0",), ("head",), ("head", "trainer-0", "rollout-0")]
+)
+def test_whoever_is_killed_comes_back_and_the_run_finishes(tmp_path, victims):
+    with running(tmp_path, "train.steps=12", "rollout.engine=emulated", "checkpoint.interval=2") as process:
+        lines = until(process, "reward")
+        for name in victims:
+            Victims(process).kill(name)
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, out
+    assert "finished 12 steps" in out
+    for name in victims:
+        assert f"{name} was killed by SIGKILL" in "".join(lines) + out
+    result = summary(tmp_path)
+    assert (result["state"], result["steps"], result["trained_responses"]) == ("finished", 12, 48)
+
+
+def test_a_daemon_that_never_lives_is_given_up_after_five_more_attempts(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NO_LUCK)
+    with running(tmp_path, *ENDLESS, PYTHONPATH=str(tmp_path)) as process:
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert (
+        out.count("rollout-0 was killed by SIGKILL (log: runs/one/logs/rollout-0.log); starting it again")
+        == 5
+    )
+    last = out.splitlines()[-1]
+    assert last.startswith("lightrl: rollout-0 was killed by SIGKILL")
+    assert last.endswith("6 times without a step done")
+
+
+def test_a_daemon_that_gives_a_reason_is_not_started_again(tmp_path):
+    with running(tmp_path, *ENDLESS, "rollout.engine_args={no_such=1}") as process:
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "starting it again" not in out
+    assert out.splitlines()[-1].startswith("lightrl: rollout-0 ended with exit status 1: ")
+
+
+def test_a_coordinator_that_keeps_no_journal_is_not_started_again(tmp_path):
+    with running(tmp_path, *ENDLESS, "journal.enabled=false") as process:
+        until(process, "reward")
+        Victims(process).kill("head")
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "starting it again" not in out
+    assert out.splitlines()[-1].startswith("lightrl: head was killed by SIGKILL")

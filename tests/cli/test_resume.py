@@ -1,0 +1,241 @@
+"""`lightrl resume`: what it refuses, in one line and with nothing changed; runs that go on after a kill."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lightrl.cli import main
+from lightrl.errors import LightRLError
+from lightrl.launch.resume import MAY_CHANGE, newest_checkpoint, prepare
+from lightrl.messages import Snapshot
+from lightrl.run_file import load_config
+from lightrl.wire import to_json
+from tests.cli.harness import (
+    DEADLINE_S,
+    QUICKSTART,
+    SMALL,
+    Victims,
+    all_end,
+    arguments,
+    descendants,
+    joining,
+    linux_only,
+    run,
+    running,
+    started,
+    summary,
+    until,
+    wait_for_ready,
+)
+from tests.cli.journals import left_behind
+
+ENDLESS = ("train.steps=100000", "rollout.engine=emulated")
+
+
+@pytest.fixture(autouse=True)
+def _empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(capsys, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["resume", *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert (end.value.code, captured.out) == (1, "")
+    [line] = captured.err.splitlines()
+    return line.removeprefix("lightrl: ")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("rollout.group_size=3", "rollout.group_size"),
+        ("train.optim.lr=1", "train.optim.lr"),
+        ("run.seed=7", "run.seed"),
+        ("data.path=other.jsonl", "data.path"),
+        ("run.name=other", "run.name"),
+        ("round.tail_batching=both", "round.tail_batching"),
+        ("journal.enabled=false", "journal.enabled"),
+    ],
+)
+def test_what_was_promised_cannot_change(capsys, tmp_path, override, key):
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    before = contents(run_dir)
+    may = "train.steps, checkpoint.*, node.*, journal.*, logging.*, run.bind, rollout.nodes, rollout.slots"
+    line = refusal(capsys, "one", override)
+    assert line.startswith(f"{key}: cannot change in a run that is resumed; what can: {may}")
+    assert contents(run_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("one", "train.stepz=3"), "train.stepz: unknown key; did you mean train.steps?"),
+        (("one", "train.steps=many"), "train.steps = 'many': input should be a valid integer"),
+        (("none",), "none: no such run"),
+        (("tcp://127.0.0.1:1",), "tcp://127.0.0.1:1: is an address; resume a run by its directory or name"),
+        (("one", "two"), "one RUN is possible, not 2: one two"),
+        (("one", "--slots", "3"), "--slots is for one rollout daemon"),
+        (("one", "--from-checkpoint"), "runs/one: has no checkpoint yet"),
+    ],
+)
+def test_mistakes(capsys, tmp_path, arguments, text):
+    before = contents(left_behind(tmp_path / "runs" / "one"))
+    assert refusal(capsys, *arguments).startswith(text)
+    assert contents(tmp_path / "runs" / "one") == before
+
+
+def test_a_finished_run_can_only_be_extended(capsys, tmp_path):
+    run_dir = left_behind(tmp_path / "runs" / "one", "train.steps=1")
+    (run_dir / "snapshot.json").write_bytes(to_json(Snapshot("one", str(run_dir), "finished", 1, 1, 1, 9.0)))
+    assert refusal(capsys, "one") == "runs/one: this run is finished; train.steps=2 would extend it"
+    assert prepare("one", ["train.steps=3"]).train.steps == 3
+    assert load_config(run_dir / "config.toml").train.steps == 3
+
+
+def test_steps_that_are_done_stay_done(capsys, tmp_path):
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step":2}\n')
+    assert refusal(capsys, "one", "train.steps=1") == "train.steps = 1: 2 steps are done already"
+
+
+def test_a_run_without_a_journal(capsys, tmp_path):
+    shutil.rmtree(left_behind(tmp_path / "runs" / "one", "journal.enabled=false") / "journal")
+    line = refusal(capsys, "one")
+    assert line == "runs/one: has no journal to resume from (journal.enabled = false)"
+
+
+def test_a_journal_that_a_process_still_has_open(capsys, tmp_path):
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    with (run_dir / "journal" / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        line = refusal(capsys, "one")
+    assert line == "runs/one: its coordinator still ends or hangs; try again in a moment"
+
+
+def test_an_address_that_another_program_has_taken(capsys, tmp_path):
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        (run_dir / "address").write_text(address)
+        line = refusal(capsys, "one")
+        assert line.startswith(f"{address}: taken by another program now; run.bind=tcp://HOST:PORT lets")
+        prepare("one", ["run.bind=tcp://127.0.0.1:0"])  # it is not looked for there any more
+    assert not (run_dir / "address").exists()
+
+
+def test_what_may_change_is_kept_for_the_next_time(tmp_path):
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    (run_dir / "key").unlink()
+    moved = str(shutil.move(run_dir, tmp_path / "elsewhere"))
+    values = ("train.steps=7", "rollout.nodes=3", "rollout.slots=9", "rollout.engine_args={t0_ms=2.0}")
+    config = prepare(moved, [*values, "checkpoint.interval=5", "node.grace_s=3", "journal.flush_ms=9"])
+    assert config.run_dir == tmp_path / "elsewhere"
+    assert (config.train.steps, config.rollout.nodes, config.rollout.slots) == (7, 3, 9)
+    assert (tmp_path / "elsewhere" / "key").stat().st_mode & 0o777 == 0o600
+    assert prepare(moved) == config
+    assert {v.partition("=")[0] for v in values} <= set(MAY_CHANGE)
+
+
+def test_from_the_checkpoint_the_journal_is_cut_back(tmp_path, capsys):
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    assert newest_checkpoint(run_dir) is None
+    for name in ("step_0", "step_1"):
+        (run_dir / "checkpoints" / name).mkdir(parents=True)
+        (run_dir / "checkpoints" / "latest").write_text(f"{name}\n")
+        assert newest_checkpoint(run_dir) is None  # not whole
+        (run_dir / "checkpoints" / name / "trainer.json").touch()
+    assert newest_checkpoint(run_dir) == 1
+    (run_dir / "checkpoints" / "latest").write_text("step_0\n")
+    prepare("one", from_checkpoint=True)
+    assert capsys.readouterr().out == "from the checkpoint of step 0\n"
+    with pytest.raises(SystemExit):
+        main(["replay", "one", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (told["steps_done"], told["version"]) == (0, None)
+
+
+@linux_only
+def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
+    with running(
+        tmp_path, "train.steps=100000", "rollout.engine=emulated", "checkpoint.interval=2"
+    ) as process:
+        until(process, "reward")
+        below = descendants(process.pid)
+        victims = Victims(process)
+        pids = [process.pid, *(victims.pid(name) for name in ("head", "trainer-0", "rollout-0"))]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert all_end(below)
+    status = json.loads(run(tmp_path, "status", "one", "--json"))
+    assert status["state"] == "interrupted"
+    done = status["step"]
+    assert "1 plain" in " ".join(run(tmp_path, "replay", "one").split()) or done < 2
+    with running(tmp_path, f"train.steps={done + 4}", resume=True) as process:
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, out
+    result = summary(tmp_path)
+    assert (result["state"], result["steps"]) == ("finished", done + 4)
+    assert result["trained_responses"] == 4 * (done + 4)  # none twice, none lost
+    with running(tmp_path, resume=True) as process:
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert out.startswith("lightrl: runs/one: this run is finished; ")
+
+
+@linux_only
+def test_a_run_stopped_by_its_user_goes_on_and_while_it_lives_cannot_be_resumed(tmp_path):
+    with running(tmp_path, *ENDLESS) as process:
+        until(process, "reward")
+        with running(tmp_path, resume=True) as second:
+            out, _ = second.communicate(timeout=DEADLINE_S)
+        assert out == "lightrl: runs/one: this run is alive; lightrl top runs/one shows it\n"
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert out.rstrip().endswith("; lightrl resume runs/one goes on with it")
+    done = summary(tmp_path)["steps"]
+    with running(tmp_path, f"train.steps={done + 2}", resume=True) as process:
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, out
+    assert summary(tmp_path)["steps"] == done + 2
+
+
+def test_refusals_are_errors_of_lightrl():
+    with pytest.raises(LightRLError, match="no run here yet"):
+        prepare(None)
+
+
+@linux_only
+def test_a_coordinator_in_the_foreground_comes_back_to_a_node_that_kept_generating(tmp_path):
+    config = ("run.name=one", *SMALL, *ENDLESS, "rollout.nodes=0", "checkpoint.interval=2")
+    roles = ("--role", "coordinator,trainer", "--name", "reserved")
+    up = arguments("up", str(QUICKSTART), *config, *roles)
+    with subprocess.Popen(up, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            join = joining(until(process, "--join "))
+            with started(tmp_path, *join, "--name", "spot") as spot:
+                pids = wait_for_ready(tmp_path, "spot")
+                until(process, "step 3: ")
+                process.kill()
+                process.wait(DEADLINE_S)
+                again = arguments("resume", "one", "train.steps=40", *roles)
+                done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, done.stdout + done.stderr
+                assert spot.wait(DEADLINE_S) == 0
+                assert spot.pid == pids["spot"]
+        finally:
+            process.kill()
+    assert "resumed at step" in done.stdout
+    result = summary(tmp_path)
+    assert (result["state"], result["steps"], result["trained_responses"]) == ("finished", 40, 160)

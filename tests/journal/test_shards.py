@@ -1,0 +1,115 @@
+"""What the trainer got for a published step comes back whole and in its old portions, or not at all."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from lightrl.core.facts import Fact, Resumed, ShardSent, VersionPublished
+from lightrl.errors import JournalError
+from lightrl.journal.read import FACTS, recut, segments, shards
+from lightrl.messages import TrainShard
+from tests.journal.conftest import item, shard, small_story, write
+
+A, B, C = (
+    ShardSent(shard(2, 0, ["a", "b"])),
+    ShardSent(shard(2, 1, ["c"])),
+    ShardSent(shard(2, 2, ["d", "e"], last=True, total=5)),
+)
+DONE = VersionPublished(3, "d3", (1, 3, 1))
+BASE: list[Fact] = [Resumed(step=2)]
+
+
+def read(tmp_path: Path, *parts: list[Fact]) -> tuple[list[TrainShard], tuple[int, ...]]:
+    """Each part is one segment of step 2."""
+    asyncio.run(write(tmp_path, *((2, BASE, part) for part in parts)))
+    return shards(tmp_path, FACTS, 2)
+
+
+def test_a_step_comes_back_from_all_its_segments(tmp_path):
+    found, portions = read(tmp_path, [A, B], [C], [DONE])
+    assert found == [A.shard, B.shard, C.shard]
+    assert portions == (1, 3, 1)
+
+
+def test_a_step_that_began_anew_counts_from_there(tmp_path):
+    whole = ShardSent(shard(2, 0, ["a", "b", "c", "d", "e"], last=True, total=5))
+    found, _ = read(tmp_path, [A, B, C], [whole, DONE])
+    assert found == [whole.shard]
+    assert len(segments(tmp_path)) == 2
+
+
+def test_other_steps_do_not_count(tmp_path):
+    ahead = ShardSent(shard(3, 0, ["z"], last=True, total=1))
+    asyncio.run(write(tmp_path, (3, [Resumed(step=3)], [ahead, VersionPublished(4, "d4", (1,))])))
+    found, portions = read(tmp_path, [A, B, C, DONE, ahead])
+    assert (len(found), portions) == (3, (1, 3, 1))
+    with pytest.raises(JournalError, match="step 7 cannot be trained again: shard 0 is missing"):
+        shards(tmp_path, FACTS, 7)
+
+
+def test_a_version_that_was_loaded_does_not_hide_how_it_was_trained(tmp_path):
+    assert read(tmp_path, [A, B, C, DONE, VersionPublished(3, "d3")])[1] == (1, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "missing"),
+    [
+        ([A, C, DONE], "shard 1 is missing"),
+        ([B, C, DONE], "shard 0 is missing"),
+        ([A, B, DONE], "shard 2 is missing"),
+        ([DONE], "shard 0 is missing"),
+        ([A, B, C], "nothing says how"),
+        ([A, B, ShardSent(shard(2, 2, ["d"], last=True, total=5)), DONE], "do not hold 5 groups"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path, facts, missing):
+    with pytest.raises(JournalError, match=missing):
+        read(tmp_path, facts)
+
+
+def test_a_torn_end_does_no_harm_but_damage_before_it_does(tmp_path):
+    read(tmp_path, [A, B, C, DONE])
+    [segment] = segments(tmp_path)
+    data = segment.path.read_bytes()
+    segment.path.write_bytes(data + b"torn")
+    assert len(shards(tmp_path, FACTS, 2)[0]) == 3
+    for at in range(len(data) - 1):
+        spoilt = bytearray(data)
+        spoilt[at] ^= 0x40
+        with open(segment.path, "r+b", buffering=0) as file:
+            file.write(spoilt)
+        with pytest.raises(JournalError) as e:
+            shards(tmp_path, FACTS, 2)
+        assert str(segment.path) in str(e.value)
+        assert "\n" not in str(e.value)
+
+
+# The same cuts again
+
+
+def test_groups_are_cut_as_they_were_accumulated():
+    parts = recut([A.shard, B.shard, C.shard], (1, 3, 1))
+    assert [[g.group for g in p.groups] for p in parts] == [["a"], ["b", "c", "d"], ["e"]]
+    assert [(p.step, p.index, p.policy_version, p.alone) for p in parts] == [
+        (2, k, 2, True) for k in range(3)
+    ]
+    assert [(p.last, p.num_groups) for p in parts] == [(False, 0), (False, 0), (True, 5)]
+
+
+def test_a_step_without_groups_has_one_shard_that_ends_it():
+    [part] = recut([shard(4, 0, [], last=True)], ())
+    assert (part.step, part.index, part.groups, part.last, part.num_groups) == (4, 0, (), True, 0)
+
+
+@pytest.mark.parametrize("portions", [(), (4,), (6,), (5, 0), (6, -1)])
+def test_portions_that_do_not_fit_are_refused(portions):
+    with pytest.raises(JournalError, match="5 groups do not fit portions"):
+        recut([A.shard, B.shard, C.shard], portions)
+
+
+def test_tokens_between_are_not_even_decoded(tmp_path):
+    """They are most of a journal."""
+    found, _ = read(tmp_path, [*small_story()[:3], A, B, C, DONE])
+    assert len(found) == 3
+    assert item("a", 0, 1).offset == 0

@@ -1,0 +1,150 @@
+"""A scripted coordinator for a trainer with real ranks, and what it takes to disturb them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+from lightrl.journal.read import recut
+from lightrl.messages import Checkpointed, PublishWeights, StepDone, TrainShard
+from lightrl.node.trainer import Trainer
+
+DEADLINE_S = 110
+TURNS = 20  # of the event loop between shards, so that some are computed while others wait
+
+
+class Coordinator:
+    """Feeds a trainer as the real one does, from where the trainer says that it stands.
+
+    `on` holds what is to happen when a message comes for the first time, by its type and number.
+    """
+
+    def __init__(self, config, folder, groups):
+        self.config = config
+        self.folder = folder
+        self.groups = groups
+        self.digests = {}
+        self.portions = {}
+        self.sent = []  # all that the trainer said
+        self.num_hellos = 1
+        self.on = {}
+        self.tasks = set()
+        self._expects_position = True
+        self._news = asyncio.Event()
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        self.published = folder / "published"
+        self.published.mkdir(exist_ok=True)
+        self.trainer = Trainer(config, folder, self.published, "127.0.0.1", self.take, self.restarted)
+
+    def restarted(self):
+        self.num_hellos += 1
+        self.rejoin()
+
+    def rejoin(self):
+        """The trainer said hello and is welcomed."""
+        self._expects_position = True
+        for task in self.tasks:
+            task.cancel()
+        self.trainer.rejoin()
+
+    def take(self, message):
+        self.sent.append(message)
+        self._news.set()
+        match message:
+            case PublishWeights(manifest, portions=portions):
+                version = manifest.policy_version
+                assert self.digests.setdefault(version, manifest.digest) == manifest.digest
+                if portions:
+                    assert self.portions.setdefault(version, portions) == portions
+                happens = self.on.pop(("published", version), None)
+                if self._expects_position or version > self._stands_at:
+                    self._expects_position, self._stands_at = False, version
+                    if happens is None and version < self.config.train.steps:
+                        self.feed(version)
+            case StepDone(step):
+                happens = self.on.pop(("done", step), None)
+            case Checkpointed(step):
+                happens = self.on.pop(("saved", step), None)
+        if happens is not None:
+            self.spawn(happens())
+
+    def shards(self, step, sizes=(1, 2, 4, 1)):
+        """As the trainer had them when it trained that step first; else in any parts."""
+        borders = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        shards = [
+            TrainShard(step, i, step, tuple(self.groups[a:b]), b == len(self.groups), len(self.groups))
+            for i, (a, b) in enumerate(pairwise(borders))
+        ]
+        return recut(shards, self.portions[step + 1]) if step + 1 in self.portions else shards
+
+    def feed(self, step):
+        async def feed():
+            for shard in self.shards(step):
+                self.trainer.handle(shard)
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
+
+        self.spawn(feed())
+
+    def spawn(self, coroutine):
+        task = asyncio.ensure_future(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def until_said(self, kind, number=None):
+        """Some message of this kind has come."""
+
+        def numbers():
+            of = (m for m in self.sent if isinstance(m, kind))
+            return [m.manifest.policy_version if isinstance(m, PublishWeights) else m.step for m in of]
+
+        while not (number in numbers() if number is not None else numbers()):
+            self._news.clear()
+            await self._news.wait()
+
+    async def run(self):
+        """The trainer, to its end."""
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await self.trainer.run()
+        finally:
+            for task in self.tasks:
+                task.cancel()
+
+    async def run_and_close(self):
+        try:
+            await self.run()
+        finally:
+            await self.trainer.close()
+
+
+def pid_of(rank):
+    """Of the rank process that this one started last; None while there is none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_ours = int((path / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+            if is_ours and f"lightrl-rank-{rank}\0" in (path / "cmdline").read_text():
+                found.append(int(path.name))
+    return max(found, default=None)
+
+
+def kill(rank=0, number=signal.SIGKILL):
+    os.kill(pid_of(rank), number)
+
+
+async def until(holds):
+    """For what nobody tells us: another process has come so far."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (result := holds()):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+    return result
+
+
+async def turns(number=TURNS):
+    for _ in range(number):
+        await asyncio.sleep(0)

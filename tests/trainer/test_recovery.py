@@ -1,0 +1,355 @@
+"""A trainer whose ranks are killed, whose coordinator comes and goes, whose disk refuses: with real ranks and
+a scripted coordinator. Whatever happens, every version has the bits that it has when nothing happens."""
+
+import asyncio
+import os
+import shutil
+import signal
+
+import pytest
+
+from lightrl.errors import TrainerError
+from lightrl.messages import Checkpointed, PublishWeights, StepDone, TrainGroup, TrainResponse, TrainShard
+from lightrl.node.trainer import train_samples
+from lightrl.run_file import parse_config
+from lightrl.trainer.batch import streamed, trainable
+from lightrl.trainer.protocol import Accumulate, FinishStep
+from lightrl.trainer.saved import latest
+
+from .coordinator import Coordinator, kill, pid_of, turns, until
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def groups(samples):
+    """Eight groups of three responses, of which one has no signal."""
+    made = []
+    for i in range(8):
+        rewards = [1.0, 1.0, 1.0] if i == 5 else [1.0, 0.0, 0.25]
+        responses = tuple(
+            TrainResponse(s.response, s.token_ids, s.rollout_logprobs, reward, "stop")
+            for s, reward in zip(samples[3 * i : 3 * i + 3], rewards, strict=True)
+        )
+        made.append(TrainGroup(f"p{i}@0", samples[3 * i].prompt, responses))
+    return made
+
+
+@pytest.fixture
+def new_config(model_dir):
+    def make(steps, ranks=1, deterministic=False, **checkpoint):
+        return parse_config(
+            {
+                "run": {"deterministic": deterministic},
+                "model": {"path": str(model_dir)},
+                "data": {"path": "unused"},
+                "algorithm": {"name": "dapo", "tis_cap": 2.0},
+                "train": {
+                    "steps": steps,
+                    "ranks": ranks,
+                    "max_tokens_per_gpu": 40,
+                    "optim": {"lr": 1e-3, "warmup_steps": 3},
+                },
+                "checkpoint": checkpoint,
+            }
+        )
+
+    return make
+
+
+def undisturbed(rank, groups, portions, steps):
+    """The digests when nothing happens: of a rank in this process that gets the groups in these portions."""
+    digests = {0: rank.started.manifest.digest}
+    config = rank.config
+    made = [train_samples(group, config) for group in groups]
+    for step in range(steps):
+        rest = list(made)
+        for portion in portions[step + 1]:
+            part, rest = rest[:portion], rest[portion:]
+            useful = [trainable(samples, 0.0) for samples in part]
+            [batches] = streamed(useful, 1, config.train.max_tokens_per_gpu, config.run.deterministic)
+            list(rank.perform(Accumulate(step, batches)))
+        tokens = sum(len(s.token_ids) // 4 for samples in made for s in samples)
+        published, _ = rank.perform(FinishStep(step, sum(map(len, made)), tokens, step + 1))
+        digests[step + 1] = published.manifest.digest
+    return digests
+
+
+def settings(config):
+    return config.model_dump(include={"algorithm", "train", "run"})
+
+
+def test_a_rank_killed_while_it_starts_computes_or_has_updated_is_as_if_it_had_not_been(
+    new_config, new_rank, groups, tmp_path
+):
+    """Not deterministic: what was trained is trained again by the portions that were recorded."""
+    config = new_config(steps=3, interval=0)
+
+    async def run():
+        coordinator = Coordinator(config, tmp_path / "run", groups)
+        on, killed = coordinator.on, []
+
+        async def starting():
+            await until(lambda: pid_of(0))
+            killed.append("starting")
+            kill()
+
+        async def computing():
+            killed.append("computing")
+            kill(number=signal.SIGSTOP)
+            for shard in coordinator.shards(0)[:2]:
+                coordinator.trainer.handle(shard)
+                await turns()
+            kill()
+
+        async def publishing():
+            """The optimizer step is done when something is written to what will be the new version."""
+            fifo = coordinator.published / ".draft"
+            os.mkfifo(fifo)
+            end = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+            written = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            loop.add_reader(end, written.set)
+            coordinator.feed(1)
+            await written.wait()
+            loop.remove_reader(end)
+            killed.append("publishing")
+            kill()
+            fifo.unlink()
+            os.close(end)
+
+        async def told():
+            killed.append("published, StepDone not yet said")
+            kill()
+
+        on["published", 0], on["published", 1], on["published", 2] = computing, publishing, told
+        coordinator.spawn(starting())
+        await coordinator.run_and_close()
+        return coordinator, killed
+
+    coordinator, killed = asyncio.run(run())
+    assert len(killed) == coordinator.num_hellos == 4
+    assert max(map(len, coordinator.portions.values())) > 1
+    expected = undisturbed(new_rank(**settings(config)), groups, coordinator.portions, 3)
+    assert coordinator.digests == expected
+    assert len(set(expected.values())) == 4
+    assert coordinator.sent[-1] == Checkpointed(3)
+
+
+def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bits(
+    new_config, groups, tmp_path
+):
+    config = new_config(steps=5, ranks=2, deterministic=True, interval=2)
+
+    async def calm():
+        coordinator = Coordinator(config, tmp_path / "calm", groups)
+        await coordinator.run_and_close()
+        return coordinator.digests
+
+    async def wild():
+        coordinator = Coordinator(config, tmp_path / "wild", groups)
+        checkpoints = tmp_path / "wild" / "checkpoints"
+        checkpoints.mkdir()
+        pointer = checkpoints / ".latest.draft"
+        os.mkfifo(pointer)  # who opens it waits for somebody who reads it
+
+        async def saving():
+            await until((checkpoints / "step_2").exists)
+            kill()
+            pointer.unlink()
+
+        async def waiting():
+            kill(rank=1)
+
+        on = coordinator.on
+        on["done", 1], on["published", 4] = saving, waiting
+        await coordinator.run_and_close()
+        assert not on
+        assert coordinator.num_hellos == 3
+        assert latest(checkpoints) == checkpoints / "step_5"
+        assert not list(checkpoints.glob(".*"))
+        return coordinator.digests
+
+    digests = asyncio.run(calm())
+    assert len(set(digests.values())) == 6
+    assert asyncio.run(wild()) == digests
+
+
+def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, groups, tmp_path):
+    """Also: nothing is said or taken between a broken connection and the welcome."""
+    config = new_config(steps=4)
+
+    async def run():
+        coordinator = Coordinator(config, tmp_path / "run", groups)
+        trainer, sent = coordinator.trainer, coordinator.sent
+        trainer.rejoin()  # while nothing has started yet
+        done = []
+
+        async def waiting():
+            trainer.pause()
+            num_sent = len(sent)
+            for shard in coordinator.shards(0):
+                trainer.handle(shard)
+                await turns()
+            assert len(sent) == num_sent
+            coordinator.rejoin()
+            assert sent[-1] == sent[num_sent - 1]  # the very same version, place and ticket
+            done.append("waiting")
+
+        async def computing():
+            kill(number=signal.SIGSTOP)
+            first, second, *_ = coordinator.shards(1)
+            trainer.handle(first)
+            await turns()
+            trainer.handle(second)
+            coordinator.rejoin()
+            assert [type(m) for m in sent[-2:]] == [PublishWeights, StepDone]
+            assert sent[-1].step == 0
+            kill(number=signal.SIGCONT)
+            done.append("computing")
+
+        async def begun_anew():
+            """By the coordinator, which does not say why."""
+            for shard in [*coordinator.shards(2)[:3], *coordinator.shards(2)[:2]]:
+                trainer.handle(shard)
+                await turns()
+            trainer.handle(coordinator.shards(0)[1])  # late
+            coordinator.feed(2)
+            done.append("begun anew")
+
+        async def finishing():
+            """A step without any signal needs no gradients: the ranks are told to finish it at once."""
+            kill(number=signal.SIGSTOP)
+            trainer.handle(TrainShard(3, 0, 3, (groups[5],), True, 1))
+            await turns()
+            num_sent = len(sent)
+            coordinator.rejoin()
+            await turns()
+            assert len(sent) == num_sent  # it stands nowhere
+            kill(number=signal.SIGCONT)
+            done.append("finishing")
+
+        for version, happens in enumerate([waiting, computing, begun_anew, finishing]):
+            coordinator.on["published", version] = happens
+        await coordinator.run()
+        assert done == ["waiting", "computing", "begun anew", "finishing"]
+        news = sent[-3:]
+        assert [type(m) for m in news] == [PublishWeights, StepDone, Checkpointed]
+        coordinator.rejoin()
+        assert sent[-3:] == news
+        assert len(sent) == sent.index(news[0]) + 6
+        await trainer.close()
+        return coordinator
+
+    coordinator = asyncio.run(run())
+    assert coordinator.num_hellos == 1
+    rank = new_rank(**settings(config))
+    expected = undisturbed(rank, groups, coordinator.portions, 3)
+    no_signal = len(groups[5].responses), sum(len(r.token_ids) // 4 for r in groups[5].responses)
+    published, _ = rank.perform(FinishStep(3, *no_signal, 4))
+    assert coordinator.digests == expected | {4: published.manifest.digest}
+
+
+def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
+    new_config, new_rank, groups, tmp_path
+):
+    config = new_config(steps=3, interval=0)
+
+    async def run():
+        first = Coordinator(config, tmp_path / "run", groups)
+
+        async def preempted():
+            for shard in first.shards(2)[:2]:  # part of a step
+                first.trainer.handle(shard)
+            await turns()
+            first.trainer.stop()
+
+        first.on["published", 2] = preempted
+        await first.run_and_close()
+        assert first.sent[-1] == Checkpointed(2)
+        assert not first.trainer.all_steps_done
+
+        second = Coordinator(config, tmp_path / "run", groups)
+        second.portions, second.digests = first.portions, first.digests
+        await second.run_and_close()
+        published, saved = second.sent[:2]
+        assert (published.manifest.policy_version, published.portions) == (2, ())
+        assert saved == Checkpointed(2)
+        assert second.trainer.all_steps_done
+        return second.digests, first.portions
+
+    digests, portions = asyncio.run(run())
+    assert digests == undisturbed(new_rank(**settings(config)), groups, portions, 3)
+
+
+def test_a_disk_that_refuses_a_checkpoint_is_asked_again(new_config, groups, tmp_path, capsys):
+    config = new_config(steps=3, interval=1)
+
+    async def run():
+        coordinator = Coordinator(config, tmp_path / "run", groups)
+        checkpoints = tmp_path / "run" / "checkpoints"
+        checkpoints.touch()  # in the way
+
+        async def free():
+            checkpoints.unlink()
+            coordinator.feed(1)
+
+        async def refuse():
+            await coordinator.until_said(Checkpointed, 2)
+            shutil.rmtree(checkpoints)
+            checkpoints.touch()
+            coordinator.feed(2)
+
+        coordinator.on["published", 1], coordinator.on["published", 2] = free, refuse
+        with pytest.raises(TrainerError, match=r"step_3 was not saved: .*Not a directory"):
+            await coordinator.run_and_close()
+        return [m for m in coordinator.sent if isinstance(m, StepDone | Checkpointed)]
+
+    said = asyncio.run(run())
+    assert [(type(m).__name__, m.step) for m in said] == [
+        ("StepDone", 0),
+        ("StepDone", 1),
+        ("Checkpointed", 2),
+        ("StepDone", 2),
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("step_1 was not saved" in line and "after the next step" in line for line in lines) == 1
+    assert sum("step_3 was not saved" in line and "trying again in 1 s" in line for line in lines) == 2
+
+
+def test_ranks_that_die_again_and_again_are_given_up(new_config, groups, tmp_path, capsys):
+    config = new_config(steps=1, ranks=2)
+
+    async def run():
+        coordinator = Coordinator(config, tmp_path / "run", groups)
+        dead = set()
+
+        async def murder():
+            while True:
+                dead.add(await until(lambda: (pid := pid_of(1)) not in dead and pid))
+                kill(rank=1)
+
+        coordinator.spawn(murder())
+        gave_up = "^lightrl-rank-1 .*killed by SIGKILL.*; started again 3 times without finishing a step$"
+        with pytest.raises(TrainerError, match=gave_up):
+            await coordinator.run_and_close()
+        assert len(dead) == 4
+        assert coordinator.sent == []
+        assert coordinator.num_hellos == 1
+
+    asyncio.run(run())
+    assert capsys.readouterr().out.count("; starting again from step 0") == 3
+
+
+def test_a_model_that_cannot_be_loaded_is_not_tried_again(new_config, groups, tmp_path, capsys):
+    config = new_config(steps=1)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(tmp_path / "x")})}
+    )
+
+    async def run():
+        with pytest.raises(TrainerError, match="no such directory"):
+            await Coordinator(config, tmp_path / "run", groups).run_and_close()
+
+    asyncio.run(run())
+    assert "starting again" not in capsys.readouterr().out

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 PROTOCOL = 3
-REJOIN = "rejoin"
+REJOIN = "rejoin"  # why a node is refused that was given up while it was silent: it may say hello again
+ENDING = "the run is ending"  # and one that comes too late
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
@@ -64,7 +65,7 @@ class Welcome:
     run: str
     config_json: str = ""
     model_files: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    refused: str = ""  # empty = accepted; REJOIN = you were given up while you were silent, say hello again
+    refused: str = ""  # empty = accepted; or why not in one line, of which REJOIN and ENDING are known
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The bugs that scripts/mutate plants fit the present code."""
+"""The bugs that scripts/mutations.py names fit the present code."""
 
 import runpy
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MUTATIONS: list[Any] = runpy.run_path(str(ROOT / "scripts" / "mutate"))["MUTATIONS"]
+MUTATIONS: list[Any] = runpy.run_path(str(ROOT / "scripts" / "mutations.py"))["MUTATIONS"]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug)

@@ -48,6 +48,7 @@ from lightrl.core.state import (
 )
 from lightrl.core.steps import Steps
 from lightrl.messages import (
+    ENDING,
     Abort,
     Drain,
     Hello,
@@ -223,11 +224,12 @@ class Coordinator:
 
     def _join(self, hello: Hello, now: float) -> None:
         if self.fleet.is_ghost(hello):
+            self._out.append(Send(hello.node, Welcome(run="", refused="another process has this name now")))
             return
         is_awaited = "trainer" in hello.roles and self._awaits_trainer
         reason = self.fleet.why_refused(hello)
         if self._ending is not None and not is_awaited:
-            reason = "the run is ending"
+            reason = ENDING
         if reason is not None:
             self._report(f"{hello.node} refused: {reason}")
             self._out.append(Send(hello.node, Welcome(run="", refused=reason)))

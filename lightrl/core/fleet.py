@@ -120,6 +120,7 @@ class Fleet:
             self._move(node, NodeState.GONE)
             if name == self.trainer:
                 self.trainer = None
+                self._forget_holders()
 
     def drain(self, node: Node) -> None:
         """It takes no more work."""
@@ -168,7 +169,14 @@ class Fleet:
         """The newest version is to be had where it was not before; nodes without it are told so."""
         self.published = Published(message.manifest.policy_version, message.manifest.digest, message)
         nodes = [n for n in self.nodes.values() if n.state is not NodeState.READY]
+        for node in nodes:
+            node.weights_failures = 0
         return [command for node in nodes for command in self._offer(node)]
+
+    def _forget_holders(self) -> None:
+        """Nobody serves the newest version until the trainer is back: who needs it, waits."""
+        if self.published is not None:
+            self.published = replace(self.published, message=None)
 
     def know(self, version: int, digest: str, message: PublishWeights | None = None) -> None:
         """This version is the newest from now on."""

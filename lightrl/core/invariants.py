@@ -81,7 +81,7 @@ def _places(core: "Coordinator") -> None:
     held = core.ledger.responses.values()
     running = {r.id for r in held if r.state is ResponseState.RUNNING}
     _require(running == seen, f"running responses and nodes differ: {sorted(running ^ seen)[:3]}")
-    waiting = {id(entry[-1]) for entry in core.ledger.queue}
+    waiting = {id(r) for r in core.ledger.queue.waiting()}
     lost = [r.id for r in held if r.state is ResponseState.QUEUED and id(r) not in waiting]
     _require(not lost, f"lost: {lost[:3]}")
 

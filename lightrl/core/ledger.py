@@ -5,19 +5,17 @@ Owns responses and their queue; a response is in exactly one place. Which node g
 `out`.
 """
 
-import heapq
 import math
-import sys
-from array import array
 from collections import deque
-from typing import Any
 
 from lightrl.core import placement, race
+from lightrl.core.arrays import decode, encode, native
 from lightrl.core.commands import Command, Record, Report, Score, Send
 from lightrl.core.events import ResponseScored
 from lightrl.core.facts import TokensTaken
 from lightrl.core.fleet import Fleet
 from lightrl.core.foresight import Foresight
+from lightrl.core.queue import WorkQueue
 from lightrl.core.state import (
     Counters,
     Group,
@@ -31,21 +29,19 @@ from lightrl.core.state import (
 from lightrl.errors import InvariantViolation
 from lightrl.messages import Abort, Generate, ResponseRequest, ResponseTokens, Sampling, TokenChunk
 
-BIG_ENDIAN = sys.byteorder == "big"
-
 
 class Ledger:
     def __init__(self, settings: Settings, fleet: Fleet, foresight: Foresight) -> None:
         self.rounds: deque[Round] = deque()  # oldest first; more than one only in asynchronous mode
         self.responses: dict[str, Response] = {}  # of these rounds
-        self.queue: list[tuple[int, bool, float, int, Response]] = []  # a heap; may hold what is given up
+        expect = foresight.expect if settings.foresight else self._know_nothing
+        self.queue = WorkQueue(settings, expect)
         self.counters = Counters()
         self.decided: list[Group] = []  # groups in which nothing goes on any more, until someone looks
         self._settings = settings
         self._fleet = fleet
-        self._expect: placement.Foresee = foresight.expect if settings.foresight else self._know_nothing
+        self._expect: placement.Foresee = expect
         self._num_running = 0
-        self._num_queued = 0  # so far: ties in the queue are broken by arrival
         self._news = False  # work has come, or slots were set free by more than the nodes below
         self._taken: list[ResponseTokens] = []  # of the chunk at hand
         self._freed: dict[str, Node] = {}  # nodes with a slot more than at the last dispatch
@@ -342,7 +338,7 @@ class Ledger:
             if response is not None and response.node is node:
                 continue
             waits = response is not None and response.state is ResponseState.QUEUED
-            if response is not None and waits and is_ready and node.free > 0 and attempt >= response.attempt:
+            if response is not None and waits and is_ready and node.free > 0 and _is_of(response, attempt):
                 self.take_back(node, response, attempt)
             else:
                 unwanted.append((name, attempt))
@@ -360,10 +356,7 @@ class Ledger:
 
     def _pop(self, most: int, out: list[Command]) -> list[Response]:
         taken: list[Response] = []
-        while self.queue and len(taken) < most:
-            *_, number, response = heapq.heappop(self.queue)
-            if response.state is not ResponseState.QUEUED or number != response.queued_as:
-                continue  # given up meanwhile, or taken back, or queued once more
+        while len(taken) < most and (response := self.queue.pop()) is not None:
             if race.has_lost(response):
                 self.give_up(response, out)
             else:
@@ -390,21 +383,7 @@ class Ledger:
         )
 
     def _enqueue(self, response: Response, resumed: bool = False) -> None:
-        """Older rounds first, then what is resumed, then what is predicted to run longest.
-
-        With steps that overlap, every other one goes by ascending length instead: a node that ends one
-        step with long responses begins the next with short ones (HistoPipe in RhymeRL, arXiv 2508.18588).
-        """
-        round = response.group.round
-        tokens = self._expect(response)
-        ascending = self._settings.max_staleness > 0 and round.step % 2 == 1
-        order = 2 * round.step + (not round.is_eval)
-        self._num_queued += 1
-        response.queued_as = self._num_queued
-        heapq.heappush(
-            self.queue,
-            (order, not resumed, tokens if ascending else -tokens, self._num_queued, response),
-        )
+        self.queue.push(response, resumed)
         self._news = True
 
     def _requeue(self, response: Response) -> None:
@@ -426,20 +405,6 @@ class Ledger:
         out.append(Send(response.node.name, Abort(((response.id, response.attempt),))))
 
 
-def encode(values: "array[Any]") -> bytes:
-    """As raw little-endian bytes."""
-    return native(values.tobytes())
-
-
-def decode(kind: str, data: bytes) -> "array[Any]":
-    """From raw little-endian bytes of 4-byte items."""
-    return array(kind, native(data))
-
-
-def native(data: bytes) -> bytes:
-    """Swaps the bytes of 4-byte items between little-endian and what this machine has."""
-    if not BIG_ENDIAN:
-        return data
-    values = array("I", data)
-    values.byteswap()
-    return values.tobytes()
+def _is_of(response: Response, attempt: int) -> bool:
+    """Whether an attempt is of this round, and not of one that put the prompt off, under older weights."""
+    return attempt >= response.attempt and attempt > response.group.attempts

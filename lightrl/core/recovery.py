@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from lightrl.core import rounds
+from lightrl.core.arrays import encode
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, Command, DrawPrompts, Report, Score
 from lightrl.core.coordinator import Coordinator
@@ -25,15 +26,12 @@ from lightrl.core.facts import (
     TokensTaken,
     VersionPublished,
 )
-from lightrl.core.ledger import encode
 from lightrl.core.state import (
-    Group,
     Response,
     ResponseState,
     Round,
     RoundKind,
     RoundState,
-    Settings,
 )
 from lightrl.errors import InvariantViolation
 from lightrl.messages import ResponseTokens, StepDone
@@ -58,7 +56,7 @@ def restate(core: Coordinator) -> list[Fact]:
     )
     facts: list[Fact] = [stood]
     for round in core.ledger.rounds:
-        facts += _restate_round(core.settings, round)
+        facts += _restate_round(round)
     return [*facts, Restated()]
 
 
@@ -182,9 +180,9 @@ class _Recovery:
             core.ledger.score(response.id, response.attempt, fact.reward, fact.failure, self._out)
 
 
-def _restate_round(settings: Settings, round: Round) -> Iterator[Fact]:
+def _restate_round(round: Round) -> Iterator[Fact]:
     groups = round.groups.values()
-    held = tuple(_held_prompt(settings, g) for g in groups)
+    held = tuple(PutOff(g.prompt, g.attempts, round.step) for g in groups)
     is_closed = round.state is RoundState.CLOSED
     yield RoundStood(round.step, round.kind, round.prompts_launched, held, is_closed)
     items: dict[int, list[ResponseTokens]] = {}
@@ -206,12 +204,6 @@ def _told(items: dict[int, list[ResponseTokens]]) -> Iterator[Fact]:
     for version in sorted(items):
         yield TokensTaken(version, tuple(items[version]))
     items.clear()
-
-
-def _held_prompt(settings: Settings, group: Group) -> PutOff:
-    """Its name tells whether it had been put off when its noise was to be fresh then."""
-    is_first = settings.tail.fresh_noise and not group.id.endswith(f"'{group.round.step}")
-    return PutOff(group.prompt, 0 if is_first else max(r.attempt for r in group.responses), group.round.step)
 
 
 def _spans(response: Response) -> Iterator[tuple[int, ResponseTokens]]:

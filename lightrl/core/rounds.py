@@ -138,7 +138,7 @@ def add(settings: Settings, round: Round, prompts: Iterable[PutOff], foresight: 
         label = f"eval{round.step}" if round.is_eval else str(held.prompt.epoch)
         if settings.tail.fresh_noise and held.attempts:
             label += f"'{round.step}"
-        group = Group(f"{held.prompt.id}@{label}", held.prompt, round, len(round.groups))
+        group = Group(f"{held.prompt.id}@{label}", held.prompt, round, len(round.groups), held.attempts)
         names = [f"{group.id}#{k}" for k in range(round.responses_launched)]
         group.responses = [
             Response(name, group, k, sample_seed(settings.run_seed, name), attempt=held.attempts)

@@ -207,6 +207,7 @@ class Group:
     prompt: DrawnPrompt
     round: "Round" = field(repr=False)
     position: int  # in its round, in the order in which prompts were drawn
+    attempts: int = 0  # at its responses in earlier rounds, which put it off
     responses: list[Response] = field(default_factory=list[Response])
     state: GroupState = GroupState.OPEN
     # Its race; see `race`.
@@ -339,7 +340,7 @@ class Published:
 
     policy_version: int
     digest: str
-    message: PublishWeights | None  # where it is to be had; None after a recovery, until the trainer says so
+    message: PublishWeights | None  # where it is to be had; None while the trainer is away
 
 
 def sample_seed(run_seed: int, response: str) -> int:

@@ -5,10 +5,10 @@ its memory, says; what it has trained before is sent again as it was. Which grou
 decided in `race` and `steps`.
 """
 
+from lightrl.core.arrays import encode
 from lightrl.core.commands import Command, Record, ReplayShards, Send
 from lightrl.core.facts import ShardSent
 from lightrl.core.fleet import Fleet
-from lightrl.core.ledger import encode
 from lightrl.core.state import Group, Round, RoundState
 from lightrl.messages import TrainGroup, TrainResponse, TrainShard
 

@@ -16,6 +16,7 @@ from lightrl.messages import FinishReason, ResponseTokens
 
 Ints: TypeAlias = NDArray[np.int64]
 
+LONG_TOKENS = 256  # of an item
 GATHER_ITEMS = 1 << 14  # at once: the index of their tokens fits into some megabytes
 
 
@@ -134,6 +135,15 @@ class _Items:
             straight.setdefault(of, []).append(item)
         return straight, odd.tolist()
 
+    def _gather(self, start: Ints, counts: Ints, ends: Ints) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Tokens and logprobs of these items, end to end."""
+        if ends[-1] > LONG_TOKENS * len(counts):  # copies cost less than an index of tokens
+            places = [slice(a, a + n) for a, n in zip(start.tolist(), counts.tolist(), strict=True)]
+            ids = np.concatenate([self.token_ids[place] for place in places])
+            return ids, np.concatenate([self.logprobs[place] for place in places])
+        where = np.repeat(start - ends + counts, counts) + np.arange(int(ends[-1]))
+        return self.token_ids.take(where), self.logprobs.take(where)
+
     def _cut(self, order: Ints, first: Ints) -> Iterator[ResponseTokens]:
         """One item for each run of `order` that begins at an index of `first`."""
         final = np.concatenate((first[1:], [len(order)]))
@@ -144,8 +154,7 @@ class _Items:
             part = order[first[at] : final[to - 1]]
             counts: Ints = self.count[part]
             ends: Ints = np.cumsum(counts)
-            where = np.repeat(self.start[part] - ends + counts, counts) + np.arange(int(ends[-1]))
-            token_ids, logprobs = self.token_ids[where], self.logprobs[where]
+            token_ids, logprobs = self._gather(self.start[part], counts, ends)
             starts, stops = first[at:to] - first[at], final[at:to] - first[at]
             for a, z in zip(starts.tolist(), stops.tolist(), strict=True):
                 tokens = slice(int(ends[a] - counts[a]), int(ends[z - 1]))

@@ -223,7 +223,9 @@ def recut(sent: Sequence[TrainShard], portions: Sequence[int]) -> list[TrainShar
 
 
 def trim(folder: Path, used: Segment) -> None:
-    """What is newer than the segment that the run goes on from is moved aside as *.damaged."""
+    """What is newer than the segment that the run goes on from is moved aside as *.damaged. May raise
+    JournalError.
+    """
     for segment in reversed(segments(folder)):
         if segment.number > used.number:
             _move_aside(segment, "damaged")
@@ -269,4 +271,7 @@ def _base(segment: Segment, codec: Codec[T]) -> list[T] | None:
 
 
 def _move_aside(segment: Segment, why: str) -> None:
-    os.rename(segment.path, segment.path.with_name(f"{segment.path.name}.{why}"))
+    try:
+        os.rename(segment.path, segment.path.with_name(f"{segment.path.name}.{why}"))
+    except OSError as e:
+        raise JournalError(f"{segment.path} cannot be moved aside: {e.strerror}") from None

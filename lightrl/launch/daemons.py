@@ -8,8 +8,7 @@ import contextlib
 import os
 import signal
 import sys
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.errors import LightRLError
@@ -32,10 +31,8 @@ class Daemon:
     role: Role
     process: asyncio.subprocess.Process
     log: Path
-    options: tuple[str, ...]
     said_before: int  # bytes that were in its log already: words of the one that it replaces
     ended: "asyncio.Task[int]"
-    started_at: float = field(default_factory=time.monotonic)
 
     @classmethod
     async def start(cls, name: str, role: Role, run_dir: Path, *options: str) -> "Daemon":
@@ -55,7 +52,7 @@ class Daemon:
                 start_new_session=True,  # ctrl-C is for this process, which then asks the daemons to drain
             )
         ended = asyncio.create_task(process.wait(), name=f"{name} ends")
-        return cls(name, role, process, log, options, before, ended)
+        return cls(name, role, process, log, before, ended)
 
     @property
     def has_failed(self) -> bool:

@@ -51,6 +51,7 @@ class LocalRun:
         self._say = say
         self._over = asyncio.Event()  # nothing is started again
         self._ended: set[str] = set()  # daemons that are not started again
+        self._revived_at = float("-inf")  # when the head was started again
 
     @property
     def _head(self) -> Daemon:
@@ -71,9 +72,10 @@ class LocalRun:
             self.address = await self._listening(before)
         except RunFailed:
             if self._head.ended.done() and self._head.gave_a_reason:
+                line = self._head.last_line()
                 if not self._resume:
                     remove_run_dir(self.run_dir)
-                raise RunFailed(self._head.last_line().removeprefix("lightrl: ")) from None
+                raise RunFailed(line.removeprefix("lightrl: ")) from None
             raise
         point_latest(self.run_dir)
         await self._start("trainer-0", "trainer")
@@ -104,6 +106,9 @@ class LocalRun:
         head = self.daemons.get("head")
         if head is not None and not head.ended.done():
             await self._ask_to_drain(head, reason)
+        elif head is not None and (head.has_crashed or head.gave_a_reason):
+            for daemon in self.daemons.values():  # nobody else tells them; they would wait for it
+                daemon.signal(signal.SIGTERM)
         await self._wait_all(self.config.node.grace_s)
         for number, wait_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)):
             for daemon in self.daemons.values():
@@ -134,13 +139,13 @@ class LocalRun:
 
     async def _keep(self, daemon: Daemon) -> Daemon:
         """Starts a daemon again under its name whenever it crashes. Returns the last one, at its end."""
-        crashes, step = 0, _steps_done(self.run_dir)
+        crashes, steps = 0, _record_of_steps(self.run_dir)
         while True:
             await self._wait_unless_over(daemon.ended)
             if self._over.is_set() or not self._may_try_again(daemon):
                 return daemon
-            before, step = step, _steps_done(self.run_dir)
-            crashes = crashes + 1 if step == before else 1
+            before, steps = steps, _record_of_steps(self.run_dir)
+            crashes = crashes + 1 if steps == before else 1
             if crashes > MAX_CRASHES:
                 return daemon
             self._say(f"{daemon.obituary()}; starting it again")
@@ -149,8 +154,11 @@ class LocalRun:
                 await self._wait_unless_over(timeout_s=LOOK_S)  # whoever keeps the head sees to it
             if self._over.is_set():
                 return daemon
-            options = ["--resume"] if daemon.role == "coordinator" else []
-            daemon = await self._start(daemon.name, daemon.role, *options)
+            if daemon.role == "coordinator":
+                self._revived_at = time.monotonic()
+                daemon = await self._start(daemon.name, daemon.role, "--resume")
+            else:
+                daemon = await self._start(daemon.name, daemon.role)
 
     def _may_try_again(self, daemon: Daemon) -> bool:
         if daemon.role == "coordinator":
@@ -162,7 +170,7 @@ class LocalRun:
         head = self._head
         if head.ended.done():
             return head.has_crashed
-        return "--resume" in head.options and time.monotonic() - head.started_at < AWAY_S
+        return time.monotonic() - self._revived_at < AWAY_S
 
     async def _wait_unless_over(
         self, ended: "asyncio.Task[int] | None" = None, timeout_s: float | None = None
@@ -261,7 +269,9 @@ def join_line(address: str, run_dir: Path) -> str:
     return f"join it from elsewhere: lightrl up --join {address} --key {shown(run_dir / KEY_FILE)}"
 
 
-def _steps_done(run_dir: Path) -> int:
-    """Whatever else has happened, the run came so far."""
-    records = metrics.read(run_dir)
-    return int(records[-1]["step"]) if records else 0
+def _record_of_steps(run_dir: Path) -> int:
+    """Grows with every step that is done, one that was done before a resume, too."""
+    try:
+        return (run_dir / metrics.FILE_NAME).stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -21,9 +21,9 @@ from lightrl.core.facts import (
 )
 from lightrl.core.state import Counters
 from lightrl.errors import LightRLError
-from lightrl.journal.read import newest, read_segment, segments
+from lightrl.journal.read import FACTS, newest, read_segment, segments
 from lightrl.messages import FinishReason, ResponseTokens, Snapshot, StepDone
-from lightrl.node.durable import FACTS, FOLDER
+from lightrl.node.durable import FOLDER
 from lightrl.run_file import load_config
 
 INTERRUPTED = "interrupted"  # the state of a run whose coordinator is gone without a last word

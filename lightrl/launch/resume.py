@@ -14,13 +14,13 @@ from lightrl.config import Config
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import is_in_use, segments
-from lightrl.journal.read import rewind
+from lightrl.journal.read import FACTS, rewind
 from lightrl.keys import KEY_FILE, read_key, write_key
 from lightrl.launch.address import accepts, find, listening, require_free, shown
 from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
 from lightrl.launch.running import ask, final_snapshot, is_same
-from lightrl.node.durable import FACTS, FOLDER
+from lightrl.node.durable import FOLDER
 from lightrl.run_file import load_config
 
 # Nothing that is trained depends on these. All else was promised when the run began.

@@ -5,12 +5,13 @@ named a run gets that run or an error. Changes nothing.
 """
 
 import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.core.state import RunState
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
-from lightrl.keys import find_key
+from lightrl.keys import KEY_FILE, find_key, read_key
 from lightrl.launch.address import accepts, find, shown, written_at
 from lightrl.launch.replay import interrupted
 from lightrl.messages import Snapshot
@@ -33,7 +34,9 @@ class Target:
         return shown(self.run_dir) if self.run_dir is not None else str(self.address)
 
     def key(self) -> str:
-        """Raises ConfigError if there is none."""
+        """Who names a run means the key in it, whatever the environment says. Raises ConfigError."""
+        if self.key_file is None and self.run_dir is not None and os.access(self.run_dir / KEY_FILE, os.R_OK):
+            return read_key(self.run_dir / KEY_FILE)
         return find_key(self.key_file, self.run_dir)
 
     def last(self) -> Snapshot | None:

@@ -9,6 +9,7 @@ from math import isfinite
 from lightrl.errors import ProtocolError
 from lightrl.messages import (
     Bye,
+    Checkpointed,
     Drain,
     Heartbeat,
     Hello,
@@ -59,6 +60,9 @@ def require_sane(message: Message) -> None:
         case WeightsFailed(version, reason):
             _versions(version)
             sane = len(reason) <= MAX_TEXT
+        case Checkpointed(step):
+            _versions(step)
+            sane = True
         case StepDone(step, version, metrics):
             _versions(step, version)
             _words(*metrics)

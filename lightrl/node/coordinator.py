@@ -137,7 +137,7 @@ class Head:
             )
             try:
                 self._carry_out(self._to_do)
-                self._durable.begin(self._core, self._records.note())
+                self._begin_segment()
                 async with asyncio.TaskGroup() as tasks:
                     self._background = tasks
                     background = [
@@ -158,6 +158,8 @@ class Head:
             finally:  # a coordinator that is killed, or has a bug, leaves all as it is, to be resumed
                 await rewards.stop()
                 await self._durable.close()
+                self._metrics.close()
+                self._lengths.close()
                 self._hub.close()
 
     def _recover(self) -> list[Command]:
@@ -169,8 +171,11 @@ class Head:
         self._tasks.go_on_from(self._core.backlog.num_drawn)
         if (note := noted(facts)) is not None:
             steps = [r for r in read_metrics(self._run_dir) if r["step"] <= self._core.step]
-            self._records.recall(note, steps)
+            self._core.started_at -= self._records.recall(note, steps)
         return commands
+
+    def _begin_segment(self) -> None:
+        self._durable.begin(self._core, self._records.note(time.monotonic() - self._core.started_at))
 
     async def _serve_rewards(self, rewards: RewardPool) -> None:
         """Nodes may come while the workers start; that all input is good is said by the address file."""
@@ -184,7 +189,7 @@ class Head:
         """Hands an event to the core and does what it says; failures met on the way go back in as events."""
         self._carry_out(self._core.handle(event, time.monotonic()))
         if self._durable.is_due:
-            self._durable.begin(self._core, self._records.note())
+            self._begin_segment()
         self._set_timer()
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
@@ -373,7 +378,8 @@ class Head:
             case StepDone():
                 self.feed(StepTrained(peer, message))
             case Checkpointed(step):
-                self._durable.drop_before(step)
+                if peer == self._core.fleet.trainer:
+                    self._durable.drop_before(step)
             case Bye(reason, ok):
                 self.feed(NodeLeft(peer, reason, ok))
             case Drain(_, reason):
@@ -413,8 +419,6 @@ class Head:
         for identity in self._watchers.identities:  # the last word to whoever looks on
             self._tell(identity, snapshot)
         (self._run_dir / "address").unlink(missing_ok=True)
-        self._metrics.close()
-        self._lengths.close()
 
 
 def _bind(config: Config, run_dir: Path, resume: bool) -> str:

@@ -16,16 +16,14 @@ from lightrl.errors import JournalError
 from lightrl.journal import read
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import TrainShard
-from lightrl.wire import Codec
 
 FOLDER = "journal"  # in the run directory
-FACTS: Codec[Fact] = Codec(Fact)
 
 
 def last_stand(run_dir: Path) -> tuple[list[Fact], list[str]]:
     """The facts to go on from, and lines that say what is lost; newer segments that cannot be used are
     moved aside. Raises JournalError if there is nothing to go on from."""
-    segment, facts, lines = read.newest(run_dir / FOLDER, FACTS)
+    segment, facts, lines = read.newest(run_dir / FOLDER, read.FACTS)
     read.trim(run_dir / FOLDER, segment)
     return facts, lines
 
@@ -48,7 +46,7 @@ class Durable:
         self._writer: JournalWriter[Fact] | None = None
         if settings.enabled:
             self._writer = JournalWriter(
-                self._folder, FACTS, settings.flush_ms, report, settings.keep_history
+                self._folder, read.FACTS, settings.flush_ms, report, settings.keep_history
             )
 
     def begin(self, core: Coordinator, note: bytes) -> None:
@@ -56,7 +54,7 @@ class Durable:
         self._is_step_over = False
         if self._writer is not None:
             first, *rest = restate(core)
-            self._writer.begin(core.step, [first, Noted(note), *rest])
+            self._writer.begin(core.step, read.split([first, Noted(note), *rest]))
         shards, acts = self._shards, self._acts
         self._shards, self._acts = [], []
         for shard in shards:
@@ -98,7 +96,7 @@ class Durable:
         flushed = asyncio.Event()
         self._writer.after_flush(flushed.set)
         await flushed.wait()
-        sent, portions = await asyncio.to_thread(read.shards, self._folder, FACTS, step)
+        sent, portions = await asyncio.to_thread(read.shards, self._folder, read.FACTS, step)
         return read.recut(sent, portions)
 
     def drop_before(self, step: int) -> None:

@@ -50,6 +50,7 @@ class RecordsNote:
     digest: str
     evals: list[tuple[int, float]]
     rl_wall_s: float
+    elapsed_s: float
     bias: BiasNote
 
 
@@ -159,11 +160,13 @@ class Records:
 
     # Across processes
 
-    def note(self) -> bytes:
-        return to_json(RecordsNote(self._digest.hex(), self.evals, self._rl_wall_s, self._bias.note()))
+    def note(self, elapsed_s: float) -> bytes:
+        bias = self._bias.note()
+        return to_json(RecordsNote(self._digest.hex(), self.evals, self._rl_wall_s, elapsed_s, bias))
 
-    def recall(self, note: bytes, steps: Iterable[dict[str, float]]) -> None:
-        """Goes on from a `note` and the records of the steps before it. Raises ProtocolError."""
+    def recall(self, note: bytes, steps: Iterable[dict[str, float]]) -> float:
+        """Goes on from a `note` and the records of the steps before it. Returns the seconds that the run had
+        lasted then. Raises ProtocolError."""
         known = from_json(note, RecordsNote)
         self._digest, self.evals = bytes.fromhex(known.digest), known.evals
         self._rl_wall_s = known.rl_wall_s
@@ -172,6 +175,7 @@ class Records:
         for record in steps:
             if "reward/mean" in record:
                 self._show(record)
+        return known.elapsed_s
 
     def _show(self, record: dict[str, float]) -> None:
         self._rewards.append(record["reward/mean"])

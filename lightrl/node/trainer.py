@@ -62,7 +62,7 @@ class Trainer:
         scratch: Path,
         host: str,
         send: Callable[[Message], None],
-        on_restart: Callable[[], None] = lambda: None,
+        on_restart: Callable[[], None],
     ) -> None:
         """`host` is the address under which other nodes pull weights; `send` reaches the coordinator.
 

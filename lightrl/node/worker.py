@@ -20,6 +20,7 @@ from pathlib import Path
 from lightrl.config import Config
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
 from lightrl.messages import (
+    ENDING,
     PROTOCOL,
     REJOIN,
     Abort,
@@ -160,6 +161,9 @@ class Worker:
         said, self._said = self._said, None
         if said is None:
             return  # the connection has broken meanwhile, or it came twice
+        if welcome.refused == ENDING:
+            self.drain(ENDING)
+            return
         _raise_if_refused(welcome)
         now = self._hello_now()
         if (said.incarnation, said.serves) != (now.incarnation, now.serves):
@@ -197,6 +201,9 @@ class Worker:
             messages = await link.receive()
             for i, message in enumerate(messages):
                 if isinstance(message, Welcome) and self._said is not None:
+                    if message.refused == ENDING:
+                        self.drain(ENDING)
+                        continue
                     _raise_if_refused(message)
                     self._said = None
                     self._admitted.set()

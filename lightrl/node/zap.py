@@ -31,9 +31,11 @@ class Doorkeeper:
             sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
             sock.set(zmq.LINGER, 0)
             sock.bind(ENDPOINT)
-            self._sock, self._fd = sock, sock.fileno()
+            self._sock, self._fd, self._loop = sock, sock.fileno(), None
+        if self._loop is None or self._loop.is_closed():
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._fd, self._answer)
+            self._answer()
 
     def forget(self, domain: str) -> None:
         self._admitted.pop(domain.encode(), None)

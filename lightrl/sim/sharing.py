@@ -122,7 +122,7 @@ class Sharing:
     def _can_hold_the_rest(self, staying: list[Machine], present: list[Machine], kind: str) -> bool:
         """Whether they have the slots, and the cache, for what still runs."""
         rest = [n for m in present for n in m.engine.tokens_of_all()]
-        rest += [len(entry[-1].tokens) for entry in self._world.core.ledger.queue]
+        rest += [len(r.tokens) for r in self._world.core.ledger.queue.waiting()]
         room = SLOTS_AGAIN if self._released else 1.0
         if not staying or len(rest) > room * sum(m.engine.slots for m in staying):
             return False

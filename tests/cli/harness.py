@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from lightrl import metrics
+
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 SMALL = (
     "rollout.engine=torch",
@@ -126,6 +128,18 @@ def joining(lines: list[str]) -> list[str]:
 
 def summary(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "runs" / "one" / "summary.json").read_bytes())
+
+
+def step(tmp_path: Path) -> int:
+    """How many are done, as the run has written down."""
+    return int(metrics.read(tmp_path / "runs" / "one")[-1]["step"])
+
+
+def wait_for_step(tmp_path: Path, wanted: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while step(tmp_path) < wanted:
+        assert time.monotonic() < deadline, f"still at step {step(tmp_path)}"
+        time.sleep(0.05)
 
 
 class Victims:

@@ -17,10 +17,10 @@ from lightrl.core.facts import (
     VersionPublished,
 )
 from lightrl.core.state import DrawnPrompt
+from lightrl.journal.read import FACTS
 from lightrl.journal.write import JournalWriter
 from lightrl.keys import write_key
 from lightrl.messages import FinishReason, ResponseTokens, StepDone, TrainGroup, TrainResponse, TrainShard
-from lightrl.node.durable import FACTS
 from lightrl.run_file import load_config, to_toml
 from lightrl.wire import pack_f32, pack_i32, to_json
 from tests.cli.harness import QUICKSTART

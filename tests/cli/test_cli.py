@@ -16,7 +16,6 @@ from lightrl.cli import main
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key, write_key
 from lightrl.launch.address import listening, parse, reachable
-from lightrl.launch.report import Progress, result_lines
 from lightrl.launch.running import final_snapshot
 from lightrl.messages import Message, NodeRow, Snapshot, Watch
 from lightrl.node.link import Hub
@@ -377,32 +376,3 @@ def test_files_that_a_run_takes_away_at_its_end(tmp_path):
     assert final_snapshot(tmp_path) is None
     (tmp_path / "address").touch()
     assert listening(tmp_path) is None  # not written yet
-
-
-def test_a_run_without_rewards_says_so():
-    progress = Progress()
-    counters = {"rewards_failed": 256, "groups_dropped": 32, "nodes_lost": 0}
-    snapshot = Snapshot(
-        *("one", "/r", "running", 1, 3, 1, 1.0),
-        rewards=(0.0,),
-        metrics={"round/groups_trained": 0.0},
-        counters=counters,
-    )
-    warning = "WARNING: step 1 trained no group; so far rewards failed: 256, groups dropped: 32"
-    assert warning in list(progress.lines(snapshot, 10.0))
-    assert list(progress.lines(snapshot, 20.0)) == []  # once a step
-
-
-def test_the_result_hides_no_trouble(tmp_path):
-    counters = {"rewards_failed": 1024, "groups_dropped": 2, "nodes_lost": 1, "holes": 5}
-    summary = {"steps": 3, "trained_responses": 0, "counters": counters}
-    (tmp_path / "summary.json").write_bytes(to_json(summary))
-    lines = result_lines(tmp_path)
-    trouble = "rewards failed: 1,024, groups dropped: 2, nodes lost: 1"
-    assert f"  WARNING    {trouble}; see {tmp_path}/logs" in lines
-    assert "  WARNING    no response was trained on: the model is as it was" in lines
-    counters = dict.fromkeys(counters, 0)
-    (tmp_path / "summary.json").write_bytes(
-        to_json({**summary, "trained_responses": 9, "counters": counters})
-    )
-    assert "WARNING" not in "".join(result_lines(tmp_path))

@@ -80,7 +80,8 @@ def test_restarted_node_replaces_its_old_incarnation_and_a_ghost_does_not(driver
     driver.join("a", slots=2, incarnation=2)
     assert driver.core.ledger.counters.responses_moved == 2
     assert driver.core.fleet.nodes["a"].incarnation == 2
-    assert driver.join("a", incarnation=1) == []
+    [(_, refusal)] = sent(driver.join("a", incarnation=1), Welcome)
+    assert refusal.refused == "another process has this name now"
     assert driver.core.fleet.nodes["a"].incarnation == 2
 
 

@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes: reading never fails with more than a line, and gives a prefix of what was written."""
+"""Whatever happens to the bytes: reading ends in a line at most, and gives a prefix of what was written."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A coordinator that does just what a test says, on a real hub: it can vanish, come back and forget everything."""
+"""A coordinator that does just what a test says, on a real hub: it vanishes and comes back with no memory."""
 
 import asyncio
 import contextlib

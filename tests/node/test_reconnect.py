@@ -42,29 +42,32 @@ async def some_tokens(head: ScriptedHead, num_chunks: int = 2) -> None:
 
 def test_after_a_broken_connection_no_token_is_missing_and_nothing_had_to_be_moved(tmp_path: Path):
     async def scenario():
-        async with scripted(tmp_path, **SOME) as head, Proxy(head.address) as proxy:
-            async with rollout_daemon(proxy.address, head.key_file):
-                await welcome(head)
-                incarnation = head.heard[0].incarnation  # type: ignore[union-attr]
-                head.generate(*NAMES[:2])
-                head.generate(NAMES[2], prefix=11)
-                await some_tokens(head)
-                head.skip()
-                proxy.cut()
-                hello = await head.hello()
-                assert hello.incarnation == incarnation
-                assert hello.serves == (0, head.manifests[0].digest)
-                assert sorted(hello.running) == sorted((n, 1) for n in NAMES)
-                since = len(head.heard)
-                head.generate("late")  # as if ordered before the hello was read: it is not claimed
-                head.send(head.welcome)
-                await head.until_finished(*NAMES, since=since)
-                assert not any(isinstance(m, TokenChunk | Heartbeat) for m in head.heard[since - 1 : since])
-                for name in NAMES:
-                    offset, tokens = joined(head.items(name, since))
-                    assert offset == (11 if name == NAMES[2] else 0)
-                    assert tokens == head.expected(name, 200)[offset:]
-                assert not head.items("late")
+        async with (
+            scripted(tmp_path, **SOME) as head,
+            Proxy(head.address) as proxy,
+            rollout_daemon(proxy.address, head.key_file),
+        ):
+            await welcome(head)
+            incarnation = head.heard[0].incarnation  # type: ignore[union-attr]
+            head.generate(*NAMES[:2])
+            head.generate(NAMES[2], prefix=11)
+            await some_tokens(head)
+            head.skip()
+            proxy.cut()
+            hello = await head.hello()
+            assert hello.incarnation == incarnation
+            assert hello.serves == (0, head.manifests[0].digest)
+            assert sorted(hello.running) == sorted((n, 1) for n in NAMES)
+            since = len(head.heard)
+            head.generate("late")  # as if ordered before the hello was read: it is not claimed
+            head.send(head.welcome)
+            await head.until_finished(*NAMES, since=since)
+            assert not any(isinstance(m, TokenChunk | Heartbeat) for m in head.heard[since - 1 : since])
+            for name in NAMES:
+                offset, tokens = joined(head.items(name, since))
+                assert offset == (11 if name == NAMES[2] else 0)
+                assert tokens == head.expected(name, 200)[offset:]
+            assert not head.items("late")
 
     asyncio.run(scenario())
 
@@ -77,7 +80,6 @@ def test_node_says_nothing_but_hello_before_it_is_welcomed_again(tmp_path: Path)
             await some_tokens(head)
             await head.ask_to_rejoin()
             since = len(head.heard)
-            # Long enough for all of it: the engine tells its daemon when it is idle, which needs no coordinator.
             await until_idle(daemon.pid)
             assert head.heard[since:] == []
             head.send(head.welcome)
@@ -197,18 +199,20 @@ def test_hello_that_became_untrue_before_it_was_answered_is_said_again(tmp_path:
 def test_patience_has_an_end(tmp_path: Path):
     async def scenario():
         node = {"heartbeat_s": 0.1, "patience_s": 1.0}
-        async with scripted(tmp_path, **ENDLESS, node=node) as head:
-            async with rollout_daemon(head.address, head.key_file) as daemon:
-                await welcome(head)
-                head.generate(*NAMES)
-                await some_tokens(head)
-                head.vanish()
-                output, errors = await asyncio.wait_for(daemon.communicate(), DEADLINE_S)
-                assert daemon.returncode == 1
-                [line] = errors.decode().strip().splitlines()
-                assert line.startswith("lightrl: ")
-                assert "coordinator not heard of" in line
-                assert b"Traceback" not in output
+        async with (
+            scripted(tmp_path, **ENDLESS, node=node) as head,
+            rollout_daemon(head.address, head.key_file) as daemon,
+        ):
+            await welcome(head)
+            head.generate(*NAMES)
+            await some_tokens(head)
+            head.vanish()
+            output, errors = await asyncio.wait_for(daemon.communicate(), DEADLINE_S)
+            assert daemon.returncode == 1
+            [line] = errors.decode().strip().splitlines()
+            assert line.startswith("lightrl: ")
+            assert "coordinator not heard of" in line
+            assert b"Traceback" not in output
 
     asyncio.run(scenario())
 
@@ -241,18 +245,20 @@ def test_node_that_leaves_is_welcomed_once_more_to_say_what_it_holds(tmp_path: P
 def test_node_leaves_within_its_grace_though_engine_and_coordinator_hang(tmp_path: Path):
     async def scenario():
         node = {"heartbeat_s": 0.1, "grace_s": 5.0}
-        async with scripted(tmp_path, **ENDLESS, node=node) as head:
-            async with rollout_daemon(head.address, head.key_file) as daemon:
-                await welcome(head)
-                head.generate(*NAMES)
-                await some_tokens(head)
-                [engine] = children_of(daemon.pid)
-                os.kill(engine, signal.SIGSTOP)
-                await head.ask_to_rejoin()  # and then silence
-                began = time.monotonic()
-                os.kill(daemon.pid, signal.SIGUSR1)
-                assert await asyncio.wait_for(daemon.wait(), DEADLINE_S) in {0, 1}
-                assert time.monotonic() - began < 5.0 + 1.5  # the interpreter's end included
+        async with (
+            scripted(tmp_path, **ENDLESS, node=node) as head,
+            rollout_daemon(head.address, head.key_file) as daemon,
+        ):
+            await welcome(head)
+            head.generate(*NAMES)
+            await some_tokens(head)
+            [engine] = children_of(daemon.pid)
+            os.kill(engine, signal.SIGSTOP)
+            await head.ask_to_rejoin()  # and then silence
+            began = time.monotonic()
+            os.kill(daemon.pid, signal.SIGUSR1)
+            assert await asyncio.wait_for(daemon.wait(), DEADLINE_S) in {0, 1}
+            assert time.monotonic() - began < 5.0 + 1.5  # the interpreter's end included
 
     asyncio.run(scenario())
 
@@ -314,8 +320,10 @@ async def until_idle(daemon: int) -> None:
     """Its engine waits for orders."""
     [engine] = children_of(daemon)
     async with asyncio.timeout(DEADLINE_S):
-        before = None
-        while before != (before := num_switches(engine)):
+        before = 0
+        while True:
+            if before == (before := num_switches(engine)):
+                return
             await asyncio.sleep(0.3)  # a step of the engine takes a 60th of that
 
 

@@ -10,6 +10,7 @@ import zmq
 from lightrl.core.state import sample_seed
 from lightrl.messages import Snapshot
 from lightrl.metrics import read
+from lightrl.node.link import _key_pair
 from lightrl.wire import from_json, unpack_f32, unpack_i32
 
 from .harness import DEADLINE_S, Proxy, Running, a_run, expected_tokens
@@ -132,7 +133,8 @@ def test_no_engine_outlives_a_daemon_that_was_killed(tmp_path: Path):
 
 def test_rollout_node_leaves_when_its_coordinator_falls_silent(tmp_path: Path):
     async def scenario():
-        async with a_run(tmp_path, **SLOW) as run:
+        node = {"heartbeat_s": 0.1, "patience_s": 2.0}
+        async with a_run(tmp_path, **SLOW, node=node) as run:
             daemon = await run.add_rollout("a")
             await run.until(lambda s: busy(s, "a"))
             await run.silence()
@@ -147,17 +149,21 @@ def test_rollout_node_leaves_when_its_coordinator_falls_silent(tmp_path: Path):
 
 
 def test_broken_connection_costs_no_token(tmp_path: Path):
-    """What was in flight is lost without a trace, so the node starts afresh and the rest is moved."""
+    """What was in flight is lost without a trace, but the node has kept it and goes on."""
 
     async def scenario():
         async with a_run(tmp_path, **SLOW) as run, Proxy(run.head.address) as proxy:
-            await run.add_rollout("a", through=proxy.address)
-            await run.until(lambda s: busy(s, "a") and s.rollout_tokens > 50)
-            proxy.cut()
-            await run.until(lambda s: s.counters["nodes_joined"] >= 3)  # trainer, a, a once more
+            daemon = await run.add_rollout("a", through=proxy.address)
+            for num_tokens in (50, 1000, 2000):
+                await run.until(lambda s, n=num_tokens: busy(s, "a") and s.rollout_tokens > n)
+                proxy.cut()
             await run.until_finished()
             assert run.head.succeeded
             assert require_exact(run, tmp_path) == 16
+            output, _ = await asyncio.wait_for(daemon.communicate(), DEADLINE_S)
+            assert output.count(b"the coordinator hears this node again") == 3
+        summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
+        assert summary["counters"]["holes"] == 0
 
     asyncio.run(scenario())
 
@@ -179,11 +185,34 @@ def test_node_that_hung_beyond_its_lease_is_taken_in_again(tmp_path: Path):
     asyncio.run(scenario())
 
 
+def test_engine_that_was_stopped_for_a_while_costs_nothing(tmp_path: Path):
+    async def scenario():
+        async with a_run(tmp_path, **SLOW) as run:
+            daemon = await run.add_rollout("a")
+            await run.until(lambda s: busy(s, "a") and s.rollout_tokens > 50)
+            engine = freeze(daemon.pid)
+            seen = await run.until(lambda _: True)
+            await run.until(lambda s: s.elapsed_s > seen.elapsed_s + run.config.node.lease_s)
+            os.kill(engine, signal.SIGCONT)
+            await run.until_finished()
+            assert run.head.succeeded
+            assert require_exact(run, tmp_path) == 16
+        summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
+        assert summary["counters"]["nodes_lost"] == 0
+        assert summary["counters"]["responses_moved"] == 0
+
+    asyncio.run(scenario())
+
+
 def test_garbage_on_the_coordinators_socket_is_counted_and_the_run_goes_on(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path) as run:
-            stranger = zmq.Context.instance().socket(zmq.DEALER)
+            stranger = zmq.Context.instance().socket(zmq.DEALER)  # that has the key
             stranger.set(zmq.LINGER, 0)
+            public, secret = _key_pair(run.key, "node")
+            stranger.set(zmq.CURVE_PUBLICKEY, public)
+            stranger.set(zmq.CURVE_SECRETKEY, secret)
+            stranger.set(zmq.CURVE_SERVERKEY, _key_pair(run.key, "coordinator")[0])
             stranger.connect(run.head.address)
             for frames in ([b"\xc1"], [b"", b"x"], [b"\x92\xa5Hello\x80"], [b"a", b"b", b"c"]):
                 stranger.send_multipart(frames)

@@ -1,10 +1,11 @@
-"""A process that sends garbage to a run: `python -m tests.security.attacker KIND ADDRESS SEED COUNT [KEY_FILE]`.
+"""A process that sends garbage to a run: `python -m tests.security.attacker KIND ADDRESS SEED COUNT [KEY]`.
 
 Prints how many frames it has sent. Ends with an error if whoever it attacks has stopped answering.
 """
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import sys
@@ -80,12 +81,13 @@ async def wrong_key(address: str, rng: random.Random, count: int) -> int:
 
 async def insider(address: str, rng: random.Random, count: int, key: str) -> int:
     """With the key: as a node, as a tool, and as another process under the name of a real node."""
-    names = [f"fuzz-{rng.randrange(100)}", "a", "trainer", "tool-1", "no/such/name", "\udcff\udcfe"]
+    me = f"{os.getpid()}"  # two peers of one identity would take each other's answers
+    names = ["a", "trainer", f"fuzz-{me}", f"tool-{me}", f"no/such/{me}", f"\udcff\udcfe{me}"]
     sent = 0
     while sent < count:
         identity = rng.choice(names) + rng.choice(["", "/", f"/{rng.randbytes(4).hex()}"])
-        if identity in {"a", "trainer"}:
-            identity += "/x"
+        if identity.rstrip("/") in REAL:
+            identity += f"/{me}"
         name = identity.rpartition("/")[0] or identity
         link = Link(address, identity, key)
         if name not in REAL and "\udcff" not in name:
@@ -154,7 +156,7 @@ def puller(holder: str, rng: random.Random, count: int) -> int:
 
 
 async def coordinator(rng: random.Random, count: int, key: str) -> int:
-    """A coordinator that sends garbage to a node's end; all that comes out are messages and ProtocolErrors."""
+    """A coordinator that sends garbage to a node's end: messages come out, or ProtocolErrors."""
     hub = Hub("tcp://127.0.0.1:*", key)
     link = await Link.connect(hub.address, "node", key)
     link.send(Heartbeat())

@@ -12,6 +12,7 @@ from lightrl.wire import MESSAGES
 
 from ..wire.test_messages import EXAMPLES
 
+ENCODED = [MESSAGES.encode(e) for e in EXAMPLES]
 STRANGE: list[Any] = [
     None,
     True,
@@ -69,13 +70,13 @@ def strange(rng: random.Random, example: Message) -> bytes:
 
 def frame(rng: random.Random) -> bytes:
     """One frame of any of the three kinds."""
-    match rng.randrange(4):
-        case 0:
+    match rng.randrange(8):
+        case 0 | 1:
             return random_bytes(rng)
-        case 1:
-            return turned_over(rng, MESSAGES.encode(rng.choice(EXAMPLES)))
-        case _:
+        case 2:
             return strange(rng, rng.choice(EXAMPLES))
+        case _:
+            return turned_over(rng, rng.choice(ENCODED))
 
 
 def _replace(rng: random.Random, tree: Any) -> None:

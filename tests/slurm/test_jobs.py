@@ -19,7 +19,7 @@ from tests.slurm.cluster import Cluster, a_cluster, missing
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "slurm"
-STEPS = 30
+STEPS = 10
 SMALL = (
     "rollout.engine=emulated",
     "rollout.group_size=2",
@@ -29,10 +29,10 @@ SMALL = (
     f"train.steps={STEPS}",
     "run.deterministic=true",
     "eval.path=",
-    "checkpoint.interval=10",
+    "checkpoint.interval=4",
     "node.grace_s=10",
 )
-SLOW = "rollout.engine_args={t0_ms=20.0, mean_length=40.0}"  # a step takes about a second
+SLOW = "rollout.engine_args={t0_ms=10.0, mean_length=40.0}"  # a step takes about a second
 FAST = "rollout.engine_args={t0_ms=0.0, mean_length=40.0}"
 DEADLINE_S = 150.0
 

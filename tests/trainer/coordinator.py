@@ -12,14 +12,15 @@ from lightrl.journal.read import recut
 from lightrl.messages import Checkpointed, PublishWeights, StepDone, TrainShard
 from lightrl.node.trainer import Trainer
 
-DEADLINE_S = 110
+DEADLINE_S = 280
 TURNS = 20  # of the event loop between shards, so that some are computed while others wait
 
 
 class Coordinator:
     """Feeds a trainer as the real one does, from where the trainer says that it stands.
 
-    `on` holds what is to happen when a message comes for the first time, by its type and number.
+    `on` holds what is to happen when a message comes for the first time, by its kind and number: functions,
+    or coroutines that go on beside. What would be fed to a version that appears is then theirs to feed.
     """
 
     def __init__(self, config, folder, groups):
@@ -31,9 +32,10 @@ class Coordinator:
         self.sent = []  # all that the trainer said
         self.num_hellos = 1
         self.on = {}
-        self.tasks = set()
+        self._feeding = None
+        self._tasks = set()
+        self._failed = asyncio.get_running_loop().create_future()  # what went wrong in a task
         self._expects_position = True
-        self._news = asyncio.Event()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self.published = folder / "published"
         self.published.mkdir(exist_ok=True)
@@ -46,13 +48,12 @@ class Coordinator:
     def rejoin(self):
         """The trainer said hello and is welcomed."""
         self._expects_position = True
-        for task in self.tasks:
-            task.cancel()
+        if self._feeding is not None:
+            self._feeding.cancel()
         self.trainer.rejoin()
 
     def take(self, message):
         self.sent.append(message)
-        self._news.set()
         match message:
             case PublishWeights(manifest, portions=portions):
                 version = manifest.policy_version
@@ -68,8 +69,8 @@ class Coordinator:
                 happens = self.on.pop(("done", step), None)
             case Checkpointed(step):
                 happens = self.on.pop(("saved", step), None)
-        if happens is not None:
-            self.spawn(happens())
+        if happens is not None and (more := happens()) is not None:
+            self.spawn(more)
 
     def shards(self, step, sizes=(1, 2, 4, 1)):
         """As the trainer had them when it trained that step first; else in any parts."""
@@ -87,32 +88,30 @@ class Coordinator:
                 for _ in range(TURNS):
                     await asyncio.sleep(0)
 
-        self.spawn(feed())
+        self._feeding = self.spawn(feed())
 
     def spawn(self, coroutine):
         task = asyncio.ensure_future(coroutine)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
 
-    async def until_said(self, kind, number=None):
-        """Some message of this kind has come."""
-
-        def numbers():
-            of = (m for m in self.sent if isinstance(m, kind))
-            return [m.manifest.policy_version if isinstance(m, PublishWeights) else m.step for m in of]
-
-        while not (number in numbers() if number is not None else numbers()):
-            self._news.clear()
-            await self._news.wait()
+    def _ended(self, task):
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() and not self._failed.done():
+            self._failed.set_exception(task.exception())
 
     async def run(self):
         """The trainer, to its end."""
+        running = asyncio.ensure_future(self.trainer.run())
         try:
             async with asyncio.timeout(DEADLINE_S):
-                await self.trainer.run()
+                await asyncio.wait({running, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            (self._failed if self._failed.done() else running).result()
         finally:
-            for task in self.tasks:
+            for task in (running, *self._tasks):
                 task.cancel()
+            await asyncio.gather(running, *self._tasks, return_exceptions=True)
 
     async def run_and_close(self):
         try:

@@ -100,7 +100,7 @@ def test_a_save_that_fails_changes_nothing_and_can_be_tried_again(new_rank, samp
     checkpoints.touch()  # in the way
     path = checkpoints / "step_1"
     [failed] = rank.perform(Save(1, str(path), export=True))
-    assert failed == SaveFailed(str(path), f"[Errno 20] Not a directory: '{checkpoints}/.step_1.draft'")
+    assert failed == SaveFailed(str(path), f"[Errno 20] Not a directory: '{checkpoints}/.step_1.draft/state'")
     checkpoints.unlink()
     (checkpoints / "latest" / "in the way").mkdir(parents=True)
     [failed] = rank.perform(Save(1, str(path), export=True))

@@ -130,7 +130,7 @@ async def run_trainer(config, folder, next_shards, pause, digests):
                 for _ in range(pause):
                     await asyncio.sleep(0)
 
-    trainer = Trainer(config, folder, folder / "weights", "127.0.0.1", send)
+    trainer = Trainer(config, folder, folder / "weights", "127.0.0.1", send, on_restart=lambda: None)
     feeding = asyncio.ensure_future(feed())
     try:
         async with asyncio.timeout(DEADLINE_S):

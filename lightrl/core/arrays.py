@@ -1,0 +1,26 @@
+"""Tokens and logprobs as the core keeps them, arrays, and as they travel: raw little-endian bytes."""
+
+import sys
+from array import array
+from typing import Any
+
+BIG_ENDIAN = sys.byteorder == "big"
+
+
+def encode(values: "array[Any]") -> bytes:
+    """As raw little-endian bytes."""
+    return native(values.tobytes())
+
+
+def decode(kind: str, data: bytes) -> "array[Any]":
+    """From raw little-endian bytes of 4-byte items."""
+    return array(kind, native(data))
+
+
+def native(data: bytes) -> bytes:
+    """Swaps the bytes of 4-byte items between little-endian and what this machine has."""
+    if not BIG_ENDIAN:
+        return data
+    values = array("I", data)
+    values.byteswap()
+    return values.tobytes()

@@ -1,0 +1,1 @@
+"""What scripts/chaos consists of: events drawn from a seed, done to the processes of a real run."""

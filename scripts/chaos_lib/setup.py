@@ -1,0 +1,40 @@
+"""The run that is disturbed: the quickstart, with what makes it repeat and recover within seconds.
+
+Owns its settings. Starts nothing.
+"""
+
+from pathlib import Path
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
+EVAL_INTERVAL = 4
+LEASE_S = 2.0
+SETTINGS = (
+    "run.name=run",
+    "run.deterministic=true",
+    "rollout.group_size=4",
+    "train.prompts_per_step=16",
+    f"eval.interval={EVAL_INTERVAL}",
+    "checkpoint.interval=2",
+    "node.heartbeat_s=0.25",
+    f"node.lease_s={LEASE_S}",
+    "node.grace_s=10",
+)
+# Arbitrary tokens, hence an arbitrary reward: one that tells them apart, or no weight would ever change.
+EMULATED = ("rollout.engine_args={t0_ms=8.0,mean_length=25.0}", "algorithm.name=grpo")
+REWARD = "def reward(sample):\n    return sum(sample.response_ids) % 11 / 10\n"
+
+
+def command(folder: Path, engine: str, steps: int, nodes: int, *overrides: str) -> tuple[str, ...]:
+    """What to give `lightrl`, so that the run directory is `folder`/run, which may be made by it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = [
+        *SETTINGS,
+        f"run.dir={folder}",
+        f"rollout.engine={engine}",
+        f"rollout.nodes={nodes}",
+        f"train.steps={steps}",
+    ]
+    if engine == "emulated":
+        (folder / "arbitrary.py").write_text(REWARD)
+        settings += [*EMULATED, f"reward.functions={folder / 'arbitrary.py'}:reward"]
+    return ("up", str(CONFIG), *settings, *overrides, "--no-tui")

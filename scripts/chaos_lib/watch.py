@@ -1,0 +1,113 @@
+"""Where a run stands, looked at all the time, also while its coordinator is away.
+
+Owns when something was seen. Sends nothing but the request to be told.
+"""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos_lib.plan import Phase
+from lightrl.errors import LightRLError
+from lightrl.keys import KEY_FILE, read_key
+from lightrl.launch.address import accepts, listening, reachable
+from lightrl.messages import Snapshot
+from lightrl.node import client
+
+EVERY_S = 0.05
+SILENT_S = 1.0  # then the connection is made again
+AGAIN_S = 0.1
+
+
+@dataclass
+class Mark:
+    """Where the run stood at `at`, and how long it took until it was further than that."""
+
+    at: float
+    step: int
+    tokens: int
+    tokens_after_s: float | None = None
+    step_after_s: float | None = None
+
+
+class Watch:
+    def __init__(self, run_dir: Path) -> None:
+        self.last: Snapshot | None = None
+        self._run_dir = run_dir
+        self._seen_at = 0.0
+        self._changed = asyncio.Event()
+        self._marks: list[Mark] = []
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            with contextlib.suppress(LightRLError, TimeoutError, OSError):
+                address = listening(self._run_dir)
+                if address is not None and accepts(address):
+                    await self._look(reachable(address), read_key(self._run_dir / KEY_FILE))
+            await asyncio.sleep(AGAIN_S)
+
+    async def _look(self, address: str, key: str) -> None:
+        async with contextlib.aclosing(client.watch(address, EVERY_S, key)) as snapshots:
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    snapshot = await anext(snapshots)
+                self.last, self._seen_at = snapshot, time.monotonic()
+                self._note(snapshot)
+                self._changed.set()
+
+    @property
+    def is_live(self) -> bool:
+        return time.monotonic() - self._seen_at < SILENT_S
+
+    @property
+    def phase(self) -> str:
+        return phase(self.last) if self.last is not None else "start"
+
+    def mark(self) -> Mark:
+        """Begins to watch for progress beyond this moment."""
+        last = self.last
+        here = (last.step, last.rollout_tokens) if last is not None else (0, 0)
+        self._marks.append(Mark(time.monotonic(), *here))
+        return self._marks[-1]
+
+    async def until(self, step: int, wanted: Phase) -> None:
+        """Returns when `step` steps are done and the run is in that phase, or further."""
+        while not self._is_there(step, wanted):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def until_live(self) -> None:
+        """Returns when the coordinator answers."""
+        while not self.is_live:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _is_there(self, step: int, wanted: Phase) -> bool:
+        last = self.last
+        if last is None or last.step < step:
+            return False
+        return last.step > step or wanted == "any" or phase(last) == wanted
+
+    def _note(self, snapshot: Snapshot) -> None:
+        now = time.monotonic()
+        for mark in self._marks:
+            if mark.tokens_after_s is None and snapshot.rollout_tokens > mark.tokens:
+                mark.tokens_after_s = now - mark.at
+            if mark.step_after_s is None and snapshot.step > mark.step:
+                mark.step_after_s = now - mark.at
+
+
+def phase(snapshot: Snapshot) -> str:
+    """What the run is at, as far as a snapshot shows it."""
+    if snapshot.policy_version is None:
+        return "start"
+    if snapshot.round_kind == "eval" or snapshot.state == "evaluating":
+        return "evaluation"
+    if any(n.state == "updating" for n in snapshot.nodes):
+        return "publishing"
+    if not snapshot.round_kind or snapshot.round_accepted == snapshot.round_needed:
+        return "training"
+    return "rollout"

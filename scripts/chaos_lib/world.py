@@ -1,0 +1,236 @@
+"""One run of `lightrl up` with events: started, hit, started again where nobody else does, cleaned up.
+
+Owns its processes, by their ids. What comes when is in plan.py, how the run stands in watch.py.
+"""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chaos_lib.plan import Event
+from chaos_lib.processes import Process, Processes, send
+from chaos_lib.watch import Mark, Watch
+from lightrl.errors import LightRLError
+from lightrl.keys import KEY_FILE, read_key
+from lightrl.launch.address import listening, reachable
+from lightrl.node import client
+
+VICTIM_S = 60.0  # for the victim to be there: it may just be starting
+DOWN_S = 40.0  # after `lightrl up` was killed, for its daemons to leave
+LOOK_S = 0.05
+LIGHTRL = (sys.executable, "-m", "lightrl.cli")
+
+
+class ChaosFailed(Exception):
+    """The run did not end well; the text has what it said."""
+
+
+@dataclass
+class Felt:
+    """An event that came."""
+
+    event: Event
+    at_s: float  # since the start
+    step: int
+    phase: str
+    mark: Mark
+    note: str = ""  # the process id, or why nothing came of it
+
+
+@dataclass
+class Outcome:
+    wall_s: float
+    summary: dict[str, Any]
+    felt: list[Felt] = field(default_factory=list)
+    left_over: list[Process] = field(default_factory=list)  # processes that outlived the run
+
+
+class World:
+    """Use: `await World(folder, command, say).run(plan, limit_s)`."""
+
+    def __init__(self, folder: Path, command: tuple[str, ...], say: Callable[[str], None]) -> None:
+        """`command` begins the run in `folder`/run; what it prints goes to `folder`/out."""
+        self._folder = folder
+        self._run_dir = folder / "run"
+        self._command = command
+        self._say = say
+        self._processes = Processes(uuid.uuid4().hex)
+        self._up: subprocess.Popen[bytes] | None = None
+        self._watch = Watch(self._run_dir)
+        self._began = time.monotonic()
+        self._felt: list[Felt] = []
+        self._asleep: set[asyncio.Task[None]] = set()  # what is stopped, until it goes on
+        self._is_changing = False  # `lightrl up` was killed and is not there again
+
+    async def run(self, plan: list[Event], limit_s: float) -> Outcome:
+        """Raises ChaosFailed if the run does not finish within `limit_s`. Leaves no process behind."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._begin(*self._command)
+        watching = asyncio.create_task(self._watch.run())
+        hitting = asyncio.create_task(self._hit(plan))
+        left: list[Process] = []
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._until_over(hitting)
+            wall_s = time.monotonic() - self._began
+        except TimeoutError:
+            raise ChaosFailed(self._account(f"not finished after {limit_s:.0f} s")) from None
+        finally:
+            hitting.cancel()
+            watching.cancel()
+            for task in self._asleep:
+                task.cancel()
+            await asyncio.gather(hitting, watching, *self._asleep, return_exceptions=True)
+            left = await asyncio.to_thread(self._clean_up)
+        if self._up is None or self._up.wait() != 0 or self._state() != "finished":
+            raise ChaosFailed(self._account("the run did not finish"))
+        return Outcome(wall_s, self._summary(), self._felt, left)
+
+    def _begin(self, *command: str) -> None:
+        with (self._folder / "out").open("ab") as out:
+            self._up = self._start(command, out)
+
+    def _start(self, command: tuple[str, ...], out: Any) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [*LIGHTRL, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=self._processes.environment,
+            start_new_session=True,
+        )
+
+    async def _until_over(self, hitting: "asyncio.Task[None]") -> None:
+        while self._is_changing or (self._up is not None and self._up.poll() is None):
+            if hitting.done():
+                hitting.result()  # an error of ours
+            await asyncio.sleep(LOOK_S)
+
+    def _clean_up(self) -> list[Process]:
+        """What was stopped goes on, so that it can end; what does not is killed and returned."""
+        if self._up is not None and self._up.poll() is None:
+            self._up.send_signal(signal.SIGTERM)
+        for process in self._processes.all():
+            send(process.pid, signal.SIGCONT)
+        return self._processes.end()
+
+    def _account(self, what: str) -> str:
+        said = [(self._folder / "out").read_text(errors="replace").strip()]
+        for log in sorted(self._run_dir.glob("logs/*.log")):
+            said += [f"-- {log.name}", *log.read_text(errors="replace").splitlines()[-8:]]
+        events = [f"{f.at_s:.1f} s, step {f.step}, {f.phase}: {f.event} {f.note}" for f in self._felt]
+        return "\n".join([what, "-- events", *events, "-- lightrl up", *said])
+
+    # Events
+
+    async def _hit(self, plan: list[Event]) -> None:
+        for event in plan:
+            if not event.together:
+                await self._watch.until(event.step, event.phase)
+            await asyncio.sleep(event.delay_s)
+            act = await self._ready(event)
+            felt = self._feel(event)
+            felt.note = await act()
+            self._say(f"{felt.at_s:6.1f} s  step {felt.step:<3} {felt.phase:<10} {event}  {felt.note}")
+
+    def _feel(self, event: Event) -> Felt:
+        step = self._watch.last.step if self._watch.last is not None else 0
+        at_s = time.monotonic() - self._began
+        self._felt.append(Felt(event, at_s, step, self._watch.phase, self._watch.mark()))
+        return self._felt[-1]
+
+    async def _ready(self, event: Event) -> Callable[[], Awaitable[str]]:
+        """Waits until the event can come; returns what makes it come."""
+        verb, what = event.kind.split()[0], event.kind.split()[-1]
+        if event.kind == "kill up":
+            return self._kill_up
+        if verb in ("join", "drain"):
+            await self._watch.until_live()
+            return lambda: self._join(event.target) if verb == "join" else self._drain(event.target)
+        victim = await self._victim(event.target, what)
+        if victim is None:
+            return _nobody
+        if verb in ("pause", "freeze"):
+            return lambda: self._stop(victim, event.hold_s)
+        number = signal.SIGTERM if verb == "term" else signal.SIGKILL
+
+        async def strike() -> str:
+            return f"pid {victim.pid}" + ("" if send(victim.pid, number) else ", which has just ended")
+
+        return strike
+
+    async def _victim(self, name: str, what: str) -> Process | None:
+        """The daemon or its child of that kind; one that is being started again is waited for."""
+        deadline = time.monotonic() + VICTIM_S
+        while time.monotonic() < deadline:
+            if what in ("engine", "rank", "reward"):
+                found = self._processes.child(name, what)
+            else:
+                found = self._processes.daemon(name)
+            if found is not None:
+                return found
+            await asyncio.sleep(LOOK_S)
+        return None
+
+    async def _stop(self, victim: Process, hold_s: float) -> str:
+        """The process alone: its children go on without it."""
+        send(victim.pid, signal.SIGSTOP)
+
+        async def go_on() -> None:
+            await asyncio.sleep(hold_s)
+            send(victim.pid, signal.SIGCONT)
+
+        task = asyncio.create_task(go_on())
+        self._asleep.add(task)
+        task.add_done_callback(self._asleep.discard)
+        return f"pid {victim.pid}"
+
+    async def _join(self, name: str) -> str:
+        address = reachable(listening(self._run_dir) or "")
+        command = ("up", "--join", address, "--key", str(self._run_dir / KEY_FILE), "--name", name)
+        with (self._folder / f"{name}.log").open("ab") as out:
+            return f"pid {self._start(command, out).pid}"
+
+    async def _drain(self, name: str) -> str:
+        address = reachable(listening(self._run_dir) or "")
+        try:
+            await client.drain(address, name, "chaos", read_key(self._run_dir / KEY_FILE))
+        except LightRLError as e:
+            return str(e)
+        return ""
+
+    async def _kill_up(self) -> str:
+        """Its daemons notice, stop the run in order and leave; then it is resumed."""
+        assert self._up is not None
+        self._is_changing = True
+        try:
+            self._up.kill()
+            self._up.wait()
+            own = {p.pid for p in self._processes.all() if "daemon" in p.words}
+            left = await asyncio.to_thread(self._processes.await_gone, lambda p: p.pid in own, DOWN_S)
+            if self._state() == "finished":
+                return "the run had finished"
+            self._begin("resume", str(self._run_dir), "--no-tui")
+            return f"resumed as pid {self._up.pid}" + (f", {len(left)} daemons did not leave" if left else "")
+        finally:
+            self._is_changing = False
+
+    def _summary(self) -> dict[str, Any]:
+        file = self._run_dir / "summary.json"
+        return json.loads(file.read_bytes()) if file.exists() else {}
+
+    def _state(self) -> str:
+        """How the run has ended; "" if it has not."""
+        return self._summary().get("state", "")
+
+
+async def _nobody() -> str:
+    return "nobody was there"

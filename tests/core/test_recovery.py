@@ -1,0 +1,181 @@
+"""A core made again from its journal goes on where the old one was, and nodes that lived on go on with it."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightrl.core.commands import CloseRound, DrawPrompts, Score
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.events import NodeLost, TokensArrived
+from lightrl.core.facts import Fact, Resumed, TokensTaken
+from lightrl.core.recovery import recover, restate
+from lightrl.core.state import Tail
+from lightrl.errors import InvariantViolation
+from lightrl.messages import Abort, Generate, PublishWeights, ResponseTokens, TokenChunk, TrainShard
+
+from .conftest import SETTINGS, Driver, ids, logprobs, of_kind, sent
+
+
+def test_running_responses_continue_from_their_tokens(driver: Driver):
+    driver.start("a", slots=2)
+    driver.tokens("p0@0#0", 7, 8)
+    driver.restart()
+    driver.join("t", "trainer")
+    driver.publish(0)
+    driver.join("b", slots=2)
+    [(_, generate)] = sent(driver.confirm("b", 0), Generate)
+    assert [(r.response, r.prefix, r.max_new_tokens) for r in generate.requests] == [
+        ("p0@0#0", ids(7, 8), 8),
+        ("p0@0#1", b"", 10),
+    ]
+
+
+def test_finished_response_is_scored_but_not_generated_again(driver: Driver):
+    driver.start("a", slots=4)
+    driver.finish("p0@0#0")
+    driver.tokens("p0@0#1", 5, finish="stop")  # its score was not there yet
+    commands = driver.restart()
+    assert [c.response.id for c in of_kind(commands, Score)] == ["p0@0#1"]
+    driver.join("t", "trainer")
+    driver.publish(0)
+    driver.join("a", slots=4)
+    [(_, generate)] = sent(driver.confirm("a", 0), Generate)
+    assert [r.response for r in generate.requests] == ["p1@0#0", "p1@0#1"]
+    assert of_kind(commands, DrawPrompts) == []
+
+
+def test_node_that_lived_on_is_ready_at_once_and_goes_on(driver: Driver):
+    driver.start("a", slots=4)
+    driver.tokens("p0@0#0", 7)
+    running = dict.fromkeys(driver.running(), 1)
+    driver.restart()
+    commands = driver.join("a", slots=4, serves=0, running=running)
+    assert sent(commands, Generate) == sent(commands, Abort) == sent(commands, PublishWeights) == []
+    assert driver.running() == list(running)
+    # It says again what it has sampled since its attempt began.
+    driver.tokens("p0@0#0", 7, 8, 9, offset=0, node="a", attempt=1)
+    assert list(driver.held("p0@0#0").tokens) == [7, 8, 9]
+
+
+def test_what_nobody_wants_any_more_is_aborted(driver: Driver):
+    driver.start("a", slots=4)
+    driver.finish("p0@0#0")
+    driver.restart()
+    commands = driver.join("a", slots=4, serves=0, running={"p0@0#0": 1, "p0@0#1": 1, "old@0#0": 3})
+    assert sent(commands, Abort) == [("a", Abort((("p0@0#0", 1), ("old@0#0", 3))))]
+    [(_, generate)] = sent(commands, Generate)
+    assert [r.response for r in generate.requests] == ["p1@0#0", "p1@0#1"]
+
+
+def test_two_nodes_that_both_have_a_response_do_not_both_keep_it(driver: Driver):
+    driver.start("a", slots=4)
+    driver.restart()
+    driver.join("a", slots=4, serves=0, running={"p0@0#0": 1})
+    commands = driver.join("b", slots=4, serves=0, running={"p0@0#0": 2})
+    assert sent(commands, Abort) == [("b", Abort((("p0@0#0", 2),)))]
+
+
+def test_node_with_older_weights_gives_its_responses_back(driver: Driver):
+    driver.start("a", slots=4)
+    driver.finish_round()
+    driver.train(0)
+    driver.restart()
+    driver.join("t", "trainer")
+    driver.publish(1)
+    commands = driver.join("a", slots=4, serves=0, running={"p0@0#0": 1})
+    assert sent(commands, Abort) == [("a", Abort((("p0@0#0", 1),)))]
+    assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
+
+
+def test_attempt_of_a_round_that_put_the_prompt_off_is_not_taken_back():
+    """Its tokens are those of older weights, though the response has the same name."""
+    d = Driver(prompts_per_step=1, group_size=1, tail=Tail(2.0, 1.0), num_prompts=2)
+    d.start("a", slots=4)
+    d.finish("p0@0#0")
+    d.tokens("p1@0#0", 3)  # it loses the race, and the node does not hear that it is to stop
+    d.train(0)
+    d.confirm("a", 1)
+    assert (d.round.kind, list(d.round.groups)) == ("long", ["p1@0"])
+    commands = d.join("a", slots=4, serves=1, running={"p1@0#0": 1})
+    assert ("a", Abort((("p1@0#0", 1),))) in sent(commands, Abort)
+    [(_, generate)] = sent(commands, Generate)
+    assert [(r.response, r.attempt) for r in generate.requests] == [("p1@0#0", 3)]
+
+
+def test_order_that_was_lost_with_the_connection_is_given_to_somebody(driver: Driver):
+    driver.start("a", slots=2)
+    commands = driver.join("a", slots=2, serves=0, running={"p0@0#0": 1})
+    assert ("a", Abort((("p0@0#1", 1),))) in sent(commands, Abort)
+    [(_, generate)] = sent(commands, Generate)
+    assert [(r.response, r.attempt) for r in generate.requests] == [("p0@0#1", 2)]
+
+
+def test_response_that_a_silent_node_finished_is_taken_when_it_comes_back(driver: Driver):
+    driver.start("a", slots=4)
+    driver.tokens("p0@0#0", 7)
+    driver.feed(NodeLost("a", "silent"))
+    driver.join("a", slots=4, serves=0, running={})
+    driver.feed(NodeLost("a", "once more"))  # p0@0#0 waits, and is nowhere
+    driver.join("a", slots=1, serves=0)
+    waiting = next(r for r in driver.core.ledger.responses.values() if r.state == "queued")
+    item = ResponseTokens(waiting.id, 1, 0, ids(7, 8), logprobs(2), "stop")
+    commands = driver.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
+    assert [c.response.id for c in of_kind(commands, Score)] == [waiting.id]
+    assert list(waiting.tokens) == [7, 8]
+
+
+def test_closed_round_reaches_the_trainer_once_it_is_back(driver: Driver):
+    driver.start("a", slots=4)
+    driver.finish_round()
+    commands = driver.restart()
+    assert [c.round.step for c in of_kind(commands, CloseRound)] == [0]  # for whoever keeps the figures
+    driver.join("t", "trainer")
+    [(_, shard)] = sent(driver.publish(0), TrainShard)
+    assert (shard.index, shard.last, shard.num_groups) == (0, True, 2)
+
+
+def test_what_was_not_written_is_asked_for_again(driver: Driver):
+    driver.start("a", slots=4)
+    commands = driver.restart(lost=1)  # PromptsDrawn
+    assert of_kind(commands, DrawPrompts) == [DrawPrompts("train", 2)]
+    assert list(driver.round.groups) == ["p0@0", "p1@0"]
+
+
+@pytest.mark.parametrize("tail", [Tail(), Tail(2.0, 1.5)])
+def test_restated_core_is_the_same_core(tail: Tail):
+    d = Driver(tail=tail, num_prompts=7, num_steps=5)
+    d.start("a", slots=99)
+    d.play(lambda name: 1 + sum(map(ord, name)) % 9, rounds=2)
+    d.tokens(d.running()[0], 5, 6)
+    before = restate(d.core)
+    again = Coordinator(d.core.settings, 0.0)
+    recover(again, before, 0.0)
+    again.check()
+    assert plain(restate(again)) == plain(before)
+
+
+def plain(facts: list[Fact]) -> list[Fact]:
+    return [
+        replace(f, items=tuple(sorted(f.items, key=lambda i: i.response)))
+        if isinstance(f, TokensTaken)
+        else f
+        for f in facts
+    ]
+
+
+def test_facts_with_a_hole_are_refused_not_guessed():
+    d = Driver()
+    d.start("a")
+    hole = TokensTaken(0, (ResponseTokens("p0@0#0", 1, 3, ids(1), logprobs(1)),))
+    with pytest.raises(InvariantViolation, match="tokens 0 to 3 are not in the journal"):
+        recover(Coordinator(SETTINGS, 0.0), [*d.segment, hole], 0.0)
+
+
+def test_counters_and_lengths_survive():
+    d = Driver()
+    d.start("a")
+    d.play(lambda name: 3, rounds=1)
+    d.restart()
+    [stood] = [f for f in d.segment if isinstance(f, Resumed)]
+    assert (stood.counters.groups_trained, stood.counters.rollout_tokens) == (2, 12)
+    assert stood.memory.finished == {"p0": 3, "p1": 3}

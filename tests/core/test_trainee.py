@@ -1,0 +1,164 @@
+"""A trainer that was lost: the run waits, and it trains again exactly what it trained before."""
+
+from lightrl.core.commands import Finish, Record, ReplayShards
+from lightrl.core.events import HeadFailed, NodeJoined, NodeLeft, NodeLost, StepTrained, WeightsPublished
+from lightrl.core.facts import ShardSent, VersionPublished
+from lightrl.messages import (
+    PROTOCOL,
+    Bucket,
+    Drain,
+    Hello,
+    Manifest,
+    PublishWeights,
+    StepDone,
+    TrainShard,
+    Welcome,
+)
+
+from .conftest import Driver, of_kind, sent
+
+
+def trained(steps: int, **changes: object) -> Driver:
+    """A run with so many steps behind it, and a round that is open."""
+    d = Driver(**{"num_steps": 9, **changes})
+    d.start("a", slots=9)
+    d.play(lambda name: 2, rounds=steps)
+    return d
+
+
+def come_back(d: Driver, version: int, incarnation: int = 2) -> list[object]:
+    return [*d.join("t", "trainer", incarnation=incarnation), *d.publish(version)]
+
+
+def test_a_shard_is_recorded_before_it_is_sent(driver: Driver):
+    driver.start("a", slots=4)
+    commands = driver.finish_round()
+    kinds = [
+        type(c.fact if isinstance(c, Record) else c.message).__name__  # type: ignore[union-attr]
+        for c in commands
+        if (isinstance(c, Record) and isinstance(c.fact, ShardSent)) or ("t", TrainShard) == kind_of(c)
+    ]
+    assert kinds == ["ShardSent", "TrainShard"] * (len(kinds) // 2)
+
+
+def kind_of(command: object) -> tuple[str, type] | None:
+    node, message = getattr(command, "node", ""), getattr(command, "message", None)
+    return (node, type(message)) if message is not None else None
+
+
+def test_rounds_go_on_without_the_trainer_and_wait_for_it(driver: Driver):
+    driver.start("a", slots=4)
+    driver.feed(NodeLost("t", "gone"))
+    assert sent(driver.finish_round(), TrainShard) == []
+    [(_, shard)] = sent(come_back(driver, 0), TrainShard)  # type: ignore[arg-type]
+    assert (shard.index, shard.last) == (0, True)
+
+
+def test_trainer_that_is_where_it_was_gets_its_step_from_the_start(driver: Driver):
+    driver.start("a", slots=4)
+    driver.finish("p0@0#0")
+    assert [s.index for _, s in sent(driver.finish("p0@0#1"), TrainShard)] == [0]
+    [(_, again)] = sent(come_back(driver, 0, incarnation=1), TrainShard)  # type: ignore[arg-type]
+    assert (again.index, [g.group for g in again.groups]) == (0, ["p0@0"])
+    driver.finish("p1@0#0")
+    assert [s.index for _, s in sent(driver.finish("p1@0#1"), TrainShard)] == [1, 2]
+
+
+def test_trainer_from_an_older_checkpoint_trains_every_step_again_one_at_a_time():
+    d = trained(3)
+    d.feed(NodeLost("t", "gone"))
+    d.finish_round()  # of step 3, meanwhile
+    assert of_kind(come_back(d, 1), ReplayShards) == [ReplayShards("t", 1, 2)]  # type: ignore[arg-type]
+    assert d.feed(StepTrained("t", StepDone(1, 2, {}))) == []  # known since long
+    assert of_kind(d.publish(2), ReplayShards) == [ReplayShards("t", 2, 2)]
+    commands = d.publish(3)
+    assert of_kind(commands, ReplayShards) == []
+    assert [(s.step, s.last) for _, s in sent(commands, TrainShard)] == [(3, True)]
+    assert not [c for c in of_kind(commands, Record) if isinstance(c.fact, VersionPublished)]
+
+
+def test_nodes_are_not_disturbed_by_versions_that_are_trained_again():
+    d = trained(3)
+    d.feed(NodeLost("t", "gone"))
+    come_back(d, 1)
+    assert sent(d.publish(2), PublishWeights) == []
+    assert sent(d.join("late"), PublishWeights) == []  # nobody serves what the others have
+    offers = sent(d.publish(3), PublishWeights)
+    assert [n for n, _ in offers] == ["late"]
+
+
+def test_version_that_comes_out_different_fails_the_run_and_is_never_served():
+    d = trained(2)
+    d.feed(NodeLost("t", "gone"))
+    come_back(d, 1)
+    other = PublishWeights(Manifest(2, "digest-other", (), (Bucket(1, "b"),)), ("h:1",), "ticket")
+    commands = d.feed(WeightsPublished("t", other))
+    assert sent(commands, PublishWeights) == []
+    [(_, drain)] = [(n, m) for n, m in sent(commands, Drain) if n == "a"]
+    assert drain.reason.startswith("version 2 was trained again and came out different (digest digest-other")
+
+
+def test_trainer_that_is_ahead_of_the_journal_fails_the_run():
+    d = trained(1)
+    d.feed(NodeLost("t", "gone"))
+    commands = come_back(d, 5)
+    reasons = {m.reason for _, m in sent(commands, Drain)}  # type: ignore[arg-type]
+    assert reasons == {
+        "the trainer stands at step 5, the run at step 1: its checkpoints are not of this journal"
+    }
+
+
+def test_version_of_a_step_whose_end_nobody_heard_of_is_taken():
+    """The trainer had all of the step; the coordinator died before the version came."""
+    d = Driver()
+    d.start("a", slots=4)
+    d.finish_round()
+    d.restart()
+    d.join("a", slots=4, serves=0)
+    commands = come_back(d, 1, incarnation=1)
+    assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]  # type: ignore[arg-type]
+    d.confirm("a", 1)
+    assert d.core.step == 1  # though no StepDone came
+
+
+def test_run_that_has_done_all_steps_waits_for_the_checkpoint_of_the_last():
+    d = Driver(num_steps=1)
+    d.start("a", slots=4)
+    d.finish_round()
+    d.train(0)
+    d.confirm("a", 1)
+    assert d.core.state == "finishing"
+    d.feed(NodeLost("t", "killed"))
+    assert of_kind(d.feed(NodeLeft("a", "drained", ok=True)), Finish) == []
+    [(_, refusal)] = sent(d.join("b"), Welcome)
+    assert refusal.refused == "the run is ending"
+    assert of_kind(come_back(d, 0), ReplayShards) == [ReplayShards("t", 0, 2)]  # type: ignore[arg-type]
+    assert [n for n, _ in sent(d.publish(1), Drain)] == ["t"]
+    [finish] = of_kind(d.feed(NodeLeft("t", "drained", ok=True)), Finish)
+    assert str(finish.state) == "finished"
+
+
+def test_preempted_trainer_may_come_back():
+    d = trained(1)
+    d.feed(NodeLeft("t", "SIGTERM", ok=True))
+    assert d.core.state == "running"
+    assert [n for n, _ in sent(come_back(d, 1), TrainShard)] == []  # type: ignore[arg-type]
+    assert [s.last for _, s in sent(d.finish_round(), TrainShard)][-1]
+
+
+def test_shell_that_cannot_go_on_ends_the_run_in_order():
+    d = trained(1)
+    commands = d.feed(HeadFailed("no space left on device"))
+    assert {n for n, _ in sent(commands, Drain)} == {"a", "t"}
+    d.feed(NodeLeft("a", "drained", ok=True))
+    [finish] = of_kind(d.feed(NodeLeft("t", "drained", ok=True)), Finish)
+    assert (str(finish.state), finish.reason) == ("failed", "no space left on device")
+
+
+def test_clock_that_jumps_back_does_not_lock_a_restarted_node_out(driver: Driver):
+    driver.start("a", slots=2)
+    restarted = Hello("a", -5, ("rollout",), PROTOCOL, pid=2, host="h", slots=2)
+    driver.feed(NodeJoined(restarted))
+    assert driver.core.fleet.nodes["a"].incarnation == -5
+    assert len(sent(driver.join("a", incarnation=1), Welcome)) == 1  # the old process: refused
+    assert driver.core.fleet.nodes["a"].incarnation == -5

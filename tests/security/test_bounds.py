@@ -1,0 +1,272 @@
+"""What comes from others is bounded before it costs anything: messages, welcomes, manifests. No pickle."""
+
+import ast
+import asyncio
+import dataclasses
+import random
+import socket
+from pathlib import Path
+
+import pytest
+
+import lightrl
+from lightrl import messages as m
+from lightrl.errors import ProtocolError, WeightsError
+from lightrl.keys import new_key
+from lightrl.node import border
+from lightrl.node.border import require_sane
+from lightrl.node.link import HANDSHAKE_MS, Hub, Link, host_and_port
+from lightrl.node.welcome import MAX_FILES, MAX_FILES_BYTES, config_of, write_model_files
+from lightrl.weights import pull as pulling
+from lightrl.weights.manifest import MAX_BUCKETS, digest_version, verify
+from lightrl.weights.pull import parse_address, pull
+from lightrl.wire import MESSAGES
+
+from ..node.harness import make_config
+from ..wire.test_messages import EXAMPLES
+from . import garbage
+
+HELLO = m.Hello("n", 1, ("rollout",), m.PROTOCOL, 1, "h")
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_honest_messages_pass(message: m.Message):
+    require_sane(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        dataclasses.replace(HELLO, node=""),
+        dataclasses.replace(HELLO, node="x" * 300),
+        dataclasses.replace(HELLO, node="\x1b[2J"),
+        dataclasses.replace(HELLO, host="h" * 300),
+        dataclasses.replace(HELLO, roles=("rollout",) * 4),
+        dataclasses.replace(HELLO, slots=1 << 40),
+        dataclasses.replace(HELLO, incarnation=1 << 63),
+        dataclasses.replace(HELLO, serves=(-1, "d")),
+        dataclasses.replace(HELLO, running=(("r", 1),) * (border.MAX_ITEMS + 1)),
+        dataclasses.replace(HELLO, running=(("r" * 300, 1),)),
+        m.Heartbeat(loop_lag_ms=float("nan")),
+        m.Heartbeat(m.Load(kv_usage=float("inf"))),
+        m.Heartbeat(m.Load(running=1 << 63)),
+        m.Heartbeat(device="x" * 10_000),
+        m.TokenChunk(-1, "d", ()),
+        m.TokenChunk(1 << 60, "d", ()),
+        m.TokenChunk(1, "d", (m.ResponseTokens("r", 1, -1, b"", b""),)),
+        m.TokenChunk(1, "d", (m.ResponseTokens("r", 1, 1 << 40, b"", b""),)),
+        m.PublishWeights(m.Manifest(-1, "d", (), ()), (), "t"),
+        m.PublishWeights(m.Manifest(1, "d", (), ()), ("h:1",) * (border.MAX_ITEMS + 1), "t"),
+        m.PublishWeights(m.Manifest(1, "d", (), ()), (), "t" * 1000),
+        m.PublishWeights(m.Manifest(1, "d", (), ()), (), "t", (-1,)),
+        m.WeightsReady(1, "d", pull_s=float("nan")),
+        m.WeightsFailed(1, "x" * 10_000),
+        m.StepDone(1, 2, {f"m{k}": 0.0 for k in range(border.MAX_ITEMS + 1)}),
+        m.Checkpointed(-1),
+        m.Drain("n", "x" * 10_000),
+        m.Bye("x" * 10_000),
+        m.Watch(float("inf")),
+        m.Watch(float("nan")),
+        m.Watch(-1.0),
+    ],
+    ids=lambda e: repr(e)[:50],
+)
+def test_what_no_honest_peer_says_is_refused(message: m.Message):
+    with pytest.raises(ProtocolError):
+        require_sane(message)
+
+
+def test_garbage_that_decodes_is_sane_or_a_protocol_error():
+    rng, passed = random.Random(1), 0
+    for _ in range(20_000):
+        try:
+            require_sane(MESSAGES.decode(garbage.frame(rng)))
+            passed += 1
+        except ProtocolError:
+            pass
+    assert passed > 1000
+
+
+def test_bad_frame_reaches_the_coordinator_as_an_error_with_its_sender():
+    async def scenario() -> None:
+        key = new_key()
+        hub = Hub("tcp://127.0.0.1:*", key)
+        node = await Link.connect(hub.address, "n", key)
+        node.send(m.Watch(float("inf")))
+        node.send(m.Watch(1.0))
+        received: list[tuple[str, m.Message | ProtocolError]] = []
+        async with asyncio.timeout(20):
+            while len(received) < 2:
+                received += await hub.receive()
+        (sender, error), (other, message) = received
+        assert isinstance(error, ProtocolError)
+        assert (sender, message) == (other, m.Watch(1.0))
+        node.close()
+        hub.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("size", [1 << 26, 1 << 40, (1 << 63) - 1, 1 << 63])
+def test_stranger_who_announces_a_huge_frame_is_cut_off(size: int):
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+    async def scenario() -> None:
+        hub = Hub("tcp://127.0.0.1:*", new_key())
+        sock = socket.create_connection(host_and_port(hub.address), 20)
+        sock.sendall(greeting + b"\x06" + size.to_bytes(8, "big") + b"\x05HELLO")
+        sock.settimeout(HANDSHAKE_MS / 2000)  # not only when its time is up
+
+        def rest() -> bytes:
+            data = b""
+            try:
+                while part := sock.recv(1000):
+                    data += part
+            except ConnectionResetError:
+                pass
+            return data
+
+        assert (await asyncio.to_thread(rest)).startswith(b"\xff")
+        sock.close()
+        hub.close()
+
+    asyncio.run(scenario())
+
+
+# Welcomes
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", ".bashrc", "a\0b", "x" * 300, "\x1b[2J"]
+)
+def test_model_files_land_in_their_folder_or_nowhere(tmp_path: Path, name: str):
+    with pytest.raises(ProtocolError, match="not a plain name"):
+        write_model_files(tmp_path / "model", {"config.json": b"{}", name: b"x"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_files_are_bounded(tmp_path: Path):
+    for files in (
+        {f"f{k}": b"" for k in range(MAX_FILES + 1)},
+        {f"f{k}": bytes(MAX_FILES_BYTES // 4) for k in range(5)},
+    ):
+        with pytest.raises(ProtocolError, match="model files of"):
+            write_model_files(tmp_path / "model", files)
+    files = {"config.json": b"{}", "tokenizer.model": b"\0", "chat_template.jinja": b"x"}
+    write_model_files(tmp_path / "model", files)
+    assert {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()} == files
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"run": 1}', '{"colour": 1}', "[" * 100_000])
+def test_config_that_is_none_is_one_line(text: str):
+    with pytest.raises(ProtocolError, match="the coordinator sent a config") as error:
+        config_of(m.Welcome("run", text))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_config_arrives_whole(tmp_path: Path):
+    config = make_config(tmp_path)
+    assert config_of(m.Welcome("run", config.model_dump_json())) == config
+
+
+# Weights
+
+GOOD = m.TensorSpec("w", "float32", (2, 3), 0, 64)
+
+
+def manifest_of(*tensors: m.TensorSpec, sizes: tuple[int, ...] = (88,), version: int = 1) -> m.Manifest:
+    """With the digest that belongs to it."""
+    buckets = tuple(m.Bucket(s, "77") for s in sizes)
+    return m.Manifest(version, digest_version(tensors, [b.digest for b in buckets]), tensors, buckets)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        manifest_of(),
+        manifest_of(GOOD, sizes=()),
+        manifest_of(GOOD, version=-1),
+        manifest_of(GOOD, version=1 << 63),
+        manifest_of(GOOD, sizes=(0,)),
+        manifest_of(GOOD, sizes=(-88,)),
+        manifest_of(GOOD, sizes=(1 << 60,)),
+        manifest_of(GOOD, sizes=(88,) * (MAX_BUCKETS + 1)),
+        manifest_of(dataclasses.replace(GOOD, offset=-64)),
+        manifest_of(dataclasses.replace(GOOD, offset=128)),
+        manifest_of(dataclasses.replace(GOOD, offset=1)),
+        manifest_of(dataclasses.replace(GOOD, bucket=1)),
+        manifest_of(dataclasses.replace(GOOD, bucket=-1)),
+        manifest_of(dataclasses.replace(GOOD, shape=(-1, -1))),
+        manifest_of(dataclasses.replace(GOOD, shape=(1 << 62, 1 << 62))),
+        manifest_of(dataclasses.replace(GOOD, shape=(1,) * 100)),
+        manifest_of(dataclasses.replace(GOOD, name="w" * 5000)),
+        dataclasses.replace(manifest_of(GOOD), digest="00"),
+    ],
+    ids=range(18),
+)
+def test_impossible_manifest_is_refused_before_anything_is_transferred(tmp_path: Path, manifest: m.Manifest):
+    verify(manifest_of(GOOD))
+    with pytest.raises(WeightsError, match="manifest of version"):
+        asyncio.run(pull(manifest, ["127.0.0.1:1"], "ticket", tmp_path / "w", node="n"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version_that_does_not_fit_on_the_disk_is_refused_before_anything_is_transferred(tmp_path: Path):
+    huge = manifest_of(GOOD, sizes=(1 << 47,) * 8)
+    with pytest.raises(WeightsError, match=r"needs .* GB more in .* GB are free"):
+        asyncio.run(pull(huge, ["127.0.0.1:1"], "ticket", tmp_path / "w", node="n"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        ":1",
+        "h",
+        "h:",
+        "h:0",
+        "h:65536",
+        "h:99999999",
+        "h:１",
+        "a..b:1",
+        f"{'x' * 64}:1",
+        "a b:1",
+        "h\0:1",
+        "ä:1",
+    ],
+)
+def test_holder_that_is_none_is_refused(address: str):
+    with pytest.raises(WeightsError, match="host:port"):
+        parse_address(address)
+
+
+def test_holders_are_read_as_they_are_written():
+    for host, port in (("10.0.0.1", 80), ("node-1.example.org", 65535), ("::1", 1), ("localhost", 41873)):
+        assert parse_address(pulling.format_address(host, port)) == (host, port)
+
+
+# No pickle
+
+
+def test_nothing_in_the_package_unpickles():
+    """Not even by way of torch.load or numpy: what a peer can send is data, never code."""
+    unsafe = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    for file in Path(lightrl.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names: list[str] = []
+            line = getattr(node, "lineno", 0)
+            if isinstance(node, ast.Import):
+                names = [a.name.split(".")[0] for a in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or "").split(".")[0]]
+            elif isinstance(node, ast.Call):
+                text = ast.unparse(node.func)
+                assert text not in {"eval", "exec"}, f"{file}:{line}: {text}"
+                assert not text.endswith(("recv_pyobj", "send_pyobj")), f"{file}:{line}: {text}"
+                options = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                if text == "torch.load":
+                    assert options.get("weights_only") == "True", f"{file}:{line}: {text}"
+                assert options.get("allow_pickle", "False") == "False", f"{file}:{line}: {text}"
+            assert not unsafe & set(names), f"{file}:{line}: {names}"

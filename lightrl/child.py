@@ -11,6 +11,7 @@ A frame is 4 bytes of length, little-endian, and one `wire.Codec` frame.
 import asyncio
 import contextlib
 import ctypes
+import errno
 import importlib
 import os
 import select
@@ -18,6 +19,7 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
@@ -26,6 +28,10 @@ from lightrl.wire import Codec
 
 Command = TypeVar("Command")
 Event = TypeVar("Event")
+Started = TypeVar("Started")
+
+LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}  # others may set it free
+START_AGAIN_S = 1.0
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
@@ -76,6 +82,8 @@ class Child(Generic[Command, Event]):
         inherited = {k: v for k, v in os.environ.items() if not without_env or not k.startswith(without_env)}
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as stack:
+            kept = stack.enter_context(contextlib.ExitStack())
+            kept.callback(ours.close)
             out = stack.enter_context(log.open("ab")) if log else None
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -92,6 +100,7 @@ class Child(Generic[Command, Event]):
                 stderr=out,
                 start_new_session=True,  # ctrl-C is for the daemon; the daemon tells its children
             )
+            kept.pop_all()
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         return cls(name, process, reader, writer, commands, events, log)
@@ -142,6 +151,27 @@ class Child(Generic[Command, Event]):
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         last = _last_line(self._log) if self._log else ""
         return f"{self.name} (pid {self.pid}) {how}" + (f": {last}" if last else "")
+
+
+async def patiently(
+    start: Callable[[], Awaitable[Started]], what: str, report: Callable[[str], None]
+) -> Started:
+    """What `start` returns: called again and again while this machine lacks descriptors, processes or memory.
+
+    `report` gets one line for each such reason: "`what` cannot be started: ...". Raises any other OSError.
+    """
+    told: set[str] = set()
+    while True:
+        try:
+            return await start()
+        except OSError as e:
+            if e.errno not in LACKING:
+                raise
+            reason = e.strerror or str(e)
+            if reason not in told:
+                told.add(reason)
+                report(f"{what} cannot be started: {reason}; trying again")
+        await asyncio.sleep(START_AGAIN_S)
 
 
 class Pipe(Generic[Command, Event]):

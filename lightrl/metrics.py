@@ -5,13 +5,19 @@ asked for.
 """
 
 import importlib.util
+import io
 import math
+import os
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightrl.config import Config
 from lightrl.errors import ConfigError, ProtocolError
+from lightrl.growing import Growing
+from lightrl.say import say
 from lightrl.wire import from_json, to_json
 
 FILE_NAME = "metrics.jsonl"
@@ -26,16 +32,22 @@ class MetricsLog:
     """Writes every record to all backends.
 
     Raises ConfigError if a backend is not installed, with what to install. metrics.jsonl is always
-    written, since the other views of a run read it.
+    written, since the other views of a run read it. What the disk refuses is left out, and `report` is told.
     """
 
-    def __init__(self, run_dir: Path, backends: tuple[str, ...], config: Config) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        backends: tuple[str, ...],
+        config: Config,
+        report: Callable[[str], None] = say,
+    ) -> None:
         for backend in backends:
             if backend != "jsonl" and importlib.util.find_spec(backend) is None:
                 raise ConfigError(f"logging.backends = {backend!r}: not installed: pip install {backend}")
-        self._sinks: list[Sink] = [_Jsonl(run_dir)]
+        self._sinks: list[Sink] = [_Jsonl(run_dir, report)]
         if "tensorboard" in backends:
-            self._sinks.append(_Tensorboard(run_dir))
+            self._sinks.append(_Tensorboard(run_dir, report))
         if "wandb" in backends:
             self._sinks.append(_Wandb(run_dir, config))
 
@@ -73,40 +85,42 @@ def read(run_dir: Path) -> list[dict[str, float]]:
 
 
 class _Jsonl:
-    def __init__(self, run_dir: Path) -> None:
-        path = run_dir / FILE_NAME
-        old = path.read_bytes() if path.exists() else b""
-        self._file = path.open("ab", buffering=0)  # one write per line: a reader sees whole lines
-        if old and not old.endswith(b"\n"):  # a crash tore the last line
-            self._file.write(b"\n")
+    def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
+        self._file = Growing(run_dir / FILE_NAME, report, torn_by=b"\n")
 
     def write(self, step: int, record: dict[str, float]) -> None:
-        self._file.write(to_json({"step": step, **record}) + b"\n")
+        self._file.append(to_json({"step": step, **record}) + b"\n")
 
     def close(self) -> None:
         self._file.close()
 
 
 class _Tensorboard:
-    """Event files by tensorboard's own writer: torch's wrapper would load torch into the daemon."""
+    """Event files in tensorboard's own format. Torch's writer would load torch into the daemon; tensorboard's
+    has a thread, which a full disk ends."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
-        from tensorboard.summary.writer import event_file_writer  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer import record_writer  # pyright: ignore[reportMissingImports]
 
         self._event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
-        self._writer: Any = event_file_writer.EventFileWriter(str(run_dir / "tensorboard"))
+        self._framing: Any = record_writer.RecordWriter
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = Growing(run_dir / "tensorboard" / name, report)
+        self._is_begun = False
 
     def write(self, step: int, record: dict[str, float]) -> None:
+        events = [self._event(wall_time=time.time(), file_version="brain.Event:2")] * (not self._is_begun)
         values = [self._summary.Value(tag=k, simple_value=v) for k, v in record.items()]
-        self._writer.add_event(
-            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        )
-        self._writer.flush()
+        events += [self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))]
+        piece = io.BytesIO()
+        for event in events:
+            self._framing(piece).write(event.SerializeToString())
+        self._is_begun = self._file.append(piece.getvalue()) or self._is_begun
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class _Wandb:

@@ -4,26 +4,31 @@ A workload as it was, for whoever wants to replay or simulate it. Owns the file.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.core.state import Round
 from lightrl.errors import ProtocolError
+from lightrl.growing import Growing
+from lightrl.say import say
 from lightrl.wire import from_json, to_json
 
 FILE_NAME = "lengths.jsonl"
 
 
 class LengthsLog:
-    def __init__(self, run_dir: Path, step: int = 0) -> None:
-        """Lines of a run that goes on from `step` are left out from there on: its rounds come again."""
+    def __init__(self, run_dir: Path, step: int = 0, report: Callable[[str], None] = say) -> None:
+        """Lines of a run that goes on from `step` are left out from there on: its rounds come again.
+
+        What the disk refuses is left out, and `report` is told.
+        """
         file = run_dir / FILE_NAME
-        if file.exists():
-            kept = [line for line in file.read_bytes().splitlines() if _step_of(line) < step]
-            draft = file.with_suffix(".tmp")
-            draft.write_bytes(b"".join(line + b"\n" for line in kept))
-            draft.replace(file)
-        self._file = (run_dir / FILE_NAME).open("ab", buffering=0)  # one write per line
+        try:
+            _cut(file, step)
+        except OSError as e:
+            report(f"WARNING: {file.name}: rounds from step {step} on will be there twice ({e.strerror})")
+        self._file = Growing(file, report, torn_by=b"\n")
 
     def write(self, round: Round) -> None:
         """A training round that has closed. Of each response [prompt, epoch, index, tokens, finished], in
@@ -35,10 +40,22 @@ class LengthsLog:
             for r in g.responses
         ]
         line = {"step": round.step, "kind": round.kind, "responses": responses}
-        self._file.write(to_json(line) + b"\n")
+        self._file.append(to_json(line) + b"\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def _cut(file: Path, step: int) -> None:
+    if not file.exists():
+        return
+    kept = [line for line in file.read_bytes().splitlines() if _step_of(line) < step]
+    draft = file.with_suffix(".tmp")
+    try:
+        draft.write_bytes(b"".join(line + b"\n" for line in kept))
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

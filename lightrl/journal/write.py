@@ -47,6 +47,7 @@ class JournalWriter(Generic[T]):
         flush_ms: float,
         on_trouble: Callable[[str], None],
         keep_history: bool = False,
+        max_trouble_s: float = MAX_TROUBLE_S,
     ) -> None:
         """Raises JournalError if the folder cannot be used, or another writer has it open."""
         self.news_bytes = 0  # since `begin`
@@ -56,6 +57,7 @@ class JournalWriter(Generic[T]):
         self._flush_s = flush_ms / 1000
         self._on_trouble = on_trouble
         self._keep_history = keep_history
+        self._max_trouble_s = max_trouble_s
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         try:
@@ -133,8 +135,9 @@ class JournalWriter(Generic[T]):
             ended = not self._thread.is_alive() and not self._closing
         if ended:
             raise JournalError("the journal's thread has ended")
-        if starts and now - min(starts) > MAX_TROUBLE_S:
-            raise JournalError(f"nothing could be written to {self._folder} for {MAX_TROUBLE_S:.0f} s: {why}")
+        if starts and now - min(starts) > self._max_trouble_s:
+            limit = f"{self._max_trouble_s:g} s"
+            raise JournalError(f"nothing could be written to {self._folder} for {limit}: {why}")
         if pending > MAX_PENDING_BYTES:
             raise JournalError(f"{pending >> 20} MiB wait to be written to {self._folder}: {why}")
 
@@ -144,7 +147,7 @@ class JournalWriter(Generic[T]):
             self._closing = True
             self._wake.notify()
         try:
-            async with asyncio.timeout(MAX_TROUBLE_S):
+            async with asyncio.timeout(self._max_trouble_s):
                 await self._ended.wait()
         except TimeoutError:
             self._on_trouble(f"journal: {self._num_pending} bytes were not written: the disk does not answer")

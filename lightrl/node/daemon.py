@@ -18,6 +18,7 @@ from lightrl.keys import ENVIRONMENT
 from lightrl.messages import Role
 from lightrl.node.coordinator import Head
 from lightrl.node.worker import Worker
+from lightrl.say import say
 
 
 @dataclass(frozen=True)
@@ -84,4 +85,4 @@ async def _work(worker: Worker, beside: Head | None) -> None:
     except LightRLError as e:
         if beside is None:
             raise
-        print(f"lightrl: {e}", flush=True)
+        say(f"lightrl: {e}")

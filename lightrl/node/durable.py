@@ -14,7 +14,7 @@ from lightrl.core.facts import Fact, Noted, ShardSent
 from lightrl.core.recovery import restate
 from lightrl.errors import JournalError
 from lightrl.journal import read
-from lightrl.journal.write import JournalWriter
+from lightrl.journal.write import MAX_TROUBLE_S, JournalWriter
 from lightrl.messages import TrainShard
 
 FOLDER = "journal"  # in the run directory
@@ -36,8 +36,15 @@ def noted(facts: Iterable[Fact]) -> bytes | None:
 class Durable:
     """Switched off (`journal.enabled = false`), nothing is written and nothing waits."""
 
-    def __init__(self, run_dir: Path, settings: config.Journal, report: Callable[[str], None]) -> None:
-        """Raises JournalError if the folder cannot be used, or another coordinator has it open."""
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: config.Journal,
+        report: Callable[[str], None],
+        max_trouble_s: float = MAX_TROUBLE_S,
+    ) -> None:
+        """`max_trouble_s`: how long the disk may refuse. Raises JournalError if the folder cannot be used, or
+        another coordinator has it open."""
         self._folder = run_dir / FOLDER
         self._segment_bytes = settings.segment_mb << 20
         self._is_step_over = False  # what is recorded now will be in what the next segment begins with
@@ -46,7 +53,7 @@ class Durable:
         self._writer: JournalWriter[Fact] | None = None
         if settings.enabled:
             self._writer = JournalWriter(
-                self._folder, read.FACTS, settings.flush_ms, report, settings.keep_history
+                self._folder, read.FACTS, settings.flush_ms, report, settings.keep_history, max_trouble_s
             )
 
     def begin(self, core: Coordinator, note: bytes) -> None:

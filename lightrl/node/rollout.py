@@ -5,12 +5,11 @@ goes on when it cannot. Never touches a tensor.
 """
 
 import asyncio
-import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lightrl.child import Child, ChildDied
+from lightrl.child import Child, ChildDied, patiently
 from lightrl.config import Config
 from lightrl.engine.base import (
     EngineCommand,
@@ -35,14 +34,13 @@ from lightrl.messages import (
 )
 from lightrl.node.kept import Kept
 from lightrl.node.link import WILDCARD, host_and_port
+from lightrl.say import say
 from lightrl.weights.manifest import num_bytes
 from lightrl.weights.pull import pull
 
 MAX_DEATHS = 3  # of engine processes in a row that never loaded a version
 STOP_S = 2.0  # an engine holds nothing that must be saved
 FLUSH_S = 2.0  # for the last tokens of what runs here
-START_AGAIN_S = 1.0  # after which an engine is started again that lacked something
-LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}  # others may set it free
 
 
 class Rollout:
@@ -116,7 +114,7 @@ class Rollout:
                 deaths = 0 if self._has_served else deaths + 1
                 if deaths == MAX_DEATHS or self._engine is None:
                     raise EngineError(reason) from None
-                print(f"starting the engine again: {reason}", flush=True)
+                say(f"starting the engine again: {reason}")
                 self._engine = None
                 self._lose_all()
                 if self._wanted is not None:  # what ran here is gone; the version will be offered again
@@ -151,7 +149,7 @@ class Rollout:
             try:
                 await asyncio.wait_for(self._all_out.wait(), limit_s)
             except TimeoutError:
-                print(f"{len(self._running)} responses leave without their last tokens", flush=True)
+                say(f"{len(self._running)} responses leave without their last tokens")
 
     def _lose_all(self) -> None:
         """The engine generates nothing any more, and serves nothing."""
@@ -184,18 +182,11 @@ class Rollout:
 
     async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
         """Again and again while this machine lacks descriptors, processes or memory. Raises EngineError."""
-        told = ""
-        while True:
-            try:
-                return await start_engine(spec, self._config.rollout.threads, self._log)
-            except OSError as e:
-                reason = f"the engine cannot be started: {e.strerror or e}"
-                if e.errno not in LACKING:
-                    raise EngineError(reason) from None
-                if reason != told:
-                    print(f"{reason}; trying again", flush=True)
-                    told = reason
-                await asyncio.sleep(START_AGAIN_S)
+        threads = self._config.rollout.threads
+        try:
+            return await patiently(lambda: start_engine(spec, threads, self._log), "the engine", say)
+        except OSError as e:
+            raise EngineError(f"the engine cannot be started: {e.strerror or e}") from None
 
     async def _receive(self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event) -> None:
         while True:
@@ -207,7 +198,7 @@ class Rollout:
                 case Load() as load:
                     self.load = load
                 case EngineStarted(device, seconds):
-                    print(f"engine started on {device} in {seconds:.1f} s", flush=True)
+                    say(f"engine started on {device} in {seconds:.1f} s")
                     self.device = device
                     self._engine = engine
                     started.set()

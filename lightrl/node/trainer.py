@@ -28,6 +28,7 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.node.intake import Intake
+from lightrl.say import say
 from lightrl.trainer.advantage import advantages, overlong_penalty
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import (
@@ -140,7 +141,7 @@ class Trainer:
             self._is_finishing = self._begins_anew = False
             self._shards.clear()
             if self._is_stopping and not self.all_steps_done:
-                print(f"{lost}; leaving with the checkpoint of step {self._saved}", flush=True)
+                say(f"{lost}; leaving with the checkpoint of step {self._saved}")
                 return
             if self._is_stopping:  # nobody sends the last steps once more
                 raise TrainerError(f"{lost}; the last {self._done - self._saved} steps were not saved")
@@ -155,7 +156,7 @@ class Trainer:
         if self._num_restarts > MAX_RESTARTS:
             raise TrainerError(f"{lost}; started again {MAX_RESTARTS} times without finishing a step")
         step = self._newest_step()
-        print(f"{lost}; starting again from step {step} ({self._num_restarts}/{MAX_RESTARTS})", flush=True)
+        say(f"{lost}; starting again from step {step} ({self._num_restarts}/{MAX_RESTARTS})")
         await asyncio.sleep(RESTART_PAUSE_S * 3 ** (self._num_restarts - 1))
         tidy(self._checkpoints)
 
@@ -192,7 +193,7 @@ class Trainer:
             return False
         if started.manifest is None:
             raise TrainerError("rank 0 started without publishing its weights")
-        print(f"{len(ranks)} rank(s) started on {started.device} in {started.start_s:.1f} s", flush=True)
+        say(f"{len(ranks)} rank(s) started on {started.device} in {started.start_s:.1f} s")
         self.device = started.device
         self._done = self._saved = step
         self._furthest = max(self._furthest, step)
@@ -231,7 +232,7 @@ class Trainer:
                 problem = await self._save(ranks)
                 is_due = bool(problem)
                 if problem:
-                    print(f"{problem}; trying again after the next step", flush=True)
+                    say(f"{problem}; trying again after the next step")
         if self._done > self._saved:
             await self._save_last(ranks)
 
@@ -301,7 +302,7 @@ class Trainer:
         for reply in await ranks.replies(Saved, SaveFailed):
             if isinstance(reply, SaveFailed):  # that of rank 0 names the reason
                 return f"{path} was not saved: {reply.reason}"
-        print(f"saved {path}", flush=True)
+        say(f"saved {path}")
         self._saved = self._done
         self._say(Checkpointed(self._saved))
         return ""
@@ -311,13 +312,13 @@ class Trainer:
         for _ in range(LAST_SAVE_TRIES - 1):
             if not problem:
                 return
-            print(f"{problem}; trying again in {SAVE_PAUSE_S:.0f} s", flush=True)
+            say(f"{problem}; trying again in {SAVE_PAUSE_S:.0f} s")
             await asyncio.sleep(SAVE_PAUSE_S)
             problem = await self._save(ranks)
         if problem and (self.all_steps_done or not self._config.journal.enabled):
             raise TrainerError(problem)
         if problem:  # the steps since the last checkpoint can be trained again from the journal
-            print(problem, flush=True)
+            say(problem)
 
     def _serve(self, manifest: Manifest, path: Path, portions: tuple[int, ...]) -> PublishWeights:
         """The message that publishes this version. Of a version computed again the old one stays valid.

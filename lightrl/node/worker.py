@@ -41,6 +41,7 @@ from lightrl.node.rollout import FLUSH_S, Rollout
 from lightrl.node.scratch import scratch_dir
 from lightrl.node.trainer import Trainer
 from lightrl.node.welcome import config_of, write_model_files
+from lightrl.say import say
 
 WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
 
@@ -131,7 +132,7 @@ class Worker:
         if self._trainer is not None:
             self._trainer.pause()
         if was_heard and not self._drained.is_set():
-            print("lost touch with the coordinator; the work goes on", flush=True)
+            say("lost touch with the coordinator; the work goes on")
 
     def _say_hello(self) -> None:
         if self._link is not None:
@@ -170,7 +171,7 @@ class Worker:
             self._say_hello()  # it has become untrue
             return
         self._admitted.set()
-        print("the coordinator hears this node again", flush=True)
+        say("the coordinator hears this node again")
         if self._rollout is not None:
             self._rollout.resend()
         if self._trainer is not None:
@@ -323,7 +324,7 @@ class Worker:
 
 def end_by_force() -> None:
     """From a thread: whatever hangs, event loop included, must not outlast the grace of who leaves."""
-    print("did not end in time: ended by force", flush=True)
+    say("did not end in time: ended by force")
     os._exit(1)  # the kernel ends the children; the next daemon removes what is left in scratch
 
 

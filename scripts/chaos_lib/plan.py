@@ -12,7 +12,8 @@ Phase = Literal["any", "rollout", "training", "publishing", "evaluation"]
 SHORT_S, LONG_S = (0.2, 0.6), (1.3, 2.0)  # pauses, in leases of a node
 MAX_LATE = 2  # nodes that join and are there at a time
 MAX_PER_STEP = 2  # a run that is hit again and again without a step done gives up, as it should
-MAX_DELAY_S = 0.4  # from the moment an event waits for
+MAX_DELAY_S = {"any": 0.4, "rollout": 0.4}  # from the moment an event waits for
+HASTE_S = 0.05  # in the phases that are soon over
 TOGETHER = 0.25  # share of events that come while the one before is still felt
 
 KINDS = (
@@ -112,9 +113,8 @@ def draw(
         bag.remove(kind)
         target = fleet.target(kind, rng)
         fleet.feel(kind, target)
-        event = Event(
-            kind, target, step, _phase(rng, step, steps, eval_interval), rng.uniform(0, MAX_DELAY_S)
-        )
+        phase = _phase(rng, step, steps, eval_interval)
+        event = Event(kind, target, step, phase, rng.uniform(0, MAX_DELAY_S.get(phase, HASTE_S)))
         if kind.startswith(("pause", "freeze")):
             low, high = SHORT_S if kind.startswith("pause") else LONG_S
             event = replace(event, hold_s=lease_s * rng.uniform(low, high))

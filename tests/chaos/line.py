@@ -2,7 +2,7 @@
 
 TUN devices in place of `tc netem`, which not every kernel has. A process of its own:
 `line.py NAMESPACE NAMESPACE DEVICE`, then one JSON object a line on stdin,
-{"loss": 0.3, "delay_s": 0.2, "cut": false}. It ends with its stdin.
+{"loss": 0.3, "delay_s": 0.2, "cut": false}. It ends with its stdin, and says how many packets it has lost.
 """
 
 import contextlib
@@ -34,24 +34,26 @@ def device_in(namespace: str, name: str) -> int:
     return descriptor
 
 
-def forward(ends: tuple[int, int]) -> None:
-    """Packets from each end to the other, until stdin closes."""
+def forward(ends: tuple[int, int]) -> int:
+    """Packets from each end to the other, until stdin closes; returns how many were lost."""
     rng = random.Random(0)
     loss, delay_s, cut = 0.0, 0.0, False
     on_the_way: list[tuple[float, int, int, bytes]] = []  # a heap: due at, number, to, packet
-    number = 0
+    number = lost = 0
     while True:
         wait_s = max(0.0, on_the_way[0][0] - time.monotonic()) if on_the_way else None
         ready, _, _ = select.select([*ends, 0], [], [], wait_s)
         if 0 in ready:
             orders = os.read(0, MAX_PACKET).splitlines()
             if not orders:
-                return
+                return lost
             state = json.loads(orders[-1])
             loss, delay_s, cut = state["loss"], state["delay_s"], state["cut"]
         for end in set(ready) & set(ends):
             packet = os.read(end, MAX_PACKET)
-            if not cut and rng.random() >= loss and len(on_the_way) < MAX_QUEUED:
+            if cut or rng.random() < loss or len(on_the_way) >= MAX_QUEUED:
+                lost += 1
+            else:
                 number += 1
                 other = ends[end == ends[0]]
                 heapq.heappush(on_the_way, (time.monotonic() + delay_s, number, other, packet))
@@ -64,4 +66,4 @@ def forward(ends: tuple[int, int]) -> None:
 if __name__ == "__main__":
     both = (device_in(sys.argv[1], sys.argv[3]), device_in(sys.argv[2], sys.argv[3]))
     print("there", flush=True)
-    forward(both)
+    print(forward(both), flush=True)

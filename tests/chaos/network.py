@@ -55,8 +55,8 @@ class Network:
             yield self
         finally:
             for line in self._lines:
-                line.kill()
-                line.communicate()
+                with line:
+                    line.kill()
             for space in spaces:
                 subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
@@ -66,6 +66,11 @@ class Network:
         assert pipe is not None
         pipe.write(json.dumps({"loss": loss, "delay_s": delay_s, "cut": cut}) + "\n")
         pipe.flush()
+
+    def lost_packets(self, k: int) -> int:
+        """Of node k's line, which ends with this."""
+        out, _ = self._lines[k].communicate()
+        return int(out)
 
     def _lay(self, k: int) -> None:
         device = f"line{k}"

@@ -120,6 +120,7 @@ def test_lost_and_late_packets_cost_time_alone(
     run.until_step(STEPS - 2)
     network.set(0, loss=0.3, delay_s=0.1)
     assert_equal(run.finish(), undisturbed)
+    assert network.lost_packets(0) > 100
 
 
 def test_lines_that_are_cut_and_come_back(

@@ -355,23 +355,37 @@ def test_without_descriptors_a_new_segment_waits(tmp_path):
     within(story)
 
 
-def test_too_much_or_too_long_is_the_end(tiny_disk, monkeypatch):
+def test_too_long_is_the_end(tiny_disk):
     async def story() -> None:
         told: list[str] = []
-        writer = writer_on(tiny_disk / "j", on_trouble=told.append)
+        writer = JournalWriter(tiny_disk / "j", FACTS, 5, told.append, max_trouble_s=0.2)
         writer.begin(0, [Resumed()])
         await flushed(writer)
         writer.check_alive()
         fill(tiny_disk)
         writer.append(TokensTaken(0, (item("a", 0, 3000),)))
         await until(lambda: bool(told))
-        writer.check_alive()
-        monkeypatch.setattr("lightrl.journal.write.MAX_TROUBLE_S", 0.05)
-        await asyncio.sleep(0.06)
-        with pytest.raises(JournalError, match="No space left on device"):
-            writer.check_alive()
-        monkeypatch.setattr("lightrl.journal.write.MAX_TROUBLE_S", 60)
-        monkeypatch.setattr("lightrl.journal.write.MAX_PENDING_BYTES", 20_000)
+        with pytest.raises(JournalError, match="for 0.2 s: No space left on device"):
+            while True:
+                writer.check_alive()
+                await asyncio.sleep(0.01)
+        await writer.close()
+
+    within(story)
+
+
+def test_too_much_is_the_end(tiny_disk, monkeypatch):
+    monkeypatch.setattr("lightrl.journal.write.MAX_PENDING_BYTES", 20_000)
+
+    async def story() -> None:
+        told: list[str] = []
+        writer = writer_on(tiny_disk / "j", on_trouble=told.append)
+        writer.begin(0, [Resumed()])
+        await flushed(writer)
+        fill(tiny_disk)
+        writer.append(RoundOpened(0, "plain"))
+        writer.append(TokensTaken(0, (item("a", 0, 3000),)))
+        await until(lambda: bool(told))
         with pytest.raises(JournalError, match="wait to be written"):
             writer.check_alive()
         await writer.close()

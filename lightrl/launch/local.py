@@ -259,7 +259,7 @@ def _announce(run_dir: Path, before: float | None, over: threading.Event) -> Non
     while (address := listening(run_dir)) is None or written_at(run_dir / "address") == before:
         if over.wait(LOOK_S):
             return
-    print(join_line(reachable(address), run_dir), flush=True)
+    say(join_line(reachable(address), run_dir))
     with contextlib.suppress(ConfigError):  # looked at before the start; the run is worth more than the link
         point_latest(run_dir)
 

@@ -107,7 +107,13 @@ def stop_reason(run_dir: Path) -> str:
 def exported_model(run_dir: Path) -> Path | None:
     """The newest Hugging Face model directory that the run has written."""
     found = [f.parent for f in run_dir.rglob("config.json") if any(f.parent.glob("*.safetensors"))]
-    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+    return max(found, key=_step_of, default=None)
+
+
+def _step_of(folder: Path) -> int:
+    """Of checkpoints/step_N/hf."""
+    step = folder.parent.name.removeprefix("step_")
+    return int(step) if step.isdecimal() else -1
 
 
 def _summary(run_dir: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.report import print_progress, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
 from lightrl.launch.running import final_snapshot
+from lightrl.say import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -33,7 +34,7 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     later: list[str] = []  # lines that would tear the screen
-    local = LocalRun(config, resume, later.append if tui else lambda line: print(line, flush=True))
+    local = LocalRun(config, resume, later.append if tui else say)
     living = asyncio.create_task(_live(local, tui), name="run")
     stopping = asyncio.create_task(stopped.wait(), name="signal")
     reason = "the run is over"
@@ -42,7 +43,7 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
         if not living.done():
             reason = "interrupted"
             await _cancel(living)  # gives the terminal back first
-            print("stopping ...", flush=True)
+            say("stopping ...")
         else:
             living.result()
     except RunFailed:
@@ -52,17 +53,17 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
         await _cancel(living, stopping)
         await local.stop(reason)
         for line in later:
-            print(line)
+            say(line)
     for line in local.lost:
-        print(f"lost on the way: {line}")
+        say(f"lost on the way: {line}")
     return _conclude(local.run_dir, reason == "interrupted")
 
 
 async def _live(local: LocalRun, tui: bool) -> None:
     """Starts the daemons and shows the run until it is over."""
-    print(f"run {local.config.run.name} in {local.run_dir}", flush=True)
+    say(f"run {local.config.run.name} in {local.run_dir}")
     await local.start()
-    print(join_line(local.address, local.run_dir), flush=True)
+    say(join_line(local.address, local.run_dir))
     watching = asyncio.create_task(_watch(local, tui), name="view")
     try:
         await local.until_over()
@@ -80,21 +81,21 @@ async def _watch(local: LocalRun, tui: bool) -> None:
 
         if await watch_live(local.address, local.key, stay=False):
             return
-        print("the run goes on; ctrl-C stops it", flush=True)
-    await print_progress(local.address, local.key, lambda line: print(line, flush=True))
+        say("the run goes on; ctrl-C stops it")
+    await print_progress(local.address, local.key, say)
 
 
 def _conclude(run_dir: Path, interrupted: bool) -> int:
     last = final_snapshot(run_dir)
     if last is not None and last.state != RunState.FINISHED:
         where = f"{last.state} at step {last.step} of {last.num_steps} ({stop_reason(run_dir)})"
-        print(f"{where}; the run is in {run_dir}{_how_to_go_on(run_dir)}")
+        say(f"{where}; the run is in {run_dir}{_how_to_go_on(run_dir)}")
         return 1
     if last is None and interrupted:
         there = run_dir.exists()
-        print(f"interrupted; the run is in {run_dir}{_how_to_go_on(run_dir)}" if there else "interrupted")
+        say(f"interrupted; the run is in {run_dir}{_how_to_go_on(run_dir)}" if there else "interrupted")
         return 1
-    print("\n".join(result_lines(run_dir)), flush=True)
+    say("\n".join(result_lines(run_dir)))
     return 0
 
 

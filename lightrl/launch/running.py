@@ -12,7 +12,7 @@ from pathlib import Path
 from lightrl.core.state import RunState
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
 from lightrl.keys import KEY_FILE, find_key, read_key
-from lightrl.launch.address import accepts, find, shown, written_at
+from lightrl.launch.address import accepts, find, shown
 from lightrl.launch.replay import interrupted
 from lightrl.messages import Snapshot
 from lightrl.node import client
@@ -128,10 +128,7 @@ def require_drainable(snapshot: Snapshot, node: str) -> None:
 
 def final_snapshot(run_dir: Path) -> Snapshot | None:
     """The snapshot left at the end of a run; None while it runs (again)."""
-    file = run_dir / "snapshot.json"
-    ended, listens = written_at(file), written_at(run_dir / "address")
-    if ended is None or (listens is not None and listens > ended):
-        return None
+    file = run_dir / "snapshot.json"  # a coordinator that goes on with the run takes it away
     try:
         return from_json(file.read_bytes(), Snapshot)
     except FileNotFoundError:

@@ -48,6 +48,7 @@ from lightrl.core.state import Response, ResponseState, RunState
 from lightrl.errors import JournalError, LightRLError, PeerUnreachable, ProtocolError, first_error
 from lightrl.history.lengths import LengthsLog
 from lightrl.history.store import History
+from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.messages import (
     REJOIN,
     Bye,
@@ -68,6 +69,8 @@ from lightrl.messages import (
 )
 from lightrl.metrics import MetricsLog
 from lightrl.metrics import read as read_metrics
+from lightrl.node import left
+from lightrl.node.descriptors import Descriptors
 from lightrl.node.durable import Durable, last_stand, noted
 from lightrl.node.link import SEPARATOR, Hub
 from lightrl.node.records import Records
@@ -75,6 +78,7 @@ from lightrl.node.scratch import scratch_dir
 from lightrl.node.tasks import Tasks
 from lightrl.node.watchers import Watchers
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
+from lightrl.say import say
 from lightrl.wire import to_json
 
 MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
@@ -84,16 +88,25 @@ SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 do
 class Head:
     """Listens from its construction on, so that nodes may connect while the data is still being read."""
 
-    def __init__(self, config: Config, run_dir: Path, name: str, key: str, resume: bool = False) -> None:
-        """With `resume` it goes on from the journal in `run_dir`, at the address that it had.
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        name: str,
+        key: str,
+        resume: bool = False,
+        max_trouble_s: float = MAX_TROUBLE_S,
+    ) -> None:
+        """With `resume` it goes on from the journal in `run_dir`, at the address that it had. The run ends
+        when the disk has refused the journal for `max_trouble_s`.
 
         Raises ConfigError, DataError or JournalError, one line, for anything that is wrong with the input.
         """
         self._config = config
         self._run_dir = run_dir
-        self._hub = Hub(_bind(config, run_dir, resume), key)
+        self._hub = Hub((left.old_address(run_dir) if resume else "") or config.run.bind, key)
         self.address = self._hub.address
-        self._metrics = MetricsLog(run_dir, config.logging.backends, config)
+        self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
         self._tasks = Tasks(config)
         self._core = Coordinator(self._tasks.settings, time.monotonic())
         eval_set = Path(config.eval.path).stem
@@ -106,15 +119,19 @@ class Head:
             config.rollout.max_response_length,
         )
         self._history = History()
-        self._durable = Durable(run_dir, config.journal, self._report)
+        self._durable = Durable(run_dir, config.journal, self._report, max_trouble_s)
         self._to_do = self._recover() if resume else []  # before anything else
-        self._lengths = LengthsLog(run_dir, self._core.step)
+        self._lengths = LengthsLog(run_dir, self._core.step, self._report)
+        if resume:
+            left.go_on(run_dir)
         self._rewards: RewardPool | None = None
         self._reason = "ended before it was over"
         self._timer: asyncio.TimerHandle | None = None
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers = Watchers(self._send_snapshot)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
+        self._descriptors = Descriptors(self._report)
+        self._replaying: set[asyncio.Task[None]] = set()
         self._identity: dict[str, str] = {}  # node -> identity of the process that speaks for it
 
     @property
@@ -133,7 +150,7 @@ class Head:
             logs = self._run_dir / "logs"
             logs.mkdir(exist_ok=True)
             rewards = self._rewards = RewardPool(
-                self._config.reward, scratch, self._config.data.answer_key, logs, self._scored
+                self._config.reward, scratch, self._config.data.answer_key, logs, self._scored, self._report
             )
             try:
                 self._carry_out(self._to_do)
@@ -148,7 +165,7 @@ class Head:
                     ]
                     await self._finished
                     self._watchers.cancel()
-                    for task in background:
+                    for task in (*background, *self._replaying):
                         task.cancel()
             except* LightRLError as errors:
                 self._write_end()
@@ -180,8 +197,9 @@ class Head:
     async def _serve_rewards(self, rewards: RewardPool) -> None:
         """Nodes may come while the workers start; that all input is good is said by the address file."""
         await rewards.start()
-        (self._run_dir / "address").write_text(self.address + "\n")
-        await rewards.run()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(left.announce(self._run_dir, self.address, self._report), name="announce")
+            tasks.create_task(rewards.run(), name="scores")
 
     # Events in, commands out
 
@@ -212,7 +230,9 @@ class Head:
             case Send(node, message):
                 return self._send(node, message)
             case ReplayShards(node, step, hello):
-                self._background.create_task(self._replay(node, step, hello), name="replay")
+                task = self._background.create_task(self._replay(node, step, hello), name="replay")
+                self._replaying.add(task)
+                task.add_done_callback(self._replaying.discard)
             case Admit(node):
                 config_json = self._config.model_dump_json()
                 return self._send(node, Welcome(self._config.run.name, config_json, self._tasks.model_files))
@@ -396,6 +416,7 @@ class Head:
                 self._durable.check()
             except JournalError as e:
                 self.feed(HeadFailed(str(e)))
+            self._descriptors.look()
             self._records.measure_rates(self._core, time.monotonic())
             for name in list(self._core.fleet.nodes):
                 if (lost := self._send(name, Heartbeat())) is not None:
@@ -408,25 +429,15 @@ class Head:
         elapsed = time.monotonic() - self._core.started_at
         text = "".join(c if c.isprintable() else " " for c in text)  # some of it nodes have said
         self._records.event(elapsed, text)
-        print(f"{elapsed:8.2f} {text}", flush=True)
+        say(f"{elapsed:8.2f} {text}")
 
     def _write_end(self) -> None:
         now = time.monotonic()
         summary = self._records.summary(self._core, self._reason, now - self._core.started_at)
-        (self._run_dir / "summary.json").write_bytes(to_json(summary) + b"\n")
         snapshot = self._records.snapshot(self._core, now, over=True)
-        (self._run_dir / "snapshot.json").write_bytes(to_json(snapshot) + b"\n")
+        left.end(self._run_dir, to_json(summary), to_json(snapshot), self._report)
         for identity in self._watchers.identities:  # the last word to whoever looks on
             self._tell(identity, snapshot)
-        (self._run_dir / "address").unlink(missing_ok=True)
-
-
-def _bind(config: Config, run_dir: Path, resume: bool) -> str:
-    """Where nodes that wait for this run look for it, if it has listened somewhere before."""
-    try:
-        return ((run_dir / "address").read_text().strip() if resume else "") or config.run.bind
-    except FileNotFoundError:
-        return config.run.bind
 
 
 def _step_line(step: int, record: dict[str, float]) -> str:

@@ -112,7 +112,7 @@ class Rollout:
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
                 deaths = 0 if self._has_served else deaths + 1
-                if deaths == MAX_DEATHS or self._engine is None:
+                if deaths == MAX_DEATHS:
                     raise EngineError(reason) from None
                 say(f"starting the engine again: {reason}")
                 self._engine = None

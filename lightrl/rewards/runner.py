@@ -12,14 +12,16 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightrl import config
-from lightrl.child import Child, ChildDied
+from lightrl.child import Child, ChildDied, patiently
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
 from lightrl.rewards.worker import COMMANDS, EVENTS, Score, Scored, Setup, Started, WorkerFailed, WorkerReady
+from lightrl.say import say
 from lightrl.wire import to_json
 
 START_LIMIT_S = 120.0  # importing user code may load a model
@@ -27,7 +29,8 @@ LOOKAHEAD_S = 0.02  # work that a worker holds in advance: hides our latency, ke
 MAX_IN_FLIGHT = 64  # jobs at one worker
 LAG_GRACE_S = 0.05  # an answer may wait in the pipe while our event loop was busy
 ASYNC_GRACE_S = 1.0  # an asynchronous call is ended inside its worker first; the kill comes after
-MAX_IDLE_DEATHS = 3  # deaths in a row that no job explains
+MAX_IDLE_DEATHS = 3  # deaths in a row that no job explains, each soon after the start: it cannot live
+SETTLED_S = 10.0  # whoever lives that long can
 
 RewardChild = Child[worker.WorkerCommand, worker.WorkerEvent]
 
@@ -77,13 +80,16 @@ class RewardPool:
         answer_key: str,
         log_dir: Path,
         on_result: Callable[[RewardResult], None],
+        report: Callable[[str], None] = say,
     ) -> None:
+        """`report` gets a line about each worker that must be started again, but for what a job did to it."""
         weights = reward.weights or (1.0,) * len(reward.functions)
         setup = Setup(reward.functions, weights, str(tokenizer_dir), answer_key, reward.timeout_s)
         self._on_result = on_result
+        self._report = report
         self._queue: deque[RewardJob] = deque()
         self._workers = [
-            _Worker(setup, f"reward-{k}", log_dir / f"reward-{k}.log") for k in range(reward.workers)
+            _Worker(setup, f"reward-{k}", log_dir / f"reward-{k}.log", report) for k in range(reward.workers)
         ]
         self._stopping = False
 
@@ -109,6 +115,8 @@ class RewardPool:
     async def stop(self) -> None:
         """Kills the workers; jobs without a result are forgotten."""
         self._stopping = True
+        for w in self._workers:
+            w.is_wanted = False
         await asyncio.gather(*(w.stop() for w in self._workers))
 
     async def _serve(self, w: "_Worker") -> None:
@@ -120,7 +128,11 @@ class RewardPool:
                 if self._stopping:
                     return
                 results = w.failures()
-                idle_deaths = 0 if results else idle_deaths + 1
+                if results or w.has_settled:
+                    idle_deaths = 0
+                if not results:
+                    idle_deaths += 1
+                    self._report(f"{e}; starting it again")
                 if idle_deaths == MAX_IDLE_DEATHS:
                     raise RewardError(f"reward worker died {idle_deaths} times without a job: {e}") from None
                 self._queue.extendleft(reversed(w.take_back()))
@@ -162,14 +174,17 @@ class RewardPool:
 class _Worker:
     """One worker process with its jobs: number -> job, oldest first. Numbers are never used twice."""
 
-    def __init__(self, setup: Setup, name: str, log: Path) -> None:
+    def __init__(self, setup: Setup, name: str, log: Path, report: Callable[[str], None] = say) -> None:
         self.name = name
+        self.is_wanted = True  # else it is not started again
         self.jobs: dict[int, RewardJob] = {}
         self.next_number = 0
         self._setup = setup
         self._log = log
+        self._report = report
         self._child: RewardChild | None = None
         self._is_ready = False
+        self._ready_at = 0.0
         self._is_async = False
         self._started: dict[int, float] = {}  # number -> loop time; oldest first
         self._timed_out: int | None = None
@@ -178,9 +193,20 @@ class _Worker:
 
     async def start(self) -> None:
         """Raises RewardError if the worker cannot serve."""
-        self._child = await _start_child(self.name, self._log)
-        self._is_async = await _set_up(self._child, self._setup)
-        self._is_ready = True
+        deaths = 0
+        while not self._is_ready:
+            start = partial(_start_child, self.name, self._log)
+            self._child = await patiently(start, self.name, self._report)
+            try:
+                self._is_async = await _set_up(self._child, self._setup)
+            except ChildDied as e:
+                deaths += 1
+                if deaths == MAX_IDLE_DEATHS or not self.is_wanted:
+                    raise RewardError(f"importing {', '.join(self._setup.functions)}: {e}") from None
+                self._report(f"{e}; starting it again")
+            else:
+                self._is_ready = True
+                self._ready_at = asyncio.get_running_loop().time()
 
     async def stop(self) -> None:
         self._is_ready = False
@@ -188,6 +214,10 @@ class _Worker:
         if self._child is not None:
             self._child.kill()  # it holds nothing that needs saving, and may hang
             await self._child.stop()
+
+    @property
+    def has_settled(self) -> bool:
+        return asyncio.get_running_loop().time() - self._ready_at > SETTLED_S
 
     def has_room(self) -> bool:
         if not self._is_ready:
@@ -294,15 +324,19 @@ async def _start_child(name: str, log: Path) -> RewardChild:
 
 
 async def _set_up(child: RewardChild, setup: Setup) -> bool:
-    """Returns whether jobs may overlap. Raises RewardError and ends the worker if it cannot serve."""
+    """Returns whether jobs may overlap.
+
+    Raises ChildDied if the worker has ended; RewardError, and ends it, if it cannot serve.
+    """
     child.send(setup)
     try:
         async with asyncio.timeout(START_LIMIT_S):
             event = await child.receive()
     except TimeoutError:
         reason = f"importing {', '.join(setup.functions)} took longer than {START_LIMIT_S:g} s"
-    except ChildDied as e:
-        reason = f"importing {', '.join(setup.functions)}: {e}"
+    except ChildDied:
+        await child.stop()
+        raise
     else:
         if isinstance(event, WorkerReady):
             return event.is_async

@@ -124,6 +124,7 @@ class Rank:
         self.algorithm = self.config.algorithm
         self.start = start
         self.step = start.start_step
+        self._published: list[Path] = []  # by this process; others are served from before
         self.device = _device(start)
         torch.set_num_threads(self.config.train.threads)
         _order_sums(self.config.run.deterministic)
@@ -336,7 +337,8 @@ class Rank:
         draft, path = folder / ".draft", folder / f"version_{policy_version}.bin"
         self.manifest = write_tensors(draft, policy_version, full_parameters(self.policy))
         self.path = str(draft.replace(path))
-        for old in sorted(folder.glob("version_*.bin"), key=_modified)[:-VERSIONS_KEPT]:
+        self._published = [*self._published[1 - VERSIONS_KEPT :], path]  # a version may come again
+        for old in set(folder.glob("version_*.bin")) - set(self._published):
             old.unlink()
 
     def _restore(self) -> SavedStep:
@@ -393,7 +395,3 @@ def _reuse_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-
-
-def _modified(path: Path) -> int:
-    return path.stat().st_mtime_ns

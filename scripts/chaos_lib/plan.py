@@ -28,6 +28,7 @@ KINDS = (
     "kill trainer",
     "freeze trainer",
     "kill head",
+    "kill head",  # twice: it has the most to lose
     "freeze head",
     "kill up",
     "join",
@@ -99,18 +100,17 @@ class Fleet:
 def draw(
     seed: int, events: int, steps: int, nodes: int, lease_s: float, eval_interval: int = 0
 ) -> list[Event]:
-    """In the order in which they come. Every kind comes once before one comes again."""
+    """In the order in which they come; seeds in a row share out the kinds among them."""
     if events > MAX_PER_STEP * steps:
         raise ValueError(f"{events} events: at most {MAX_PER_STEP} a step")
     rng = random.Random(seed)
     fleet = Fleet(nodes)
-    bag: list[str] = []
+    hand = _deal(seed, events)
     plan: list[Event] = []
     for step in sorted(rng.sample([s for s in range(steps) for _ in range(MAX_PER_STEP)], events)):
-        if not any(map(fleet.may, bag)):
-            bag = rng.sample(KINDS, len(KINDS))
-        kind = next(filter(fleet.may, bag))
-        bag.remove(kind)
+        kind = next(filter(fleet.may, [*hand, *rng.sample(KINDS, len(KINDS))]))
+        if kind in hand:
+            hand.remove(kind)
         target = fleet.target(kind, rng)
         fleet.feel(kind, target)
         phase = _phase(rng, step, steps, eval_interval)
@@ -121,6 +121,15 @@ def draw(
         close = bool(plan) and plan[-1].step == step and not plan[-1].together and plan[-1].kind != "kill up"
         plan.append(replace(event, together=close and rng.random() < TOGETHER))
     return plan
+
+
+def _deal(seed: int, events: int) -> list[str]:
+    """From one endless row of shuffled packs, so that few seeds have all kinds."""
+    first = seed * events
+    packs = range(first // len(KINDS), (first + events) // len(KINDS) + 1)
+    row = [kind for pack in packs for kind in random.Random(pack).sample(KINDS, len(KINDS))]
+    skipped = first % len(KINDS)
+    return row[skipped : skipped + events]
 
 
 def _phase(rng: random.Random, step: int, steps: int, eval_interval: int) -> Phase:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 EVAL_INTERVAL = 4
-LEASE_S = 2.0
+LEASE_S = 1.5
 SETTINGS = (
     "run.name=run",
     "run.deterministic=true",

@@ -79,7 +79,7 @@ class World:
         left: list[Process] = []
         try:
             async with asyncio.timeout(limit_s):
-                await self._until_over(hitting)
+                await self._until_over(hitting, watching)
             wall_s = time.monotonic() - self._began
         except TimeoutError:
             raise ChaosFailed(self._account(f"not finished after {limit_s:.0f} s")) from None
@@ -108,10 +108,11 @@ class World:
             start_new_session=True,
         )
 
-    async def _until_over(self, hitting: "asyncio.Task[None]") -> None:
+    async def _until_over(self, *ours: "asyncio.Task[None]") -> None:
         while self._is_changing or (self._up is not None and self._up.poll() is None):
-            if hitting.done():
-                hitting.result()  # an error of ours
+            for task in ours:
+                if task.done():
+                    task.result()  # raises what went wrong here
             await asyncio.sleep(LOOK_S)
 
     def _clean_up(self) -> list[Process]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from lightrl.cli import main
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key, write_key
 from lightrl.launch.address import listening, parse, reachable
+from lightrl.launch.report import exported_model
 from lightrl.launch.running import final_snapshot
 from lightrl.messages import Message, NodeRow, Snapshot, Watch
+from lightrl.node import left
 from lightrl.node.link import Hub
 from lightrl.run_file import load_config
 from lightrl.wire import to_json
@@ -376,3 +379,28 @@ def test_files_that_a_run_takes_away_at_its_end(tmp_path):
     assert final_snapshot(tmp_path) is None
     (tmp_path / "address").touch()
     assert listening(tmp_path) is None  # not written yet
+
+
+def test_whether_a_run_is_over_is_told_by_no_clock(tmp_path):
+    (tmp_path / "snapshot.json").write_bytes(to_json(Snapshot("one", "x", "finished", 3, 3, 3, 61.0)))
+    (tmp_path / "address").touch()  # its coordinator was killed before it could take it away
+    for ended, listened in ((1, 2), (2, 1)):
+        os.utime(tmp_path / "snapshot.json", (ended, ended))
+        os.utime(tmp_path / "address", (listened, listened))
+        last = final_snapshot(tmp_path)
+        assert last is not None
+        assert last.state == "finished"
+    left.go_on(tmp_path)
+    assert final_snapshot(tmp_path) is None
+
+
+def test_the_newest_model_is_that_of_the_last_step(tmp_path):
+    for step, written in ((9, 3), (10, 1)):
+        model = tmp_path / "checkpoints" / f"step_{step}" / "hf"
+        model.mkdir(parents=True)
+        (model / "config.json").touch()
+        (model / "model.safetensors").touch()
+        os.utime(model, (written, written))
+    model = exported_model(tmp_path)
+    assert model is not None
+    assert model.parent.name == "step_10"

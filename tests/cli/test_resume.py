@@ -182,7 +182,7 @@ def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
     status = json.loads(run(tmp_path, "status", "one", "--json"))
     assert status["state"] == "interrupted"
     done = status["step"]
-    assert "1 plain" in " ".join(run(tmp_path, "replay", "one").split()) or done < 2
+    assert f"{done} steps" in run(tmp_path, "replay", "one")
     with running(tmp_path, f"train.steps={done + 4}", resume=True) as process:
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, out

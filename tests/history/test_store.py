@@ -98,3 +98,18 @@ def test_lengths_of_every_round_are_one_line(tmp_path):
         ],
     }
     assert (second["step"], len(second["responses"])) == (1, 2)
+
+
+def test_lengths_on_a_disk_that_refuses_are_left_out_with_a_warning(tmp_path):
+    log = LengthsLog(tmp_path)
+    log.write(closed(0, "a"))
+    log.write(closed(1, "b"))
+    log.close()
+    (tmp_path / "lengths.tmp").mkdir()  # in the way of a file without the rounds that come again
+    told: list[str] = []
+    log = LengthsLog(tmp_path, 1, told.append)
+    log.write(closed(1, "b"))
+    log.close()
+    assert told == ["WARNING: lengths.jsonl: rounds from step 1 on will be there twice (Is a directory)"]
+    lines = (tmp_path / "lengths.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 1]

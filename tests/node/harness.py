@@ -12,6 +12,7 @@ from typing import Any, Self
 from lightrl.config import Config
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
+from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.keys import read_key, write_key
 from lightrl.messages import (
     PROTOCOL,
@@ -198,11 +199,14 @@ class Proxy:
 
 
 @contextlib.asynccontextmanager
-async def a_run(tmp_path: Path, **changes: dict[str, Any]) -> AsyncIterator[Running]:
+async def a_run(
+    tmp_path: Path, max_trouble_s: float = MAX_TROUBLE_S, **changes: dict[str, Any]
+) -> AsyncIterator[Running]:
     """A coordinator and a scripted trainer; afterwards every process that was started is gone."""
     config = make_config(tmp_path, **changes)
     config.run_dir.mkdir(parents=True)
-    head = Head(config, config.run_dir, "head", write_key(config.run_dir / "key"))
+    key = write_key(config.run_dir / "key")
+    head = Head(config, config.run_dir, "head", key, max_trouble_s=max_trouble_s)
     trainer = ScriptedTrainer(tmp_path)
     running = Running(config, head, trainer)
     try:

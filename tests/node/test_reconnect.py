@@ -307,6 +307,34 @@ def test_engine_is_started_again_when_there_are_descriptors_for_it(tmp_path: Pat
     asyncio.run(scenario())
 
 
+def test_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path):
+    """Twice; whoever dies so three times in a row would do so again."""
+
+    async def scenario():
+        async with (
+            scripted(tmp_path, **SOME) as head,
+            rollout_daemon(head.address, head.key_file) as daemon,
+        ):
+            await head.hello()
+            head.send(head.welcome)
+            for _ in range(2):
+                os.kill(await first_child(daemon.pid), signal.SIGKILL)
+                await until_says(daemon, b"starting the engine again")
+            head.offer("a", 0)
+            await head.expect(WeightsReady)
+            head.generate(*NAMES)
+            await head.until_finished(*NAMES)
+
+    asyncio.run(scenario())
+
+
+async def first_child(pid: int) -> int:
+    async with asyncio.timeout(DEADLINE_S):
+        while not (children := children_of(pid)):
+            await asyncio.sleep(0.001)
+    return children[0]
+
+
 async def until_says(daemon: asyncio.subprocess.Process, words: bytes) -> None:
     assert daemon.stdout is not None
     async with asyncio.timeout(DEADLINE_S):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.keys import read_key
 from lightrl.node import client
 from lightrl.wire import from_json
 
@@ -65,15 +66,18 @@ def test_run_that_is_stopped_leaves_a_checkpoint_of_the_steps_done(tmp_path: Pat
         settings = run_toml(tmp_path, "train.steps=100000", "run.bind=tcp://0.0.0.0:*")
         async with daemon(*settings, "--role", "coordinator,trainer", "--name", "head") as head:
             address = (await address_of(tmp_path / "r", head)).replace("0.0.0.0", "127.0.0.1")
-            async with daemon("--join", address, "--name", "joiner", "--slots", "5") as joiner:
+            key_file = tmp_path / "r" / "key"
+            joining = ("--join", address, "--key", str(key_file), "--name", "joiner", "--slots", "5")
+            async with daemon(*joining) as joiner:
+                key = read_key(key_file)
                 async with asyncio.timeout(DEADLINE_S):
-                    async for snapshot in client.watch(address, 0.1):
+                    async for snapshot in client.watch(address, 0.1, key):
                         if snapshot.step >= 2:
                             break
                 [row] = [n for n in snapshot.nodes if n.name == "joiner"]
                 assert row.slots == 5
                 if how == "down":
-                    await client.drain(address, "*", "lightrl down")
+                    await client.drain(address, "*", "lightrl down", key)
                 else:
                     head.terminate()
                 output, _ = await asyncio.wait_for(head.communicate(), DEADLINE_S)

@@ -35,7 +35,7 @@ def test_rounds_are_as_configured_and_launch_what_the_config_says(tmp_path, roun
 
 def test_the_other_modes_reach_the_core(tmp_path):
     changes = {"async": {"max_staleness": 2}, "algorithm": {"dynamic_sampling": True}}
-    mapped = settings(tmp_path, **changes, train={"deterministic": True})
+    mapped = settings(tmp_path, **changes, run={"deterministic": True})
     assert (mapped.max_staleness, mapped.dynamic_sampling, mapped.deterministic) == (2, True, True)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,39 @@ def test_a_model_directory_without_a_usable_tokenizer_is_an_error(tmp_path):
     pool = RewardPool(config.Reward(), tmp_path, "answer", tmp_path, lambda _: None)
     with pytest.raises(RewardError, match=r"tokenizer\.json: cannot be loaded"):
         asyncio.run(asyncio.wait_for(pool.start(), LIMIT_S))
+
+
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(model_files, tmp_path):
+    source = """
+import os, pathlib, signal
+mark = pathlib.Path(__file__).with_name("mark")
+if not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def reward(sample):
+    return 1.0
+"""
+    assert run_jobs(source, [job("a")], model_files, tmp_path)["a"].reward == 1.0
+
+
+def test_a_worker_that_lacks_a_descriptor_waits_for_one(model_files, tmp_path):
+    (tmp_path / "rewards.py").write_text("def reward(sample):\n    return 1.0\n")
+    settings = config.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
+    told: list[str] = []
+
+    async def scenario() -> None:
+        pool = RewardPool(settings, model_files, "answer", tmp_path, lambda _: None, told.append)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard))
+        try:
+            starting = asyncio.create_task(pool.start())
+            while not told:  # noqa: ASYNC110 - a line tells nobody
+                await asyncio.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await starting
+        await pool.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+    assert told == ["reward-0 cannot be started: Too many open files; trying again"]

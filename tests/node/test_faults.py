@@ -1,0 +1,211 @@
+"""What a machine may run out of, and what others may kill, in the middle of a whole run."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightrl.core.state import RunState
+from lightrl.history.lengths import FILE_NAME as LENGTHS
+from lightrl.metrics import FILE_NAME as METRICS
+from lightrl.metrics import read
+from lightrl.wire import from_json
+
+from .harness import DEADLINE_S, Running, a_run
+from .test_runs import busy, children_of, require_exact
+
+# Two steps of two waves of 0.6 s: long enough for things to happen in the middle.
+SLOW = {
+    "rollout": {"engine_args": {"t0_ms": 10.0, "mean_length": 0.0}, "max_response_length": 60},
+    "train": {"steps": 2},
+}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """2 MiB, for the run directory."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "lightrl-test", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> Path:
+    hog = place / "hog"
+    with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)) == 4096:
+            pass
+    return hog
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not true():  # noqa: ASYNC110 - neither files nor lines tell anybody
+            await asyncio.sleep(0.01)
+
+
+def lines(run: Running) -> list[str]:
+    """What the coordinator has said so far."""
+    return [text for _, text in run.head._records._events]
+
+
+def number_of(run: Running, text: str) -> int:
+    return sum(text in line for line in lines(run))
+
+
+def test_full_disk_holds_training_back_until_there_is_space(small_disk: Path):
+    async def scenario():
+        async with a_run(small_disk, **SLOW) as run:
+            await run.add_rollout("a")
+            await run.until(lambda s: busy(s, "a"))
+            hog = fill(small_disk)
+            await until(lambda: number_of(run, "journal: cannot write") == 1)
+            durable = len(run.trainer.shards)
+            step = await run.until(lambda s: s.responses_done == 16)  # sampling has gone on
+            assert step.step == 0
+            assert len(run.trainer.shards) == durable
+            assert durable < 4
+            hog.unlink()
+            await run.until_finished()
+            assert run.head.succeeded
+            assert number_of(run, "journal: cannot write") == 1
+            assert number_of(run, "journal is writable again") == 1
+            assert require_exact(run, small_disk) == 32
+
+    asyncio.run(scenario())
+    assert [r["step"] for r in read(small_disk / "test")] == [1, 2]
+    assert (small_disk / "test" / "summary.json").exists()
+
+
+def test_disk_that_stays_full_ends_the_run_in_order(small_disk: Path):
+    async def scenario():
+        async with a_run(small_disk, max_trouble_s=1.0, **SLOW) as run:
+            await run.add_rollout("a")
+            await run.until(lambda s: busy(s, "a"))
+            fill(small_disk)
+            await run.until_finished()
+            assert run.head._core.state is RunState.FAILED
+            assert number_of(run, "run failed: nothing could be written to") == 1
+            assert number_of(run, "summary.json: cannot write (No space left on device)") == 1
+            assert await asyncio.wait_for(run.processes["a"].wait(), DEADLINE_S) == 0  # it was told
+            await asyncio.wait_for(run.training, DEADLINE_S)
+            assert run.trainer.shards == []
+
+    asyncio.run(scenario())
+    run_dir = small_disk / "test"
+    assert not (run_dir / "snapshot.json").exists()  # rather than half of one
+    assert not (run_dir / "address").exists()
+
+
+def test_figures_that_cannot_be_written_are_left_out(tmp_path: Path, small_disk: Path):
+    """The journal has its own place, so that only what may be lost is lost."""
+
+    async def scenario():
+        async with a_run(tmp_path / "elsewhere", **SLOW) as run:
+            await run.add_rollout("a")
+            run_dir = run.config.run_dir
+            for name in (METRICS, LENGTHS):
+                (run_dir / name).symlink_to(small_disk / name)
+            await until(lambda: (run_dir / "address").exists())
+            fill(small_disk)
+            await run.until_finished()
+            assert run.head.succeeded
+            assert number_of(run, f"{METRICS}: cannot write (No space left on device)") == 1
+            assert number_of(run, f"{LENGTHS}: cannot write (No space left on device)") == 1
+            assert require_exact(run, tmp_path / "elsewhere") == 32
+
+    asyncio.run(scenario())
+    assert read(tmp_path / "elsewhere" / "test") == []
+    summary = from_json((tmp_path / "elsewhere" / "test" / "summary.json").read_bytes(), dict)
+    assert (summary["state"], summary["steps"]) == ("finished", 2)
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process may open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_descriptors_nobody_comes_and_then_they_do(tmp_path: Path):
+    async def scenario():
+        async with a_run(tmp_path, **SLOW) as run:
+            await until(lambda: bool(run.trainer.manifests) and len(workers(run)) == 1)
+            await until(lambda: (run.config.run_dir / "address").exists())
+            await run.add_rollout("a")
+            [worker] = workers(run)
+            with no_descriptors():
+                with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                    os.open(os.devnull, os.O_RDONLY)
+                os.kill(worker, signal.SIGKILL)
+                await until(lambda: number_of(run, "reward-0 cannot be started: Too many open files") == 1)
+                await until(lambda: number_of(run, "no free file descriptors") == 1)
+                await asyncio.sleep(1.5)  # both are tried again meanwhile
+                assert number_of(run, "Too many open files") == 1 + number_of(run, "journal: cannot write")
+            await run.until_finished()
+            assert run.head.succeeded
+            assert number_of(run, "there are free file descriptors again") == 1
+            assert require_exact(run, tmp_path) == 32
+
+    asyncio.run(scenario())
+
+
+def workers(run: Running) -> list[int]:
+    """Reward workers: children of this process that are not daemons of the run."""
+    daemons = {p.pid for p in run.processes.values()}
+    return [pid for pid in children_of(os.getpid()) if pid not in daemons and is_worker(pid)]
+
+
+def is_worker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"lightrl.rewards.worker:main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def test_reward_workers_that_are_killed_come_back(tmp_path: Path):
+    """Idle, all at once, while they start, and in the middle of a job."""
+    source = tmp_path / "slow.py"
+    source.write_text(
+        "import time\n\ndef reward(sample):\n    time.sleep(0.05)\n    return len(sample.response_ids) % 2\n"
+    )
+    changes = {**SLOW, "reward": {"functions": f"{source}:reward", "workers": 2}}
+
+    async def scenario():
+        async with a_run(tmp_path, **changes) as run:
+            await until(lambda: (run.config.run_dir / "address").exists())
+            idle = workers(run)
+            assert len(idle) == 2
+            for pid in idle:
+                os.kill(pid, signal.SIGKILL)
+            await until(lambda: len(set(workers(run)) - set(idle)) == 2)
+            os.kill(workers(run)[0], signal.SIGKILL)  # it imports something at this moment
+            await run.add_rollout("a")
+            await run.until(lambda s: s.responses_done > 0)
+            await until(lambda: len(workers(run)) == 2)
+            for pid in workers(run):
+                os.kill(pid, signal.SIGKILL)
+            await run.until_finished()
+            assert run.head.succeeded
+            assert number_of(run, "killed by SIGKILL") >= 3
+            failed = require_exact(run, tmp_path)
+            summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
+            assert summary["counters"]["rewards_failed"] <= 2  # of those that were in the middle
+            assert failed >= 32 - 4 * summary["counters"]["rewards_failed"]
+
+    asyncio.run(scenario())

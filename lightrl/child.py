@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Generic, Self, TypeVar
 
 from lightrl.errors import LightRLError
+from lightrl.say import never_fail
 from lightrl.wire import Codec
 
 Command = TypeVar("Command")
@@ -229,6 +230,7 @@ def run() -> None:
     """What a child process executes: argv = name, target, file descriptor, pid of the parent."""
     _, target, descriptor, parent = sys.argv[1:5]
     die_with(int(parent))
+    never_fail()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop. A handler
     # and not SIG_IGN, which the programs that user code starts would inherit.

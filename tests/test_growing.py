@@ -80,3 +80,12 @@ def test_lines_come_in_order_with_those_of_print():
     command = [sys.executable, "-c", program]
     env = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     assert subprocess.run(command, capture_output=True, env=env).stdout.decode() == "a\nb ä\nc\n"
+
+
+def test_others_code_that_prints_on_a_full_disk_goes_on():
+    program = (
+        "from lightrl.say import never_fail\nimport sys\nnever_fail()\n"
+        "for k in range(2000):\n    print('x' * 50)\n    print('y', file=sys.stderr)\nsys.exit(7)\n"
+    )
+    with FULL.open("wb") as out:
+        assert subprocess.run([sys.executable, "-c", program], stdout=out, stderr=out).returncode == 7

@@ -262,11 +262,11 @@ class Coordinator:
     def _leave(self, name: str, reason: str, ok: bool, now: float) -> None:
         """A trainer that says that it failed, would fail again."""
         is_trainer = name == self.fleet.trainer
+        if is_trainer and ok and self.trainee.stands_at == self.settings.num_steps:
+            self.trainee.has_left = True
         self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now)
         if is_trainer and not ok:
             self._end(RunState.FAILED, f"trainer node {name}: {reason}")
-        if is_trainer and self._ending is not None:
-            self.trainee.missing_since = None  # it has said what it had to say
 
     def _remove(self, name: str, text: str, now: float) -> None:
         node = self.fleet.nodes.get(name)
@@ -283,9 +283,9 @@ class Coordinator:
 
     @property
     def _awaits_trainer(self) -> bool:
-        """All steps are done, but the trainer was lost before it said that the last checkpoint is written."""
+        """All steps are done, but the trainer has not left with the last checkpoint written."""
         ending = self._ending is not None and self._ending[0] is RunState.FINISHED
-        return ending and self.trainee.missing_since is not None
+        return ending and not self.trainee.has_left
 
     @property
     def _patience_ends_at(self) -> float | None:

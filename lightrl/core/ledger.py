@@ -152,8 +152,10 @@ class Ledger:
         if response.state is not ResponseState.QUEUED or item.finish_reason not in {"stop", "length"}:
             return False
         staleness = response.group.round.step - chunk.policy_version
-        if item.offset > len(response.tokens) or not 0 <= staleness <= self._settings.max_staleness:
-            return False
+        known = response.tokens[item.offset :]
+        is_sequel = 0 <= item.offset <= len(response.tokens) and item.token_ids.startswith(encode(known))
+        if not is_sequel or not 0 <= staleness <= self._settings.max_staleness:
+            return False  # another version, or another batch, has sampled other tokens since
         self.take_back(node, response, item.attempt)
         return True
 

@@ -33,7 +33,7 @@ from lightrl.core.state import (
     RoundKind,
     RoundState,
 )
-from lightrl.errors import InvariantViolation
+from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages import ResponseTokens, StepDone
 
 MAX_TOKENS_TOLD = 1 << 22  # in one fact: some 32 MiB
@@ -64,7 +64,8 @@ def recover(core: Coordinator, facts: Iterable[Fact], now: float) -> list[Comman
     """Brings a new core to where the facts end. Returns what is to be done at once: rounds that closed since
     the segment began, prompts to draw, finished responses without a score.
 
-    Raises InvariantViolation if the facts contradict each other or the settings.
+    Raises InvariantViolation if the facts contradict each other or the settings, JournalError if the run is
+    further than the settings let it go.
     """
     recovery = _Recovery(core, now)
     for fact in facts:
@@ -112,6 +113,10 @@ class _Recovery:
 
     def conclude(self) -> list[Command]:
         core = self._core
+        if core.steps.opened > core.settings.num_steps:
+            raise JournalError(
+                f"train.steps = {core.settings.num_steps}: the run has begun step {core.steps.opened} already"
+            )
         commands: list[Command] = [c for c in self._out if isinstance(c, CloseRound)]
         for round in core.steps.draws:
             source = "eval" if round.is_eval else "train"
@@ -161,6 +166,7 @@ class _Recovery:
         """What the restated rounds did on their way here, is in what stood already."""
         for round in self._core.ledger.rounds:
             round.move(RoundState.RUNNING)
+            round.published_at = self._now  # if it was; else it will be
             if round in self._closed:
                 self._core.steps.close_round(round, self._now)
         self._stand()
@@ -185,12 +191,12 @@ def _restate_round(round: Round) -> Iterator[Fact]:
     held = tuple(PutOff(g.prompt, g.attempts, round.step) for g in groups)
     is_closed = round.state is RoundState.CLOSED
     yield RoundStood(round.step, round.kind, round.prompts_launched, held, is_closed)
-    items: dict[int, list[ResponseTokens]] = {}
+    items: dict[tuple[int, int], list[ResponseTokens]] = {}
     num_tokens = 0
     for group in groups:
         for response in group.responses:
-            for version, item in _spans(response):
-                items.setdefault(version, []).append(item)
+            for number, (version, item) in enumerate(_spans(response)):
+                items.setdefault((number, version), []).append(item)
             num_tokens += len(response.tokens)
             if num_tokens >= MAX_TOKENS_TOLD:
                 yield from _told(items)
@@ -199,10 +205,10 @@ def _restate_round(round: Round) -> Iterator[Fact]:
     yield from _scores(round)
 
 
-def _told(items: dict[int, list[ResponseTokens]]) -> Iterator[Fact]:
-    """A response's older versions first."""
-    for version in sorted(items):
-        yield TokensTaken(version, tuple(items[version]))
+def _told(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[Fact]:
+    """By the number of the span in its response: in asynchronous mode an older version may follow a newer."""
+    for number, version in sorted(items):
+        yield TokensTaken(version, tuple(items[number, version]))
     items.clear()
 
 

@@ -12,12 +12,15 @@ from lightrl.core.fleet import Fleet
 from lightrl.core.state import Group, Round, RoundState
 from lightrl.messages import TrainGroup, TrainResponse, TrainShard
 
+MAX_SHARD_TOKENS = 1 << 21  # some 16 MiB with their logprobs
+
 
 class Trainee:
     def __init__(self, fleet: Fleet) -> None:
         self.stands_at: int | None = None  # it trains this step next; None: it has not said so yet
         self.missing_since: float | None = None  # when it was lost; None: it is here, or was never
         self.num_hellos = 0
+        self.has_left = False  # in order, with nothing left to do
         self._fleet = fleet
 
     def hello(self) -> None:
@@ -44,20 +47,35 @@ class Trainee:
     def send(self, round: Round, out: list[Command]) -> None:
         """What it has not had yet of the round it is at; the last shard closes the step."""
         last = round.state is RoundState.CLOSED
-        groups = round.accepted[round.num_sent :]
-        if self._fleet.trainer is None or self.stands_at != round.step or not (groups or last):
+        if self._fleet.trainer is None or self.stands_at != round.step:
             return
-        shard = TrainShard(
-            step=round.step,
-            index=round.num_shards,
-            policy_version=round.step,
-            groups=tuple(_train_group(g) for g in groups),
-            last=last,
-            num_groups=len(round.accepted),
-        )
-        round.num_sent = len(round.accepted)
-        round.num_shards += 1
-        out += [Record(ShardSent(shard)), Send(self._fleet.trainer, shard)]
+        while (groups := _next_groups(round)) or last:
+            round.num_sent += len(groups)
+            is_last = last and round.num_sent == len(round.accepted)
+            shard = TrainShard(
+                step=round.step,
+                index=round.num_shards,
+                policy_version=round.step,
+                groups=tuple(_train_group(g) for g in groups),
+                last=is_last,
+                num_groups=len(round.accepted),
+            )
+            round.num_shards += 1
+            out += [Record(ShardSent(shard)), Send(self._fleet.trainer, shard)]
+            if is_last:
+                return
+
+
+def _next_groups(round: Round) -> list[Group]:
+    """As many as one message should carry: a frame has a limit, and a whole step may be due at once."""
+    groups: list[Group] = []
+    num_tokens = 0
+    for group in round.accepted[round.num_sent :]:
+        num_tokens += sum(len(r.tokens) for r in group.kept)
+        if groups and num_tokens > MAX_SHARD_TOKENS:
+            break
+        groups.append(group)
+    return groups
 
 
 def _train_group(group: Group) -> TrainGroup:

@@ -23,6 +23,7 @@ from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
 from lightrl.launch.running import ask, final_snapshot
 from lightrl.messages import Role
 from lightrl.node import client
+from lightrl.say import say
 
 LISTENS_WITHIN_S = 60.0  # from its start to the coordinator's address; it imports and reads the data
 FOLLOWS_WITHIN_S = 1.0  # other daemons may end for the same reason: wait so long for the first cause

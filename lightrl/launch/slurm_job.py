@@ -22,19 +22,22 @@ from typing import Any
 
 from lightrl.config import Config
 from lightrl.core.state import RunState
-from lightrl.errors import ConfigError, PeerUnreachable
-from lightrl.keys import KEY_FILE
+from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
+from lightrl.keys import KEY_FILE, find_key
 from lightrl.launch.address import accepts, listening, parse, reachable
 from lightrl.launch.folder import SLURM_FOLDER, remove_run_dir
 from lightrl.launch.resume import has_journal
-from lightrl.launch.running import final_snapshot
+from lightrl.launch.running import ask, final_snapshot
 from lightrl.run_file import load_config
 
 LOOK_S = 1.0  # between two looks at files that another machine writes
 WAIT_S = 3600.0  # a node without a run gives its machine back after so long
+ENDS_S = 120.0  # a run that stops has ended by then: it writes a checkpoint
+MARKS_S = 10.0  # after its end it is known whether it returns
 MAX_CRASHES = 5  # of a daemon, in a row
 LASTED_S = 120.0  # what ran so long begins a new row
 SLURM_S = 20.0  # for an answer of Slurm's commands
+ASKS = 5  # Slurm ends all processes of a job, those that ask about it as well
 RETURNS = "returns"  # a file that is there while the coordinator, stopped by Slurm, is to come back
 HERE_ONLY = {"127.0.0.1", "localhost", "0.0.0.0", "*"}  # no address for other machines
 
@@ -107,8 +110,8 @@ async def run_node(target: str, key_file: Path | None, slots: int) -> int:
             )
             if told.is_set():
                 break
-            if code == 0 and not (run_dir is not None and _returns(run_dir)):
-                return 0  # the run is over, or somebody has drained this node
+            if code == 0 and (run_dir is None or await _is_dismissed(run_dir, address, key_file, told)):
+                return 0
             if code != 0 and row.is_too_long():
                 return 1
     if run_dir is not None and _is_over(run_dir):
@@ -207,6 +210,28 @@ async def _find_run(target: str, run_dir: Path | None, told: asyncio.Event) -> s
         if asyncio.get_running_loop().time() > deadline:
             raise PeerUnreachable(f"{target}: no run listens there for {WAIT_S / 60:.0f} minutes")
     return None
+
+
+async def _is_dismissed(run_dir: Path, address: str, key_file: Path | None, told: asyncio.Event) -> bool:
+    """Whether a node that was sent away is not needed again: the run is over, or goes on without it.
+
+    Slurm stops coordinator and trainer directly, too, so that nodes may be sent away before the mark says
+    that both return.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + ENDS_S
+    while clock() < deadline and not told.is_set() and not _returns(run_dir):
+        last = final_snapshot(run_dir)
+        if last is None:
+            with contextlib.suppress(LightRLError):
+                if (await ask(address, find_key(key_file, run_dir))).state != RunState.FINISHING:
+                    return True
+        elif last.state == RunState.FINISHED:
+            return True
+        else:
+            deadline = min(deadline, clock() + MARKS_S)
+        await asyncio.sleep(LOOK_S)
+    return _is_over(run_dir)
 
 
 async def _moves_away(run_dir: Path | None, address: str) -> None:
@@ -341,6 +366,14 @@ async def _facts() -> tuple[str, dict[str, str]]:
 
 async def _ask_slurm(*command: str) -> tuple[int, str]:
     """Exit status and what was said."""
+    for _ in range(ASKS - 1):
+        code, said = await _ask_slurm_once(*command)
+        if code >= 0:
+            return code, said
+    return await _ask_slurm_once(*command)
+
+
+async def _ask_slurm_once(*command: str) -> tuple[int, str]:
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(

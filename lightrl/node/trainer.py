@@ -13,11 +13,13 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightrl.child import LACKING, patiently
 from lightrl.config import Config
-from lightrl.errors import TrainerError
+from lightrl.errors import TrainerError, WeightsError
 from lightrl.messages import (
     Checkpointed,
     Manifest,
@@ -200,7 +202,7 @@ class Trainer:
         self.all_steps_done = step >= self._config.train.steps
         self._step_done = None
         self._begins_anew = False
-        self._standing = self._serve(started.manifest, Path(started.path), ())
+        self._standing = await self._serve(started.manifest, Path(started.path), ())
         if self._is_down:
             self._is_down = False
             self._on_restart()
@@ -282,7 +284,8 @@ class Trainer:
         self._is_finishing = True
         ranks.tell(FinishStep(step, intake.num_responses, intake.num_tokens, version))
         published = await ranks.reply(0, Published)
-        self._standing = self._serve(published.manifest, Path(published.path), tuple(intake.portions))
+        portions = tuple(intake.portions)
+        self._standing = await self._serve(published.manifest, Path(published.path), portions)
         self._say(self._standing)
         finished, *_ = await ranks.replies(StepFinished)
         self._step_done = StepDone(step, version, finished.metrics)
@@ -320,7 +323,7 @@ class Trainer:
         if problem:  # the steps since the last checkpoint can be trained again from the journal
             say(problem)
 
-    def _serve(self, manifest: Manifest, path: Path, portions: tuple[int, ...]) -> PublishWeights:
+    async def _serve(self, manifest: Manifest, path: Path, portions: tuple[int, ...]) -> PublishWeights:
         """The message that publishes this version. Of a version computed again the old one stays valid.
 
         Versions that were overtaken are not served once more: nobody loads them, and the newest one must
@@ -332,11 +335,19 @@ class Trainer:
             return replace(known, portions=portions)
         message = PublishWeights(manifest, (self._holder,), secrets.token_hex(16), portions)
         if version >= max(self._served, default=0):
-            self._server.publish(manifest, path, message.ticket)
+            publish = partial(self._publish, manifest, path, message.ticket)
+            await patiently(publish, f"serving version {version}", say)
             self._served[version] = message
             for old in sorted(self._served)[:-KEPT_VERSIONS]:
                 del self._served[old]
         return message
+
+    async def _publish(self, manifest: Manifest, path: Path, secret: str) -> None:
+        try:
+            self._server.publish(manifest, path, secret)
+        except WeightsError as e:
+            lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
+            raise (e.__cause__ if lacks and e.__cause__ else e) from None
 
     def _announce(self) -> None:
         """Where we stand, and the news of it that may have been lost. The first of them counts."""

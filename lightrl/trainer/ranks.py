@@ -6,12 +6,14 @@ are started again. Must not import torch: the daemon imports this file.
 
 import asyncio
 import socket
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from lightrl.child import Child, ChildDied
+from lightrl.child import Child, ChildDied, patiently
 from lightrl.config import Config
 from lightrl.errors import TrainerError
+from lightrl.say import say
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
@@ -48,7 +50,7 @@ class Ranks:
         """From the checkpoint of `step`; 0 = from the model. Raises RanksLost if a process cannot be made."""
         world = self._config.train.ranks
         try:
-            rendezvous = f"127.0.0.1:{_free_port()}"
+            rendezvous = f"127.0.0.1:{await patiently(_free_port, 'the trainer', say)}"
             for rank in range(world):
                 await self._start(
                     StartRank(
@@ -62,18 +64,21 @@ class Ranks:
                         start_step=step,
                     )
                 )
-        except OSError as e:  # out of descriptors, memory, processes
+        except OSError as e:
             raise RanksLost(f"rank {len(self._ranks)} cannot be started: {e}") from e
 
     async def _start(self, command: StartRank) -> None:
-        rank: Child[RankCommand, RankEvent] = await Child.start(
+        name = f"lightrl-rank-{command.rank}"
+        start = partial(
+            Child[RankCommand, RankEvent].start,
             RANK_TARGET,
-            f"lightrl-rank-{command.rank}",
+            name,
             RANK_COMMANDS,
             RANK_EVENTS,
             env={"OMP_NUM_THREADS": str(self._config.train.threads)},
             log=self._run_dir / "logs" / f"rank-{command.rank}.log",
         )
+        rank = await patiently(start, name, say)
         self._ranks.append(rank)
         self._replies.append(asyncio.Queue())
         rank.send(command)
@@ -143,7 +148,7 @@ class Ranks:
         await self.stop()
 
 
-def _free_port() -> int:
+async def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -163,6 +163,18 @@ def plain(facts: list[Fact]) -> list[Fact]:
     ]
 
 
+def test_score_that_came_too_late_still_does():
+    d = Driver(tail=Tail(1.0, 2.0, race="clock"), group_size=1)
+    d.start("a", slots=99)
+    d.tokens("p0@0#0", 5, finish="stop")
+    d.finish("p0@0#1")  # first by the clock
+    d.score("p0@0#0")
+    again = Coordinator(d.core.settings, 0.0)
+    recover(again, restate(d.core), 0.0)
+    assert again.ledger.round is not None
+    assert [r.id for r in again.ledger.round.groups["p0@0"].kept] == ["p0@0#1"]
+
+
 def test_facts_with_a_hole_are_refused_not_guessed():
     d = Driver()
     d.start("a")

@@ -3,6 +3,7 @@ a scripted coordinator. Whatever happens, every version has the bits that it has
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 
@@ -349,3 +350,35 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again(new_config, groups, tm
 
     asyncio.run(run())
     assert "starting again" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lacking", ["the trainer", "serving version 1"])
+def test_what_lacks_a_descriptor_waits_for_one(new_config, groups, tmp_path, capsys, lacking):
+    said = ""
+
+    async def run():
+        coordinator = Coordinator(new_config(steps=1), tmp_path / "run", groups)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+        def has_said():
+            nonlocal said
+            said += capsys.readouterr().out
+            return f"{lacking} cannot be started: Too many open files; trying again" in said
+
+        async def run_out():
+            if lacking == "the trainer":
+                kill()
+            else:
+                coordinator.feed(0)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard))
+            try:
+                await until(has_said)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+        coordinator.on["published", 0] = run_out
+        await coordinator.run_and_close()
+        assert coordinator.sent[-1] == Checkpointed(1)
+
+    asyncio.run(run())
+    assert said.count("Too many open files") == 1

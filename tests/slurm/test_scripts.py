@@ -1,0 +1,48 @@
+"""The batch scripts: those in scripts/slurm are what the package writes, and bad input is one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lightrl.launch.slurm import reserved_script, spot_script
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart" / "run.toml"
+
+
+def slurm(cwd: Path, *arguments: str, path: str | None = None) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PATH": path} if path is not None else None
+    command = (sys.executable, "-m", "lightrl.cli", "slurm", str(QUICKSTART), "run.name=one", *arguments)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_the_scripts_of_the_repository_are_those_that_the_package_writes():
+    assert (ROOT / "scripts" / "slurm" / "reserved.sbatch").read_text() == reserved_script()
+    assert (ROOT / "scripts" / "slurm" / "preemptible.sbatch").read_text() == spot_script()
+
+
+def test_a_dry_run_prints_both_scripts_and_leaves_nothing(tmp_path):
+    options = ("--partition-spot", "cheap", "--time", "1:00:00", "--spot-args", "--gpus=1 --mem=0")
+    done = slurm(tmp_path, *options, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("#SBATCH --time=1:00:00") == 2
+    for line in ("--partition=cheap", "--gpus=1", "--mem=0", "--requeue", "--open-mode=append"):
+        assert f"#SBATCH {line}\n" in done.stdout
+    assert f"slurm-job node {tmp_path / 'runs' / 'one'}" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_machine_without_slurm_is_told_so_in_one_line(tmp_path):
+    done = slurm(tmp_path, path=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == "lightrl: there is no sbatch here: run this where jobs are submitted\n"
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path):
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "mine").touch()
+    done = slurm(tmp_path)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "exists; choose another run.name" in line

@@ -21,6 +21,7 @@ from lightrl.hub import HUB_ID, first_line
 from lightrl.wire import to_json
 
 _TOKENIZE_BATCH = 1024
+MAX_ID = 128  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ def _task(
         return _Task(
             where, text, isinstance(prompt, list), row, content if number == 1 else f"{content}-{number}"
         )
+    _require_usable(where, explicit)
     if explicit in seen:
         raise DataError(f"{where}: id {explicit!r} was used before ({seen[explicit]})")
     seen[explicit] = where
@@ -199,6 +201,14 @@ def _explicit_id(row: Mapping[str, Any]) -> str | None:
         if isinstance(value, str | int) and str(value):
             return str(value)
     return None
+
+
+def _require_usable(where: str, name: str) -> None:
+    """It becomes part of the names of responses, which are printed and travel in messages."""
+    if len(name) > MAX_ID or not name.isprintable():
+        raise DataError(
+            f"{where}: id {name[:40]!r}: at most {MAX_ID} characters, none of them control characters"
+        )
 
 
 def _apply_chat_template(where: str, messages: list[Any], system_prompt: str, tokenizer: Any) -> str:

@@ -27,7 +27,12 @@ MUTATIONS = [
     Mutation(
         "overlap is not trimmed", "ledger.py", "            if known:\n", "            if known > 99:\n"
     ),
-    Mutation("hole is accepted", "ledger.py", "        if known < 0:  # a hole", "        if known < -99:  # a hole"),
+    Mutation(
+        "hole is accepted",
+        "ledger.py",
+        "        if known < 0:  # a hole",
+        "        if known < -99:  # a hole",
+    ),
     Mutation(
         "attempt with a hole is not told to stop",
         "ledger.py",

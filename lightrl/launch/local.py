@@ -143,7 +143,7 @@ class LocalRun:
         crashes, steps = 0, _record_of_steps(self.run_dir)
         while True:
             await self._wait_unless_over(daemon.ended)
-            if self._over.is_set() or not self._may_try_again(daemon):
+            if self._over.is_set() or not (self._may_try_again(daemon) or await self._is_missed(daemon)):
                 return daemon
             before, steps = steps, _record_of_steps(self.run_dir)
             crashes = crashes + 1 if steps == before else 1
@@ -165,6 +165,16 @@ class LocalRun:
         if daemon.role == "coordinator":
             return daemon.has_crashed and self.config.journal.enabled
         return daemon.has_crashed or (daemon.has_failed and self._head_is_away())
+
+    async def _is_missed(self, daemon: Daemon) -> bool:
+        """A trainer was sent away in order, but the run is not over: nothing is trained without one."""
+        if daemon.role != "trainer" or daemon.has_failed or self._head.ended.done():
+            return False
+        try:
+            snapshot = await ask(self.address, self.key)
+        except LightRLError:
+            return False
+        return snapshot.state in {RunState.STARTING, RunState.RUNNING, RunState.EVALUATING}
 
     def _head_is_away(self) -> bool:
         """Then what another daemon gives as its reason may be just that."""
@@ -215,7 +225,8 @@ class LocalRun:
             return
         trainers = [d for d in daemons if d.role == "trainer" and d.has_failed and d.gave_a_reason]
         cause = trainers[0] if daemon is head and trainers else daemon
-        often = f", {MAX_CRASHES + 1} times without a step done" if cause.has_crashed else ""
+        was_revived = cause.role != "coordinator" or self.config.journal.enabled
+        often = f", {MAX_CRASHES + 1} times without a step done" if cause.has_crashed and was_revived else ""
         raise RunFailed(cause.obituary() + often)
 
     def _was_stopped(self) -> bool:

@@ -4,7 +4,6 @@ Refuses in one line what would lose or falsify something. Starts nothing.
 """
 
 import asyncio
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from lightrl.launch.preflight import require_files
 from lightrl.launch.running import ask, final_snapshot, is_same
 from lightrl.node.durable import FOLDER
 from lightrl.run_file import load_config
+from lightrl.trainer.saved import latest, step_of
 
 # Nothing that is trained depends on these. All else was promised when the run began.
 MAY_CHANGE = (
@@ -141,11 +141,6 @@ def _rewind(run_dir: Path) -> int:
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
-    """Steps done in it. As trainer/checkpoint.py has it, which would load torch."""
-    folder = run_dir / "checkpoints"
-    try:
-        name = (folder / "latest").read_text().strip()
-    except OSError:
-        return None
-    found = re.fullmatch(r"step_(\d+)", name)
-    return int(found[1]) if found and (folder / name / "trainer.json").is_file() else None
+    """Steps done in it."""
+    path = latest(run_dir / "checkpoints")
+    return step_of(path) if path is not None else None

@@ -101,8 +101,10 @@ class Bias:
         self._tokens = 0
         self._untrained_tokens = 0
 
-    def add(self, round: Round, backlog: Backlog) -> dict[str, float]:
-        """Takes in a training round that has closed; returns its figures."""
+    def add(self, round: Round, backlog: Backlog, count: bool = True) -> dict[str, float]:
+        """Takes in a training round that has closed; returns its figures. Not `count`: it is in already."""
+        if not count:
+            return Bias(self._limit).add(round, backlog)
         kept = {r.id for group in round.accepted for r in group.kept}
         own = Tally()
         for group in round.groups.values():

@@ -34,7 +34,8 @@ def require_sane(message: Message) -> None:
     match message:
         case Hello():
             _words(message.node, message.host, *(r for r, _ in message.running))
-            _numbers(message.incarnation, message.pid, *(a for _, a in message.running))
+            _numbers(message.incarnation, message.pid)
+            _attempts(*(a for _, a in message.running))
             sane = bool(message.node) and len(message.roles) <= 3 and len(message.running) <= MAX_ITEMS
             sane = sane and message.slots <= MAX_SLOTS
             if message.serves is not None:
@@ -47,6 +48,7 @@ def require_sane(message: Message) -> None:
         case TokenChunk(version, digest, responses):
             _versions(version)
             _words(digest)
+            _attempts(*(i.attempt for i in responses))
             sane = len(responses) <= MAX_ITEMS and all(0 <= i.offset < 1 << 31 for i in responses)
         case PublishWeights(manifest, holders, ticket, portions):
             _versions(manifest.policy_version)
@@ -89,6 +91,12 @@ def _words(*words: str) -> None:
 def _numbers(*numbers: int) -> None:
     if any(not -(1 << 63) <= n < 1 << 63 for n in numbers):
         raise ProtocolError("a number beyond 64 bits")
+
+
+def _attempts(*attempts: int) -> None:
+    """They are written down as int32."""
+    if any(not 0 <= a < 1 << 31 for a in attempts):
+        raise ProtocolError("an attempt that cannot be")
 
 
 def _versions(*versions: int) -> None:

@@ -45,7 +45,7 @@ from lightrl.core.events import (
 )
 from lightrl.core.recovery import recover
 from lightrl.core.state import Response, ResponseState, RunState
-from lightrl.errors import JournalError, LightRLError, PeerUnreachable, ProtocolError, first_error
+from lightrl.errors import DataError, JournalError, LightRLError, PeerUnreachable, ProtocolError, first_error
 from lightrl.history.lengths import LengthsLog
 from lightrl.history.store import History
 from lightrl.journal.write import MAX_TROUBLE_S
@@ -73,13 +73,13 @@ from lightrl.node import left
 from lightrl.node.descriptors import Descriptors
 from lightrl.node.durable import Durable, last_stand, noted
 from lightrl.node.link import SEPARATOR, Hub
-from lightrl.node.records import Records
+from lightrl.node.records import Records, RecordsNote
 from lightrl.node.scratch import scratch_dir
 from lightrl.node.tasks import Tasks
 from lightrl.node.watchers import Watchers
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
 from lightrl.say import say
-from lightrl.wire import to_json
+from lightrl.wire import from_json, to_json
 
 MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
 SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 does not explain
@@ -153,6 +153,7 @@ class Head:
                 self._config.reward, scratch, self._config.data.answer_key, logs, self._scored, self._report
             )
             try:
+                self._durable.close_step()  # what is recorded now stands in the segment that follows
                 self._carry_out(self._to_do)
                 self._begin_segment()
                 async with asyncio.TaskGroup() as tasks:
@@ -188,11 +189,19 @@ class Head:
         self._tasks.go_on_from(self._core.backlog.num_drawn)
         if (note := noted(facts)) is not None:
             steps = [r for r in read_metrics(self._run_dir) if r["step"] <= self._core.step]
-            self._core.started_at -= self._records.recall(note, steps)
+            known = from_json(note, RecordsNote)
+            if known.data != self._tasks.digest:
+                raise DataError(
+                    f"data.path = {self._config.data.path}: these are not the prompts that the run began with"
+                )
+            self._records.recall(known, self._core, steps)
+            self._core.started_at -= known.elapsed_s
         return commands
 
     def _begin_segment(self) -> None:
-        self._durable.begin(self._core, self._records.note(time.monotonic() - self._core.started_at))
+        elapsed_s = time.monotonic() - self._core.started_at
+        self._durable.begin(self._core, self._records.note(elapsed_s, self._tasks.digest))
+        self._set_timer()
 
     async def _serve_rewards(self, rewards: RewardPool) -> None:
         """Nodes may come while the workers start; that all input is good is said by the address file."""
@@ -292,7 +301,7 @@ class Head:
     def _send_shard(self, node: str, shard: TrainShard, hello: int) -> None:
         """What a trainer was to get before it said hello again, it gets anew."""
         if self._core.trainee.num_hellos == hello and (lost := self._send(node, shard)) is not None:
-            self.feed(lost)
+            self._inbox.put_nowait(lost)
 
     async def _replay(self, node: str, step: int, hello: int) -> None:
         try:
@@ -398,7 +407,8 @@ class Head:
             case StepDone():
                 self.feed(StepTrained(peer, message))
             case Checkpointed(step):
-                if peer == self._core.fleet.trainer:
+                stands_at = self._core.trainee.stands_at
+                if peer == self._core.fleet.trainer and stands_at is not None and step <= stands_at:
                     self._durable.drop_before(step)
             case Bye(reason, ok):
                 self.feed(NodeLeft(peer, reason, ok))

@@ -26,7 +26,7 @@ from lightrl.core.state import (
 from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
 from lightrl.node.bias import Bias, BiasNote
 from lightrl.node.figures import digest_responses, histogram, mean, step_figures
-from lightrl.wire import from_json, to_json
+from lightrl.wire import to_json
 
 HISTORY_STEPS = 500
 NUM_EVENTS = 200
@@ -51,7 +51,9 @@ class RecordsNote:
     evals: list[tuple[int, float]]
     rl_wall_s: float
     elapsed_s: float
+    data: str  # digest of the prompts
     bias: BiasNote
+    bias_steps: int  # whose rounds are in it
 
 
 class Records:
@@ -68,6 +70,7 @@ class Records:
         self._digest = bytes(16)  # of all trained responses so far, each step's hashed onto those before
         self._bias = Bias(max_response_tokens)
         self._bias_so_far = self._bias.figures()
+        self._bias_steps = 0  # whose rounds it has counted
         self._closed: dict[int, _Closed] = {}  # step -> its round, closed but not yet trained
         self._num_migrations = 0
         self._reward_figures: dict[str, dict[str, float]] = {}  # response of an open round -> figures
@@ -116,7 +119,9 @@ class Records:
         """`history`: the figures of the store of earlier responses."""
         trained = [r for group in round.accepted for r in group.kept]
         figures = {**step_figures(round), **self._close_reward_figures(round, trained)}
-        bias = self._bias.add(round, core.backlog)
+        # After a restart a round that had closed is told once more.
+        bias = self._bias.add(round, core.backlog, count=round.step >= self._bias_steps)
+        self._bias_steps = max(self._bias_steps, round.step + 1)
         self._bias_so_far = self._bias.figures()
         if core.settings.tail.races:
             figures |= {f"tail/{name}": value for name, value in bias.items()}
@@ -160,14 +165,21 @@ class Records:
 
     # Across processes
 
-    def note(self, elapsed_s: float) -> bytes:
-        bias = self._bias.note()
-        return to_json(RecordsNote(self._digest.hex(), self.evals, self._rl_wall_s, elapsed_s, bias))
+    def note(self, elapsed_s: float, data: str) -> bytes:
+        return to_json(
+            RecordsNote(
+                self._digest.hex(),
+                self.evals,
+                self._rl_wall_s,
+                elapsed_s,
+                data,
+                self._bias.note(),
+                self._bias_steps,
+            )
+        )
 
-    def recall(self, note: bytes, steps: Iterable[dict[str, float]]) -> float:
-        """Goes on from a `note` and the records of the steps before it. Returns the seconds that the run had
-        lasted then. Raises ProtocolError."""
-        known = from_json(note, RecordsNote)
+    def recall(self, known: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]) -> None:
+        """Goes on from a note and the records of the steps before it."""
         self._digest, self.evals = bytes.fromhex(known.digest), known.evals
         self._rl_wall_s = known.rl_wall_s
         self._bias.recall(known.bias)
@@ -175,7 +187,8 @@ class Records:
         for record in steps:
             if "reward/mean" in record:
                 self._show(record)
-        return known.elapsed_s
+        self._bias_steps = known.bias_steps
+        self._num_migrations = core.ledger.counters.migrations
 
     def _show(self, record: dict[str, float]) -> None:
         self._rewards.append(record["reward/mean"])

@@ -3,6 +3,8 @@
 Owns the data sets, the position in them, and the small files of the model. Decides nothing.
 """
 
+import hashlib
+
 from lightrl.config import Config
 from lightrl.core.state import DrawnPrompt, Settings
 from lightrl.data import Prompt, PromptCursor, load_prompts
@@ -29,6 +31,12 @@ class Tasks:
             num_prompts=len(self._train),
             num_eval_prompts=len(self._eval),
         )
+
+    @property
+    def digest(self) -> str:
+        """Of the prompts in their order: a run that goes on with other data would repeat or skip some."""
+        names = "\n".join(prompt.id for prompt in self._order)
+        return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 
     def get(self, prompt: str, is_eval: bool) -> Prompt:
         return (self._eval if is_eval else self._train)[prompt]

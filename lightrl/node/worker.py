@@ -77,6 +77,7 @@ class Worker:
         self._said: Hello | None = None  # and not answered yet
         self._said_at = 0.0
         self._heard_at = 0.0
+        self._config_json = ""
         self._admitted = asyncio.Event()  # welcomed, and nothing has happened since that makes it untrue
         self._rollout: Rollout | None = None
         self._trainer: Trainer | None = None
@@ -100,6 +101,7 @@ class Worker:
             joined = await self._join(link)
             if joined is not None:
                 welcome, early = joined
+                self._config_json = welcome.config_json
                 config = config_of(welcome)
                 if self._is_alone and "trainer" not in self._roles:  # a checkpoint is worth waiting for
                     force = threading.Timer(config.node.grace_s, end_by_force)
@@ -166,6 +168,9 @@ class Worker:
             self.drain(ENDING)
             return
         _raise_if_refused(welcome)
+        if self._trainer is not None and welcome.config_json != self._config_json:
+            self.drain("the run has another config now: start this trainer again")
+            return
         now = self._hello_now()
         if (said.incarnation, said.serves) != (now.incarnation, now.serves):
             self._say_hello()  # it has become untrue

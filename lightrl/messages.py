@@ -190,7 +190,7 @@ class TrainShard:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """A checkpoint of `step` optimizer steps is durable; no earlier one is needed. Example: Checkpointed(20)."""
+    """A checkpoint of `step` steps is durable; no earlier one is needed. Example: Checkpointed(20)."""
 
     step: int
 

@@ -376,8 +376,8 @@ MUTATIONS = [
     Mutation(
         "groups are sent to the trainer again with the next shard",
         "trainee.py",
-        "round.num_sent = len(round.accepted)",
-        "pass",
+        "round.num_sent += len(groups)",
+        "round.num_sent = len(groups)",
     ),
     Mutation(
         "steps of later rounds are sent before their turn",

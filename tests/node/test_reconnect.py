@@ -330,7 +330,7 @@ def test_engine_that_is_killed_while_it_starts_is_started_again(tmp_path: Path):
 
 async def first_child(pid: int) -> int:
     async with asyncio.timeout(DEADLINE_S):
-        while not (children := children_of(pid)):
+        while not (children := children_of(pid)):  # noqa: ASYNC110 - a process tells nobody
             await asyncio.sleep(0.001)
     return children[0]
 

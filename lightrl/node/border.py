@@ -1,11 +1,24 @@
 """What no honest peer says, although it decodes: the bounds of what the coordinator takes in.
 
-Pure. Owns sizes and ranges; whether a message makes sense at that moment, the core decides. Without these a
-broken peer could fill every snapshot with its host name, or stop a timer with a period that is no number.
+Pure. Owns sizes and ranges, and which event a message is; whether it makes sense at that moment, the core
+decides. Without bounds a broken peer could fill every snapshot with its host name, or stop a timer with a
+period that is no number.
 """
 
 from math import isfinite
 
+from lightrl.core.events import (
+    Event,
+    NodeDraining,
+    NodeHeard,
+    NodeLeft,
+    NodeLost,
+    StepTrained,
+    TokensArrived,
+    WeightsConfirmed,
+    WeightsPublished,
+    WeightsRefused,
+)
 from lightrl.errors import ProtocolError
 from lightrl.messages import (
     Bye,
@@ -80,6 +93,31 @@ def require_sane(message: Message) -> None:
             sane = True
     if not sane:
         raise ProtocolError(f"{type(message).__name__}: a value out of bounds")
+
+
+def as_event(peer: str, message: Message | ProtocolError) -> Event:
+    """What the core is told of a node's message; one that makes no sense from a node costs it its place."""
+    match message:
+        case TokenChunk():
+            return TokensArrived(peer, message)
+        case Heartbeat():
+            return NodeHeard(peer, message)
+        case PublishWeights():
+            return WeightsPublished(peer, message)
+        case WeightsReady():
+            return WeightsConfirmed(peer, message)
+        case WeightsFailed():
+            return WeightsRefused(peer, message)
+        case StepDone():
+            return StepTrained(peer, message)
+        case Bye(reason, ok):
+            return NodeLeft(peer, reason, ok)
+        case Drain(_, reason):
+            return NodeDraining(peer, reason)
+        case ProtocolError():
+            return NodeLost(peer, str(message)[:200])
+        case _:
+            return NodeLost(peer, f"unexpected {type(message).__name__}")
 
 
 def _words(*words: str) -> None:

@@ -29,19 +29,11 @@ from lightrl.core.events import (
     DrainRequested,
     Event,
     HeadFailed,
-    NodeDraining,
-    NodeHeard,
     NodeJoined,
-    NodeLeft,
     NodeLost,
     PromptsDrawn,
     ResponseScored,
-    StepTrained,
     TimerFired,
-    TokensArrived,
-    WeightsConfirmed,
-    WeightsPublished,
-    WeightsRefused,
 )
 from lightrl.core.recovery import recover
 from lightrl.core.state import Response, ResponseState, RunState
@@ -51,27 +43,23 @@ from lightrl.history.store import History
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.messages import (
     REJOIN,
-    Bye,
     Checkpointed,
     Drain,
     Heartbeat,
     Hello,
     Message,
-    PublishWeights,
     Sample,
-    StepDone,
-    TokenChunk,
     TrainShard,
     Watch,
-    WeightsFailed,
-    WeightsReady,
     Welcome,
 )
 from lightrl.metrics import MetricsLog
 from lightrl.metrics import read as read_metrics
 from lightrl.node import left
+from lightrl.node.border import as_event
 from lightrl.node.descriptors import Descriptors
 from lightrl.node.durable import Durable, last_stand, noted
+from lightrl.node.figures import step_line, warnings
 from lightrl.node.link import SEPARATOR, Hub
 from lightrl.node.records import Records, RecordsNote
 from lightrl.node.scratch import scratch_dir
@@ -82,7 +70,6 @@ from lightrl.say import say
 from lightrl.wire import from_json, to_json
 
 MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
-SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 does not explain
 
 
 class Head:
@@ -264,8 +251,8 @@ class Head:
                 self._durable.close_step()
                 record = self._records.close_step(command)
                 self._metrics.write(step + 1, record)
-                self._warn(record)
-                self._report(_step_line(step + 1, record))
+                for line in (*warnings(record, self._config.rollout), step_line(step + 1, record)):
+                    self._report(line)
             case Report(text):
                 self._report(text)
             case Finish():
@@ -274,16 +261,6 @@ class Head:
                 if not self._finished.done():
                     self._finished.set_result(None)
         return None
-
-    def _warn(self, record: dict[str, float]) -> None:
-        r = self._config.rollout
-        gap = record.get("train_rollout_logprob_abs_diff", 0.0)
-        if gap > SUSPICIOUS_GAP and r.top_p == 1 and r.top_k == 0:  # the trainer knows of neither filter
-            self._report(f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?")
-        if record["round/groups_trained"] == 0:
-            unscored, flat = record["round/groups_unscored"], record["round/groups_no_signal"]
-            why = f"{unscored:.0f} groups lack rewards, in {flat:.0f} all rewards are equal"
-            self._report(f"WARNING: nothing was trained in this step: {why}")
 
     def _send(self, node: str, message: Message) -> Event | None:
         if not self._tell(self._identity.get(node, node), message):
@@ -390,34 +367,16 @@ class Head:
                 del self._identity[hello.node]
 
     def _take(self, peer: str, message: Message | ProtocolError) -> None:
-        match message:
-            case TokenChunk():
-                self.feed(TokensArrived(peer, message))
-            case Heartbeat():
-                if peer in self._core.fleet.nodes:
-                    self.feed(NodeHeard(peer, message))
-                else:
-                    self._send(peer, Welcome(self._config.run.name, refused=REJOIN))
-            case PublishWeights():
-                self.feed(WeightsPublished(peer, message))
-            case WeightsReady():
-                self.feed(WeightsConfirmed(peer, message))
-            case WeightsFailed():
-                self.feed(WeightsRefused(peer, message))
-            case StepDone():
-                self.feed(StepTrained(peer, message))
-            case Checkpointed(step):
-                stands_at = self._core.trainee.stands_at
-                if peer == self._core.fleet.trainer and stands_at is not None and step <= stands_at:
-                    self._durable.drop_before(step)
-            case Bye(reason, ok):
-                self.feed(NodeLeft(peer, reason, ok))
-            case Drain(_, reason):
-                self.feed(NodeDraining(peer, reason))
-            case _:
-                self._records.bad_frames += 1
-                problem = str(message) if isinstance(message, ProtocolError) else "unexpected message"
-                self.feed(NodeLost(peer, problem[:200]))
+        if isinstance(message, Heartbeat) and peer not in self._core.fleet.nodes:
+            self._send(peer, Welcome(self._config.run.name, refused=REJOIN))
+        elif isinstance(message, Checkpointed):
+            stands_at = self._core.trainee.stands_at
+            if peer == self._core.fleet.trainer and stands_at is not None and message.step <= stands_at:
+                self._durable.drop_before(message.step)
+        else:
+            event = as_event(peer, message)
+            self._records.bad_frames += isinstance(event, NodeLost)
+            self.feed(event)
 
     async def _beat(self) -> None:
         """Lets every node know that the coordinator lives, and measures how fast they are."""
@@ -448,10 +407,3 @@ class Head:
         left.end(self._run_dir, to_json(summary), to_json(snapshot), self._report)
         for identity in self._watchers.identities:  # the last word to whoever looks on
             self._tell(identity, snapshot)
-
-
-def _step_line(step: int, record: dict[str, float]) -> str:
-    return (
-        f"step {step}: reward {record['reward/mean']:.3f}, length {record['response_length/mean']:.1f}, "
-        f"{record['timing_s/step']:.2f} s"
-    )

@@ -7,13 +7,15 @@ import hashlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from lightrl import config
 from lightrl.core.race import is_flat
 from lightrl.core.staleness import staleness
 from lightrl.core.state import GroupState, Response, Round
 
 HISTOGRAM_BINS = 12
+SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 does not explain
 
 
 def step_figures(round: Round) -> dict[str, float]:
@@ -115,3 +117,21 @@ def histogram(lengths: list[int], longest: int) -> tuple[tuple[int, int], ...]:
 
 def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
+
+
+def step_line(step: int, record: dict[str, float]) -> str:
+    return (
+        f"step {step}: reward {record['reward/mean']:.3f}, length {record['response_length/mean']:.1f}, "
+        f"{record['timing_s/step']:.2f} s"
+    )
+
+
+def warnings(record: dict[str, float], rollout: config.Rollout) -> Iterator[str]:
+    """What an operator should know of a step."""
+    gap = record.get("train_rollout_logprob_abs_diff", 0.0)
+    if gap > SUSPICIOUS_GAP and rollout.top_p == 1 and rollout.top_k == 0:  # the trainer knows of neither
+        yield f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?"
+    if record["round/groups_trained"] == 0:
+        unscored, flat = record["round/groups_unscored"], record["round/groups_no_signal"]
+        why = f"{unscored:.0f} groups lack rewards, in {flat:.0f} all rewards are equal"
+        yield f"WARNING: nothing was trained in this step: {why}"

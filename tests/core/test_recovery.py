@@ -10,7 +10,7 @@ from lightrl.core.events import NodeLost, TokensArrived
 from lightrl.core.facts import Fact, Resumed, TokensTaken
 from lightrl.core.recovery import recover, restate
 from lightrl.core.state import Tail
-from lightrl.errors import InvariantViolation
+from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages import Abort, Generate, PublishWeights, ResponseTokens, TokenChunk, TrainShard
 
 from .conftest import SETTINGS, Driver, ids, logprobs, of_kind, sent
@@ -122,6 +122,54 @@ def test_response_that_a_silent_node_finished_is_taken_when_it_comes_back(driver
     commands = driver.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
     assert [c.response.id for c in of_kind(commands, Score)] == [waiting.id]
     assert list(waiting.tokens) == [7, 8]
+
+
+def test_what_a_silent_node_finished_is_refused_if_others_went_on_differently():
+    """In asynchronous mode another node may have gone on with newer weights meanwhile."""
+    d = Driver(max_staleness=1, prompts_per_step=1, group_size=1)
+    d.start("a", slots=1)
+    d.tokens("p0@0#0", 7)
+    d.feed(NodeLost("a", "silent"))
+    d.join("b", slots=1)
+    d.confirm("b", 0)
+    d.tokens("p0@0#0", 50, 51)
+    d.feed(NodeLost("b", "killed"))
+    d.join("a", slots=1, serves=0)
+    d.feed(NodeLost("a", "again"))
+    d.join("a", slots=1, incarnation=2)
+    spliced = ResponseTokens("p0@0#0", 1, 0, ids(7, 20, 21, 22), logprobs(4), "stop")
+    d.feed(TokensArrived("a", TokenChunk(0, "digest-0", (spliced,))))
+    held = d.held("p0@0#0")
+    assert (list(held.tokens), held.state) == ([7, 50, 51], "queued")
+
+
+def test_tokens_of_an_older_version_behind_a_newer_one_are_restated_in_their_order():
+    d = Driver(max_staleness=1, prompts_per_step=1, group_size=1, num_steps=9)
+    d.start("a", "b", slots=2)
+    name = "p1@0#0"  # of the round of step 1, begun before its version
+    d.tokens(name, 5)
+    d.finish("p0@0#0")
+    d.train(0)
+    where = d.held(name).node
+    assert where is not None
+    d.feed(NodeLost(where.name, "gone"))
+    d.join("c", slots=2)
+    d.confirm("c", 1)
+    d.tokens(name, 6, node="c", attempt=d.held(name).attempt, version=1)
+    d.tokens(name, 7, node="c", attempt=d.held(name).attempt, version=0)
+    assert d.held(name).starts == [(0, 0), (1, 1), (0, 2)]
+    again = Coordinator(d.core.settings, 0.0)
+    recover(again, restate(d.core), 0.0)
+    assert again.ledger.responses[name].starts == [(0, 0), (1, 1), (0, 2)]
+    assert list(again.ledger.responses[name].tokens) == [5, 6, 7]
+
+
+def test_run_cannot_be_resumed_to_end_before_it_is():
+    d = Driver(num_steps=9)
+    d.start("a", slots=99)
+    d.play(lambda name: 2, rounds=3)  # and the fourth is open
+    with pytest.raises(JournalError, match="= 3: the run has begun step 4 already"):
+        recover(Coordinator(replace(d.core.settings, num_steps=3), 0.0), d.segment, 0.0)
 
 
 def test_closed_round_reaches_the_trainer_once_it_is_back(driver: Driver):

@@ -1,5 +1,6 @@
 """A trainer that was lost: the run waits, and it trains again exactly what it trained before."""
 
+from lightrl.core import trainee
 from lightrl.core.commands import Finish, Record, ReplayShards
 from lightrl.core.events import HeadFailed, NodeJoined, NodeLeft, NodeLost, StepTrained, WeightsPublished
 from lightrl.core.facts import ShardSent, VersionPublished
@@ -136,6 +137,39 @@ def test_run_that_has_done_all_steps_waits_for_the_checkpoint_of_the_last():
     assert [n for n, _ in sent(d.publish(1), Drain)] == ["t"]
     [finish] = of_kind(d.feed(NodeLeft("t", "drained", ok=True)), Finish)
     assert str(finish.state) == "finished"
+
+
+def test_trainer_that_stumbles_again_at_the_end_is_still_awaited():
+    d = Driver(num_steps=2)
+    d.start("a", slots=9)
+    d.play(lambda name: 2, rounds=2)
+    assert d.core.state == "finishing"
+    d.feed(NodeLost("t", "killed"))
+    come_back(d, 0)
+    assert of_kind(come_back(d, 0, incarnation=3), ReplayShards) == [ReplayShards("t", 0, 3)]  # a rank died
+    d.publish(1)
+    d.feed(NodeLeft("a", "drained", ok=True))
+    assert of_kind(d.feed(NodeLeft("t", "preempted", ok=True)), Finish) == []  # in the middle of it
+    come_back(d, 1, incarnation=4)
+    d.publish(2)
+    [finish] = of_kind(d.feed(NodeLeft("t", "drained", ok=True)), Finish)
+    assert str(finish.state) == "finished"
+
+
+def test_a_step_that_is_due_at_once_comes_in_shards_that_a_frame_can_hold(monkeypatch):
+    monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 5)
+    d = Driver(prompts_per_step=4, group_size=2)
+    d.start("a", slots=99)
+    d.feed(NodeLost("t", "gone"))
+    d.complete(lambda name: 2)
+    shards = [s for _, s in sent(come_back(d, 0), TrainShard)]  # type: ignore[arg-type]
+    assert [(s.index, len(s.groups), s.last) for s in shards] == [
+        (0, 1, False),
+        (1, 1, False),
+        (2, 1, False),
+        (3, 1, True),
+    ]
+    assert {s.num_groups for s in shards} == {4}
 
 
 def test_preempted_trainer_may_come_back():

@@ -308,6 +308,8 @@ def test_ids_are_the_rows_own_or_a_hash_of_the_prompt(tmp_path, plain):
             [{"prompt": "a"}, {"prompt": "abcdefghi"}],
             r"line 2: the prompt has 9 tokens, more than data.max_prompt_length = 8",
         ),
+        ([{"prompt": "a", "id": "x" * 129}], "line 1: id 'x+': at most 128 characters"),
+        ([{"prompt": "a", "id": "x\ty"}], "line 1: id .*: at most 128 characters, none of them control"),
         (
             [{"prompt": "a", "id": 7}, {"prompt": "b"}, {"prompt": "c", "id": "7"}],
             r"line 3: id '7' was used before \(.*line 1\)",

@@ -200,13 +200,16 @@ class Proxy:
 
 @contextlib.asynccontextmanager
 async def a_run(
-    tmp_path: Path, max_trouble_s: float = MAX_TROUBLE_S, **changes: dict[str, Any]
+    tmp_path: Path,
+    max_trouble_s: float = MAX_TROUBLE_S,
+    resume: bool = False,
+    **changes: dict[str, Any],
 ) -> AsyncIterator[Running]:
     """A coordinator and a scripted trainer; afterwards every process that was started is gone."""
     config = make_config(tmp_path, **changes)
-    config.run_dir.mkdir(parents=True)
-    key = write_key(config.run_dir / "key")
-    head = Head(config, config.run_dir, "head", key, max_trouble_s=max_trouble_s)
+    config.run_dir.mkdir(parents=True, exist_ok=resume)
+    key = read_key(config.run_dir / "key") if resume else write_key(config.run_dir / "key")
+    head = Head(config, config.run_dir, "head", key, resume, max_trouble_s)
     trainer = ScriptedTrainer(tmp_path)
     running = Running(config, head, trainer)
     try:

@@ -47,6 +47,8 @@ def test_honest_messages_pass(message: m.Message):
         dataclasses.replace(HELLO, serves=(-1, "d")),
         dataclasses.replace(HELLO, running=(("r", 1),) * (border.MAX_ITEMS + 1)),
         dataclasses.replace(HELLO, running=(("r" * 300, 1),)),
+        dataclasses.replace(HELLO, running=(("r", 1 << 31),)),
+        m.TokenChunk(1, "d", (m.ResponseTokens("r", 1 << 31, 0, b"", b""),)),
         m.Heartbeat(loop_lag_ms=float("nan")),
         m.Heartbeat(m.Load(kv_usage=float("inf"))),
         m.Heartbeat(m.Load(running=1 << 63)),

@@ -124,6 +124,18 @@ def test_response_that_a_silent_node_finished_is_taken_when_it_comes_back(driver
     assert list(waiting.tokens) == [7, 8]
 
 
+def test_what_a_silent_node_finished_under_older_weights_is_ignored_and_costs_it_nothing(driver: Driver):
+    driver.start("a", slots=2)
+    driver.finish_round()
+    driver.train(0)
+    driver.confirm("a", 1)
+    waiting = next(r for r in driver.core.ledger.responses.values() if r.state == "queued")
+    item = ResponseTokens(waiting.id, 1, 0, ids(7, 8), logprobs(2), "stop")
+    driver.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
+    assert (list(waiting.tokens), driver.core.ledger.counters.chunks_ignored) == ([], 1)
+    assert "a" in driver.core.fleet.nodes
+
+
 def test_what_a_silent_node_finished_is_refused_if_others_went_on_differently():
     """In asynchronous mode another node may have gone on with newer weights meanwhile."""
     d = Driver(max_staleness=1, prompts_per_step=1, group_size=1)

@@ -83,6 +83,17 @@ class LocalRun:
         for k in range(self.config.rollout.nodes):
             await self._start(f"rollout-{k}", "rollout")
 
+    def what_was_found(self) -> list[str]:
+        """What the coordinator of a resumed run said of its journal: where it goes on, and what is lost."""
+        if not self._resume:
+            return []
+        lines = self._head.log.read_text(errors="replace").splitlines()
+        begin = max((i for i, line in enumerate(lines) if " resumed at step " in line), default=len(lines))
+        first = begin
+        while first > 0 and "WARNING: " in lines[first - 1]:
+            first -= 1
+        return [line.split(None, 1)[1] for line in lines[first : begin + 1]]
+
     async def until_over(self) -> None:
         """Returns when the run is over, finished or stopped. Raises RunFailed when it cannot go on."""
         keepers = {name: asyncio.create_task(self._keep(d)) for name, d in self.daemons.items()}

@@ -41,6 +41,8 @@ def prepare(target: str | None, overrides: Sequence[str] = (), from_checkpoint: 
     before = load_config(run_dir / CONFIG_FILE)
     config = _changed(run_dir, before, overrides)
     _require_unfinished(run_dir, config)
+    if config.train.steps != before.train.steps:
+        _require_steps_left(run_dir, config.train.steps, from_checkpoint)
     if not has_journal(run_dir):
         why = "" if before.journal.enabled else " (journal.enabled = false)"
         raise JournalError(f"{shown(run_dir)}: has no journal to resume from{why}")
@@ -100,6 +102,15 @@ def _require_unfinished(run_dir: Path, config: Config) -> None:
         raise LightRLError(f"{shown(run_dir)}: this run is finished; train.steps={2 * steps} would extend it")
     if steps < done:
         raise ConfigError(f"train.steps = {steps}: {done} steps are done already")
+
+
+def _require_steps_left(run_dir: Path, steps: int, from_checkpoint: bool) -> None:
+    """The round of the next step is open as soon as one is done: a run cannot be made to end just here."""
+    done = max((s.step for s in segments(run_dir / FOLDER)), default=0)
+    if from_checkpoint:
+        done = newest_checkpoint(run_dir) or 0
+    if steps <= done:
+        raise ConfigError(f"train.steps = {steps}: step {done + 1} has begun already; give more")
 
 
 def _require_dead(run_dir: Path) -> None:

@@ -63,6 +63,8 @@ async def _live(local: LocalRun, tui: bool) -> None:
     """Starts the daemons and shows the run until it is over."""
     say(f"run {local.config.run.name} in {local.run_dir}")
     await local.start()
+    for line in local.what_was_found():
+        say(line)
     say(join_line(local.address, local.run_dir))
     watching = asyncio.create_task(_watch(local, tui), name="view")
     try:

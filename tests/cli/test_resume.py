@@ -151,12 +151,15 @@ def test_what_may_change_is_kept_for_the_next_time(tmp_path):
 
 def test_from_the_checkpoint_the_journal_is_cut_back(tmp_path, capsys):
     run_dir = left_behind(tmp_path / "runs" / "one")
-    assert newest_checkpoint(run_dir) is None
-    for name in ("step_0", "step_1"):
+    before = None
+    for step in (0, 1):
+        name = f"step_{step}"
+        assert newest_checkpoint(run_dir) == before
         (run_dir / "checkpoints" / name).mkdir(parents=True)
         (run_dir / "checkpoints" / "latest").write_text(f"{name}\n")
-        assert newest_checkpoint(run_dir) is None  # not whole
+        assert newest_checkpoint(run_dir) == before  # not whole
         (run_dir / "checkpoints" / name / "trainer.json").touch()
+        before = step
     assert newest_checkpoint(run_dir) == 1
     (run_dir / "checkpoints" / "latest").write_text("step_0\n")
     prepare("one", from_checkpoint=True)

@@ -37,7 +37,7 @@ from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
-DEADLINE_S = 60.0  # generous: the machine may be busy; nothing waits that long when all is well
+DEADLINE_S = 120.0  # generous: the machine may be busy; nothing waits that long when all is well
 
 
 def make_config(tmp_path: Path, **changes: dict[str, Any]) -> Config:
@@ -55,7 +55,7 @@ def make_config(tmp_path: Path, **changes: dict[str, Any]) -> Config:
         },
         "train": {"steps": 2, "prompts_per_step": 4},
         "reward": {"functions": str(QUICKSTART / "reward.py") + ":reward"},
-        "node": {"heartbeat_s": 0.1, "lease_s": 1.5, "grace_s": 5.0},
+        "node": {"heartbeat_s": 0.1, "lease_s": 3.0, "grace_s": 5.0},
     }
     for section, values in changes.items():
         tree[section] = {**tree.get(section, {}), **values}
@@ -83,6 +83,8 @@ class ScriptedTrainer:
             while True:
                 for message in await link.receive():
                     match message:
+                        case Welcome(refused=why) if why:
+                            raise AssertionError(f"the trainer was refused: {why}")
                         case Welcome():
                             self._publish(link, 0)
                         case TrainShard():
@@ -155,6 +157,9 @@ class Running:
 
     async def until_finished(self) -> None:
         async with asyncio.timeout(DEADLINE_S):
+            await asyncio.wait((self.finished, self.training), return_when=asyncio.FIRST_COMPLETED)
+            if self.training.done():
+                await self.training  # which may have failed
             await asyncio.shield(self.finished)
 
 

@@ -161,7 +161,7 @@ def test_broken_connection_costs_no_token(tmp_path: Path):
             assert run.head.succeeded
             assert require_exact(run, tmp_path) == 16
             output, _ = await asyncio.wait_for(daemon.communicate(), DEADLINE_S)
-            assert output.count(b"the coordinator hears this node again") == 3
+            assert output.count(b"the coordinator hears this node again") >= 3
         summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
         assert summary["counters"]["holes"] == 0
 

@@ -161,6 +161,7 @@ def test_a_requeued_coordinator_goes_on_with_its_run(cluster, tmp_path, undistur
     assert "Traceback" not in run.said()
 
 
+@pytest.mark.slow
 def test_before_its_time_limit_the_coordinator_returns_to_the_queue(cluster, tmp_path, undisturbed):
     run = Submitted(cluster, tmp_path)
     run.until_step(3)
@@ -169,6 +170,7 @@ def test_before_its_time_limit_the_coordinator_returns_to_the_queue(cluster, tmp
     assert same(run.until_finished(), undisturbed), run.said()
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_killed_goes_on_in_the_same_job(cluster, tmp_path, undisturbed):
     run = Submitted(cluster, tmp_path)
     run.until_step(3)
@@ -183,6 +185,7 @@ def status(run: Submitted) -> dict[str, Any]:
     return json.loads(lightrl(run.run_dir.parent, "status", str(run.run_dir), "--json"))
 
 
+@pytest.mark.slow
 def test_cancelled_jobs_stay_cancelled(cluster, tmp_path):
     run = Submitted(cluster, tmp_path)
     run.until_step(2)

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from tests.chaos.conftest import LIMIT_S, Chaos, run_chaos
+from tests.chaos.conftest import LIMIT_S, Chaos
 
 SEEDS = range(1, 6)
 EVENTS = "8"
@@ -34,10 +33,3 @@ def test_events_change_no_bit(
     assert outcome["ok"], outcome.get("why", outcome)
     assert result["reference"] == undisturbed
     assert outcome["missed"] <= MAX_MISSED
-
-
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_events_change_no_bit_with_vllm():
-    result = run_chaos("--engine", "vllm", "--steps", "5", "--events", "6", "--seed", "31")
-    (outcome,) = result["seeds"]
-    assert outcome["ok"], outcome.get("why", outcome)

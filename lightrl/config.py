@@ -207,6 +207,21 @@ class AsyncSection(Section):
     )
 
 
+class Speculation(Section):
+    enabled: bool = Field(
+        default=True, description="draft from earlier responses; exact: only the speed depends on it"
+    )
+    max_window: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=16, description="tokens drafted at once for a response, at most"
+    )
+    prefer: Literal["count", "reward"] = Field(
+        default="count", description="of several continuations the frequent, or the rewarded one"
+    )
+    history_mb: Positive = Field(
+        default=1024, description="megabytes of earlier responses kept by the coordinator"
+    )
+
+
 class Reward(Section):
     functions: Names = Field(default=("exact_match",), description='"path.py:function" or a built-in name')
     weights: tuple[float, ...] = Field(default=(), description="one for each function; default all 1")
@@ -269,6 +284,7 @@ class Config(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     round: RoundSection = RoundSection()
     async_: AsyncSection = Field(default=AsyncSection(), alias="async")
+    speculation: Speculation = Speculation()
     reward: Reward = Reward()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()

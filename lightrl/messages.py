@@ -16,12 +16,24 @@ Who says what to whom (node = any daemon, head = the coordinator's daemon):
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-PROTOCOL = 3
+PROTOCOL = 4
 REJOIN = "rejoin"  # why a node is refused that was given up while it was silent: it may say hello again
 ENDING = "the run is ending"  # and one that comes too late
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What speculation did since the engine started. Example: Drafting(90, 80, 12, 92, 0.001, 0.2)."""
+
+    drafted: int = 0  # tokens
+    accepted: int = 0  # of them
+    forwards: int = 0  # response-steps, with a draft or without
+    emitted: int = 0  # tokens that came of them
+    draft_s: float = 0.0  # spent on drafting alone
+    engine_s: float = 0.0  # of all steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,7 @@ class Load:
     waiting: int = 0
     kv_usage: float = 0.0  # share of the KV cache in use, 0..1
     num_preemptions: int = 0  # KV preemptions since the engine started
+    drafting: Drafting | None = None  # None: this engine does not speculate
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +118,29 @@ class ResponseRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptHistory:
+    """How a prompt was answered before, oldest first: drafts for those who answer it now.
+
+    Example: PromptHistory("p7@1", responses=(<12 int32>, <9 int32>), rewards=(1.0, None))
+    """
+
+    group: str  # of the responses that it helps
+    responses: tuple[bytes, ...]  # int32
+    rewards: tuple[float | None, ...]  # one for each; None = no score
+
+
+@dataclass(frozen=True, slots=True)
 class Generate:
     """Generate these responses with this version of the policy.
 
+    `histories` are of the groups of the requests, each sent to a node with the first of them.
     Example: Generate(policy_version=4, sampling=Sampling(1.0), requests=(ResponseRequest(...),))
     """
 
     policy_version: int
     sampling: Sampling
     requests: tuple[ResponseRequest, ...]
+    histories: tuple[PromptHistory, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,8 +130,8 @@ MUTATIONS = [
     Mutation(
         "nodes are ordered once, for the longest response",
         "placement.py",
-        "if not keyed_for / SAME_LENGTH <= remaining <= keyed_for:",
-        "if not keyed_for:",
+        "if not self.tokens / SAME_LENGTH <= tokens <= self.tokens:",
+        "if not self.tokens:",
     ),
     Mutation(
         "idle node is looked at once and never again",

@@ -9,7 +9,7 @@ from itertools import islice
 from statistics import fmean
 
 from lightrl.core.commands import Admit, Command, Report, Send
-from lightrl.core.speed import Speed
+from lightrl.core.speed import Gain, Speed
 from lightrl.core.state import Node, NodeState, Published, Settings
 from lightrl.keys import pull_ticket
 from lightrl.messages import (
@@ -82,6 +82,7 @@ class Fleet:
             pid=hello.pid,
             host=hello.host,
             speed=self._typical_speed(),
+            gain=self._typical_gain(),
         )
         self.nodes[node.name] = node
         if "trainer" in node.roles:
@@ -113,6 +114,10 @@ class Fleet:
         if not known:
             return Speed()
         return Speed(fmean(s.base for s in known), fmean(s.slope for s in known))
+
+    def _typical_gain(self) -> Gain:
+        known = [n.gain.tokens for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed]
+        return Gain(fmean(known)) if known else Gain()
 
     def remove(self, name: str) -> None:
         node = self.nodes.pop(name, None)

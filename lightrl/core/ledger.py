@@ -132,7 +132,7 @@ class Ledger:
             held += num_new
             tokens.frombytes(native(data))
             response.logprobs.frombytes(native(logprobs))
-            node.num_tokens += num_new
+            node.take(response, num_new, item.finish_reason is None)
             self._taken.append(item)
         elif item.finish_reason is not None and item.finish_reason != "abort":
             self._taken.append(item)

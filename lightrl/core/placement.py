@@ -1,13 +1,15 @@
 """Which node gets which response, and which running responses move. Pure functions of a view of the nodes.
 
 Both decisions rest on one estimate. A node decodes its responses in lock step, and a step with B of
-them takes base + slope * B seconds (`Speed`, learned from its chunks). Summed over the steps until the
-last one is done, the node finishes in
+them takes base + slope * B seconds (`Speed`, learned from its chunks). A response with so many tokens
+before it is in (tokens / gain) steps: one token comes of a step, more where the node speculates and the
+response has a history to draft from (`Gain`, learned likewise). Summed over the steps until the last one
+is done, the node finishes in
 
-    base * (longest remaining) + slope * (sum of what remains)        seconds
+    base * (most steps of a response) + slope * (sum of the steps of all)        seconds
 
-since there are as many steps as the longest has tokens, and every token is in one of them. It says at
-once what a slow node is worth, what a long response costs alone and among others, and where a batch
+since there are as many steps as that response needs, and each takes time for every response in it. It
+says at once what a slow node is worth, what a long response costs alone and among others, and where a batch
 is so large that another node is better: above the plateau of the throughput-against-batch curve slope
 dominates, below it base does.
 """
@@ -36,11 +38,11 @@ class Outlook:
 
     node: Node
     running: int
-    longest: float  # tokens, of the response with most before it
-    total: float  # tokens, of all its responses
+    longest: float  # steps, of the response with most before it
+    total: float  # steps, of all its responses
 
     def finishes_in(self, more: float = 0.0) -> float:
-        """Seconds until all is done, with one more response of `more` tokens."""
+        """Seconds until all is done, with one more response of `more` steps."""
         speed = self.node.speed
         return speed.base * max(self.longest, more) + speed.slope * (self.total + more)
 
@@ -48,15 +50,44 @@ class Outlook:
         """Orders nodes for one more response; where it makes no difference, the emptier one is better."""
         return self.finishes_in(more), self.running, self.node.name
 
-    def add(self, remaining: float) -> None:
+    def add(self, steps: float) -> None:
         self.running += 1
-        self.longest = max(self.longest, remaining)
-        self.total += remaining
+        self.longest = max(self.longest, steps)
+        self.total += steps
 
 
 def outlook(node: Node, foresee: Foresee) -> Outlook:
-    remaining = [_remaining(r, foresee) for r in node.running.values()]
-    return Outlook(node, len(remaining), max(remaining, default=0.0), sum(remaining))
+    steps = [_remaining(r, foresee) / node.gain_of(r) for r in node.running.values()]
+    return Outlook(node, len(steps), max(steps, default=0.0), sum(steps))
+
+
+@dataclass(slots=True)
+class _Order:
+    """Nodes with free slots, for responses of one kind: the one that would finish first comes first."""
+
+    outlooks: dict[str, Outlook]
+    heap: list[tuple[float, int, str]]
+    tokens: float = 0.0  # for which the heap's keys hold, nearly
+
+    def best(self, response: Response, tokens: float) -> Outlook | None:
+        if not self.tokens / SAME_LENGTH <= tokens <= self.tokens:
+            free = (o for o in self.outlooks.values() if o.running < o.node.slots)
+            self.heap = [o.key(tokens / o.node.gain_of(response)) for o in free]
+            heapq.heapify(self.heap)
+            self.tokens = tokens
+        while self.heap:
+            best = self.outlooks[self.heap[0][-1]]
+            if self.heap[0][1] == best.running:
+                return best
+            self.rank(best, tokens / best.node.gain_of(response))  # the other kind's order gave it more
+        return None
+
+    def rank(self, best: Outlook, steps: float) -> None:
+        """The first node has got one more."""
+        if best.running < best.node.slots:
+            heapq.heapreplace(self.heap, best.key(steps))
+        else:
+            heapq.heappop(self.heap)
 
 
 def assign(
@@ -66,38 +97,33 @@ def assign(
 
     Credit-based: a node never holds more than its slots, the rest waits. Each response goes to the
     node that would finish first with it, lengths taken as equal within SAME_LENGTH; the name breaks
-    ties, so runs repeat. With the longest first this is Graham's greedy rule (1969).
+    ties, so runs repeat. Where nodes speculate, responses with history and without have an order of
+    nodes each. With the longest first this is Graham's greedy rule (1969).
     O(responses log nodes + nodes log(longest / shortest) + what runs at these nodes) if they are in order.
     """
     if not responses:
         return []
     outlooks = {n.name: outlook(n, foresee) for n in nodes if n.free > 0}
-    heap: list[tuple[float, int, str]] = []
-    keyed_for = 0.0  # tokens for which the heap's keys hold, nearly
+    speculates = any(o.node.speculates for o in outlooks.values())
+    orders = {kind: _Order(outlooks, []) for kind in (False, True)}
     placed: list[tuple[Response, Node]] = []
     for response in responses:
-        remaining = _remaining(response, foresee)
-        if not keyed_for / SAME_LENGTH <= remaining <= keyed_for:
-            heap = [o.key(remaining) for o in outlooks.values() if o.running < o.node.slots]
-            heapq.heapify(heap)
-            keyed_for = remaining
-        if not heap:
+        order = orders[speculates and response.has_history]
+        tokens = _remaining(response, foresee)
+        if (best := order.best(response, tokens)) is None:
             break
-        best = outlooks[heap[0][-1]]
+        steps = tokens / best.node.gain_of(response)
         placed.append((response, best.node))
-        best.add(remaining)
-        if best.running < best.node.slots:
-            heapq.heapreplace(heap, best.key(remaining))
-        else:
-            heapq.heappop(heap)
+        best.add(steps)
+        order.rank(best, steps)
     return placed
 
 
 def moves(nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16) -> list[tuple[Response, Node]]:
     """Running responses that should go on elsewhere, and where, when nothing waits for a slot.
 
-    From the node that finishes last, its longest goes to the node that would finish it first, as
-    long as (tokens that remain) x (time gained per token) is worth MIN_GAIN times the move, and that
+    From the node that finishes last, the one with most steps goes to the node that would finish it first,
+    as long as (tokens that remain) x (time gained per token) is worth MIN_GAIN times the move, and that
     node does not become the last one by it. What earlier moves cost a node counts against it.
     O((nodes + moves) log nodes + running responses).
     """
@@ -107,7 +133,7 @@ def moves(nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16) -> li
     idle = [(o.finishes_in() + o.node.speed.step_s(o.running + 1), n) for n, o in outlooks.items()]
     heapq.heapify(last)
     heapq.heapify(idle)
-    candidates: dict[str, list[tuple[float, Response]]] = {}
+    candidates: dict[str, list[tuple[float, float, Response]]] = {}  # (steps, tokens, response)
     moved: list[tuple[Response, Node]] = []
     while last and idle:
         _, source_name = last[0]
@@ -117,31 +143,30 @@ def moves(nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16) -> li
             heapq.heappop(idle)
             continue
         if source_name not in candidates:
-            longest = [(_remaining(r, foresee), r) for r in source.node.running.values()]
-            candidates[source_name] = sorted(longest, key=lambda c: (c[0], c[1].id))
+            longest = _steps_of_all(source.node, foresee)
+            candidates[source_name] = sorted(longest, key=lambda c: (c[0], c[2].id))
         if not candidates[source_name]:
             heapq.heappop(last)
             continue
-        remaining, response = candidates[source_name][-1]
+        steps, tokens, response = candidates[source_name][-1]
+        gain, gain_there = source.node.gain_of(response), target.node.gain_of(response)
         cost = move_s(response, target, chunk_tokens)
-        per_token = source.node.speed.step_s(source.running) - target.node.speed.step_s(target.running + 1)
-        arrives = cost_s[target_name] + cost + target.finishes_in(remaining)
-        if (
-            remaining * per_token <= MIN_GAIN * (cost_s[target_name] + cost)
-            or arrives >= source.finishes_in()
-        ):
+        per_token = source.node.speed.step_s(source.running) / gain
+        per_token -= target.node.speed.step_s(target.running + 1) / gain_there
+        arrives = cost_s[target_name] + cost + target.finishes_in(tokens / gain_there)
+        if tokens * per_token <= MIN_GAIN * (cost_s[target_name] + cost) or arrives >= source.finishes_in():
             break
         candidates[source_name].pop()
         moved.append((response, target.node))
         cost_s[target_name] += cost
-        target.add(remaining)
+        target.add(tokens / gain_there)
         source.running -= 1
-        source.total -= remaining
+        source.total -= steps
         rest = candidates[source_name]
         source.longest = rest[-1][0] if rest else 0.0
         heapq.heapreplace(last, (-source.finishes_in(), source_name))
-        step = target.node.speed.step_s(target.running + 1)
-        heapq.heapreplace(idle, (cost_s[target_name] + target.finishes_in() + step, target_name))
+        step_s = target.node.speed.step_s(target.running + 1)
+        heapq.heapreplace(idle, (cost_s[target_name] + target.finishes_in() + step_s, target_name))
     return moved
 
 
@@ -149,6 +174,12 @@ def move_s(response: Response, target: Outlook, chunk_tokens: int) -> float:
     """What taking a running response over costs a node: the prompt and all tokens so far are prefilled."""
     held = len(response.group.prompt.tokens) // 4 + len(response.tokens)
     return target.node.speed.step_s(1) * (chunk_tokens + held / PREFILL_TOKENS_PER_STEP)
+
+
+def _steps_of_all(node: Node, foresee: Foresee) -> list[tuple[float, float, Response]]:
+    """(steps, tokens, response) of what a node has before it."""
+    left = ((_remaining(r, foresee), r) for r in node.running.values())
+    return [(tokens / node.gain_of(r), tokens, r) for tokens, r in left]
 
 
 def _remaining(response: Response, foresee: Foresee) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from lightrl.core.speed import Speed
+from lightrl.core.speed import Gain, Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages import FinishReason, Load, PublishWeights, Role, Sampling
 
@@ -176,6 +176,7 @@ class Response:
     node: "Node | None" = field(default=None, repr=False)  # where it runs; None unless RUNNING
     queued_as: int = 0  # number of its valid entry in the queue
     attempt: int = 0  # placements so far; news of an older one is ignored
+    heard: int = 0  # the attempt that its newest tokens are of
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     version: int = -1  # policy version of its newest token
@@ -191,6 +192,12 @@ class Response:
         check_edge(self.id, self.state, to)
         self.state = to
         self.node = node
+
+    @property
+    def has_history(self) -> bool:
+        """Its prompt was answered before: in an earlier epoch, in a round that put it off, by a sibling."""
+        group = self.group
+        return group.prompt.epoch > 0 or group.attempts > 0 or bool(group.finishers)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -294,7 +301,8 @@ class Node:
     loop_lag_ms: float = 0.0
     device: str = ""
     num_tokens: int = 0  # accepted from it
-    speed: Speed = field(default_factory=Speed)  # learned from its chunks
+    speed: Speed = field(default_factory=Speed)  # learned from its chunks,
+    gain: Gain = field(default_factory=Gain)  # as this is, if it speculates
     share: float = 0.0  # of the work, against others, until it has loaded the version on its way
     chunk_at: float | None = None  # when the last tokens came of what runs now
 
@@ -306,10 +314,28 @@ class Node:
     def free(self) -> int:
         return self.slots - len(self.running)
 
+    @property
+    def speculates(self) -> bool:
+        """Its engine gives more than one token a step to who has a history."""
+        return self.load.drafting is not None and self.gain.tokens > 1.0
+
+    def gain_of(self, response: Response) -> float:
+        """Tokens that an engine step brings this response here; its history travels with it."""
+        return self.gain.tokens if self.speculates and response.has_history else 1.0
+
+    def take(self, response: Response, num_tokens: int, goes_on: bool) -> None:
+        """New tokens of a response, of the chunk at hand."""
+        self.num_tokens += num_tokens
+        if self.load.drafting is not None:
+            is_whole = goes_on and response.heard == response.attempt
+            self.gain.take(response.has_history, num_tokens, is_whole)
+            response.heard = response.attempt
+
     def observe(self, now: float, batch: int, num_tokens: int) -> None:
         """`num_tokens` came, of the `batch` responses that ran; learns from the time since the last ones."""
+        per_step = self.gain.close()
         if batch and num_tokens and self.chunk_at is not None and now > self.chunk_at:
-            self.speed.observe(batch, (now - self.chunk_at) * batch / num_tokens)
+            self.speed.observe(batch, (now - self.chunk_at) * batch * per_step / num_tokens)
         self.chunk_at = now if self.running else None
 
 

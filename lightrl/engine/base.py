@@ -15,6 +15,7 @@ from lightrl.messages import (
     Generate,
     Load,
     Manifest,
+    PromptHistory,
     ResponseRequest,
     Sampling,
     TokenChunk,
@@ -38,6 +39,8 @@ class EngineSpec:
     chunk_tokens: int = 16
     chunk_ms: int = 50
     engine_args: dict[str, Any] = field(default_factory=dict)
+    max_window: int = 0  # drafted tokens that are verified at once for a response; 0 = no speculation
+    prefer: Literal["count", "reward"] = "count"  # of several continuations the frequent or the rewarded one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class LoadWeights:
 class EngineStarted:
     device: str
     start_s: float
+    notes: tuple[str, ...] = ()  # what it cannot do of what was asked, one line each
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,10 @@ class Engine(Protocol):
     """
 
     device: str
+
+    def remember(self, histories: tuple[PromptHistory, ...]) -> None:
+        """What to speculate with, if this engine does: before the requests of these groups are added."""
+        ...
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
         """Accept a response; its prefix counts as sampled. Raises EngineError if it cannot be run."""

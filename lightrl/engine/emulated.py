@@ -20,7 +20,7 @@ from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.requests import Running, accept, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError
-from lightrl.messages import Load, Manifest, ResponseRequest, Sampling
+from lightrl.messages import Load, Manifest, PromptHistory, ResponseRequest, Sampling
 from lightrl.weights.manifest import read_buckets, verify
 
 _RUNAWAY_SALT = 0x7A11
@@ -45,6 +45,9 @@ class EmulatedEngine:
         self._salt = 0
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
+
+    def remember(self, histories: tuple[PromptHistory, ...]) -> None:
+        """It does not speculate."""
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
         if any(r.response == request.response for r in (*self._waiting, *self._running)):

@@ -82,7 +82,8 @@ def main(sock: socket.socket) -> None:
             raise SystemExit(str(e)) from None
         gc.collect()
         gc.freeze()  # the libraries' objects live as long as we do; scanning them again costs milliseconds
-        pipe.send(EngineStarted(engine.device, time.perf_counter() - started))
+        notes = getattr(engine, "notes", ())
+        pipe.send(EngineStarted(engine.device, time.perf_counter() - started, notes))
         Server(engine, spec, pipe).serve(commands)
     except EOFError:
         sys.exit(0)  # the daemon closed the pipe; engines hold nothing that must be saved
@@ -167,6 +168,7 @@ class Server:
             return
         if not self._outboxes:
             self._flushed_at = time.perf_counter()
+        self._engine.remember(command.histories)
         for r in command.requests:
             running = self._outboxes.get(r.response)
             if running is not None and running.attempt >= r.attempt:

@@ -1,10 +1,14 @@
 """The torch engine: any transformers decoder, batched continuously in one process. Needs no vLLM.
 
-Owns the batch: which responses run, in which cache row, and when they leave. The forward pass is
-transformers' own; what is sampled is defined in `sampling.py`.
+Owns the batch: which responses run, in which cache row, and when they leave; and that a drafted token
+enters a response only if it is the one that is sampled there. The forward pass is transformers' own;
+what is sampled is defined in `sampling.py`, what is drafted in `history/draft.py`.
 """
 
+import time
 from collections import deque
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +27,12 @@ from lightrl.engine.kv import Placement, RowCache
 from lightrl.engine.requests import Running, accept
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.errors import EngineError
-from lightrl.messages import Load, Manifest, ResponseRequest, Sampling
+from lightrl.history.draft import Drafter
+from lightrl.messages import Load, Manifest, PromptHistory, ResponseRequest, Sampling
 from lightrl.weights.tensors import read_tensors
 
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; bounds its activations
+DRAFT_LOGITS = 1 << 27  # of one forward pass with drafts; sampling takes some 24 bytes for each
 
 
 class TorchEngine:
@@ -66,26 +72,45 @@ class TorchEngine:
             self._top_p,
             self._top_k,
         )
+        by_reward = spec.prefer == "reward"
+        self._drafter = Drafter(spec.max_window, by_reward, is_padded=True) if spec.max_window else None
+
+    def remember(self, histories: tuple[PromptHistory, ...]) -> None:
+        if self._drafter:
+            self._drafter.remember(histories)
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
         if any(r.response == request.response for r in (*self._waiting, *self._rows)):
             raise EngineError(f"{request.response}: already runs here")
-        self._waiting.append(accept(request, sampling, self._vocabulary, self._max_length))
+        r = accept(request, sampling, self._vocabulary, self._max_length)
+        self._waiting.append(r)
+        if self._drafter:
+            num_prompt = len(request.prompt) // 4
+            self._drafter.start(r.response, r.tokens[:num_prompt], r.tokens[num_prompt:])
 
     def abort(self, response: str) -> None:
         self._waiting = deque(r for r in self._waiting if r.response != response)
         self._leave([i for i, r in enumerate(self._rows) if r.response == response])
+        if self._drafter:
+            self._drafter.end(response, is_finished=False)
 
-    @torch.inference_mode()
     def step(self) -> list[Delta]:
-        deltas: list[Delta] = []
+        if self._drafter is None:
+            return self._advance(())[0]
+        started = time.perf_counter()
         num_decoding = len(self._rows)
-        joining = self._joining()
-        if joining:
-            self._prefill(joining, deltas)
-        if num_decoding:
-            self._decode(num_decoding, deltas)
-        self._leave([i for i, d in enumerate(self._ordered(deltas, num_decoding)) if d.finish_reason])
+        drafts = self._drafts(self._drafter)
+        drafted = time.perf_counter()
+        deltas, num_tokens = self._advance(drafts)
+        advanced = time.perf_counter()
+        for d in deltas:
+            self._drafter.took(d.response, d.token_ids)
+            if d.finish_reason:
+                self._drafter.end(d.response, is_finished=True)
+        ended = time.perf_counter()
+        draft_s = drafted - started + ended - advanced
+        is_pure = len(deltas) == num_decoding
+        self._drafter.stepped(num_decoding, num_tokens, ended - started, draft_s, is_pure)
         return deltas
 
     def num_unfinished(self) -> int:
@@ -93,7 +118,9 @@ class TorchEngine:
 
     def load(self) -> Load:
         used = int(self._length[: len(self._rows)].sum())
-        return Load(len(self._rows), len(self._waiting), used / (self._slots * self._max_length))
+        kv_usage = used / (self._slots * self._max_length)
+        drafting = self._drafter.counts if self._drafter else None
+        return Load(len(self._rows), len(self._waiting), kv_usage, drafting=drafting)
 
     @torch.inference_mode()
     def load_weights(self, path: Path, manifest: Manifest) -> str:
@@ -108,6 +135,28 @@ class TorchEngine:
     def close(self) -> None:
         self._waiting.clear()
         self._rows.clear()
+
+    @torch.inference_mode()
+    def _advance(self, drafts: Sequence[Sequence[int]]) -> tuple[list[Delta], int]:
+        """What the step brings, and the tokens of its decoding pass. `drafts`: one for each row, or none."""
+        deltas: list[Delta] = []
+        num_tokens = num_decoding = len(self._rows)
+        joining = self._joining()
+        if joining:
+            self._prefill(joining, deltas)
+        if any(drafts):
+            num_tokens = self._verify(drafts, deltas)
+        elif num_decoding:
+            self._decode(num_decoding, deltas)
+        self._leave([i for i, d in enumerate(self._ordered(deltas, num_decoding)) if d.finish_reason])
+        return deltas, num_tokens
+
+    def _drafts(self, drafter: Drafter) -> Sequence[Sequence[int]]:
+        """What to try for each row. A draft leaves room for the token that is sampled after it."""
+        if not self._rows:
+            return ()
+        most = DRAFT_LOGITS // (len(self._rows) * self._vocabulary) - 1
+        return drafter.drafts([(r.response, min(r.end - len(r.tokens) - 1, most)) for r in self._rows])
 
     def _joining(self) -> list[Running]:
         """The responses that start now, in order: as many as there are free rows, within PREFILL_TOKENS."""
@@ -141,7 +190,7 @@ class TorchEngine:
             start = longest - len(context)
             tokens[i, start:] = context
             positions[i, start:] = columns[i, start:] = np.arange(len(context))
-        logits = self._forward(first, tokens, positions, columns, longest)
+        logits = self._forward(first, tokens, positions, columns, longest)[:, -1]
         if len(distinct) < num:
             rows = torch.from_numpy(source).to(self.device)
             self._cache.copy_rows(first + rows, torch.arange(first, first + num, device=self.device), longest)
@@ -153,13 +202,73 @@ class TorchEngine:
         positions = self._length[:num, None] - 1
         width = int(positions.max()) + 1
         self._cache.reserve(width)
-        logits = self._forward(0, self._last[:num, None], positions, positions, width)
+        logits = self._forward(0, self._last[:num, None], positions, positions, width)[:, -1]
         self._draw(logits, 0, num, deltas)
 
+    def _verify(self, drafts: Sequence[Sequence[int]], deltas: list[Delta]) -> int:
+        """As `_decode`, for rows of which some have a draft: as many tokens of each draft as are what is
+        sampled in their place, and the first that is not. Returns the tokens in the pass.
+
+        The keys and values of rejected tokens stay in columns at or behind the new last token. They are
+        never read: a query sees no column behind its own, and all up to it are written by then.
+        """
+        num = len(drafts)
+        lengths = np.fromiter(map(len, drafts), np.int64, num)
+        ahead = np.arange(1 + int(lengths.max()))
+        is_real = ahead <= lengths[:, None]
+        tokens = np.zeros(is_real.shape, np.int64)
+        tokens[:, 0] = self._last[:num]
+        # A history of another vocabulary must not end the engine: what it says is taken as a wrong guess.
+        tokens[:, 1:][is_real[:, 1:]] = np.fromiter(chain.from_iterable(drafts), np.int64) % self._vocabulary
+        # Padding is on the right, is seen by none and stands at the position of the last token before it.
+        positions = self._length[:num, None] - 1 + np.minimum(ahead, lengths[:, None])
+        width = int(positions.max()) + 1
+        self._cache.reserve(width)
+        columns = np.where(is_real, positions, self._cache.scratch)
+        logits = self._forward(0, tokens, positions, columns, width, len(ahead))
+        self._accept(tokens, is_real, logits, deltas)
+        return tokens.size
+
+    def _accept(
+        self, tokens: np.ndarray, is_real: np.ndarray, logits: torch.Tensor, deltas: list[Delta]
+    ) -> None:
+        """Samples behind every token and appends one delta for each row. [rows, 1 + longest draft] each."""
+        num = len(tokens)
+        rows, ahead = np.nonzero(is_real)
+        if len(rows) < is_real.size:
+            logits = logits[torch.from_numpy(rows).to(self.device), torch.from_numpy(ahead).to(self.device)]
+        noise = uniforms(self._seed[rows], self._length[rows] + ahead)
+        flat_ids, flat_logprobs = sample(
+            logits.reshape(len(rows), -1),
+            noise,
+            self._temperature[rows],
+            self._top_p[rows],
+            self._top_k[rows],
+        )
+        ids, logprobs = np.zeros(tokens.shape, np.int64), np.zeros(tokens.shape, np.float32)
+        ids[is_real], logprobs[is_real] = flat_ids.cpu().numpy(), flat_logprobs.cpu().numpy()
+        is_kept = (ids[:, :-1] == tokens[:, 1:]) & is_real[:, 1:]
+        num_new = np.logical_and.accumulate(is_kept, axis=1).sum(axis=1) + 1
+        for i, r in enumerate(self._rows[:num]):
+            new, reason = ids[i, : num_new[i]].tolist(), None
+            for k, token in enumerate(new, 1):
+                if reason := r.grow(token):
+                    del new[k:]
+                    break
+            deltas.append(Delta(r.response, new, logprobs[i, : len(new)].tolist(), reason))
+            self._last[i] = new[-1]
+            self._length[i] = len(r.tokens)
+
     def _forward(
-        self, first: int, tokens: np.ndarray, positions: np.ndarray, columns: np.ndarray, width: int
+        self,
+        first: int,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        columns: np.ndarray,
+        width: int,
+        num_logits: int = 1,
     ) -> torch.Tensor:
-        """int64 [b, q] each, for the rows from `first` on; logits of the last column, [b, vocabulary]."""
+        """int64 [b, q] each, for the rows from `first` on; the last logits, [b, num_logits, vocabulary]."""
         rows = torch.arange(first, first + len(tokens), device=self.device)
         position_ids = torch.from_numpy(positions).to(self.device)
         column_ids = position_ids if columns is positions else torch.from_numpy(columns).to(self.device)
@@ -170,9 +279,9 @@ class TorchEngine:
             position_ids=position_ids,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=num_logits,
         )
-        return out.logits[:, -1]
+        return out.logits
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """Bool [b, 1, q, width]: what each query may see. For models that mix attention kinds, by kind."""

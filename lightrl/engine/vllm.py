@@ -9,12 +9,15 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.requests import accept
 from lightrl.errors import EngineError
-from lightrl.messages import FinishReason, Load, Manifest, ResponseRequest, Sampling
+from lightrl.messages import FinishReason, Load, Manifest, PromptHistory, ResponseRequest, Sampling
+
+if TYPE_CHECKING:
+    from lightrl.engine.vllm_speculation import Speculation
 
 TRIED = "0.32"
 MAX_AUTO_KV_BYTES = 4 << 30  # of a CPU engine whose kv_cache_gib is 0
@@ -55,9 +58,16 @@ class VllmEngine:
         self._responses: dict[str, str] = {}  # vLLM request -> response
         self._num_added = 0
         self._api = _Api()
-        self._core = self._api.build({**_engine_args(spec, config, dtype, self.device), **spec.engine_args})
+        args = {**_engine_args(spec, config, dtype, self.device), **spec.engine_args}
+        self._core = self._api.build(args)
+        self.notes: tuple[str, ...] = ()  # for the daemon to say
+        self._speculation = self._speculate(spec) if spec.max_window else None
         self._num_preemptions = 0
         self._count_preemptions()
+
+    def remember(self, histories: tuple[PromptHistory, ...]) -> None:
+        if self._speculation is not None:
+            self._speculation.drafter.remember(histories)
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
         if request.response in self._ids:
@@ -90,14 +100,21 @@ class VllmEngine:
         self._core.add_request(*self._core.preprocess_add_request(wanted))
         self._ids[request.response] = request_id
         self._responses[request_id] = request.response
+        if self._speculation is not None:
+            num_prompt = len(request.prompt) // 4
+            prompt, prefix = r.tokens[:num_prompt], r.tokens[num_prompt:]
+            self._speculation.start(request.response, prompt, prefix, request.max_new_tokens)
 
     def abort(self, response: str) -> None:
         request_id = self._ids.pop(response, None)
         if request_id is not None:
             del self._responses[request_id]
             self._core.abort_requests([request_id])
+            if self._speculation is not None:
+                self._speculation.end(response, is_finished=False)
 
     def step(self) -> list[Delta]:
+        started = time.perf_counter()
         outputs, executed = self._core.step_fn()
         self._core.post_step(executed)
         deltas: list[Delta] = []
@@ -110,6 +127,8 @@ class VllmEngine:
                 del self._responses[out.request_id], self._ids[response]
             logprobs = out.new_logprobs.logprobs[:, 0].tolist() if out.new_logprobs is not None else []
             deltas.append(Delta(response, list(out.new_token_ids), logprobs, reason))
+        if self._speculation is not None:
+            self._speculation.after_step(deltas, self._ids, started)
         return deltas
 
     def num_unfinished(self) -> int:
@@ -118,7 +137,8 @@ class VllmEngine:
     def load(self) -> Load:
         scheduler = self._core.scheduler
         running, waiting = scheduler.get_request_counts()
-        return Load(running, waiting, scheduler.kv_cache_manager.usage, self._num_preemptions)
+        drafting = None if self._speculation is None else self._speculation.drafter.counts
+        return Load(running, waiting, scheduler.kv_cache_manager.usage, self._num_preemptions, drafting)
 
     def load_weights(self, path: Path, manifest: Manifest) -> str:
         from lightrl.engine.checkpoint import check_fits
@@ -129,10 +149,22 @@ class VllmEngine:
         # Moves what runs back to the queue, so that its KV is recomputed under the new weights.
         self._core.reset_prefix_cache(reset_running_requests=True)
         self._num_preemptions = before
+        if self._speculation is not None:
+            self._speculation.restart()
         return digests.pop()
 
     def close(self) -> None:
         self._core.shutdown()
+
+    def _speculate(self, spec: EngineSpec) -> "Speculation | None":
+        """None if this vLLM cannot; that is a loss of speed alone, so the engine runs on without."""
+        from lightrl.engine.vllm_speculation import Speculation, missing, refusal
+
+        reason = refusal(self._core, missing())
+        if reason is None:
+            return Speculation(spec, self._core)
+        self.notes = (f"no speculation: {reason}",)
+        return None
 
     def _count_preemptions(self) -> None:
         """vLLM counts them for each request only, and forgets them with it."""

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl.child import die_with
 from lightrl.engine.sampling import sample, uniforms
+from lightrl.engine.vllm_speculation import Rows, let_verify, missing
 from lightrl.messages import Manifest
 from lightrl.weights.tensors import read_tensors
 
@@ -30,34 +31,45 @@ def _coupled_sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any
     """Replaces GPUModelRunner._sample: all rows at once, by `sampling.sample`.
 
     Also cheaper than the stock sampler, which keeps a torch.Generator for each request and ranks all
-    logprobs. vLLM's own dummy runs (warm-up, graph capture) have no requests and keep the stock one.
+    logprobs. Verifies drafted tokens, too. vLLM's own dummy runs (warm-up, graph capture) have no requests
+    and keep the stock one.
     """
     batch = runner.input_batch
     num = batch.num_reqs
     if num == 0:
         return _stock_sample(runner, logits, spec_decode_metadata)
-    if spec_decode_metadata is not None:
-        raise RuntimeError("speculative decoding is not coupled: remove speculative_config")
     ids = batch.req_ids
     if getattr(runner, "lightrl_ids", None) != ids:  # the batch changed: look the seeds up again
         runner.lightrl_ids = list(ids)
         runner.lightrl_seeds = np.array(
             [runner.requests[i].sampling_params.extra_args[SEED] for i in ids], np.uint64
         )
-    top_k = batch.top_k_cpu[:num]
+    if spec_decode_metadata is None:
+        rows, request, position = None, slice(num), batch.num_tokens_no_spec[:num]
+    else:
+        rows = Rows(spec_decode_metadata)
+        request, position = rows.request, batch.num_tokens_no_spec[rows.request] + rows.offset
+    top_k = batch.top_k_cpu[request]
     tokens, logprobs = sample(
         logits,
-        uniforms(runner.lightrl_seeds, batch.num_tokens_no_spec[:num]),
-        batch.temperature_cpu[:num].astype(np.float64),
-        batch.top_p_cpu[:num].astype(np.float64),
+        uniforms(runner.lightrl_seeds[request], position),
+        batch.temperature_cpu[request].astype(np.float64),
+        batch.top_p_cpu[request].astype(np.float64),
         np.where(top_k >= batch.vocab_size, 0, top_k),  # vLLM writes "off" as the size of the vocabulary
     )
-    tokens = tokens.to(torch.int32)[:, None]
-    ranks = torch.zeros(num, dtype=torch.int64, device=logits.device)  # nobody reads them
-    return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs[:, None], ranks))
+    tokens = tokens.to(torch.int32)
+    if rows is None:
+        tokens = tokens[:, None]
+    else:
+        tokens, logprobs = rows.accepted(tokens, logprobs)
+    num_chances = logprobs.shape[0]
+    ranks = torch.zeros(num_chances, dtype=torch.int64, device=logits.device)  # nobody reads them
+    return SamplerOutput(tokens, LogprobsTensors(tokens.view(-1, 1), logprobs[:, None], ranks))
 
 
 GPUModelRunner._sample = _coupled_sample  # pyright: ignore[reportAttributeAccessIssue]
+if missing() is None:
+    let_verify(GPUModelRunner)
 
 # It warns at every reload of modules that have nothing to load, such as tied heads.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

@@ -1,17 +1,21 @@
 """What the prompts of a run were answered before: the tokens of their newest responses, in bounded memory.
 
 Owns the bytes; what they are good for is decided by who reads them. A prompt keeps what its newest epoch
-brought: trained, surplus and put-off responses alike, finished or not. When the limit is reached, the
+brought: trained, surplus and put-off responses alike, finished or not. The prompts of evaluations are kept
+beside those of the training data, each evaluation counting as an epoch. When the limit is reached, the
 prompt that was answered longest ago is forgotten.
+
+The limit is on tokens, 4 bytes each. What Python needs around them comes on top, some 330 bytes for a
+response: 4 % for responses of 2,000 tokens, so that 10,000 prompts with 8 of these take 670 MB.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lightrl.core.state import Group, Round
 from lightrl.wire import pack_i32
 
-MAX_BYTES = 256 << 20  # of tokens; the objects around them come on top, some 300 bytes for a response
+MAX_BYTES = 1024 << 20  # of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,48 +28,76 @@ class Past:
     reward: float | None = None  # None: it has no score
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What one group brought. Example: Answered("p7", 1, ((0, Past(1, ...)), (3, Past(1, ...))))."""
+
+    prompt: str  # as in `key_of`
+    epoch: int
+    responses: tuple[tuple[int, Past], ...]  # (index in its group, response)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tokens."""
+        return sum(len(past.tokens) for _, past in self.responses)
+
+
 class History:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.num_bytes = 0
         self.num_responses = 0
+        self.num_evicted = 0  # prompts, for want of room
         self._max_bytes = max_bytes
-        self._prompts: dict[str, dict[int, Past]] = {}  # prompt -> index -> response; oldest prompt first
+        self._prompts: dict[str, dict[int, Past]] = {}  # key -> index -> response; oldest prompt first
 
     def of(self, prompt: str) -> tuple[Past, ...]:
         """What is known of a prompt, by the responses' numbers in its group; () if nothing is."""
         known = self._prompts.get(prompt, {})
         return tuple(known[index] for index in sorted(known))
 
-    def learn(self, round: Round) -> dict[str, float]:
+    def all(self) -> Iterator[Answered]:
+        """Everything, the prompt answered longest ago first: whoever adds it in this order has the same."""
+        for prompt, known in self._prompts.items():
+            epoch = next(iter(known.values())).epoch  # all have the same
+            yield Answered(prompt, epoch, tuple(known.items()))
+
+    def learn(self, answers: Iterable[Answered]) -> dict[str, float]:
         """Takes in a round that has closed; returns the figures of the store.
 
-        hit_rate is the share of the round's prompts of which something was known before.
+        hit_rate is the share of the round's prompts of which something was known before, evicted the number
+        of prompts that had to make room.
         """
-        groups = round.groups.values()
-        hits = sum(group.prompt.id in self._prompts for group in groups)
-        for group in groups:
-            self.add(group.prompt.id, group.prompt.epoch, _responses(group))
+        answers, num_evicted = list(answers), self.num_evicted
+        hits = sum(answered.prompt in self._prompts for answered in answers)
+        for answered in answers:
+            self.add(answered)
         return {
             "history/bytes": float(self.num_bytes),
             "history/responses": float(self.num_responses),
             "history/prompts": float(len(self._prompts)),
-            "history/hit_rate": hits / len(groups) if groups else 0.0,
+            "history/evicted": float(self.num_evicted - num_evicted),
+            "history/hit_rate": hits / len(answers) if answers else 0.0,
         }
 
-    def add(self, prompt: str, epoch: int, responses: Iterable[tuple[int, Past]]) -> None:
-        """(index in its group, response) of one epoch: in place of those of earlier ones, beside those of
-        the same (a prompt that was put off comes twice in an epoch). Empty responses are left out, and
-        so is what comes of an epoch that is older than what is known.
+    def add(self, answered: Answered) -> None:
+        """What one epoch brought: in place of what earlier ones did, beside what the same one did (a prompt
+        that was put off comes twice in an epoch). Empty responses are left out, and so are what comes of an
+        epoch older than what is known, and what has no room even alone.
         """
-        fresh = {index: past for index, past in responses if past.tokens}
+        prompt, epoch = answered.prompt, answered.epoch
+        fresh = {index: past for index, past in answered.responses if past.tokens}
         known = self._prompts.get(prompt, {})
         if not fresh or any(past.epoch > epoch for past in known.values()):
             return
+        merged = {**{i: past for i, past in known.items() if past.epoch == epoch}, **fresh}
+        if sum(len(past.tokens) for past in merged.values()) > self._max_bytes:
+            return
         self._forget(prompt)
-        self._prompts[prompt] = {**{i: past for i, past in known.items() if past.epoch == epoch}, **fresh}
-        self._count(self._prompts[prompt], 1)
+        self._prompts[prompt] = merged
+        self._count(merged, 1)
         while self.num_bytes > self._max_bytes:
             self._forget(next(iter(self._prompts)))
+            self.num_evicted += 1
 
     def _forget(self, prompt: str) -> None:
         self._count(self._prompts.pop(prompt, {}), -1)
@@ -75,6 +107,25 @@ class History:
         self.num_bytes += sign * sum(len(past.tokens) for past in responses.values())
 
 
-def _responses(group: Group) -> Iterable[tuple[int, Past]]:
-    for r in group.responses:
-        yield r.index, Past(group.prompt.epoch, pack_i32(r.tokens), r.finish_reason is not None, r.reward)
+def key_of(group: Group) -> str:
+    """Under which the answers to a group's prompt are kept.
+
+    An evaluation set may have the ids of the training data; none of either contains a control character.
+    """
+    return f"\0{group.prompt.id}" if group.round.is_eval else group.prompt.id
+
+
+def answers(round: Round) -> list[Answered]:
+    """All that a closed round brought."""
+    return [
+        _answered(group, round.step if round.is_eval else group.prompt.epoch)
+        for group in round.groups.values()
+    ]
+
+
+def _answered(group: Group, epoch: int) -> Answered:
+    responses = (
+        (r.index, Past(epoch, pack_i32(r.tokens), r.finish_reason is not None, r.reward))
+        for r in group.responses
+    )
+    return Answered(key_of(group), epoch, tuple(responses))

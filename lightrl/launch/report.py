@@ -14,7 +14,7 @@ from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.launch.running import OVER
 from lightrl.messages import NodeRow, Snapshot
 from lightrl.node import client
-from lightrl.tui.figures import count, duration
+from lightrl.tui.figures import count, duration, speculation
 from lightrl.wire import from_json
 
 SNAPSHOT_EVERY_S = 0.5
@@ -139,6 +139,7 @@ def status_lines(s: Snapshot) -> list[str]:
         f"run       {s.run} · {s.state} · {duration(s.elapsed_s)}",
         f"step      {s.step}/{s.num_steps} · policy version {version} · {count(s.tokens_per_s)} tokens/s",
         f"round     {_round(s)}",
+        *(f"drafts    {line}" for line in [speculation(s.metrics)] if line),
         "",
     ]
     rows = [("NODE", "ROLE", "STATE", "PID", "VERSION", "RUNNING", "TOKENS/S", "HOST"), *map(_row, s.nodes)]

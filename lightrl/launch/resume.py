@@ -26,8 +26,7 @@ from lightrl.trainer.saved import latest, step_of
 # Nothing that is trained depends on these. All else was promised when the run began.
 MAY_CHANGE = (
     *("train.steps", "checkpoint.", "node.", "journal.", "logging.", "run.bind"),
-    "speculation.",
-    *("rollout.nodes", "rollout.slots", "rollout.engine_args"),
+    *("rollout.nodes", "rollout.slots", "rollout.engine_args", "speculation."),
 )
 FIXED = ("journal.enabled",)  # a run that stops to be recorded could not be resumed again
 
@@ -82,7 +81,9 @@ def _changed(run_dir: Path, before: Config, overrides: Sequence[str]) -> Config:
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and (key in FIXED or not key.startswith(MAY_CHANGE)):
             may = ", ".join(f"{k}*" if k.endswith(".") else k for k in MAY_CHANGE)
-            raise ConfigError(f"{key}: cannot change in a run that is resumed; what can: {may}, but not {FIXED[0]}")
+            raise ConfigError(
+                f"{key}: cannot change in a run that is resumed; what can: {may}, but not {FIXED[0]}"
+            )
     place = {"dir": str(run_dir.parent), "name": run_dir.name}
     return after.model_copy(update={"run": after.run.model_copy(update=place)})
 

@@ -23,6 +23,7 @@ from lightrl.errors import ProtocolError
 from lightrl.messages import (
     Bye,
     Checkpointed,
+    Drafting,
     Drain,
     Heartbeat,
     Hello,
@@ -40,6 +41,7 @@ MAX_WORD = 256  # characters of a name
 MAX_ITEMS = 1 << 16  # responses of a node, metrics
 MAX_SLOTS = 1 << 20
 MAX_WATCH_S = 3600.0
+MAX_ENGINE_S = 1e12  # 30,000 years
 
 
 def require_sane(message: Message) -> None:
@@ -57,7 +59,7 @@ def require_sane(message: Message) -> None:
         case Heartbeat(load, lag, device):
             _words(device)
             _numbers(load.running, load.waiting, load.num_preemptions)
-            sane = 0 <= load.kv_usage <= 1e6 and isfinite(lag)
+            sane = 0 <= load.kv_usage <= 1e6 and isfinite(lag) and _can_be(load.drafting)
         case TokenChunk(version, digest, responses):
             _versions(version)
             _words(digest)
@@ -129,6 +131,15 @@ def _words(*words: str) -> None:
 def _numbers(*numbers: int) -> None:
     if any(not -(1 << 63) <= n < 1 << 63 for n in numbers):
         raise ProtocolError("a number beyond 64 bits")
+
+
+def _can_be(drafting: Drafting | None) -> bool:
+    """What it counts; it is summed up and divided."""
+    if drafting is None:
+        return True
+    d = drafting
+    counts = all(0 <= n < 1 << 53 for n in (d.drafted, d.accepted, d.forwards, d.emitted))
+    return counts and all(0 <= s < MAX_ENGINE_S for s in (d.draft_s, d.engine_s))
 
 
 def _attempts(*attempts: int) -> None:

@@ -36,19 +36,18 @@ from lightrl.core.events import (
     TimerFired,
 )
 from lightrl.core.recovery import recover
-from lightrl.core.state import Response, ResponseState, RunState
+from lightrl.core.state import ResponseState, RunState
 from lightrl.errors import DataError, JournalError, LightRLError, PeerUnreachable, ProtocolError, first_error
 from lightrl.history.lengths import LengthsLog
-from lightrl.history.store import History
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.messages import (
     REJOIN,
     Checkpointed,
     Drain,
+    Generate,
     Heartbeat,
     Hello,
     Message,
-    Sample,
     TrainShard,
     Watch,
     Welcome,
@@ -59,7 +58,8 @@ from lightrl.node import left
 from lightrl.node.border import as_event
 from lightrl.node.descriptors import Descriptors
 from lightrl.node.durable import Durable, last_stand, noted
-from lightrl.node.figures import step_line, warnings
+from lightrl.node.figures import sample_of, step_line, warnings
+from lightrl.node.histories import open_histories
 from lightrl.node.link import SEPARATOR, Hub
 from lightrl.node.records import Records, RecordsNote
 from lightrl.node.scratch import scratch_dir
@@ -68,8 +68,6 @@ from lightrl.node.watchers import Watchers
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
 from lightrl.say import say
 from lightrl.wire import from_json, to_json
-
-MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
 
 
 class Head:
@@ -105,7 +103,7 @@ class Head:
             config.train.steps,
             config.rollout.max_response_length,
         )
-        self._history = History()
+        self._histories = open_histories(config, run_dir, resume, self._report)
         self._durable = Durable(run_dir, config.journal, self._report, max_trouble_s)
         self._to_do = self._recover() if resume else []  # before anything else
         self._lengths = LengthsLog(run_dir, self._core.step, self._report)
@@ -166,6 +164,7 @@ class Head:
                 self._metrics.close()
                 self._lengths.close()
                 self._hub.close()
+                await self._histories.close()
 
     def _recover(self) -> list[Command]:
         """What is left to be done of the run whose journal is here."""
@@ -241,11 +240,12 @@ class Head:
                 ids = r.tokens.tobytes()
                 self._rewards.submit(RewardJob(r.id, r.attempt, task.text, task.row, ids, r.finish_reason))
             case CloseRound(round) if round.is_eval:
+                self._histories.learn(round)
                 record = self._records.close_eval(round)
                 self._metrics.write(round.step, record)
                 self._report(f"evaluation at step {round.step}: {self._records.evals[-1][1]:.3f}")
             case CloseRound(round):
-                self._records.close_round(round, self._core, self._history.learn(round))
+                self._records.close_round(round, self._core, self._histories.learn(round))
                 self._lengths.write(round)
             case CloseStep(step):
                 self._durable.close_step()
@@ -263,7 +263,10 @@ class Head:
         return None
 
     def _send(self, node: str, message: Message) -> Event | None:
-        if not self._tell(self._identity.get(node, node), message):
+        identity = self._identity.get(node, node)
+        if isinstance(message, Generate):
+            message = self._histories.attach(identity, message, self._core.ledger.responses)
+        if not self._tell(identity, message):
             return NodeLost(node, "connection lost")
         return None
 
@@ -294,20 +297,9 @@ class Head:
         done = response is not None and response.state is ResponseState.DONE
         if response is not None and done and response.attempt == result.attempt:  # else it came too late
             self._records.reward_figures(response, result.metrics)
-            self._records.sample(self._sample(response, result))
+            task = self._tasks.get(response.group.prompt.id, response.group.round.is_eval)
+            self._records.sample(sample_of(response, task.text, result.text, result.reward))
         self.feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))
-
-    def _sample(self, response: Response, result: RewardResult) -> Sample:
-        round, prompt = response.group.round, response.group.prompt
-        task = self._tasks.get(prompt.id, round.is_eval)
-        return Sample(
-            response=response.id,
-            prompt=task.text[:MAX_SAMPLE_TEXT],
-            text=result.text,
-            reward=result.reward,
-            num_tokens=len(response.tokens),
-            step=round.step,
-        )
 
     def _send_snapshot(self, identity: str) -> bool:
         return self._tell(identity, self._records.snapshot(self._core, time.monotonic()))
@@ -341,6 +333,8 @@ class Head:
         while True:
             for identity, message in await self._hub.receive():
                 peer = identity.rpartition(SEPARATOR)[0] or identity
+                self._histories.heard(identity, message)
+                self._records.speculation.heard(identity, message)
                 if isinstance(message, Watch):
                     self._watchers.renew(identity, message.every_s, tasks)
                 elif isinstance(message, Hello) and message.node == peer:

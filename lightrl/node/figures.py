@@ -1,4 +1,4 @@
-"""Figures of a training round, read when it has closed. Pure functions.
+"""Figures of a training round, read when it has closed, and what is shown of a response. Pure functions.
 
 Keeps no histories (records.py); what racing does to lengths and rewards is measured in bias.py.
 """
@@ -13,8 +13,10 @@ from lightrl import config
 from lightrl.core.race import is_flat
 from lightrl.core.staleness import staleness
 from lightrl.core.state import GroupState, Response, Round
+from lightrl.messages import Sample
 
 HISTOGRAM_BINS = 12
+MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
 SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 does not explain
 
 
@@ -117,6 +119,18 @@ def histogram(lengths: list[int], longest: int) -> tuple[tuple[int, int], ...]:
 
 def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
+
+
+def sample_of(response: Response, prompt: str, text: str, reward: float | None) -> Sample:
+    """For the sample browser."""
+    return Sample(
+        response=response.id,
+        prompt=prompt[:MAX_SAMPLE_TEXT],
+        text=text,
+        reward=reward,
+        num_tokens=len(response.tokens),
+        step=response.group.round.step,
+    )
 
 
 def step_line(step: int, record: dict[str, float]) -> str:

@@ -26,6 +26,7 @@ from lightrl.core.state import (
 from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
 from lightrl.node.bias import Bias, BiasNote
 from lightrl.node.figures import digest_responses, histogram, mean, step_figures
+from lightrl.node.speculation import Speculation
 from lightrl.wire import to_json
 
 HISTORY_STEPS = 500
@@ -84,6 +85,7 @@ class Records:
         self._rl_wall_s = 0.0
         self._rates: dict[str, _Rate] = {}
         self.evals: list[tuple[int, float]] = []
+        self.speculation = Speculation()
         self.bad_frames = 0
 
     # What happens
@@ -152,6 +154,7 @@ class Records:
         record = {
             "step": float(done.step + 1),
             **closed.figures,
+            **self.speculation.figures(),
             **done.metrics,
             "timing_s/step": seconds,
             "timing_s/rollout": done.rollout_s,

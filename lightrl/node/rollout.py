@@ -159,7 +159,7 @@ class Rollout:
         self._kept.end_all()
 
     async def _serve(self) -> None:
-        rollout = self._config.rollout
+        rollout, speculation = self._config.rollout, self._config.speculation
         spec = EngineSpec(
             kind=resolve_engine(rollout.engine),
             model_dir=str(self._model_dir),
@@ -170,6 +170,8 @@ class Rollout:
             chunk_tokens=rollout.chunk_tokens,
             chunk_ms=rollout.chunk_ms,
             engine_args=rollout.engine_args,
+            max_window=speculation.max_window if speculation.enabled else 0,
+            prefer=speculation.prefer,
         )
         engine = await self._start(spec)
         started = asyncio.Event()
@@ -197,8 +199,10 @@ class Rollout:
                     self._note_finished(chunk)
                 case Load() as load:
                     self.load = load
-                case EngineStarted(device, seconds):
+                case EngineStarted(device, seconds, notes):
                     say(f"engine started on {device} in {seconds:.1f} s")
+                    for note in notes:
+                        say(f"engine: {note}")
                     self.device = device
                     self._engine = engine
                     started.set()

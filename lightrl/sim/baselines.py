@@ -24,9 +24,9 @@ class Variant:
     switches: Switches
 
 
-def configured(settings: Settings) -> Variant:
+def configured(settings: Settings, speculates: bool = False) -> Variant:
     """What the config says."""
-    return Variant(settings, Switches())
+    return Variant(settings, Switches(speculation=speculates))
 
 
 def synchronous(settings: Settings) -> Variant:
@@ -35,7 +35,7 @@ def synchronous(settings: Settings) -> Variant:
     return Variant(plain, Switches(streaming=False, async_rewards=False))
 
 
-def variants(settings: Settings) -> dict[str, Variant]:
+def variants(settings: Settings, speculates: bool = False) -> dict[str, Variant]:
     """Each mechanism alone, then what the config says; all but the last rows are on-policy."""
     base = synchronous(settings)
     s, off = base.settings, base.switches
@@ -52,7 +52,7 @@ def variants(settings: Settings) -> dict[str, Variant]:
         "tail: both": Variant(replace(s, tail=replace(tail, eta_responses=tail.eta_prompts)), off),
         "speculation": Variant(s, replace(off, speculation=True)),
         "staleness 1": Variant(replace(s, max_staleness=1), replace(early, streaming=True)),
-        "as configured": configured(settings),
+        "as configured": configured(settings, speculates),
     }
 
 
@@ -77,10 +77,14 @@ def simulate(
 
 
 def compare(
-    settings: Settings, scenario: Scenario, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent] = ()
+    settings: Settings,
+    scenario: Scenario,
+    nodes: Sequence[NodeSpec],
+    trace: Sequence[TraceEvent] = (),
+    speculates: bool = False,
 ) -> dict[str, Figures]:
     """All variants, with speed-ups over the first."""
-    rows = variants(settings)
+    rows = variants(settings, speculates)
     base = simulate(rows.pop("synchronous"), scenario, nodes, trace)
     named = {"synchronous": replace(base, speed_up=1.0)}
     for name, variant in rows.items():

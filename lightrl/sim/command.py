@@ -49,11 +49,12 @@ def simulate_run(
         raise SimError("async.max_staleness: a trainer on the rollout nodes cannot work beside them")
     num_steps = steps if steps is not None else min(STEPS, config.train.steps)
     settings = replace(settings, num_steps=num_steps)
+    speculates = config.speculation.enabled and scenario.has_speculated
     if all_variants:
-        named = compare(settings, scenario, fleet, events)
+        named = compare(settings, scenario, fleet, events, speculates)
     else:
         base = simulate(synchronous(settings), scenario, fleet, events)
-        named = {"as configured": simulate(configured(settings), scenario, fleet, events, base)}
+        named = {"as configured": simulate(configured(settings, speculates), scenario, fleet, events, base)}
     if json_line:
         print(json.dumps(as_json(named)))
         return

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from lightrl.errors import SimError
 from lightrl.sim.engine import EngineProfile, Speculation
+from lightrl.sim.measured import measured
 from lightrl.sim.workload import (
     FITTED_8K,
     FITTED_16K,
@@ -106,6 +107,7 @@ class Scenario:
     transfer: Transfer = Transfer()
     prices: Prices = Prices()
     speculation: Speculation = field(default_factory=Speculation)  # what switching it on would bring
+    has_speculated: bool = False  # and it is not assumed: the run that this is a workload of measured it
 
     @property
     def engine(self) -> EngineProfile:
@@ -193,7 +195,8 @@ def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
     if source in PRESETS:
         return PRESETS[source]()
     path = Path(source)
-    if path.is_dir():
+    is_run = path.is_dir()
+    if is_run:
         path = path / "lengths.jsonl"
         if not path.is_file():
             raise SimError(f"{path}: no such file; a run that closed a round has it")
@@ -205,7 +208,8 @@ def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
     except (OSError, UnicodeDecodeError) as e:
         raise SimError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
     if path.suffix == ".jsonl":
-        return _from_lines(path, text, max_response_tokens, seed)
+        scenario = _from_lines(path, text, max_response_tokens, seed)
+        return _speculating(scenario, path.parent, text) if is_run else scenario
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as e:
@@ -239,6 +243,16 @@ def _from_lines(path: Path, text: str, limit: int, seed: int) -> Scenario:
     base = generic(limit)
     workload = replace(base.workload, name=str(path), lengths=lengths, num_prompts=len(seen), note=note)
     return replace(base, workload=workload)
+
+
+def _speculating(scenario: Scenario, run_dir: Path, lengths: str) -> Scenario:
+    """As the run that it is of, if that one did."""
+    speculation = measured(run_dir, lengths, scenario.speculation)
+    if speculation is None:
+        return scenario
+    note = f"{scenario.workload.note}, how many drafted tokens are kept is measured"
+    workload = replace(scenario.workload, note=note)
+    return replace(scenario, workload=workload, speculation=speculation, has_speculated=True)
 
 
 def _responses(row: Any) -> list[tuple[Any, Any, Any]]:

@@ -12,7 +12,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lightrl.messages import NodeRow, Snapshot
-from lightrl.tui.figures import bar, columns, count, cut, duration, printable, sparkline
+from lightrl.tui.figures import (
+    bar,
+    columns,
+    count,
+    cut,
+    duration,
+    printable,
+    sparkline,
+    speculation,
+)
 
 Page: TypeAlias = Literal["overview", "samples", "events"]
 PAGES: tuple[Page, ...] = ("overview", "samples", "events")
@@ -150,14 +159,14 @@ def _round(s: Snapshot, width: int) -> list[Text]:
     stale = f"at most {s.max_staleness} versions stale" if s.max_staleness else ""
     lines = [_rule(" · ".join(part for part in ("round", s.round_kind, stale) if part), width)]
     if not s.round_kind:
-        return [*lines, Text(" between rounds", "dim"), *_tail(s, width)]
+        return [*lines, Text(" between rounds", "dim"), *_tail(s, width), *_drafts(s)]
     share = s.round_accepted / s.round_needed if s.round_needed else 0.0
     before = f" groups {s.round_accepted}/{s.round_needed} "
     after = (
         f"  responses: {s.responses_running} running, {s.responses_queued} queued, {s.responses_done} done"
     )
     room = max(4, min(40, width - len(before) - len(after) - 1))
-    return [*lines, Text.assemble(before, *_bar(share, room, "cyan"), after), *_tail(s, width)]
+    return [*lines, Text.assemble(before, *_bar(share, room, "cyan"), after), *_tail(s, width), *_drafts(s)]
 
 
 def _tail(s: Snapshot, width: int) -> list[Text]:
@@ -171,6 +180,12 @@ def _tail(s: Snapshot, width: int) -> list[Text]:
     )
     legend = f"  kept/launched, {t.mode}"
     return [Text.assemble(line, (legend if len(line + legend) <= width else "", "dim"))]
+
+
+def _drafts(s: Snapshot) -> list[Text]:
+    """One line if engines speculate, of the last step."""
+    line = speculation(s.metrics)
+    return [Text(f" drafts {line}")] if line else []
 
 
 def _history(s: Snapshot, width: int) -> list[Text]:

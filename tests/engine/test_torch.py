@@ -11,8 +11,10 @@ from lightrl.engine.base import EngineSpec
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.torch import TorchEngine
 from lightrl.errors import EngineError, WeightsError
-from lightrl.messages import Sampling
+from lightrl.history.gate import Gate
+from lightrl.messages import PromptHistory, Sampling
 from lightrl.weights.tensors import write_tensors
+from lightrl.wire import pack_i32
 
 COMMON = {
     "dtype": "float32",
@@ -56,6 +58,26 @@ def model_of(folder, config):
     return model, path, write_tensors(path, 1, model.named_parameters())
 
 
+class Open(Gate):
+    """Drafts always pay."""
+
+    def width(self, batch):
+        return self.max_width
+
+
+def run(engine, requests):
+    """Tokens and logprobs by response, at temperature 1."""
+    for request in requests:
+        engine.add(request, Sampling(1.0))
+    tokens = {request.response: [] for request in requests}
+    logprobs = {request.response: [] for request in requests}
+    while engine.num_unfinished():
+        for d in engine.step():
+            tokens[d.response] += d.token_ids
+            logprobs[d.response] += d.logprobs
+    return tokens, logprobs
+
+
 def spec_of(folder, **fields):
     return EngineSpec("torch", str(folder), "auto", **{"max_model_length": 160, "slots": 4, **fields})
 
@@ -68,26 +90,33 @@ def test_equals_transformers(tmp_path, ask, name):
     engine = TorchEngine(spec_of(tmp_path))
     assert engine.load_weights(path, manifest) == manifest.digest
     prompts = [[2 + (5 * (i // 2) + 3 * j) % 38 for j in range(3 + i // 2 * 9)] for i in range(6)]
-    limits = [20, 100, 45, 7, 90, 33]
-    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        engine.add(ask(f"r{i}", prompt, limit, seed=i), Sampling(1.0))
-    tokens = {f"r{i}": [] for i in range(6)}
-    logprobs = {f"r{i}": [] for i in range(6)}
-    while engine.num_unfinished():
-        for d in engine.step():
-            tokens[d.response] += d.token_ids
-            logprobs[d.response] += d.logprobs
+    limits = [20, 100, 45, 7, 139, 33]  # the fifth is as long as the engine allows
+    requests = [ask(f"g{i}#0", p, n, seed=i) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    tokens, logprobs = run(engine, requests)
     one = np.ones(1)
     with torch.inference_mode():
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            got = tokens[f"r{i}"]
+            got = tokens[f"g{i}#0"]
             assert len(got) == limit
             logits = model(torch.tensor([prompt + got])).logits[0, len(prompt) - 1 : -1]
             noise = uniforms(np.full(limit, i), np.arange(len(prompt), len(prompt) + limit))
             same = one.repeat(limit)
             ids, expected = sample(logits, noise, same, same, np.zeros(limit, np.int64))
             assert got == ids.tolist()
-            assert logprobs[f"r{i}"] == pytest.approx(expected.tolist(), abs=1e-4)
+            assert logprobs[f"g{i}#0"] == pytest.approx(expected.tolist(), abs=1e-4)
+    # Many tokens at once, right ones and (after every seventh) wrong ones: the same once more.
+    engine = TorchEngine(spec_of(tmp_path, max_window=8))
+    engine.load_weights(path, manifest)
+    engine._drafter.gate = Open(8, is_padded=True)
+    for response, right in tokens.items():
+        nearly = [t if j % 7 else (t + 1) % 40 for j, t in enumerate(right, 1)]
+        engine.remember((PromptHistory(response[:-2], (pack_i32(nearly),), (None,)),))
+    again, close = run(engine, requests)
+    assert again == tokens
+    for response, expected in logprobs.items():
+        assert close[response] == pytest.approx(expected, abs=1e-4)
+    drafting = engine.load().drafting
+    assert drafting.accepted > 100 < drafting.drafted - drafting.accepted
 
 
 def test_a_version_that_does_not_fit_the_model_is_refused(tmp_path):

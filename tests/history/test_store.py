@@ -1,11 +1,12 @@
 """What is remembered of earlier responses: of the newest epoch, within the limit, whatever became of them."""
 
 import json
+import tracemalloc
 from array import array
 
-from lightrl.core.state import DrawnPrompt, Group, Response, Round, RoundState
+from lightrl.core.state import DrawnPrompt, Group, Response, Round, RoundKind, RoundState
 from lightrl.history.lengths import LengthsLog
-from lightrl.history.store import History, Past
+from lightrl.history.store import Answered, History, Past, answers, key_of
 from lightrl.messages import Sampling
 from lightrl.wire import pack_i32
 
@@ -14,9 +15,9 @@ def past(num_tokens: int, epoch: int = 0, finished: bool = True) -> Past:
     return Past(epoch, pack_i32([epoch] * num_tokens), finished)
 
 
-def closed(epoch: int, *prompts: str) -> Round:
+def closed(epoch: int, *prompts: str, kind: RoundKind = "short") -> Round:
     """Two responses for each prompt: one finished with 3 tokens and a reward, one given up after 2."""
-    round = Round("short", epoch, Sampling(), 1, 1, len(prompts), 2, 0.0, RoundState.CLOSED)
+    round = Round(kind, epoch, Sampling(), 1, 1, len(prompts), 2, 0.0, RoundState.CLOSED)
     for position, prompt in enumerate(prompts):
         group = Group(f"{prompt}@{epoch}", DrawnPrompt(prompt, epoch, b""), round, position)
         first, second = (
@@ -28,28 +29,32 @@ def closed(epoch: int, *prompts: str) -> Round:
     return round
 
 
+def add(history: History, prompt: str, epoch: int, *responses: tuple[int, Past]) -> None:
+    history.add(Answered(prompt, epoch, responses))
+
+
 def test_a_newer_epoch_replaces_an_older_one_and_late_news_of_an_older_one_is_ignored():
     history = History()
-    history.add("a", 0, [(0, past(3)), (1, past(2))])
-    history.add("a", 1, [(1, past(5, epoch=1))])
+    add(history, "a", 0, (0, past(3)), (1, past(2)))
+    add(history, "a", 1, (1, past(5, epoch=1)))
     assert history.of("a") == (past(5, epoch=1),)
-    history.add("a", 0, [(0, past(9))])
+    add(history, "a", 0, (0, past(9)))
     assert history.of("a") == (past(5, epoch=1),)
     assert (history.num_bytes, history.num_responses) == (20, 1)
 
 
 def test_a_prompt_that_was_put_off_keeps_what_it_had_beside_what_it_got_in_the_end():
     history = History()
-    history.add("a", 0, [(0, past(3)), (1, past(2, finished=False)), (2, past(4, finished=False))])
-    history.add("a", 0, [(0, past(3)), (1, past(7))])
+    add(history, "a", 0, (0, past(3)), (1, past(2, finished=False)), (2, past(4, finished=False)))
+    add(history, "a", 0, (0, past(3)), (1, past(7)))
     assert history.of("a") == (past(3), past(7), past(4, finished=False))
 
 
 def test_nothing_is_remembered_of_what_was_never_sampled():
     history = History()
-    history.add("a", 0, [(0, past(2))])
-    history.add("a", 1, [(0, past(0, epoch=1))])
-    history.add("b", 1, [(0, past(0, epoch=1))])
+    add(history, "a", 0, (0, past(2)))
+    add(history, "a", 1, (0, past(0, epoch=1)))
+    add(history, "b", 1, (0, past(0, epoch=1)))
     assert history.of("a") == (past(2),)
     assert history.of("b") == ()
 
@@ -57,28 +62,82 @@ def test_nothing_is_remembered_of_what_was_never_sampled():
 def test_the_prompt_answered_longest_ago_is_forgotten_first_and_the_limit_holds():
     history = History(max_bytes=40)
     for prompt, num_tokens in (("a", 4), ("b", 4), ("a", 5), ("c", 3)):
-        history.add(prompt, 0, [(0, past(num_tokens))])
+        add(history, prompt, 0, (0, past(num_tokens)))
         assert history.num_bytes <= 40
     assert [history.of(p) for p in "abc"] == [(past(5),), (), (past(3),)]
-    history.add("d", 0, [(0, past(11))])  # more than the limit alone
-    assert (history.num_bytes, history.num_responses) == (0, 0)
-    assert all(history.of(p) == () for p in "abcd")
+    assert history.num_evicted == 1
+    add(history, "d", 0, (0, past(10)))  # all there is room for
+    assert [history.of(p) for p in "abcd"] == [(), (), (), (past(10),)]
+    assert history.num_evicted == 3
+
+
+def test_what_has_no_room_even_alone_costs_the_others_nothing():
+    history = History(max_bytes=40)
+    add(history, "a", 0, (0, past(4)))
+    add(history, "b", 0, (0, past(6)), (1, past(5)))
+    add(history, "a", 0, (1, past(7)))  # and what it is to stand beside stays
+    assert [history.of(p) for p in "ab"] == [(past(4),), ()]
+    assert (history.num_bytes, history.num_responses, history.num_evicted) == (16, 1, 0)
+
+
+def test_added_in_the_order_in_which_all_is_told_another_history_is_the_same():
+    history, other = History(max_bytes=40), History(max_bytes=40)
+    for prompt, epoch in (("a", 0), ("b", 0), ("a", 1)):
+        add(history, prompt, epoch, (0, past(2, epoch)), (3, past(1, epoch)))
+    for answered in history.all():
+        other.add(answered)
+    assert list(other.all()) == list(history.all())
+    for each in (history, other):
+        add(each, "c", 1, (0, past(5, 1)))
+        assert [a.prompt for a in each.all()] == ["a", "c"]  # b was answered longest ago
+    assert (other.num_bytes, other.num_responses) == (history.num_bytes, history.num_responses)
 
 
 def test_a_round_brings_finished_and_given_up_responses_and_its_hits_are_counted():
-    history = History()
-    figures = history.learn(closed(0, "a", "b"))
-    assert figures == {
+    history = History(max_bytes=60)
+    assert history.learn(answers(closed(0, "a", "b"))) == {
         "history/bytes": 40.0,
         "history/responses": 4.0,
         "history/prompts": 2.0,
+        "history/evicted": 0.0,
         "history/hit_rate": 0.0,
     }
     whole, part = history.of("a")
     assert whole == Past(0, pack_i32([9] * 3), finished=True, reward=0.5)
     assert part == Past(0, pack_i32([9] * 2), finished=False)
-    assert history.learn(closed(1, "b", "c"))["history/hit_rate"] == 0.5
+    assert history.learn(answers(closed(1, "b", "c")))["history/hit_rate"] == 0.5
     assert history.of("b")[0].epoch == 1
+    assert history.learn(answers(closed(1, "d")))["history/evicted"] == 1.0
+    assert history.of("a") == ()
+
+
+def test_evaluations_are_kept_beside_the_training_data_and_a_later_one_replaces_an_earlier_one():
+    history = History()
+    history.learn(answers(closed(0, "a")))
+    for step in (0, 10):
+        history.learn(answers(closed(step, "a", kind="eval")))
+    first, last = (
+        group for round in (closed(0, "a"), closed(10, "a", kind="eval")) for group in round.groups.values()
+    )
+    assert key_of(first) != key_of(last)
+    assert [p.epoch for p in history.of(key_of(first))] == [0, 0]
+    assert [p.epoch for p in history.of(key_of(last))] == [10, 10]
+
+
+def test_memory_beyond_the_tokens_is_as_said():
+    """330 bytes for a response, so that 10,000 prompts with 8 responses of 2,000 tokens take 670 MB."""
+    tracemalloc.start()
+    try:
+        history = History()
+        for prompt in range(500):
+            responses = tuple((k, Past(prompt, pack_i32([k] * 20), True, k / 3)) for k in range(8))
+            history.add(Answered(f"prompt {prompt}", prompt, responses))
+        del responses
+        beyond = tracemalloc.get_traced_memory()[0] - history.num_bytes
+    finally:
+        tracemalloc.stop()
+    assert history.num_responses == 4000
+    assert 150 < beyond / history.num_responses < 330
 
 
 def test_lengths_of_every_round_are_one_line(tmp_path):

@@ -71,6 +71,7 @@ class ScriptedTrainer:
         self._scratch = scratch
         self.may_publish = asyncio.Event()  # a test may hold the end of a step back
         self.may_publish.set()
+        self.begins_at = 0  # steps done, as if from a checkpoint
         self.holder = ""
         self._server = WeightServer()
 
@@ -86,7 +87,7 @@ class ScriptedTrainer:
                         case Welcome(refused=why) if why:
                             raise AssertionError(f"the trainer was refused: {why}")
                         case Welcome():
-                            self._publish(link, 0)
+                            self._publish(link, self.begins_at)
                         case TrainShard():
                             self.shards.append(message)
                             if message.last:

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from lightrl.launch.report import status_lines
 from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
-from lightrl.tui.figures import bar, columns, count, cut, duration, shrink, sparkline
+from lightrl.tui.figures import bar, columns, count, cut, duration, shrink, sparkline, speculation
 from lightrl.tui.render import View, render
 
 SIZES = [(80, 24), (120, 40)]
@@ -52,6 +53,15 @@ RUNNING = Snapshot(
 )
 FINISHED = replace(RUNNING, state="finished", step=100, round_kind="")
 TAIL = replace(RUNNING, tail=TailRow("prompts", 12, 8, 2, 812.4, 1033.6, 0.4119, 0.398), max_staleness=2)
+DRAFTING = replace(
+    RUNNING,
+    metrics={
+        "speculation/acceptance": 0.62,
+        "speculation/drafted": 412_345.0,
+        "speculation/tokens_per_forward": 2.1,
+        "history/bytes": 640e6,
+    },
+)
 CROWDED = replace(RUNNING, nodes=tuple(node(f"rollout-{k}") for k in range(64)))
 HOSTILE = replace(
     RUNNING,
@@ -72,7 +82,7 @@ def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
 
 
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 12), (200, 60), (40, 5)])
-@pytest.mark.parametrize("snapshot", [STARTING, RUNNING, FINISHED, TAIL, CROWDED, HOSTILE])
+@pytest.mark.parametrize("snapshot", [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, HOSTILE])
 @pytest.mark.parametrize("view", [View(), View("samples"), View("events", selected=9), View(help=True)])
 def test_fits_exactly(snapshot, view, width, height):
     # On a console that is wider and higher, what is too long would show.
@@ -123,6 +133,32 @@ def test_tail_batching_has_a_line_of_its_own(width, height):
     assert ("kept/launched, prompts" in text) == (width >= 100)
     assert "queue 12" in screen(replace(TAIL, round_kind=""), View(), width, height)
     assert "tail   queue" not in screen(RUNNING, View(), width, height)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("between", [{}, {"round_kind": ""}])
+def test_speculation_has_a_line_if_an_engine_speculates(width, height, between):
+    line = " drafts 62% of 412k tokens kept · 2.10 tokens a forward · history 640MB"
+    assert line in screen(replace(DRAFTING, **between), View(), width, height)
+    assert "drafts" not in screen(RUNNING, View(), width, height)
+    history_alone = replace(RUNNING, metrics={"history/bytes": 640e6})
+    assert "drafts" not in screen(history_alone, View(), width, height)
+    assert "drafts    62% of 412k tokens kept" in "\n".join(status_lines(DRAFTING))
+    assert max(map(len, status_lines(DRAFTING)[:4])) <= 80
+    assert "drafts" not in "\n".join(status_lines(RUNNING))
+
+
+def test_what_speculation_did_in_figures():
+    figures = {"speculation/tokens_per_forward": 1.0, "speculation/drafted": 0.0, "history/bytes": 0.0}
+    assert speculation(figures) == "nothing drafted · 1.00 tokens a forward · history 0B"
+    assert speculation({}) == ""
+    longest = {
+        "speculation/tokens_per_forward": 65.0,
+        "speculation/acceptance": 1.0,
+        "speculation/drafted": 99_900.0,
+        "history/bytes": 99_900.0,
+    }
+    assert len(speculation(longest)) == 67
 
 
 def test_many_nodes_are_summed_up_and_leave_room_for_the_rest():

@@ -100,9 +100,9 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_3_are_pinned():
+def test_bytes_of_protocol_4_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise PROTOCOL."""
-    assert m.PROTOCOL == 3
+    assert m.PROTOCOL == 4
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20))

@@ -1,0 +1,177 @@
+"""Speculation in vLLM: all that LightRL knows of how vLLM verifies drafted tokens is in this file.
+
+Owns which parts of vLLM that needs, how drafts reach the scheduler, and which of the tokens that the
+sampler drew become part of a response. vLLM is built without a `speculative_config`. Its scheduler takes
+drafts all the same, and the model runner is told step by step whether there are any; so a step without is
+what it would be without speculation, CUDA graphs included, which a window for the whole engine would cost
+several percent. Written against vLLM 0.32's V1 model runner; on CUDA it has been read, not run.
+"""
+
+import importlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightrl.engine.base import Delta, EngineSpec
+from lightrl.history.draft import Drafter
+
+_METADATA = "vllm.v1.spec_decode.metadata.SpecDecodeMetadata"
+_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+
+REQUIRED = (
+    ("vllm.v1.core.sched.scheduler.Scheduler", "update_draft_token_ids get_request_counts"),
+    ("vllm.v1.outputs.DraftTokenIds", "__dataclass_fields__.req_ids __dataclass_fields__.draft_token_ids"),
+    (_METADATA, "__dataclass_fields__.draft_token_ids __dataclass_fields__.num_draft_tokens"),
+    ("vllm.v1.sample.rejection_sampler.RejectionSampler", "parse_output"),
+    (_RUNNER, "_prepare_inputs _calc_spec_decode_metadata _sample"),
+    ("vllm.v1.core.sched.output.SchedulerOutput", "__dataclass_fields__.scheduled_spec_decode_tokens"),
+)
+
+
+def missing() -> str | None:
+    """The first of the REQUIRED parts that this vLLM lacks; None: speculation can be tried."""
+    for owner, names in REQUIRED:
+        module, _, attribute = owner.rpartition(".")
+        for name in names.split():
+            try:
+                found = _found(module, attribute)
+                for part in name.split("."):
+                    found = found[part] if isinstance(found, dict) else getattr(found, part)
+            except (ImportError, AttributeError, KeyError):
+                return f"{owner}.{name.rpartition('.')[2]}"
+    prepare = _found(*_RUNNER.rsplit(".", 1))._prepare_inputs
+    return None if "speculative_config" in prepare.__code__.co_names else f"{_RUNNER}.speculative_config"
+
+
+def _found(module: str, attribute: str) -> Any:
+    try:
+        return importlib.import_module(f"{module}.{attribute}")
+    except ImportError:
+        return getattr(importlib.import_module(module), attribute)
+
+
+def refusal(core: Any, lacking: str | None) -> str | None:
+    """Why this engine core cannot speculate; None: it can. `lacking`: what `missing` said."""
+    config = core.vllm_config
+    if lacking is not None:
+        return f"this vLLM has no {lacking}"
+    if core.async_scheduling or core.batch_queue is not None:
+        return "the next step starts before the tokens of the last are known"
+    if config.model_config.is_hybrid or config.model_config.is_attention_free:
+        return "the model has state that drafts would change"
+    return None
+
+
+def let_verify(runner: Any) -> None:
+    """Makes the class of model runners keep the logits of drafted positions in steps that have any."""
+    prepare = runner._prepare_inputs
+
+    def prepared(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scheduler_output.scheduled_spec_decode_tokens:
+            return prepare(self, scheduler_output, *args, **kwargs)
+        self.speculative_config = True  # all that is asked there is whether it is None
+        try:
+            return prepare(self, scheduler_output, *args, **kwargs)
+        finally:
+            self.speculative_config = None
+
+    runner._prepare_inputs = prepared
+
+
+class Speculation:
+    """An engine's drafts: made after each step, for the responses that got tokens in it."""
+
+    def __init__(self, spec: EngineSpec, core: Any) -> None:
+        from vllm.v1.outputs import DraftTokenIds
+
+        self.drafter = Drafter(spec.max_window, spec.prefer == "reward", is_padded=False)
+        self._scheduler = core.scheduler
+        self._max_step_tokens: int = core.scheduler.max_num_scheduled_tokens
+        self._as_drafts = DraftTokenIds
+        self._left: dict[str, int] = {}  # tokens that may still be added to each response
+        self._ready: dict[str, int] = {}  # responses that decode in the next step, and how much was drafted
+
+    def start(self, response: str, prompt: Sequence[int], prefix: Sequence[int], max_new_tokens: int) -> None:
+        self.drafter.start(response, prompt, prefix)
+        self._left[response] = max_new_tokens
+
+    def end(self, response: str, is_finished: bool) -> None:
+        self.drafter.end(response, is_finished)
+        self._left.pop(response, None)
+        self._ready.pop(response, None)
+
+    def restart(self) -> None:
+        """All that runs was moved back to the queue: vLLM has dropped its drafts."""
+        self._ready.clear()
+
+    def after_step(self, deltas: Sequence[Delta], ids: dict[str, str], started: float) -> None:
+        """Takes in what a step brought that began at `started`, and drafts for the next one.
+
+        `ids` are vLLM's of the responses that go on.
+        """
+        drafting = time.perf_counter()
+        ready, self._ready = self._ready, {}
+        num_tokens = sum(1 + ready.get(d.response, 0) for d in deltas)
+        going_on: list[str] = []
+        for d in deltas:
+            self.drafter.took(d.response, d.token_ids)
+            if d.finish_reason is not None:
+                self.end(d.response, is_finished=True)
+            else:
+                self._left[d.response] -= len(d.token_ids)
+                going_on.append(d.response)
+        if going_on:
+            self._hand_over(going_on, ids)
+        num_running, _ = self._scheduler.get_request_counts()
+        is_pure = num_running == len(going_on) and all(d.response in ready for d in deltas)
+        now = time.perf_counter()
+        self.drafter.stepped(len(deltas), num_tokens, now - started, now - drafting, is_pure)
+
+    def _hand_over(self, responses: list[str], ids: dict[str, str]) -> None:
+        # The scheduler serves in order until its step is full: with longer drafts the last would starve.
+        share = self._max_step_tokens // len(responses) - 1
+        left = self._left
+        drafts = self.drafter.drafts([(r, min(left[r] - 1, share)) for r in responses])
+        self._ready = {r: len(draft) for r, draft in zip(responses, drafts, strict=True)}
+        drafted = [(ids[r], list(draft)) for r, draft in zip(responses, drafts, strict=True) if draft]
+        if drafted:
+            self._scheduler.update_draft_token_ids(self._as_drafts(*map(list, zip(*drafted, strict=True))))
+
+
+class Rows:
+    """The rows of logits in a step in which drafts are verified.
+
+    One for every drafted token of a request and one for what follows. Example: with [3, 0] drafted tokens
+    4 rows are of the first request and 1 is of the other.
+    """
+
+    def __init__(self, metadata: Any) -> None:
+        counts = np.asarray(metadata.num_draft_tokens) + 1
+        self.request: npt.NDArray[np.int64] = np.repeat(np.arange(len(counts)), counts)
+        self.offset: npt.NDArray[np.int64] = np.arange(len(self.request)) - np.repeat(
+            np.cumsum(counts) - counts, counts
+        )  # after the request's newest token
+        self._shape = len(counts), int(counts.max())
+        self._drafted = metadata.draft_token_ids
+
+    def accepted(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of what was drawn for each row what the requests get, [requests, most rows of one], and logprobs.
+
+        A drafted token was fed to the model whether it is right or not, so a row is valid if all drafts up
+        to it were what had been drawn: those, and the first that was not. -1 after them, as vLLM has it.
+        """
+        device = tokens.device
+        row = torch.from_numpy(self.request * self._shape[1] + self.offset).to(device)
+        is_drafted = torch.from_numpy(self.offset > 0).to(device)
+        drawn = tokens.new_full(self._shape, -1).flatten().scatter(0, row, tokens)
+        chance = logprobs.new_zeros(self._shape).flatten().scatter(0, row, logprobs)
+        # fed[i, j] = what was tried at the place for which drawn[i, j - 1] was drawn
+        fed = torch.full_like(drawn, -2).scatter(0, row[is_drafted], self._drafted.to(tokens.dtype))
+        drawn, fed = drawn.view(self._shape), fed.view(self._shape)
+        is_right = torch.ones_like(drawn, dtype=torch.bool)
+        is_right[:, 1:] = (fed[:, 1:] == drawn[:, :-1]).cumprod(1, dtype=torch.int32).bool()
+        return drawn.masked_fill(~is_right, -1), chance

@@ -1,0 +1,212 @@
+"""history.bin of a run: what its prompts were answered, for the coordinator that goes on with the run.
+
+Owns the file, and the thread that writes it: a slow disk must not keep the coordinator from its nodes.
+Nothing but speed depends on what is in it, so it is no error if it is torn, damaged or cannot be written:
+what can be read counts, and what the disk refuses is left out.
+
+    record   u32 length, u32 crc32 of length and payload, payload; little-endian
+    payload  one line of JSON (`_Head`), then the tokens of its responses, one after the other
+
+Records are only appended; when the file is about twice as large as what of it still counts, it is written
+anew. Until that is done both are there: up to three times `speculation.history_mb` on the disk.
+"""
+
+import contextlib
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+from lightrl.errors import ProtocolError
+from lightrl.growing import Growing
+from lightrl.history.store import Answered, History, Past
+from lightrl.wire import from_json, to_json
+
+FILE_NAME = "history.bin"
+RESPONSE_BYTES = 32  # of a response in its record's first line, about
+SLACK_BYTES = 8 << 20  # a file is not written anew for less
+PIECE_BYTES = 4 << 20  # of one write, about
+MAX_WAITING_BYTES = 256 << 20  # for the disk
+MAX_DAMAGED = 64  # records that are passed over: where a length is wrong, all that follows is noise
+
+_LENGTH = struct.Struct("<I")
+_FRAME = struct.Struct("<II")  # length, crc32
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Of a record."""
+
+    prompt: str
+    epoch: int
+    responses: list[tuple[int, int, bool, float | None]]  # index, bytes, finished, reward
+
+
+class SavedHistory:
+    def __init__(
+        self, run_dir: Path, history: History, report: Callable[[str], None], slack_bytes: int = SLACK_BYTES
+    ) -> None:
+        """`report` is called from another thread."""
+        self._path = run_dir / FILE_NAME
+        self._history = history
+        self._report = report
+        self._slack_bytes = slack_bytes
+        self._file = Growing(self._path, report)
+        self._num_bytes = 0  # of the file when all is written, about
+        self._given_up = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
+        self._waiting: list[tuple[Future[None], int]] = []  # (write, bytes held for it), in order
+
+    def begin(self) -> None:
+        """Of a new run, which finds no history."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def recall(self) -> None:
+        """Adds what the file holds to the history. Damage is said once, and repaired."""
+        damage: list[str] = []
+        try:
+            for record in read(self._path, damage):
+                self._num_bytes += _size([record])
+                self._history.add(record)
+        except FileNotFoundError:
+            return
+        except OSError as e:
+            damage.append(e.strerror or str(e))
+        if damage:
+            self._report(
+                f"WARNING: {FILE_NAME}: {damage[0]}; {self._history.num_responses} responses are left"
+            )
+            self._write_anew()
+
+    def append(self, answers: list[Answered]) -> None:
+        """Of a round that the history has learnt. Returns at once."""
+        size = _size(answers)
+        self._num_bytes += size
+        live = self._history.num_bytes + RESPONSE_BYTES * self._history.num_responses
+        if self._num_bytes > 2 * live + self._slack_bytes:
+            self._write_anew()
+        else:
+            self._submit(self._append, answers, size)
+
+    def close(self) -> None:
+        """Returns when all is written, or refused."""
+        self._thread.shutdown()
+        self._file.close()
+        for write, _ in self._waiting:
+            write.result()  # what the disk refuses is no error: this would be ours
+
+    def _write_anew(self) -> None:
+        everything = list(self._history.all())
+        self._num_bytes = _size(everything)
+        self._submit(self._replace, everything, 0)  # it shares its tokens with the history
+
+    def _submit(self, write: Callable[[list[Answered]], None], answers: list[Answered], size: int) -> None:
+        for done, _ in self._waiting:
+            if done.done():
+                done.result()
+        self._waiting = [each for each in self._waiting if not each[0].done()]
+        if self._given_up:
+            return
+        if sum(waiting for _, waiting in self._waiting) > MAX_WAITING_BYTES:
+            self._give_up("the disk is too slow")
+            return
+        self._waiting.append((self._thread.submit(write, answers), size))
+
+    # In the thread
+
+    def _append(self, answers: list[Answered]) -> None:
+        if not self._given_up:
+            for piece in _pieces(answers):
+                self._file.append(piece)
+
+    def _replace(self, answers: list[Answered]) -> None:
+        """By what lives, whole or not at all. Where even that fails, nothing would bound the file."""
+        if self._given_up:
+            return
+        draft = self._path.with_suffix(".tmp")
+        try:
+            with draft.open("wb", buffering=0) as file:
+                for piece in _pieces(answers):
+                    if file.write(piece) < len(piece):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            draft.replace(self._path)
+            self._file.close()  # it is opened again, under its name
+        except OSError as e:
+            self._give_up(e.strerror or str(e))
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        self._report(f"WARNING: {FILE_NAME}: given up ({why}): a resumed run has less to draft from")
+
+
+def read(path: Path, damage: list[str]) -> Iterator[Answered]:
+    """All records that are whole, in order; what is wrong with the others is added to `damage`.
+
+    Raises OSError.
+    """
+    with path.open("rb") as file:
+        left = os.fstat(file.fileno()).st_size
+        while left and len(damage) < MAX_DAMAGED:
+            frame = file.read(_FRAME.size)
+            length, checksum = _FRAME.unpack(frame) if len(frame) == _FRAME.size else (left, 0)
+            left -= _FRAME.size + length
+            if left < 0:
+                damage.append("its end is torn")
+                return
+            payload = file.read(length)
+            if crc32(payload, crc32(_LENGTH.pack(length))) != checksum:
+                damage.append("a record is damaged")
+                continue
+            try:
+                yield _decode(payload)
+            except ProtocolError as e:  # of another version of this program
+                damage.append(str(e))
+
+
+def _pieces(answers: Iterable[Answered]) -> Iterator[bytes]:
+    """What the file holds of these, in whole records of about PIECE_BYTES together."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    for answered in answers:
+        payload = _encode(answered)
+        length = _LENGTH.pack(len(payload))
+        parts += [length, _LENGTH.pack(crc32(payload, crc32(length))), payload]
+        num_bytes += len(payload)
+        if num_bytes >= PIECE_BYTES:
+            yield b"".join(parts)
+            parts, num_bytes = [], 0
+    if parts:
+        yield b"".join(parts)
+
+
+def _encode(answered: Answered) -> bytes:
+    known = [(index, past) for index, past in answered.responses if past.tokens]
+    responses = [(index, len(past.tokens), past.finished, past.reward) for index, past in known]
+    head = to_json(_Head(answered.prompt, answered.epoch, responses))
+    return b"".join([head, b"\n", *(past.tokens for _, past in known)])
+
+
+def _decode(payload: bytes) -> Answered:
+    """Raises ProtocolError."""
+    end = payload.find(b"\n")
+    head = from_json(payload[: max(0, end)], _Head)
+    at = end + 1
+    responses: list[tuple[int, Past]] = []
+    for index, size, finished, reward in head.responses:
+        responses.append((index, Past(head.epoch, payload[at : at + size], finished, reward)))
+        at += size
+    if at != len(payload):
+        raise ProtocolError("a record is not as long as it says")
+    return Answered(head.prompt, head.epoch, tuple(responses))
+
+
+def _size(answers: Iterable[Answered]) -> int:
+    """In the file, about."""
+    return sum(each.num_bytes + RESPONSE_BYTES * len(each.responses) for each in answers)

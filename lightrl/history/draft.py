@@ -22,7 +22,7 @@ MIN_WINDOW = 2
 MIN_SHARE = 0.2  # a draft ends where its tokens together have less of the history's weight
 MAX_BYTES = 512 << 20  # of what an engine knows; the prompts that came first go first
 MAX_GROUPS = 10_000
-INDEX_EVERY = 8  # steps between two indexes: what doubles meanwhile waits, to be sorted together
+INDEX_EVERY = 8  # steps between two indexes of what was indexed before: it waits, to be sorted together
 LEAST_WEIGHT = 0.1  # of the worst response against the best one, where rewards count
 
 
@@ -87,7 +87,8 @@ class Drafter:
         self._max_tokens = max_bytes // (4 + BYTES_PER_TOKEN)  # 4: the response itself
         self._num_tokens = 0
         self._counts = _Counts()
-        self._steps_since_index = INDEX_EVERY
+        self._steps_since_index = 0
+        self._is_urgent = False  # something is known of a group that runs, and it has no index at all
         self._stale: dict[int, _Known] = {}  # by identity, what has doubled since it was indexed
         self._known: dict[str, _Known] = {}  # by group; oldest first
         self._cursors: dict[str, _Cursor] = {}
@@ -112,6 +113,7 @@ class Drafter:
         known = self._group(group_of(response))
         known.prompt = list(prompt[-LONGEST:])
         known.num_running += 1
+        self._is_urgent |= known.index is None and known.is_stale
         self._cursors[response] = _Cursor(known, [*known.prompt, *prefix])
 
     def drafts(self, batch: Sequence[tuple[str, int]]) -> list[list[int]]:
@@ -120,7 +122,7 @@ class Drafter:
         width = self.gate.width(len(batch)) if batch else 0
         if not width:
             return [[] for _ in batch]
-        if self._stale and self._steps_since_index > INDEX_EVERY:
+        if self._stale and (self._is_urgent or self._steps_since_index > INDEX_EVERY):
             self._make_index()
         drafts: list[list[int]] = []
         for response, room in batch:
@@ -196,6 +198,7 @@ class Drafter:
 
     def _make_index(self) -> None:
         """One for all groups that run and need it: the arrays are small, and numpy's price is by the call."""
+        self._is_urgent = False
         stale = [known for known in self._stale.values() if known.num_running]
         if not stale:
             return
@@ -215,6 +218,7 @@ class Drafter:
         self._num_tokens += LONGEST + len(tokens)
         if known.is_stale:
             self._stale[id(known)] = known
+            self._is_urgent |= known.index is None and known.num_running > 0
 
     def _evict(self) -> None:
         """What a running response stands in stays in memory until it has ended, but is counted no more."""

@@ -209,7 +209,7 @@ class AsyncSection(Section):
 
 class Speculation(Section):
     enabled: bool = Field(
-        default=True, description="draft from earlier responses; exact: only the speed depends on it"
+        default=True, description="draft from earlier responses, exactly; off with run.deterministic"
     )
     max_window: Annotated[int, Field(ge=1, le=64)] = Field(
         default=16, description="tokens drafted at once for a response, at most"

@@ -55,7 +55,7 @@ class LoadWeights:
 class EngineStarted:
     device: str
     start_s: float
-    notes: tuple[str, ...] = ()  # what it cannot do of what was asked, one line each
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ class Engine(Protocol):
     """
 
     device: str
+    notes: tuple[str, ...]  # what it cannot do of what was asked, one line each
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
         """What to speculate with, if this engine does: before the requests of these groups are added."""

@@ -31,6 +31,7 @@ class EmulatedEngine:
     """Implements `base.Engine`. The weights matter too: their digest shifts every token."""
 
     device = "emulated"
+    notes = ()
 
     def __init__(self, spec: EngineSpec) -> None:
         args = {"t0_ms": 0.0, "half_batch": 107.0, "mean_length": 0.0, "runaway_share": 0.0}

@@ -82,8 +82,7 @@ def main(sock: socket.socket) -> None:
             raise SystemExit(str(e)) from None
         gc.collect()
         gc.freeze()  # the libraries' objects live as long as we do; scanning them again costs milliseconds
-        notes = getattr(engine, "notes", ())
-        pipe.send(EngineStarted(engine.device, time.perf_counter() - started, notes))
+        pipe.send(EngineStarted(engine.device, time.perf_counter() - started, engine.notes))
         Server(engine, spec, pipe).serve(commands)
     except EOFError:
         sys.exit(0)  # the daemon closed the pipe; engines hold nothing that must be saved

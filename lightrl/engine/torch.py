@@ -32,11 +32,13 @@ from lightrl.messages import Load, Manifest, PromptHistory, ResponseRequest, Sam
 from lightrl.weights.tensors import read_tensors
 
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; bounds its activations
-DRAFT_LOGITS = 1 << 27  # of one forward pass with drafts; sampling takes some 24 bytes for each
+DRAFT_LOGITS = 1 << 26  # of one forward pass with drafts; sampling takes some 24 bytes for each
 
 
 class TorchEngine:
     """Implements `base.Engine`. One engine step = one prefill of new responses + one decode of the others."""
+
+    notes = ()
 
     def __init__(self, spec: EngineSpec) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,7 +75,9 @@ class TorchEngine:
             self._top_k,
         )
         by_reward = spec.prefer == "reward"
-        self._drafter = Drafter(spec.max_window, by_reward, is_padded=True) if spec.max_window else None
+        self._drafter = None
+        if spec.max_window:
+            self._drafter = Drafter(spec.max_window, by_reward, is_padded=True, vocabulary=self._vocabulary)
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
         if self._drafter:
@@ -218,8 +222,7 @@ class TorchEngine:
         is_real = ahead <= lengths[:, None]
         tokens = np.zeros(is_real.shape, np.int64)
         tokens[:, 0] = self._last[:num]
-        # A history of another vocabulary must not end the engine: what it says is taken as a wrong guess.
-        tokens[:, 1:][is_real[:, 1:]] = np.fromiter(chain.from_iterable(drafts), np.int64) % self._vocabulary
+        tokens[:, 1:][is_real[:, 1:]] = np.fromiter(chain.from_iterable(drafts), np.int64)
         # Padding is on the right, is seen by none and stands at the position of the last token before it.
         positions = self._length[:num, None] - 1 + np.minimum(ahead, lengths[:, None])
         width = int(positions.max()) + 1

@@ -162,7 +162,7 @@ class VllmEngine:
 
         reason = refusal(self._core, missing())
         if reason is None:
-            return Speculation(spec, self._core)
+            return Speculation(spec, self._core, self._vocabulary)
         self.notes = (f"no speculation: {reason}",)
         return None
 

@@ -85,10 +85,10 @@ def let_verify(runner: Any) -> None:
 class Speculation:
     """An engine's drafts: made after each step, for the responses that got tokens in it."""
 
-    def __init__(self, spec: EngineSpec, core: Any) -> None:
+    def __init__(self, spec: EngineSpec, core: Any, vocabulary: int) -> None:
         from vllm.v1.outputs import DraftTokenIds
 
-        self.drafter = Drafter(spec.max_window, spec.prefer == "reward", is_padded=False)
+        self.drafter = Drafter(spec.max_window, spec.prefer == "reward", vocabulary=vocabulary)
         self._scheduler = core.scheduler
         self._max_step_tokens: int = core.scheduler.max_num_scheduled_tokens
         self._as_drafts = DraftTokenIds
@@ -107,6 +107,7 @@ class Speculation:
     def restart(self) -> None:
         """All that runs was moved back to the queue: vLLM has dropped its drafts."""
         self._ready.clear()
+        self.drafter.drop()
 
     def after_step(self, deltas: Sequence[Delta], ids: dict[str, str], started: float) -> None:
         """Takes in what a step brought that began at `started`, and drafts for the next one.

@@ -11,6 +11,7 @@ when one was not (as in RhymeRL's release), below the width that the gate allows
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from lightrl.history.gate import Gate
 from lightrl.history.index import BYTES_PER_TOKEN, LONGEST, NOWHERE, Book, SuffixIndex
@@ -23,6 +24,7 @@ MIN_SHARE = 0.2  # a draft ends where its tokens together have less of the histo
 MAX_BYTES = 512 << 20  # of what an engine knows; the prompts that came first go first
 MAX_GROUPS = 10_000
 INDEX_EVERY = 8  # steps between two indexes of what was indexed before: it waits, to be sorted together
+MAX_SORTED = 1 << 20  # tokens in one index, but for a single prompt: making it holds a step up
 LEAST_WEIGHT = 0.1  # of the worst response against the best one, where rewards count
 
 
@@ -76,11 +78,17 @@ class Drafter:
     """
 
     def __init__(
-        self, max_window: int, by_reward: bool = False, is_padded: bool = False, max_bytes: int = MAX_BYTES
+        self,
+        max_window: int,
+        by_reward: bool = False,
+        is_padded: bool = False,
+        max_bytes: int = MAX_BYTES,
+        vocabulary: int = 1 << 31,
     ) -> None:
         """`max_window` tokens, at least 1. `by_reward`: continuations that earned more weigh more; else each
-        response counts once. `is_padded`: see `Gate`.
+        response counts once. `is_padded`: see `Gate`. Token ids from `vocabulary` on are never drafted.
         """
+        self._vocabulary = vocabulary
         self.gate = Gate(max_window, is_padded)
         self._max_window = max_window
         self._by_reward = by_reward
@@ -99,13 +107,15 @@ class Drafter:
         return Drafting(c.drafted, c.accepted, c.forwards, c.emitted, c.draft_s, c.engine_s)
 
     def remember(self, histories: Iterable[PromptHistory]) -> None:
-        """Takes in what was answered earlier; nothing if something is known of the group already."""
+        """Takes in what was answered earlier, but what is known already and what cannot be."""
         for h in histories:
             known = self._group(h.group)
-            if not known.responses:
-                weights = _weights(h.rewards) if self._by_reward else [1.0] * len(h.responses)
-                for tokens, weight in zip(h.responses, weights, strict=True):
-                    self._add(known, unpack_i32(tokens), weight)
+            before = list(known.responses)
+            weights = _weights(h.rewards) if self._by_reward else [1.0] * len(h.responses)
+            for data, weight in zip(h.responses, weights, strict=False):
+                tokens = array("i", unpack_i32(data) if len(data) % 4 == 0 else ())
+                if tokens and min(tokens) >= 0 and max(tokens) < self._vocabulary and tokens not in before:
+                    self._add(known, tokens, weight)
         self._evict()
 
     def start(self, response: str, prompt: Sequence[int], prefix: Sequence[int]) -> None:
@@ -152,6 +162,11 @@ class Drafter:
         elif c.index is not None:
             for token in tokens:
                 c.at = c.index.advance(c.at, token)
+
+    def drop(self) -> None:
+        """The drafts that were made last will not be verified."""
+        for c in self._cursors.values():
+            c.draft = []
 
     def end(self, response: str, is_finished: bool) -> None:
         """It runs no more. What has finished helps its siblings."""
@@ -202,10 +217,16 @@ class Drafter:
         stale = [known for known in self._stale.values() if known.num_running]
         if not stale:
             return
+        room = accumulate(known.num_tokens for known in stale)
+        stale = [
+            known for i, (known, n) in enumerate(zip(stale, room, strict=True)) if not i or n <= MAX_SORTED
+        ]
         index = SuffixIndex([Book(k.prompt, k.responses, k.weights) for k in stale])
         for i, known in enumerate(stale):
             known.index, known.book, known.num_indexed = index, i, known.num_tokens
-        self._stale = {key: known for key, known in self._stale.items() if not known.num_running}
+        for known in stale:
+            del self._stale[id(known)]
+        self._is_urgent = any(k.index is None and k.num_running for k in self._stale.values())
         self._steps_since_index = 0
 
     def _group(self, group: str) -> _Known:

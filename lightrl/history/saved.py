@@ -101,6 +101,8 @@ class SavedHistory:
             write.result()  # what the disk refuses is no error: this would be ours
 
     def _write_anew(self) -> None:
+        if self._given_up:
+            return
         everything = list(self._history.all())
         self._num_bytes = _size(everything)
         self._submit(self._replace, everything, 0)  # it shares its tokens with the history
@@ -200,6 +202,8 @@ def _decode(payload: bytes) -> Answered:
     at = end + 1
     responses: list[tuple[int, Past]] = []
     for index, size, finished, reward in head.responses:
+        if size <= 0 or size % 4:
+            raise ProtocolError("a record with a response that cannot be")
         responses.append((index, Past(head.epoch, payload[at : at + size], finished, reward)))
         at += size
     if at != len(payload):

@@ -139,7 +139,8 @@ def _can_be(drafting: Drafting | None) -> bool:
         return True
     d = drafting
     counts = all(0 <= n < 1 << 53 for n in (d.drafted, d.accepted, d.forwards, d.emitted))
-    return counts and all(0 <= s < MAX_ENGINE_S for s in (d.draft_s, d.engine_s))
+    seconds = all(0 <= s < MAX_ENGINE_S for s in (d.draft_s, d.engine_s))
+    return counts and seconds and d.accepted <= min(d.drafted, d.emitted)
 
 
 def _attempts(*attempts: int) -> None:

@@ -333,8 +333,6 @@ class Head:
         while True:
             for identity, message in await self._hub.receive():
                 peer = identity.rpartition(SEPARATOR)[0] or identity
-                self._histories.heard(identity, message)
-                self._records.speculation.heard(identity, message)
                 if isinstance(message, Watch):
                     self._watchers.renew(identity, message.every_s, tasks)
                 elif isinstance(message, Hello) and message.node == peer:
@@ -352,6 +350,7 @@ class Head:
         """The process that says hello speaks for its node from now on, if the core agrees."""
         before = self._identity.get(hello.node)
         self._identity[hello.node] = identity
+        self._histories.heard(identity, hello)
         self.feed(NodeJoined(hello))
         known = self._core.fleet.nodes.get(hello.node)
         if known is None or known.incarnation != hello.incarnation:
@@ -369,7 +368,11 @@ class Head:
                 self._durable.drop_before(message.step)
         else:
             event = as_event(peer, message)
-            self._records.bad_frames += isinstance(event, NodeLost)
+            if isinstance(event, NodeLost):
+                self._records.bad_frames += 1
+            else:
+                self._histories.heard(self._identity[peer], message)
+                self._records.speculation.heard(self._identity[peer], message)
             self.feed(event)
 
     async def _beat(self) -> None:

@@ -20,7 +20,7 @@ from lightrl.messages import Generate, Hello, PromptHistory, WeightsFailed
 
 MAX_RESPONSES = 16  # of one prompt
 MAX_PROMPT_BYTES = 1 << 20  # of one prompt
-MAX_MESSAGE_BYTES = 32 << 20  # of one message: an eighth of what a frame may have
+MAX_MESSAGE_BYTES = 8 << 20  # of one message: what comes after it on the line must not wait long
 
 
 class Histories:

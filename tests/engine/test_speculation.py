@@ -173,10 +173,10 @@ def test_responses_are_those_without_speculation(engines, truth, epoch, kind, pa
     after = counted(engine)
     drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
     emitted, forwards = after.emitted - before.emitted, after.forwards - before.forwards
-    assert drafted > 20
+    assert drafted > 20 or past is foreign  # which is never tried
     assert emitted == sum(len(o.tokens) for o in got)
     assert forwards == sum(len(o.sizes) for o in got)
-    assert emitted == forwards + accepted or past is foreign  # of which the drafter knows no better
+    assert emitted == forwards + accepted
     if past is true:
         assert emitted > 2 * forwards
     elif past is perturbed:

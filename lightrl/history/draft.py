@@ -217,10 +217,8 @@ class Drafter:
         stale = [known for known in self._stale.values() if known.num_running]
         if not stale:
             return
-        room = accumulate(known.num_tokens for known in stale)
-        stale = [
-            known for i, (known, n) in enumerate(zip(stale, room, strict=True)) if not i or n <= MAX_SORTED
-        ]
+        total = accumulate(known.num_tokens for known in stale)
+        stale = stale[: max(1, sum(n <= MAX_SORTED for n in total))]
         index = SuffixIndex([Book(k.prompt, k.responses, k.weights) for k in stale])
         for i, known in enumerate(stale):
             known.index, known.book, known.num_indexed = index, i, known.num_tokens

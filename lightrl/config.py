@@ -363,6 +363,11 @@ class Config(Section):
         return Path(self.run.dir) / self.run.name
 
     @property
+    def speculates(self) -> bool:
+        """How much is drafted depends on the clock, and so do the shapes of batches and their rounding."""
+        return self.speculation.enabled and not self.run.deterministic
+
+    @property
     def max_model_length(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.data.max_prompt_length + self.rollout.max_response_length

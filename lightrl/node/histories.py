@@ -78,7 +78,7 @@ class Histories:
 
 def open_histories(config: Config, run_dir: Path, resume: bool, report: Callable[[str], None]) -> Histories:
     """With `resume` it knows what an earlier process has saved. `report` is called on the running loop."""
-    if not config.speculation.enabled:
+    if not config.speculates:
         return Histories(None)
     history = History(config.speculation.history_mb << 20)
     if not config.journal.enabled:

@@ -160,8 +160,6 @@ class Rollout:
 
     async def _serve(self) -> None:
         rollout, speculation = self._config.rollout, self._config.speculation
-        # How much is drafted depends on the clock, and so do the shapes of batches and their rounding.
-        speculates = speculation.enabled and not self._config.run.deterministic
         spec = EngineSpec(
             kind=resolve_engine(rollout.engine),
             model_dir=str(self._model_dir),
@@ -172,7 +170,7 @@ class Rollout:
             chunk_tokens=rollout.chunk_tokens,
             chunk_ms=rollout.chunk_ms,
             engine_args=rollout.engine_args,
-            max_window=speculation.max_window if speculates else 0,
+            max_window=speculation.max_window if self._config.speculates else 0,
             prefer=speculation.prefer,
         )
         engine = await self._start(spec)

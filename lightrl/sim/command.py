@@ -49,7 +49,7 @@ def simulate_run(
         raise SimError("async.max_staleness: a trainer on the rollout nodes cannot work beside them")
     num_steps = steps if steps is not None else min(STEPS, config.train.steps)
     settings = replace(settings, num_steps=num_steps)
-    speculates = config.speculation.enabled and scenario.has_speculated
+    speculates = config.speculates and scenario.has_speculated
     if all_variants:
         named = compare(settings, scenario, fleet, events, speculates)
     else:

@@ -232,10 +232,10 @@ def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, group
             kill(number=signal.SIGCONT)
             done.append("finishing")
 
-        for version, happens in enumerate([waiting, computing, begun_anew]):
-            coordinator.on["published", version] = happens
-        coordinator.on["published", 3] = lambda: None  # the shards come later:
-        coordinator.on["done", 2] = finishing  # nothing is left to be said of the step before
+        coordinator.on["published", 0] = waiting
+        for step, happens in enumerate([computing, begun_anew, finishing]):
+            coordinator.on["published", step + 1] = lambda: None  # the shards come later:
+            coordinator.on["done", step] = happens  # nothing is left to be said of that step
         await coordinator.run()
         assert done == ["waiting", "computing", "begun anew", "finishing"]
         news = sent[-3:]

@@ -178,7 +178,7 @@ class Drafter:
         if is_finished and self._known.get(group_of(response)) is known:
             weights = known.weights
             mean = sum(weights) / len(weights) if weights else 1.0
-            self._add(known, c.tokens[len(known.prompt) :], mean)
+            self._add(known, array("i", c.tokens[len(known.prompt) :]), mean)
             self._evict()
         elif not known.num_running:
             self._stale.pop(id(known), None)
@@ -189,10 +189,10 @@ class Drafter:
         """
         self._counts.engine_s += engine_s
         self._counts.draft_s += draft_s
-        if is_pure and batch:  # an index is made once for many steps: it is not what a draft costs
-            self.gate.observe(
-                batch, num_tokens, engine_s - (draft_s if self._steps_since_index == 0 else 0.0)
-            )
+        if is_pure and batch:
+            # An index is made once for many steps: it is not what a draft costs.
+            usual_s = engine_s - draft_s if self._steps_since_index == 0 else engine_s
+            self.gate.observe(batch, num_tokens, usual_s)
 
     def _judge(self, c: _Cursor, draft: list[int], tokens: list[int]) -> None:
         """`tokens` are those of the draft that were kept, and mostly one more."""
@@ -222,7 +222,6 @@ class Drafter:
         index = SuffixIndex([Book(k.prompt, k.responses, k.weights) for k in stale])
         for i, known in enumerate(stale):
             known.index, known.book, known.num_indexed = index, i, known.num_tokens
-        for known in stale:
             del self._stale[id(known)]
         self._is_urgent = any(k.index is None and k.num_running for k in self._stale.values())
         self._steps_since_index = 0
@@ -230,8 +229,8 @@ class Drafter:
     def _group(self, group: str) -> _Known:
         return self._known.setdefault(group, _Known())
 
-    def _add(self, known: _Known, tokens: Sequence[int], weight: float) -> None:
-        known.responses.append(array("i", tokens))
+    def _add(self, known: _Known, tokens: "array[int]", weight: float) -> None:
+        known.responses.append(tokens)
         known.weights.append(weight)
         known.num_tokens += LONGEST + len(tokens)
         self._num_tokens += LONGEST + len(tokens)

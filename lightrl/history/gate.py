@@ -19,10 +19,8 @@ SLOW = 1.25  # a step that takes longer by this factor was held up, unless the n
 FIRST_STEPS = 8  # without drafts before the first with them
 PROBE_EVERY = 64  # steps after which an open gate measures a step without drafts, sooner if it gains little
 MIN_PROBE_EVERY = 6
-PROBE_STEPS = (
-    3  # in a row in which a closed gate tries again, after PROBE_EVERY steps, then twice as many ...
-)
-PROBE_RARELY = 2048  # ... up to this
+PROBE_STEPS = 3  # in a row, in which a closed gate tries again: after PROBE_EVERY steps, then twice as many,
+PROBE_RARELY = 2048  # up to so many
 FADING = 0.9  # by so much every PROBE_EVERY steps do passes look cheaper that are not taken: they may be, now
 
 

@@ -66,7 +66,6 @@ class SuffixIndex:
                     filled.append((k, LONGEST + len(response), weight))
         lengths = np.array([n for _, n, _ in filled], np.int64)
         tokens = np.concatenate(parts, dtype=np.int64) if parts else np.zeros(0, np.int64)
-        self.num_tokens = len(tokens)
         # Where a response token follows: from the prompt's last token to the response's last but one.
         ends = np.cumsum(lengths)
         is_context = np.ones(len(tokens), bool)

@@ -21,7 +21,7 @@ import struct
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Generic, NoReturn, Self, TypeVar
 
 from lightrl.errors import LightRLError
 from lightrl.say import never_fail
@@ -33,13 +33,14 @@ Started = TypeVar("Started")
 
 LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}  # others may set it free
 START_AGAIN_S = 1.0
+LOOKS = 8  # at a child that owes an answer, before it is given up
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
 
 
 class ChildDied(LightRLError):
-    """The child's end of the pipe is closed; the text says how it ended."""
+    """Nothing more is to be expected of the child; the text says how it ended, or that it hangs."""
 
 
 class Child(Generic[Command, Event]):
@@ -63,6 +64,7 @@ class Child(Generic[Command, Event]):
         self._commands = commands
         self._events = events
         self._log = log
+        self._num_received = 0
 
     @classmethod
     async def start(
@@ -119,7 +121,21 @@ class Child(Generic[Command, Event]):
             frame = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ChildDied(await self._obituary()) from None
+        self._num_received += 1
         return self._events.decode(frame)
+
+    async def require_answers(self, owes: Callable[[], bool], limit_s: float) -> NoReturn:
+        """Raises ChildDied when the child `owes` an answer and says nothing for `limit_s`; it may still live.
+
+        Needs somebody who receives. Time is counted in looks: a daemon that was stopped itself, together
+        with its child or without it, must not take the gap for the child's silence.
+        """
+        num_silent, heard = 0, self._num_received
+        while num_silent < LOOKS:
+            await asyncio.sleep(limit_s / LOOKS)
+            is_silent = owes() and self._num_received == heard
+            num_silent, heard = num_silent + 1 if is_silent else 0, self._num_received
+        raise ChildDied(f"{self.name} (pid {self.pid}) hangs: no answer for {limit_s:g} s")
 
     async def stop(self, grace_s: float = 5.0) -> int:
         """Closes the pipe, waits `grace_s` for the child to end, then kills it with its own children."""

@@ -256,7 +256,8 @@ class NodeSection(Section):
     grace_s: Seconds = Field(default=20.0, description="a stopping daemon gives its children so long")
     patience_s: Seconds = Field(
         default=600.0,
-        description="a node waits so long for its coordinator, a run for its trainer, to come back",
+        description="a node waits so long for its coordinator, a run for its trainer, to come back; a daemon"
+        " for a word of its engine that has work, and three times as long for a training rank",
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.child import Child, ChildDied, Pipe
+from lightrl.child import LOOKS, Child, ChildDied, Pipe
 from lightrl.wire import Codec
 
 LIMIT_S = 30.0  # of a whole scenario
@@ -113,6 +113,43 @@ def test_a_child_that_never_reads_is_killed_when_the_grace_is_over():
             assert await process.receive() == Ready()
             process.send(Say(bytes(8 << 20)))  # more than the socket takes
             assert await process.stop(grace_s=0.1) == -signal.SIGKILL
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_owes_an_answer_and_is_silent_is_given_up():
+    """Not while it owes nothing, and not for a gap that it has ended."""
+
+    async def scenario() -> None:
+        async with child("echo") as process:
+            assert await process.receive() == Ready()
+            looks: list[bool] = []
+
+            def owes() -> bool:
+                looks.append(len(looks) != 20 and len(looks) >= 2 * LOOKS)
+                return looks[-1]
+
+            with pytest.raises(ChildDied, match=r"echo \(pid \d+\) hangs: no answer for 0\.01 s"):
+                await process.require_answers(owes, 0.01)
+            assert len(looks) == 21 + LOOKS
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_answers_now_and_then_is_not_given_up():
+    async def scenario() -> None:
+        async with child("echo") as process:
+            num_looks = 0
+
+            def owes() -> bool:
+                nonlocal num_looks
+                num_looks += 1
+                process._num_received += num_looks in {LOOKS, 2 * LOOKS - 1}
+                return True
+
+            with pytest.raises(ChildDied, match="hangs"):
+                await process.require_answers(owes, 0.01)
+            assert num_looks == 3 * LOOKS - 1
 
     asyncio.run(scenario())
 

@@ -179,8 +179,15 @@ class Rollout:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive(engine, started), name="engine")
                 tasks.create_task(self._keep_weights(engine, started), name="weights")
+                patience_s = self._config.node.patience_s
+                tasks.create_task(engine.require_answers(self._engine_owes, patience_s), name="patience")
         finally:
             await engine.stop(STOP_S)
+
+    def _engine_owes(self) -> bool:
+        """Tokens, or whether it has loaded a version."""
+        is_loading = self._loading is not None and not self._loading.done()
+        return is_loading or bool(self._running)
 
     async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
         """Again and again while this machine lacks descriptors, processes or memory. Raises EngineError."""

@@ -27,6 +27,7 @@ from lightrl.trainer.protocol import (
 
 Reply = TypeVar("Reply", bound=RankEvent)
 STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
+PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after all that it was given at once
 
 
 class RanksLost(TrainerError):
@@ -42,6 +43,7 @@ class Ranks:
         self._publish_dir = publish_dir
         self._ranks: list[Child[RankCommand, RankEvent]] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
+        self._awaited: int | None = None  # the rank whose reply is; they start as slowly as they must
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -89,11 +91,12 @@ class Ranks:
         return started
 
     async def watch(self) -> NoReturn:
-        """Hands the replies on. Raises RanksLost when a rank is gone, TrainerError if that is for good."""
+        """Hands the replies on. Raises RanksLost when a rank is gone or hangs, TrainerError if for good."""
         readers = [
             asyncio.ensure_future(self._receive(rank, replies))
             for rank, replies in zip(self._ranks, self._replies, strict=True)
         ]
+        readers += [asyncio.ensure_future(self._require_answers(rank)) for rank in range(len(self))]
         try:
             ended, _ = await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)
             for reader in ended:
@@ -117,6 +120,14 @@ class Ranks:
                 raise kind(f"{rank.name}: {event.reason}")
             replies.put_nowait(event)
 
+    async def _require_answers(self, rank: int) -> NoReturn:
+        limit_s = PATIENCE_FACTOR * self._config.node.patience_s
+        try:
+            await self._ranks[rank].require_answers(lambda: self._awaited == rank, limit_s)
+        except ChildDied as e:
+            others = ", or a rank that it waits for" if len(self) > 1 else ""
+            raise RanksLost(f"{e}{others}") from None
+
     def send(self, rank: int, command: RankCommand) -> None:
         """To one rank; all of them must get the same kinds of commands in the same order."""
         self._ranks[rank].send(command)
@@ -128,7 +139,9 @@ class Ranks:
 
     async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
         """The next reply of a rank, which must be of these kinds: a rank answers in the order it is told."""
+        self._awaited = None if RankStarted in kinds else rank
         reply = await self._replies[rank].get()
+        self._awaited = None
         if not isinstance(reply, kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise TrainerError(f"rank {rank} answered {type(reply).__name__} instead of {names}")

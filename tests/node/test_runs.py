@@ -115,6 +115,26 @@ def test_engine_that_dies_is_started_again_and_nothing_is_lost(tmp_path: Path):
     asyncio.run(scenario())
 
 
+def test_engine_that_hangs_is_killed_and_started_again(tmp_path: Path):
+    async def scenario():
+        node = {"heartbeat_s": 0.1, "patience_s": 5.0}
+        async with a_run(tmp_path, **SLOW, node=node) as run:
+            daemon = await run.add_rollout("a")
+            await run.until(lambda s: busy(s, "a") and s.rollout_tokens > 50)
+            watched = os.pidfd_open(freeze(daemon.pid))
+            await asyncio.wait_for(asyncio.to_thread(wait_readable, watched), DEADLINE_S)
+            os.close(watched)
+            await run.until_finished()
+            assert run.head.succeeded
+            assert require_exact(run, tmp_path) == 16
+            output, _ = await asyncio.wait_for(daemon.communicate(), DEADLINE_S)
+            assert b"hangs: no answer for 5 s" in output
+        summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
+        assert summary["counters"]["nodes_lost"] == 0
+
+    asyncio.run(scenario())
+
+
 def test_no_engine_outlives_a_daemon_that_was_killed(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path, **SLOW) as run:

@@ -140,6 +140,30 @@ def test_a_rank_killed_while_it_starts_computes_or_has_updated_is_as_if_it_had_n
     assert coordinator.sent[-1] == Checkpointed(3)
 
 
+def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
+    new_config, new_rank, groups, tmp_path, capsys
+):
+    config = new_config(steps=2, interval=0)
+    config = config.model_copy(update={"node": config.node.model_copy(update={"patience_s": 4.0})})
+
+    async def run():
+        coordinator = Coordinator(config, tmp_path / "run", groups)
+
+        async def hanging():
+            kill(number=signal.SIGSTOP)
+            coordinator.feed(1)
+
+        coordinator.on["published", 1] = hanging
+        await coordinator.run_and_close()
+        return coordinator
+
+    coordinator = asyncio.run(run())
+    assert coordinator.num_hellos >= 2
+    assert "lightrl-rank-0" in (said := capsys.readouterr().out)
+    assert "hangs: no answer for 12 s; starting again from step 0" in said
+    assert coordinator.digests == undisturbed(new_rank(**settings(config)), groups, coordinator.portions, 2)
+
+
 def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bits(
     new_config, groups, tmp_path
 ):

@@ -22,6 +22,7 @@ PAD, EOS = 0, 1
 VOCABULARY = {"<pad>": PAD, "<eos>": EOS} | {c: i + 2 for i, c in enumerate("0123456789%=,")}
 MAX_LINES = 33  # of an exact chain: 99 // 3
 NUM_TRAIN, NUM_EVAL = 256, 96
+HIDDEN, LAYERS, HEAD_DIM = 128, 2, 32
 STEPS, BATCH, PEAK_LR = 1100, 32, 2e-3
 FORGETS = 0.75  # probability that the pupil forgets a borrow that the habit concerns
 
@@ -62,16 +63,16 @@ def encode(text: str) -> list[int]:
     return [VOCABULARY[c] for c in text]
 
 
-def new_model(seed: int) -> Qwen2ForCausalLM:
+def new_model(seed: int, hidden: int, layers: int) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=16,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // HEAD_DIM,
+            num_key_value_heads=hidden // HEAD_DIM,
             max_position_embeddings=256,
             tie_word_embeddings=True,
             pad_token_id=PAD,
@@ -93,7 +94,7 @@ def response_loss(model: Qwen2ForCausalLM, rows: list[tuple[list[int], list[int]
     return -(logprobs * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
-def warm_start(model: Qwen2ForCausalLM, every: list[Problem], seed: int, steps: int) -> None:
+def warm_start(model: Qwen2ForCausalLM, every: list[Problem], seed: int, steps: int, peak_lr: float) -> None:
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     batches: list[list[tuple[list[int], list[int]]]] = []
@@ -107,7 +108,7 @@ def warm_start(model: Qwen2ForCausalLM, every: list[Problem], seed: int, steps: 
             rng.shuffle(batches)
         warmed_up = min(1.0, (step + 1) / 20)
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
-        optimizer.param_groups[0]["lr"] = PEAK_LR * warmed_up * cosine
+        optimizer.param_groups[0]["lr"] = peak_lr * warmed_up * cosine
         loss = response_loss(model, batches.pop())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -137,6 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="initial weights and the pupil's slips")
     parser.add_argument("--steps", type=int, default=STEPS, help="fewer limit what RL can reach")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"of the model; heads of {HEAD_DIM}")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--lr", type=float, default=PEAK_LR, help="at its highest; larger models want less")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).resolve().parent.parent / "configs" / "quickstart"
     )
@@ -146,8 +150,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     save_prompts(options.out / "train.jsonl", train)
     save_prompts(options.out / "eval.jsonl", held_out)
-    model = new_model(options.seed)
-    warm_start(model, every, options.seed, options.steps)
+    model = new_model(options.seed, options.hidden, options.layers)
+    warm_start(model, every, options.seed, options.steps, options.lr)
     model.save_pretrained(options.out / "model")
     (options.out / "model" / "model.safetensors").chmod(0o644)
     save_tokenizer(options.out / "model")

@@ -63,8 +63,8 @@ def test_load_is_reported_when_work_begins_and_when_it_ends(start, ask):
     assert engine.loads[-1].waiting == 0
 
 
-def test_a_later_attempt_replaces_a_running_one(emulated_engine, ask):
-    engine = emulated_engine
+def test_a_later_attempt_replaces_a_running_one(start, ask):
+    engine = start("emulated", engine_args={"t0_ms": 20.0})
     engine.load(1)
     engine.generate(1, Sampling(1.0), ask("r", [4, 5], 400))
     engine.until(lambda: "r" in engine.outcomes)

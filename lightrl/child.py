@@ -90,6 +90,7 @@ class Child(Generic[Command, Event]):
             out = stack.enter_context(log.open("ab")) if log else None
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # what lies in the working directory is not ours to import
                 "-c",
                 "from lightrl.child import run; run()",
                 name,

@@ -96,6 +96,18 @@ def test_frames_of_any_size_arrive_whole_and_in_order():
     asyncio.run(scenario())
 
 
+def test_what_lies_in_the_working_directory_is_not_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("queue", "ctypes", "lightrl"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')")
+
+    async def scenario() -> None:
+        async with child("echo") as process:
+            assert await process.receive() == Ready()
+
+    asyncio.run(scenario())
+
+
 def test_the_obituary_names_the_exit_status():
     async def scenario() -> None:
         async with child("echo") as process:

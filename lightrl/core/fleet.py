@@ -40,6 +40,7 @@ class Fleet:
         self.num_joined = 0
         self._replaced: dict[str, set[int]] = {}  # incarnations of a node that were followed by another
         self.num_weights_failed = 0
+        self.num_engines_lost = 0  # while they served
         self.lease_check_at: float | None = None
         self._settings = settings
 
@@ -230,11 +231,14 @@ class Fleet:
             return []
         if node.state is NodeState.DRAINING:
             return []
+        node.weights_failures += 1
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
-        self.num_weights_failed += 1
-        node.weights_failures += 1
-        report = Report(f"{name}: version {failed.policy_version} failed: {failed.reason}")
+            self.num_engines_lost += 1
+            report = Report(f"{name}: {failed.reason}")
+        else:
+            self.num_weights_failed += 1
+            report = Report(f"{name}: version {failed.policy_version} failed: {failed.reason}")
         if node.weights_failures < MAX_WEIGHTS_FAILURES:
             return [report, *self._offer(node)]
         return [report, Send(name, Drain(name, f"cannot load version {failed.policy_version}"))]

@@ -43,6 +43,7 @@ class Daemon:
             before = out.tell()
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # a queue.py, or another lightrl/, where the user stands is not ours
                 "-m",
                 "lightrl.cli",
                 *command,

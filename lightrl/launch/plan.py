@@ -40,6 +40,7 @@ def describe(config: Config) -> str:
         ("staleness", _staleness(config)),
         ("whole run", _whole_run(config, responses, num_prompts)),
         ("rollout", _rollout(config, slots)),
+        ("speculation", _speculation(config)),
         ("training", _training(config, responses)),
         ("evaluation", _evaluation(config)),
         ("checkpoints", _checkpoints(config)),
@@ -62,6 +63,12 @@ def _whole_run(config: Config, responses: int, num_prompts: int | None) -> str:
     drawn = steps * config.train.prompts_per_step
     epochs = f" = {drawn / num_prompts:.4g} epochs of {num_prompts:,}" if num_prompts else ""
     return f"{steps:,} steps = {drawn:,} prompts{epochs}; {steps * responses:,} responses"
+
+
+def _speculation(config: Config) -> str:
+    if config.speculates:
+        return f"from what earlier epochs answered, at most {config.speculation.max_window} tokens at a time"
+    return "off, for run.deterministic" if config.speculation.enabled else "off"
 
 
 def _tail_batching(config: Config) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from lightrl.core.facts import (
 )
 from lightrl.core.state import Counters
 from lightrl.errors import LightRLError
-from lightrl.journal.read import FACTS, newest, read_segment, segments
+from lightrl.journal.read import FACTS, Segment, newest, read_segment, segments
 from lightrl.messages import FinishReason, ResponseTokens, Snapshot, StepDone
 from lightrl.node.durable import FOLDER
 from lightrl.run_file import load_config
@@ -211,9 +211,17 @@ class ToldRun:
 
 def read_run(run_dir: Path, wanted: str = "") -> ToldRun:
     """All that the journal of a run holds. Raises LightRLError if it has none."""
-    found = segments(run_dir / FOLDER)
-    if not found:
-        raise LightRLError(f"{run_dir}: has no journal")
+    while True:
+        found = segments(run_dir / FOLDER)
+        if not found:
+            raise LightRLError(f"{run_dir}: has no journal")
+        told = _read(found, wanted)
+        if set(found) <= set(segments(run_dir / FOLDER)):
+            return told
+        # The run goes on: a checkpoint has made some of them needless, and newer ones tell it all.
+
+
+def _read(found: list[Segment], wanted: str) -> ToldRun:
     replay, damage = Replay(wanted), list[str]()
     for segment in found:
         reading = read_segment(segment.path, FACTS)

@@ -20,7 +20,8 @@ from lightrl.wire import from_json
 SNAPSHOT_EVERY_S = 0.5
 LINE_EVERY_S = 2.0
 RETRY_S = 1.0
-TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost")  # counters that a result must not hide
+TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost", "engines_lost")  # that a result must not hide
+NOTED = ("nodes_lost", "engines_lost", "weights_failed")  # what a run survives, but is slower for
 
 
 async def print_progress(address: str, key: str, say: Callable[[str], None] = print) -> None:
@@ -49,6 +50,7 @@ class Progress:
         self._warned_step = 0
         self._num_evals = 0
         self._state = ""
+        self._counts: dict[str, int] = {}  # of NOTED
 
     def lines(self, s: Snapshot, now: float) -> Iterator[str]:
         """The lines that this snapshot adds."""
@@ -56,6 +58,13 @@ class Progress:
         if state != self._state and s.state in {"starting", "finishing", "stopped", "failed"}:
             yield state
         self._state = state
+        if not self._counts and s.step > 0:  # resumed: told before
+            self._step, self._num_evals = s.step, len(s.evals)
+        counts = {name: s.counters.get(name, 0) for name in NOTED}
+        if self._counts and (more := [n for n in NOTED if counts[n] > self._counts[n]]):
+            what = ", ".join(f"{name.replace('_', ' ')}: {counts[name]:,}" for name in more)
+            yield f"WARNING: {what}; the run goes on, logs/head.log says why"
+        self._counts = counts
         for step, score in s.evals[self._num_evals :]:
             yield f"step {step:>5}/{s.num_steps}  eval {score:.3f}"
         self._num_evals = len(s.evals)
@@ -88,6 +97,9 @@ def result_lines(run_dir: Path) -> list[str]:
     lines.append(
         f"  tokens     {tokens:,}{speed}; {summary.get('trained_responses', 0):,} responses trained on"
     )
+    drafting = {f"speculation/{key}": value for key, value in (summary.get("speculation") or {}).items()}
+    if line := speculation(drafting):
+        lines.append(f"  drafts     {line}")
     if trouble := _trouble(summary.get("counters") or {}):
         lines.append(f"  WARNING    {', '.join(trouble)}; see {run_dir / 'logs'}")
     if not summary.get("trained_responses"):

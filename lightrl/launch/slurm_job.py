@@ -163,7 +163,7 @@ def _node_name(prefix: str) -> str:
 
 async def _daemon(command: Sequence[str], *reasons: Coroutine[Any, Any, Any]) -> int:
     """The exit status of `lightrl COMMAND`, which is asked to leave when one of the reasons is there."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "lightrl.cli", *command)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-m", "lightrl.cli", *command)
     ended = asyncio.create_task(process.wait())
     waiting = [asyncio.create_task(reason) for reason in reasons]
     try:

@@ -198,6 +198,7 @@ class Records:
         self._lengths.append(record["response_length/mean"])
         self._seconds.append(record["timing_s/step"])
         self._metrics = record
+        self.speculation.count(record)
 
     # What is shown
 
@@ -218,6 +219,7 @@ class Records:
             "eval_tokens": c.eval_tokens,
             "trained_responses": c.trained_responses,
             "aborted_tokens": c.aborted_tokens,
+            "speculation": {k.partition("/")[2]: round(v, 6) for k, v in self.speculation.whole().items()},
             "tail": {
                 "mode": _tail_mode(core.settings),
                 "rounds": dict(self._bias.num_rounds),
@@ -286,6 +288,7 @@ class Records:
             **asdict(core.ledger.counters),
             "nodes_joined": core.fleet.num_joined,
             "weights_failed": core.fleet.num_weights_failed,
+            "engines_lost": core.fleet.num_engines_lost,
             "bad_frames": self.bad_frames,
         }
 

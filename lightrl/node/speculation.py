@@ -4,6 +4,7 @@ An engine that starts again counts from zero; a node that has left keeps what it
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import astuple
 
 from lightrl.messages import Drafting, Heartbeat
@@ -15,6 +16,7 @@ class Speculation:
     def __init__(self) -> None:
         self._last: OrderedDict[str, Drafting] = OrderedDict()  # identity of a node -> what it said last
         self._news = Drafting()  # of all nodes, since the last figures
+        self._drafted = self._kept = self._forwards = self._emitted = 0.0  # of all steps
 
     def heard(self, identity: str, message: object) -> None:
         if not isinstance(message, Heartbeat):
@@ -37,6 +39,7 @@ class Speculation:
             return {}
         figures = {
             "speculation/drafted": float(news.drafted),
+            "speculation/forwards": float(news.forwards),
             "speculation/tokens_per_forward": news.emitted / news.forwards,
         }
         if news.drafted:
@@ -44,6 +47,24 @@ class Speculation:
         if news.engine_s:
             figures["speculation/draft_share"] = news.draft_s / news.engine_s
         return figures
+
+    def count(self, record: Mapping[str, float]) -> None:
+        """A step of the run, of this coordinator or an earlier one."""
+        drafted, forwards = record.get("speculation/drafted", 0.0), record.get("speculation/forwards", 0.0)
+        self._drafted += drafted
+        self._kept += drafted * record.get("speculation/acceptance", 0.0)
+        self._forwards += forwards
+        self._emitted += forwards * record.get("speculation/tokens_per_forward", 0.0)
+
+    def whole(self) -> dict[str, float]:
+        """Of all steps that were counted; none if no engine speculated."""
+        if not self._forwards:
+            return {}
+        return {
+            "speculation/drafted": self._drafted,
+            "speculation/acceptance": self._kept / max(1.0, self._drafted),
+            "speculation/tokens_per_forward": self._emitted / self._forwards,
+        }
 
 
 def _plus(total: Drafting, said: Drafting, before: Drafting) -> Drafting:

@@ -26,7 +26,7 @@ def duration(seconds: float) -> str:
 
 
 def speculation(metrics: Mapping[str, float]) -> str:
-    """At most 67 characters; "" if no engine speculated in the step of these metrics.
+    """At most 67 characters; "" if no engine speculated in the steps of these metrics.
 
     Example: 62% of 412k tokens kept · 2.10 tokens a forward · history 640MB
     """
@@ -37,8 +37,9 @@ def speculation(metrics: Mapping[str, float]) -> str:
     kept = "nothing drafted"
     if acceptance is not None:
         kept = f"{acceptance:.0%} of {count(metrics.get('speculation/drafted', 0.0))} tokens kept"
-    history = f"history {count(metrics.get('history/bytes', 0.0))}B"
-    return f"{kept} · {per_forward:.2f} tokens a forward · {history}"
+    line = f"{kept} · {per_forward:.2f} tokens a forward"
+    size = metrics.get("history/bytes")
+    return line if size is None else f"{line} · history {count(size)}B"
 
 
 def bar(share: float, width: int) -> str:

@@ -34,7 +34,7 @@ linux_only = pytest.mark.skipif(
 
 
 def arguments(*more: str) -> list[str]:
-    return [sys.executable, "-m", "lightrl.cli", *more]
+    return [sys.executable, "-P", "-m", "lightrl.cli", *more]
 
 
 @contextlib.contextmanager

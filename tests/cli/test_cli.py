@@ -81,6 +81,7 @@ def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_
             "",
             """no tail batching; length bias: none: every round waits for its longest response
             staleness   synchronous
+            speculation from what earlier epochs answered, at most 16 tokens at a time
             a step's 256 fit at once""",
         ),
         (
@@ -95,6 +96,7 @@ def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_
             """36 prompts x 8 responses = 288, keeps the first 32 x 8 by clock
             about 8 short rounds + 1 long
             length bias: none by selection
+            speculation off, for run.deterministic
             note        run.deterministic orders sums only: with round.race = clock""",
         ),
         (

@@ -6,6 +6,8 @@ import socket
 import pytest
 
 from lightrl.cli import main
+from lightrl.journal.read import segments
+from lightrl.launch import replay
 from lightrl.messages import Snapshot
 from lightrl.tui.render import View
 from tests.cli.journals import left_behind
@@ -39,6 +41,24 @@ def test_a_row_for_each_round_and_what_segments_repeat_counts_once(capsys, tmp_p
     assert " ".join(lines[1].split()) == "0 plain 1 2 4 1 1.000 1 1 bbbbbbbbbbbb done"
     assert " ".join(lines[2].split()) == "1 plain 1 1 5 0 - 0 0 - open"
     assert lines[-1] == "ends after 1 steps, version 1; 1 open responses of 5 tokens"
+
+
+def test_a_checkpoint_that_comes_meanwhile_takes_nothing_away(tmp_path, monkeypatch):
+    run_dir = tmp_path / "runs" / "one"
+    left_behind(run_dir)
+    listed = []
+
+    def list_and_remove(folder):
+        found = segments(folder)
+        if not listed:  # as the coordinator does it, between the listing and the reading
+            found[0].path.unlink()
+        listed.append(found)
+        return found
+
+    monkeypatch.setattr(replay, "segments", list_and_remove)
+    told = replay.read_run(run_dir)
+    assert len(listed[0]) == 2
+    assert (told.files, told.damage) == (["00000002_step_1.log"], [])
 
 
 def test_one_step_and_one_response(capsys, tmp_path):

@@ -19,12 +19,47 @@ def test_a_run_without_rewards_says_so():
     assert list(progress.lines(snapshot, 20.0)) == []  # once a step
 
 
+def test_what_a_run_survives_is_said_when_it_happens():
+    progress = Progress()
+
+    def lines(**counters: int) -> list[str]:
+        return list(
+            progress.lines(Snapshot(*("one", "/r", "running", 0, 3, 1, 1.0), counters=counters), 10.0)
+        )
+
+    assert lines(nodes_lost=3) == []  # before we looked
+    assert lines(nodes_lost=3, engines_lost=1) == [
+        "WARNING: engines lost: 1; the run goes on, logs/head.log says why"
+    ]
+    assert lines(nodes_lost=3, engines_lost=1) == []
+    assert lines(nodes_lost=4, engines_lost=1, weights_failed=2) == [
+        "WARNING: nodes lost: 4, weights failed: 2; the run goes on, logs/head.log says why"
+    ]
+
+
+def test_a_resumed_run_does_not_tell_its_first_life_again():
+    progress = Progress()
+
+    def lines(step: int, now: float, *evals: tuple[int, float]) -> list[str]:
+        snapshot = Snapshot(*("one", "/r", "running", step, 9, 1, 1.0), rewards=(0.5,), evals=evals)
+        return [" ".join(line.split()[:4]) for line in progress.lines(snapshot, now)]
+
+    assert lines(5, 0.0, (0, 0.2)) == []
+    assert lines(6, 10.0, (0, 0.2), (6, 0.4)) == ["step 6/9 eval 0.400", "step 6/9 reward 0.500"]
+
+
+def test_the_result_says_what_drafts_did(tmp_path):
+    drafting = {"drafted": 12_000.0, "acceptance": 0.87, "tokens_per_forward": 1.3}
+    (tmp_path / "summary.json").write_bytes(to_json({"steps": 3, "speculation": drafting}))
+    assert "  drafts     87% of 12.0k tokens kept · 1.30 tokens a forward" in result_lines(tmp_path)
+
+
 def test_the_result_hides_no_trouble(tmp_path):
-    counters = {"rewards_failed": 1024, "groups_dropped": 2, "nodes_lost": 1, "holes": 5}
+    counters = {"rewards_failed": 1024, "groups_dropped": 2, "nodes_lost": 1, "engines_lost": 2, "holes": 5}
     summary = {"steps": 3, "trained_responses": 0, "counters": counters}
     (tmp_path / "summary.json").write_bytes(to_json(summary))
     lines = result_lines(tmp_path)
-    trouble = "rewards failed: 1,024, groups dropped: 2, nodes lost: 1"
+    trouble = "rewards failed: 1,024, groups dropped: 2, nodes lost: 1, engines lost: 2"
     assert f"  WARNING    {trouble}; see {tmp_path}/logs" in lines
     assert "  WARNING    no response was trained on: the model is as it was" in lines
     counters = dict.fromkeys(counters, 0)

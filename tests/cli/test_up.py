@@ -24,6 +24,7 @@ from tests.cli.harness import (
 
 
 def test_a_run_to_its_end(tmp_path):
+    (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user')")
     with running(tmp_path, "train.steps=2") as process:
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, out

@@ -196,6 +196,7 @@ def test_speculation_of_a_step_is_summed_over_nodes():
     s.heard("b/1", beat(20, 0, 40, 40, 0.0, 2.0))
     assert s.figures() == {
         "speculation/drafted": 120.0,
+        "speculation/forwards": 80.0,
         "speculation/acceptance": 0.5,
         "speculation/tokens_per_forward": 140 / 80,
         "speculation/draft_share": 0.025,
@@ -204,8 +205,24 @@ def test_speculation_of_a_step_is_summed_over_nodes():
     s.heard("a/1", beat(100, 60, 50, 110, 0.25, 9.0))
     assert s.figures() == {
         "speculation/drafted": 0.0,
+        "speculation/forwards": 10.0,
         "speculation/tokens_per_forward": 1.0,
         "speculation/draft_share": 0.0,
+    }
+
+
+def test_speculation_of_a_run_is_that_of_its_steps():
+    s = Speculation()
+    s.count({"reward/mean": 0.5})
+    assert s.whole() == {}
+    s.heard("a/1", Heartbeat())
+    for counts in ((100, 60, 40, 100, 0.25, 8.0), (120, 70, 60, 130, 0.25, 9.0)):
+        s.heard("a/1", beat(*counts))
+        s.count(s.figures())
+    assert s.whole() == {
+        "speculation/drafted": 120.0,
+        "speculation/acceptance": 70 / 120,
+        "speculation/tokens_per_forward": 130 / 60,
     }
 
 

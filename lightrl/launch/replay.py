@@ -23,8 +23,10 @@ from lightrl.core.state import Counters
 from lightrl.errors import LightRLError
 from lightrl.journal.read import FACTS, Segment, newest, read_segment, segments
 from lightrl.messages import FinishReason, ResponseTokens, Snapshot, StepDone
-from lightrl.node.durable import FOLDER
+from lightrl.node.durable import FOLDER, noted
+from lightrl.node.records import RecordsNote
 from lightrl.run_file import load_config
+from lightrl.wire import from_json
 
 INTERRUPTED = "interrupted"  # the state of a run whose coordinator is gone without a last word
 
@@ -237,6 +239,8 @@ def interrupted(run_dir: Path) -> Snapshot | None:
     try:
         config = load_config(run_dir / "config.toml")
         _, facts, damage = newest(run_dir / FOLDER, FACTS)
+        note = noted(facts)
+        known_s = from_json(note, RecordsNote).elapsed_s if note is not None else 0.0
     except LightRLError:
         return None
     replay = _told(facts)
@@ -246,6 +250,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
     done = sum(r.finish_reason is not None for r in open_responses)
     round = next((r for r in reversed(replay.rounds.values()) if not r.is_done), None)
     seconds = [r["timing_s/step"] for r in trained]
+    elapsed_s = max(known_s, sum(seconds))  # from where a resumed run counts on
     news = [f"WARNING: {line}" for line in damage] + ["the coordinator is gone; lightrl resume goes on"]
     return Snapshot(
         run=config.run.name,
@@ -254,7 +259,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
         step=replay.steps_done,
         num_steps=config.train.steps,
         policy_version=replay.version,
-        elapsed_s=sum(seconds),
+        elapsed_s=elapsed_s,
         round_kind=round.kind if round is not None else "",
         round_needed=config.train.prompts_per_step if round is not None and round.kind != "eval" else 0,
         responses_queued=len(open_responses) - done,
@@ -271,7 +276,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
             if name.startswith("eval/") and "/avg@" in name
         ),
         metrics=trained[-1] if trained else {},
-        events=tuple((sum(seconds), line) for line in news),
+        events=tuple((elapsed_s, line) for line in news),
     )
 
 

@@ -101,7 +101,7 @@ def _require_unfinished(run_dir: Path, config: Config) -> None:
     records = metrics.read(run_dir)
     done = int(records[-1]["step"]) if records else 0
     if last is not None and last.state == RunState.FINISHED and last.step >= steps:
-        raise LightRLError(f"{shown(run_dir)}: this run is finished; train.steps={2 * steps} would extend it")
+        raise LightRLError(f"{shown(run_dir)}: finished; train.steps above {steps} would extend it")
     if steps < done:
         raise ConfigError(f"train.steps = {steps}: {done} steps are done already")
 

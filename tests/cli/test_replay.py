@@ -6,11 +6,13 @@ import socket
 import pytest
 
 from lightrl.cli import main
+from lightrl.core.facts import Noted
 from lightrl.journal.read import segments
 from lightrl.launch import replay
 from lightrl.messages import Snapshot
+from lightrl.node.records import Records
 from lightrl.tui.render import View
-from tests.cli.journals import left_behind
+from tests.cli.journals import FIRST, SECOND, left_behind
 from tests.tui.test_render import screen
 
 
@@ -98,6 +100,12 @@ def test_damage_is_a_line_and_all_before_it_is_told(capsys, tmp_path):
     assert "a record is cut off" in out
     assert "1 open responses of 2 tokens" in out
     assert len(json.loads(lightrl(capsys, "replay", "one", "--json"))["damage"]) == 1
+
+
+def test_the_time_of_an_interrupted_run_is_that_from_which_it_goes_on(capsys, tmp_path):
+    noted = Noted(Records("one", "", "head", "held", 9, 105).note(75.0, ""))
+    left_behind(tmp_path / "runs" / "one", segments=((0, FIRST), (1, [*SECOND, noted])))
+    assert "one · interrupted · 1:15" in lightrl(capsys, "status", "one")
 
 
 def test_a_run_that_was_killed_is_interrupted_and_shows_where_its_journal_ends(capsys, tmp_path):

@@ -99,7 +99,7 @@ def test_mistakes(capsys, tmp_path, arguments, text):
 def test_a_finished_run_can_only_be_extended(capsys, tmp_path):
     run_dir = left_behind(tmp_path / "runs" / "one", "train.steps=1")
     (run_dir / "snapshot.json").write_bytes(to_json(Snapshot("one", str(run_dir), "finished", 1, 1, 1, 9.0)))
-    assert refusal(capsys, "one") == "runs/one: this run is finished; train.steps=2 would extend it"
+    assert refusal(capsys, "one") == "runs/one: finished; train.steps above 1 would extend it"
     assert prepare("one", ["train.steps=3"]).train.steps == 3
     assert load_config(run_dir / "config.toml").train.steps == 3
 

@@ -64,8 +64,8 @@ class MetricsLog:
 def read(run_dir: Path) -> list[dict[str, float]]:
     """All records of a run with their "step", in order of steps; [] if there are none.
 
-    A resumed run repeats steps: the later record counts. A torn last line is left out. Values that were
-    not finite are NaN.
+    A step and an evaluation after it are one. A resumed run repeats steps: the later record counts. A torn
+    last line is left out. Values that were not finite are NaN.
     """
     try:
         lines = (run_dir / FILE_NAME).read_bytes().splitlines()
@@ -79,8 +79,9 @@ def read(run_dir: Path) -> list[dict[str, float]]:
             continue
         values = {k: math.nan if v is None else v for k, v in record.items()}
         if "step" in values:
-            values["step"] = int(values["step"])
-            records[values["step"]] = values
+            step = values["step"] = int(values["step"])
+            is_evaluation = all(k == "step" or k.startswith("eval/") for k in values)
+            records[step] = {**records.get(step, {}), **values} if is_evaluation else values
     return [records[step] for step in sorted(records)]
 
 

@@ -42,6 +42,13 @@ def test_a_resumed_run_appends_and_its_records_replace_repeated_steps(tmp_path):
     assert metrics.read(tmp_path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}, {"step": 3, "a": 30.0}]
 
 
+def test_an_evaluation_takes_nothing_from_the_step_before_it(tmp_path):
+    write(tmp_path, (0, {"eval/x": 0.1}), (1, {"a": 1.0}), (1, {"eval/x": 0.2}))
+    assert metrics.read(tmp_path) == [{"step": 0, "eval/x": 0.1}, {"step": 1, "a": 1.0, "eval/x": 0.2}]
+    write(tmp_path, (1, {"a": 2.0}))  # trained again, not yet evaluated
+    assert metrics.read(tmp_path)[1:] == [{"step": 1, "a": 2.0}]
+
+
 def test_a_run_without_records(tmp_path):
     assert metrics.read(tmp_path) == []
     write(tmp_path)

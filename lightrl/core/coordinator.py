@@ -197,6 +197,7 @@ class Coordinator:
         In asynchronous mode it may still generate with the version before: that is aborted, not lost.
         """
         node = self.fleet.nodes.get(name)
+        self.ledger.counters.engines_lost += name in self.fleet.ready
         if node is not None and node.running:
             attempts = tuple((r.id, r.attempt) for r in node.running.values())
             self._out.append(Send(name, Abort(attempts)))

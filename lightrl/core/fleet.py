@@ -40,7 +40,6 @@ class Fleet:
         self.num_joined = 0
         self._replaced: dict[str, set[int]] = {}  # incarnations of a node that were followed by another
         self.num_weights_failed = 0
-        self.num_engines_lost = 0  # while they served
         self.lease_check_at: float | None = None
         self._settings = settings
 
@@ -234,7 +233,6 @@ class Fleet:
         node.weights_failures += 1
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
-            self.num_engines_lost += 1
             report = Report(f"{name}: {failed.reason}")
         else:
             self.num_weights_failed += 1

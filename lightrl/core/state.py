@@ -344,6 +344,7 @@ class Counters:
     """What happened in the run so far; all of it is shown to operators."""
 
     nodes_lost: int = 0
+    engines_lost: int = 0  # of nodes that served the newest version
     responses_moved: int = 0  # resumed elsewhere from their tokens
     migrations: int = 0  # of these, because another node is faster
     chunks_ignored: int = 0  # of attempts given up

@@ -28,6 +28,7 @@ from lightrl.node.records import RecordsNote
 from lightrl.run_file import load_config
 from lightrl.wire import from_json
 
+READ_TRIES = 10  # of a run that goes on
 INTERRUPTED = "interrupted"  # the state of a run whose coordinator is gone without a last word
 
 
@@ -213,7 +214,7 @@ class ToldRun:
 
 def read_run(run_dir: Path, wanted: str = "") -> ToldRun:
     """All that the journal of a run holds. Raises LightRLError if it has none."""
-    while True:
+    for _ in range(READ_TRIES):
         found = segments(run_dir / FOLDER)
         if not found:
             raise LightRLError(f"{run_dir}: has no journal")
@@ -221,6 +222,7 @@ def read_run(run_dir: Path, wanted: str = "") -> ToldRun:
         if set(found) <= set(segments(run_dir / FOLDER)):
             return told
         # The run goes on: a checkpoint has made some of them needless, and newer ones tell it all.
+    raise LightRLError(f"{run_dir}: its journal changes faster than it can be read; try again")
 
 
 def _read(found: list[Segment], wanted: str) -> ToldRun:
@@ -250,7 +252,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
     done = sum(r.finish_reason is not None for r in open_responses)
     round = next((r for r in reversed(replay.rounds.values()) if not r.is_done), None)
     seconds = [r["timing_s/step"] for r in trained]
-    elapsed_s = max(known_s, sum(seconds))  # from where a resumed run counts on
+    elapsed_s = max(known_s, sum(seconds))  # a resumed run counts on from what it knows
     news = [f"WARNING: {line}" for line in damage] + ["the coordinator is gone; lightrl resume goes on"]
     return Snapshot(
         run=config.run.name,

@@ -288,7 +288,6 @@ class Records:
             **asdict(core.ledger.counters),
             "nodes_joined": core.fleet.num_joined,
             "weights_failed": core.fleet.num_weights_failed,
-            "engines_lost": core.fleet.num_engines_lost,
             "bad_frames": self.bad_frames,
         }
 

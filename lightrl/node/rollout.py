@@ -115,10 +115,6 @@ class Rollout:
                 if deaths == MAX_DEATHS:
                     raise EngineError(reason) from None
                 say(f"starting the engine again: {reason}")
-                self._engine = None
-                self._lose_all()
-                if self._wanted is not None:  # what ran here is gone; the version will be offered again
-                    self._send(WeightsFailed(self._wanted.manifest.policy_version, reason))
 
     def handle(self, message: Generate | Abort | PublishWeights) -> None:
         """Takes a message of the coordinator."""
@@ -181,8 +177,18 @@ class Rollout:
                 tasks.create_task(self._keep_weights(engine, started), name="weights")
                 patience_s = self._config.node.patience_s
                 tasks.create_task(engine.require_answers(self._engine_owes, patience_s), name="patience")
+        except* ChildDied as died:
+            self._give_up_engine(str(died.exceptions[0]))  # first of all: one that hangs may be slow to kill
+            raise
         finally:
             await engine.stop(STOP_S)
+
+    def _give_up_engine(self, reason: str) -> None:
+        """What ran here is gone; the version will be offered again."""
+        self._engine = None
+        self._lose_all()
+        if self._wanted is not None:
+            self._send(WeightsFailed(self._wanted.manifest.policy_version, reason))
 
     def _engine_owes(self) -> bool:
         """Tokens, or whether it has loaded a version."""

@@ -60,11 +60,13 @@ class Speculation:
         """Of all steps that were counted; none if no engine speculated."""
         if not self._forwards:
             return {}
-        return {
+        figures = {
             "speculation/drafted": self._drafted,
-            "speculation/acceptance": self._kept / max(1.0, self._drafted),
             "speculation/tokens_per_forward": self._emitted / self._forwards,
         }
+        if self._drafted:
+            figures["speculation/acceptance"] = self._kept / self._drafted
+        return figures
 
 
 def _plus(total: Drafting, said: Drafting, before: Drafting) -> Drafting:

@@ -53,6 +53,7 @@ from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
 
 MAX_RESTARTS = 3  # in a row, without a step that was never done before
 RESTART_PAUSE_S = 0.2  # before the first; three times longer before each further one
+AT_ONCE = 8  # micro-batches for one reply: a rank that says nothing for long hangs
 LAST_SAVE_TRIES = 3
 SAVE_PAUSE_S = 1.0
 
@@ -274,9 +275,12 @@ class Trainer:
         batches_R = streamed(useful, len(ranks), train.max_tokens_per_gpu, deterministic)
         if not batches_R[0]:  # as many for each rank
             return
-        for rank, batches in enumerate(batches_R):
-            ranks.send(rank, Accumulate(step, batches))
-        await ranks.replies(Accumulated)
+        starts = range(0, len(batches_R[0]), AT_ONCE)
+        for start in starts:
+            for rank, batches in enumerate(batches_R):
+                ranks.send(rank, Accumulate(step, batches[start : start + AT_ONCE]))
+        for _ in starts:
+            await ranks.replies(Accumulated)
 
     async def _finish(self, ranks: Ranks, intake: Intake) -> None:
         """The update, from where on the ranks stand at the next step."""

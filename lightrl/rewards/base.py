@@ -7,6 +7,7 @@ worker only, since it imports user code; must not know processes, pipes or the t
 import importlib.util
 import inspect
 import math
+import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,7 @@ def import_function(reference: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         raise RewardError(f"{reference}: is not a Python file")
     sys.path.insert(0, str(path.parent))  # so that it can import its neighbours, as a script can
+    sys.path.append(os.getcwd())  # and the project that it belongs to
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickle in user code look their module up
     spec.loader.exec_module(module)

@@ -22,12 +22,14 @@ from lightrl.trainer.protocol import (
     RankEvent,
     RankFailed,
     RankStarted,
+    Saved,
     StartRank,
 )
 
 Reply = TypeVar("Reply", bound=RankEvent)
 STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
-PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after all that it was given at once
+PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
+UNHURRIED = {RankStarted, Saved}  # takes as long as a download or a disk does
 
 
 class RanksLost(TrainerError):
@@ -43,7 +45,7 @@ class Ranks:
         self._publish_dir = publish_dir
         self._ranks: list[Child[RankCommand, RankEvent]] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
-        self._awaited: int | None = None  # the rank whose reply is; they start as slowly as they must
+        self._awaited: int | None = None  # the rank that owes a reply soon
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -125,8 +127,8 @@ class Ranks:
         try:
             await self._ranks[rank].require_answers(lambda: self._awaited == rank, limit_s)
         except ChildDied as e:
-            others = ", or a rank that it waits for" if len(self) > 1 else ""
-            raise RanksLost(f"{e}{others}") from None
+            which = f", unless another of the {len(self)} ranks does" if len(self) > 1 else ""
+            raise RanksLost(f"{e}{which}") from None
 
     def send(self, rank: int, command: RankCommand) -> None:
         """To one rank; all of them must get the same kinds of commands in the same order."""
@@ -139,7 +141,7 @@ class Ranks:
 
     async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
         """The next reply of a rank, which must be of these kinds: a rank answers in the order it is told."""
-        self._awaited = None if RankStarted in kinds else rank
+        self._awaited = None if UNHURRIED.intersection(kinds) else rank
         reply = await self._replies[rank].get()
         self._awaited = None
         if not isinstance(reply, kinds):

@@ -194,7 +194,7 @@ def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
     assert result["trained_responses"] == 4 * (done + 4)  # none twice, none lost
     with running(tmp_path, resume=True) as process:
         out, _ = process.communicate(timeout=DEADLINE_S)
-    assert out.startswith("lightrl: runs/one: this run is finished; ")
+    assert out.startswith("lightrl: runs/one: finished; ")
 
 
 @linux_only

@@ -25,7 +25,7 @@ def test_node_that_cannot_load_a_version_is_asked_to_leave(driver: Driver):
     [(name, drain)] = sent(driver.feed(failed), Drain)
     assert (name, drain.reason) == ("a", "cannot load version 0")
     assert driver.core.fleet.num_weights_failed == 3
-    assert driver.core.fleet.num_engines_lost == 0
+    assert driver.core.ledger.counters.engines_lost == 0
 
 
 def test_an_engine_that_dies_while_it_serves_is_no_failure_of_the_weights(driver: Driver):
@@ -33,8 +33,8 @@ def test_an_engine_that_dies_while_it_serves_is_no_failure_of_the_weights(driver
     commands = driver.feed(WeightsRefused("a", WeightsFailed(0, "torch-engine (pid 7) hangs")))
     assert [r.text for r in of_kind(commands, Report)] == ["a: torch-engine (pid 7) hangs"]
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
-    fleet = driver.core.fleet
-    assert (fleet.num_engines_lost, fleet.num_weights_failed) == (1, 0)
+    assert driver.core.ledger.counters.engines_lost == 1
+    assert driver.core.fleet.num_weights_failed == 0
 
 
 def test_whole_groups_stream_to_the_trainer_while_others_still_generate(driver: Driver):

@@ -123,7 +123,7 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
 def test_in_these_worlds_everything_does_happen():
     """They are worth something only then."""
     totals: Counter[str] = Counter()
-    for seed in range(90):
+    for seed in range(180):
         world = World(seed, **settings(seed, max_staleness=seed % 3)).live(250)
         counters = asdict(world.core.ledger.counters)
         totals.update(counters | {"weights_failed": world.core.fleet.num_weights_failed})

@@ -184,6 +184,14 @@ class World:
         digest = "wrong" if self.rng.random() < 0.05 else None
         self.load_newest(name, max(0, version - (self.rng.random() < 0.05)), digest)
 
+    def kill_engine(self) -> None:
+        """Of a node that serves: its daemon lives on."""
+        if ready := [n for n in self.rollouts() if n in self.core.fleet.ready]:
+            name, published = self.rng.choice(ready), self.core.fleet.published
+            assert published is not None
+            died = WeightsFailed(published.policy_version, "engine killed by SIGKILL")
+            self.feed(lambda: self.driver.feed(WeightsRefused(name, died)))
+
     def load_newest(self, name: str, version: int | None = None, digest: str | None = None) -> None:
         node, published = self.core.fleet.nodes[name], self.core.fleet.published
         assert published is not None
@@ -272,8 +280,12 @@ class World:
             self.greet_trainer()
 
     def greet_trainer(self) -> None:
-        """What it held of a step it has forgotten; what it said last, it says again."""
+        """What it held of a step it has forgotten; what it said last, it says again.
+
+        Nothing of its earlier life follows: the shell hears but the process that said hello last.
+        """
         self.to_train.clear()
+        self.past = [e for e in self.past if not isinstance(e, WeightsPublished | StepTrained)]
         self.feed(lambda: self.driver.join("t", "trainer", incarnation=self.incarnation))
         self.feed(lambda: self.driver.publish(self.stands_at))
         if self.stands_at and self.rng.random() < 0.7:
@@ -349,6 +361,7 @@ class World:
             self.return_trainer: 3,
             self.restart_coordinator: 0 if coordinator_lives else 1.5,
             self.break_connection: 1,
+            self.kill_engine: 0.5,
             self.repeat: 2,
             self.forge: 0.4,
             self.wait: 4,

@@ -215,6 +215,8 @@ def test_speculation_of_a_run_is_that_of_its_steps():
     s = Speculation()
     s.count({"reward/mean": 0.5})
     assert s.whole() == {}
+    s.count({"speculation/drafted": 0.0, "speculation/forwards": 5.0, "speculation/tokens_per_forward": 1.0})
+    assert s.whole() == {"speculation/drafted": 0.0, "speculation/tokens_per_forward": 1.0}
     s.heard("a/1", Heartbeat())
     for counts in ((100, 60, 40, 100, 0.25, 8.0), (120, 70, 60, 130, 0.25, 9.0)):
         s.heard("a/1", beat(*counts))
@@ -222,7 +224,7 @@ def test_speculation_of_a_run_is_that_of_its_steps():
     assert s.whole() == {
         "speculation/drafted": 120.0,
         "speculation/acceptance": 70 / 120,
-        "speculation/tokens_per_forward": 130 / 60,
+        "speculation/tokens_per_forward": 135 / 65,
     }
 
 

@@ -198,7 +198,7 @@ def test_hello_that_became_untrue_before_it_was_answered_is_said_again(tmp_path:
 
 def test_patience_has_an_end(tmp_path: Path):
     async def scenario():
-        node = {"heartbeat_s": 0.1, "patience_s": 1.0}
+        node = {"heartbeat_s": 0.1, "patience_s": 5.0}
         async with (
             scripted(tmp_path, **ENDLESS, node=node) as head,
             rollout_daemon(head.address, head.key_file) as daemon,

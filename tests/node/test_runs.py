@@ -153,7 +153,7 @@ def test_no_engine_outlives_a_daemon_that_was_killed(tmp_path: Path):
 
 def test_rollout_node_leaves_when_its_coordinator_falls_silent(tmp_path: Path):
     async def scenario():
-        node = {"heartbeat_s": 0.1, "patience_s": 2.0}
+        node = {"heartbeat_s": 0.1, "patience_s": 5.0}
         async with a_run(tmp_path, **SLOW, node=node) as run:
             daemon = await run.add_rollout("a")
             await run.until(lambda s: busy(s, "a"))

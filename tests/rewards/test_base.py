@@ -2,12 +2,13 @@
 
 import asyncio
 import math
+import sys
 from typing import Any
 
 import pytest
 
 from lightrl.errors import RewardError
-from lightrl.rewards.base import Sample, read_answer, score, wrap
+from lightrl.rewards.base import Sample, import_function, read_answer, score, wrap
 from lightrl.rewards.builtin import exact_match, load_function
 
 SAMPLE = Sample(
@@ -28,6 +29,20 @@ def call(function: Any, sample: Sample = SAMPLE) -> Any:
 
 def test_a_native_function_gets_the_sample():
     assert call(lambda sample: float(sample.response.strip() == sample.answer)) == 1.0
+
+
+def test_a_file_imports_its_neighbours_and_from_where_the_run_was_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards" / "a_neighbour.py").write_text("HALF = 0.5")
+    (tmp_path / "a_project").mkdir()
+    (tmp_path / "a_project" / "grading.py").write_text("QUARTER = 0.25")
+    (tmp_path / "rewards" / "ours.py").write_text(
+        "from a_neighbour import HALF\nfrom a_project.grading import QUARTER\n"
+        "def f(sample):\n    return HALF + QUARTER\n"
+    )
+    assert call(import_function(f"{tmp_path}/rewards/ours.py:f")) == 0.75
 
 
 def test_verls_signature_is_recognised_by_its_names():

@@ -6,7 +6,7 @@ Reads snapshots and the run directory; starts and stops nothing.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,7 @@ class Progress:
             self._step, self._num_evals = s.step, len(s.evals)
         counts = {name: s.counters.get(name, 0) for name in NOTED}
         if self._counts and (more := [n for n in NOTED if counts[n] > self._counts[n]]):
-            what = ", ".join(f"{name.replace('_', ' ')}: {counts[name]:,}" for name in more)
-            yield f"WARNING: {what}; the run goes on, logs/head.log says why"
+            yield f"WARNING: {', '.join(_counted(counts, more))}; the run goes on, logs/head.log says why"
         self._counts = counts
         for step, score in s.evals[self._num_evals :]:
             yield f"step {step:>5}/{s.num_steps}  eval {score:.3f}"
@@ -141,7 +140,11 @@ def _summary(run_dir: Path) -> dict[str, Any]:
 def _trouble(counters: Mapping[str, int]) -> list[str]:
     unscored = counters.get("groups_dropped", 0) - counters.get("groups_flat", 0)  # flat ones were replaced
     named = {**counters, "groups_dropped": unscored}
-    return [f"{name.replace('_', ' ')}: {named[name]:,}" for name in TROUBLE if named.get(name)]
+    return _counted(named, [name for name in TROUBLE if named.get(name)])
+
+
+def _counted(counters: Mapping[str, int], names: Iterable[str]) -> list[str]:
+    return [f"{name.replace('_', ' ')}: {counters[name]:,}" for name in names]
 
 
 def status_lines(s: Snapshot) -> list[str]:

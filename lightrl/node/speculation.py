@@ -37,13 +37,8 @@ class Speculation:
         news, self._news = self._news, Drafting()
         if not news.forwards:
             return {}
-        figures = {
-            "speculation/drafted": float(news.drafted),
-            "speculation/forwards": float(news.forwards),
-            "speculation/tokens_per_forward": news.emitted / news.forwards,
-        }
-        if news.drafted:
-            figures["speculation/acceptance"] = news.accepted / news.drafted
+        figures = _ratios(news.drafted, news.accepted, news.forwards, news.emitted)
+        figures["speculation/forwards"] = float(news.forwards)
         if news.engine_s:
             figures["speculation/draft_share"] = news.draft_s / news.engine_s
         return figures
@@ -60,13 +55,14 @@ class Speculation:
         """Of all steps that were counted; none if no engine speculated."""
         if not self._forwards:
             return {}
-        figures = {
-            "speculation/drafted": self._drafted,
-            "speculation/tokens_per_forward": self._emitted / self._forwards,
-        }
-        if self._drafted:
-            figures["speculation/acceptance"] = self._kept / self._drafted
-        return figures
+        return _ratios(self._drafted, self._kept, self._forwards, self._emitted)
+
+
+def _ratios(drafted: float, kept: float, forwards: float, emitted: float) -> dict[str, float]:
+    figures = {"speculation/drafted": float(drafted), "speculation/tokens_per_forward": emitted / forwards}
+    if drafted:
+        figures["speculation/acceptance"] = kept / drafted
+    return figures
 
 
 def _plus(total: Drafting, said: Drafting, before: Drafting) -> Drafting:

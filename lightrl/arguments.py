@@ -30,7 +30,7 @@ KeyFile = Annotated[
     typer.Option(
         "--key",
         metavar="FILE",
-        help="the run's key, a copy of RUN_DIR/key; default: LIGHTRL_KEY, else the run directory's",
+        help="RUN_DIR/key or, to add a node, RUN_DIR/join; default: LIGHTRL_KEY, else the run directory's",
     ),
 ]
 RoleOption = Annotated[
@@ -39,7 +39,8 @@ RoleOption = Annotated[
 ]
 NameOption = Annotated[str, typer.Option("--name", help="of this node; default: HOST-PID")]
 Slots = Annotated[
-    int, typer.Option("--slots", min=0, help="responses at once on this node; default: rollout.slots")
+    int,
+    typer.Option("--slots", min=0, max=65536, help="responses at once here; default: rollout.slots"),
 ]
 NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]
 AsJson = Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")]

@@ -2,8 +2,9 @@
 
 Owns how heavy work (an engine, a training rank, a reward worker) is kept out of the daemon's event
 loop and how it is made sure that no child outlives its daemon: the child dies with its parent
-(Linux: parent-death signal) and ends when its end of the pipe closes. Knows nothing of what is said
-through the pipe: each user brings a closed union of commands and one of events.
+(Linux: parent-death signal) and ends when its end of the pipe closes; one that runs others' code has a
+reaper besides (reaper.py). Knows nothing of what is said through the pipe: each user brings a closed union
+of commands and one of events.
 
 A frame is 4 bytes of length, little-endian, and one `wire.Codec` frame.
 """
@@ -19,10 +20,11 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, NoReturn, Self, TypeVar
 
+from lightrl import open_files
 from lightrl.errors import LightRLError
 from lightrl.say import never_fail
 from lightrl.wire import Codec
@@ -33,7 +35,12 @@ Started = TypeVar("Started")
 
 LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}  # others may set it free
 START_AGAIN_S = 1.0
+FOR_THE_DAEMON = (signal.SIGTERM, signal.SIGHUP)  # a child heeds its pipe
+NO_THREAD = "can't start new thread"  # a RuntimeError, and the only words that tell it from others
 LOOKS = 8  # at a child that owes an answer, before it is given up
+
+REAPER = str(Path(__file__).with_name("reaper.py"))
+NOBODY = 0  # in place of a parent's process id: the reaper sees to it, or a sandbox has other ids
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
@@ -75,36 +82,42 @@ class Child(Generic[Command, Event]):
         events: Codec[Event],
         env: dict[str, str] | None = None,
         log: Path | None = None,
-        without_env: str = "",
+        inherited: Mapping[str, str] | None = None,
+        within: Sequence[str] | None = None,
     ) -> Self:
         """Starts `target` ("package.module:function", called with a `Pipe`'s socket) in a new process.
 
-        `env` is added to this process's environment, of which variables that start with `without_env`
-        are left out; stdout and stderr go to the end of `log`.
+        `env` is added to `inherited`, by default all of this process's environment; stdout and stderr go to
+        the end of `log`. `within` is for a child that runs others' code: nothing that it starts outlives it
+        or this process (Linux), and these words, a sandbox and its options, stand before its command line.
         """
-        inherited = {k: v for k, v in os.environ.items() if not without_env or not k.startswith(without_env)}
+        is_reaped = within is not None and sys.platform == "linux"
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as stack:
             kept = stack.enter_context(contextlib.ExitStack())
             kept.callback(ours.close)
             out = stack.enter_context(log.open("ab")) if log else None
+            number = str(theirs.fileno())
             process = await asyncio.create_subprocess_exec(
+                *((sys.executable, "-I", "-S", REAPER, number) if is_reaped else ()),
+                *(within or ()),
                 sys.executable,
                 "-P",  # what lies in the working directory is not ours to import
                 "-c",
                 "from lightrl.child import run; run()",
                 name,
                 target,
-                str(theirs.fileno()),
-                str(os.getpid()),
+                number,
+                str(NOBODY if within is not None else os.getpid()),
                 pass_fds=(theirs.fileno(),),
-                env={**inherited, **(env or {})},
-                stdin=asyncio.subprocess.DEVNULL,
+                env={**(os.environ if inherited is None else inherited), **(env or {})},
+                stdin=asyncio.subprocess.PIPE if is_reaped else asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,  # ctrl-C is for the daemon; the daemon tells its children
             )
             kept.pop_all()
+        open_files.restore_for(process.pid)
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         return cls(name, process, reader, writer, commands, events, log)
@@ -148,16 +161,20 @@ class Child(Generic[Command, Event]):
             pass
         finally:  # also when cancelled
             self._writer.transport.abort()  # a child that does not read would keep it open
-            if self._process.returncode is None:
+            if self._process.returncode is None or self._process.stdin is not None:
                 self.kill()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
         return await self._process.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the child and all processes of its session."""
+        """SIGKILL to the child and all processes of its session; to all that it started if it is reaped."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            if self._process.stdin is None:
+                os.killpg(self.pid, signal.SIGKILL)
+            else:
+                self._process.stdin.close()
+                self._process.send_signal(signal.SIGCONT)  # whoever has stopped it
 
     async def _obituary(self) -> str:
         """How the child ended, with the last line it printed."""
@@ -174,22 +191,30 @@ class Child(Generic[Command, Event]):
 async def patiently(
     start: Callable[[], Awaitable[Started]], what: str, report: Callable[[str], None]
 ) -> Started:
-    """What `start` returns: called again and again while this machine lacks descriptors, processes or memory.
+    """What `start` returns: called again and again while this machine lacks descriptors, processes, threads
+    or memory.
 
-    `report` gets one line for each such reason: "`what` cannot be started: ...". Raises any other OSError.
+    `report` gets one line for each such reason: "`what` cannot be started: ...". Raises any other error.
     """
     told: set[str] = set()
     while True:
         try:
             return await start()
-        except OSError as e:
-            if e.errno not in LACKING:
+        except (OSError, RuntimeError) as e:
+            if not is_for_lack(e):
                 raise
-            reason = e.strerror or str(e)
+            reason = getattr(e, "strerror", None) or str(e)
             if reason not in told:
                 told.add(reason)
                 report(f"{what} cannot be started: {reason}; trying again")
         await asyncio.sleep(START_AGAIN_S)
+
+
+def is_for_lack(error: Exception) -> bool:
+    """Whether the same call may do later, when this machine has again what it lacks now."""
+    if isinstance(error, OSError):
+        return error.errno in LACKING
+    return isinstance(error, RuntimeError) and NO_THREAD in str(error)
 
 
 class Pipe(Generic[Command, Event]):
@@ -246,14 +271,17 @@ class Pipe(Generic[Command, Event]):
 def run() -> None:
     """What a child process executes: argv = name, target, file descriptor, pid of the parent."""
     _, target, descriptor, parent = sys.argv[1:5]
-    die_with(int(parent))
+    if int(parent) != NOBODY:
+        die_with(int(parent))
     never_fail()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop. A handler
-    # and not SIG_IGN, which the programs that user code starts would inherit.
-    signal.signal(signal.SIGTERM, _ignore)
-    # Forked helpers heed it again, also if it comes at once: multiprocessing's `terminate` counts on that.
-    os.register_at_fork(before=_hold_sigterm, after_in_parent=_release_sigterm, after_in_child=_heed_sigterm)
+    # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop; the same
+    # goes for SIGHUP. A handler and not SIG_IGN, which the programs that user code starts would inherit.
+    for number in FOR_THE_DAEMON:
+        if signal.getsignal(number) == signal.SIG_DFL:  # not after nohup
+            signal.signal(number, _ignore)
+    # Forked helpers heed them again, also if one comes at once: multiprocessing's `terminate` counts on that.
+    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_heed_signals)
     module, _, function = target.partition(":")
     main = getattr(importlib.import_module(module), function)
     with socket.socket(fileno=int(descriptor)) as sock:
@@ -264,18 +292,19 @@ def _ignore(number: int, frame: object) -> None:
     pass
 
 
-def _hold_sigterm() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def _hold_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_DAEMON)
 
 
-def _release_sigterm() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_DAEMON)
 
 
-def _heed_sigterm() -> None:
-    if signal.getsignal(signal.SIGTERM) is _ignore:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _release_sigterm()
+def _heed_signals() -> None:
+    for number in FOR_THE_DAEMON:
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, signal.SIG_DFL)
+    _release_signals()
 
 
 def die_with(parent: int) -> None:

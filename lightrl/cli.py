@@ -13,11 +13,13 @@ import typer
 from lightrl import arguments
 from lightrl.arguments import AsJson, KeyFile, NameOption, NoTui, RoleOption, Settings, Slots, Target
 from lightrl.errors import ConfigError, LightRLError
+from lightrl.say import complain, show
 
 if TYPE_CHECKING:
     from lightrl.config import Config
     from lightrl.messages import Role
 
+RED = "\x1b[31m"
 T = TypeVar("T")
 
 app = typer.Typer(
@@ -63,9 +65,7 @@ def up(
     elif config is None:
         raise typer.BadParameter("give a CONFIG to start a run, or --join tcp://HOST:PORT to join one")
     else:
-        from lightrl.launch.run import run_here
-
-        _exit(_wait_for(run_here(config, tui=sys.stdout.isatty() and not no_tui)))
+        _whole_run(config, no_tui)
 
 
 @app.command()
@@ -106,9 +106,7 @@ def resume(
 
         _exit(in_foreground(config, _coordinator(config, roles, name, slots, resume=True), resume=True))
     else:
-        from lightrl.launch.run import run_here
-
-        _exit(_wait_for(run_here(config, tui=sys.stdout.isatty() and not no_tui, resume=True)))
+        _whole_run(config, no_tui, resume=True)
 
 
 @app.command()
@@ -126,9 +124,9 @@ def replay(
     if run_dir is None:
         raise ConfigError(f"{run}: is an address; a journal is read from a run directory")
     if as_json:
-        print(replay_json(run_dir, step, response))
+        show([replay_json(run_dir, step, response)])
     else:
-        print("\n".join(replay_lines(run_dir, step, response)))
+        show(replay_lines(run_dir, step, response))
 
 
 @app.command()
@@ -139,7 +137,7 @@ def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) ->
     from lightrl.wire import to_json
 
     snapshot = _wait_for(one_snapshot(meant(addr, key)))
-    print(to_json(snapshot).decode() if as_json else "\n".join(status_lines(snapshot)))
+    show([to_json(snapshot).decode()] if as_json else status_lines(snapshot))
 
 
 @app.command()
@@ -184,7 +182,7 @@ def drain(
     address, snapshot = _wait_for(live_run(target))
     require_drainable(snapshot, node)
     _wait_for(client.drain(address, node, "lightrl drain", target.key()))
-    print(f"{node} is leaving")
+    show([f"{node} is leaving"])
 
 
 @app.command()
@@ -196,7 +194,7 @@ def check(settings: Settings = None) -> None:
     failed = False
     for finding in findings(config):
         failed |= finding.verdict == "fail"
-        print(f"{finding.verdict:5} {finding.subject:14} {finding.text}")
+        show([f"{finding.verdict:5} {finding.subject:14} {finding.text}"])
     _exit(int(failed))
 
 
@@ -295,9 +293,12 @@ def daemon(
     join: Annotated[str, typer.Option()] = "",
     tied: Annotated[bool, typer.Option("--tied", help="leave when stdin closes")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="a coordinator: go on from the journal")] = False,
+    gpus: Annotated[str, typer.Option(help="for CUDA_VISIBLE_DEVICES of its children")] = "",
+    gpu_memory: Annotated[float, typer.Option(help="share of them that its engine may take")] = 0.0,
 ) -> None:
     """One daemon of a run on this machine, started by `lightrl up`."""
-    from lightrl.keys import KEY_FILE, read_key
+    from lightrl.devices.assign import Part
+    from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
     from lightrl.launch.daemons import NOT_FINISHED
     from lightrl.launch.tie import leave_when_stdin_closes
     from lightrl.node.daemon import DaemonOptions, run
@@ -306,11 +307,16 @@ def daemon(
     config = load_config(run_dir / "config.toml")
     if tied:
         leave_when_stdin_closes(config.node.grace_s)
-    key = read_key(run_dir / KEY_FILE)
-    options = DaemonOptions(
-        name, arguments.roles(role), run_dir, config, join or None, resume=resume, key=key
-    )
+    part, roles = Part(tuple(filter(None, gpus.split(","))), gpu_memory), arguments.roles(role)
+    key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))  # no more than it needs
+    options = DaemonOptions(name, roles, run_dir, config, join or None, resume=resume, key=key, gpus=part)
     _exit(NOT_FINISHED if run(options) else 0)  # else 1 of an error, or of a crash
+
+
+def _whole_run(config: "Config", no_tui: bool, resume: bool = False) -> None:
+    from lightrl.launch.run import run_here
+
+    _exit(_wait_for(run_here(config, tui=sys.stdout.isatty() and not no_tui, resume=resume)))
 
 
 def _foreground(
@@ -332,12 +338,14 @@ def _foreground(
     elif not join:
         raise typer.BadParameter(f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator")
     else:
-        from lightrl.keys import find_key
+        from lightrl.keys import find_key, require_full
         from lightrl.launch.address import parse, require_reachable
 
         join = "tcp://" + join.removeprefix("tcp://")
         parse(join)
         text = find_key(key, None)
+        if roles != ("rollout",):
+            require_full(text, f"--role {','.join(roles)} needs")
         require_reachable(join)
         from lightrl.node.daemon import DaemonOptions, run
 
@@ -360,6 +368,7 @@ def _coordinator(
 
 
 def _dry_run(config: "Config | None") -> None:
+    from lightrl.devices.plan import describe as describe_devices
     from lightrl.launch.plan import describe
     from lightrl.launch.preflight import require_files
     from lightrl.run_file import to_toml
@@ -367,8 +376,8 @@ def _dry_run(config: "Config | None") -> None:
     if config is None:
         raise typer.BadParameter("--dry-run needs a CONFIG")
     require_files(config)
-    print(to_toml(config))
-    print(describe(config))
+    devices = describe_devices(config)
+    show(f"{to_toml(config)}\n{describe(config, devices)}".split("\n"))
 
 
 def _wait_for(work: "Coroutine[object, object, T]") -> T:
@@ -387,8 +396,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except LightRLError as e:
-        red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-        print(f"{red}lightrl: {' '.join(str(e).split())}{plain}", file=sys.stderr)
+        complain(f"lightrl: {' '.join(str(e).split())}", style=RED)
         sys.exit(1)
 
 

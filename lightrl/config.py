@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from lightrl.values import eta_or_pair, not_plain, one_or_many, one_or_several
+
 
 class Section(BaseModel):
     # The config travels as JSON, which knows neither infinity nor NaN.
@@ -22,49 +24,6 @@ class Section(BaseModel):
     )
 
 
-def one_or_many(value: Any) -> Any:
-    """A bare string where a list of them is possible."""
-    return (value,) if isinstance(value, str) else value
-
-
-def shortened(value: object) -> str:
-    """As it is shown in an error."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _eta(value: Any) -> Any:
-    if not _is_eta(value) and not _is_pair(value):
-        raise ValueError(
-            f"round.eta = {shortened(value)}: expected a number from 1 to {MAX_ETA:g}, or a pair of such "
-            "numbers [prompts, responses]"
-        )
-    return value
-
-
-def _is_eta(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_ETA
-
-
-def _is_pair(value: Any) -> bool:
-    values = cast("list[Any]", value) if isinstance(value, list | tuple) else []
-    return len(values) == 2 and all(map(_is_eta, values))
-
-
-def _not_plain(value: Any) -> str | None:
-    """Why a value of engine_args would not come back the same from JSON and TOML."""
-    if isinstance(value, dict):
-        value = list(cast("dict[str, Any]", value).values())
-    if isinstance(value, list):
-        return next((p for v in cast("list[Any]", value) if (p := _not_plain(v))), None)
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{value} cannot be sent to nodes"
-    if not isinstance(value, str | int | float):
-        return f"{shortened(value)} has the type {type(value).__name__}, which cannot be sent to nodes"
-    return None
-
-
-MAX_ETA = 4.0
 DEFAULT_TIS_CAP = 2.0  # of asynchronous training
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -72,6 +31,8 @@ Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
+
+Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(one_or_several)]
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++"]
 LossNorm = Literal["token", "sequence", "constant"]
@@ -119,7 +80,11 @@ class Rollout(Section):
     nodes: Annotated[int, Field(ge=0)] = Field(
         default=1, description="rollout daemons that `lightrl up` starts here"
     )
-    slots: Positive = Field(default=64, description="responses that run at once on a node")
+    slots: Positive = Field(
+        default=64,
+        le=1 << 16,  # as many as one message can name
+        description="responses that run at once on a node",
+    )
     group_size: Positive = Field(default=8, description="responses sampled for one prompt")
     max_response_length: Positive = Field(default=1024, description="tokens")
     temperature: float = Field(default=1.0, ge=0)
@@ -132,6 +97,10 @@ class Rollout(Section):
     chunk_tokens: Positive = Field(default=16, description="tokens of a response after which a chunk is sent")
     chunk_ms: Positive = Field(default=50, description="milliseconds after which a chunk is sent anyway")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="handed to vLLM as they are")
+    devices: Devices = Field(
+        default=(),
+        description="GPU indices of the engines that `lightrl up` starts; default: the next",
+    )
 
 
 class Optim(Section):
@@ -149,6 +118,7 @@ class Train(Section):
     max_tokens_per_gpu: Positive = Field(default=16384, description="tokens of one micro-batch on one rank")
     threads: Positive = Field(default=1, description="CPU threads of one rank")
     activation_checkpointing: bool = False
+    devices: Devices = Field(default=(), description="GPU indices, one for each rank; default: the first")
     optim: Optim = Optim()
 
 
@@ -179,7 +149,7 @@ class RoundSection(Section):
         default="off",
         description="short rounds launch more prompts, or responses too, and put off the longest",
     )
-    eta: Annotated[float | tuple[float, float], BeforeValidator(_eta)] = Field(
+    eta: Annotated[float | tuple[float, float], BeforeValidator(eta_or_pair)] = Field(
         default=1.25, description="launched for each one kept, 1 to 4; or a pair [prompts, responses]"
     )
     race: Literal["tokens", "clock"] = Field(
@@ -227,6 +197,13 @@ class Reward(Section):
     weights: tuple[float, ...] = Field(default=(), description="one for each function; default all 1")
     workers: Positive = Field(default=1, description="reward processes")
     timeout_s: Seconds = Field(default=10.0, description="limit of one call, counted from its start")
+    env: Names = Field(
+        default=(),
+        description='variables that the functions need besides the usual ones; "OPENAI_*" works, too',
+    )
+    command: tuple[str, ...] = Field(
+        default=(), description='put before the command line of a worker: ["bwrap", ...], ["nice", "-n", "5"]'
+    )
     on_failure: float | Literal["drop"] = Field(
         default="drop", description="a response without a score: drop its group, or give it this reward"
     )
@@ -258,6 +235,9 @@ class NodeSection(Section):
         default=600.0,
         description="a node waits so long for its coordinator, a run for its trainer, to come back; a daemon"
         " for a word of its engine that has work, and three times as long for a training rank",
+    )
+    weights_port: int = Field(
+        default=0, ge=0, lt=1 << 16, description="where the trainer node serves weights; 0 = any free port"
     )
 
 
@@ -311,8 +291,12 @@ class Config(Section):
     def _consistent(self) -> Self:
         if self.run.name == "latest":
             raise ValueError("run.name = 'latest': is the link to the newest run; choose another name")
-        if problem := _not_plain(self.rollout.engine_args):
+        if problem := not_plain(self.rollout.engine_args):
             raise ValueError(f"rollout.engine_args: {problem}")
+        if self.rollout.engine_args.get("trust_remote_code"):
+            raise ValueError(
+                "rollout.engine_args: trust_remote_code: LightRL runs no code of a model directory"
+            )
         weights, functions = self.reward.weights, self.reward.functions
         if weights and len(weights) != len(functions):
             raise ValueError(f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions")
@@ -352,6 +336,33 @@ class Config(Section):
                 "equal, so that every group would be replaced"
             )
         return self
+
+    @model_validator(mode="after")
+    def _devices(self) -> Self:
+        for key, devices in (
+            ("train.devices", self.train.devices),
+            ("rollout.devices", self.rollout.devices),
+        ):
+            twice = [d for d in devices if devices.count(d) > 1]
+            if twice:
+                raise ValueError(f"{key} = {list(devices)}: names GPU {twice[0]} twice")
+        if self.train.devices and len(self.train.devices) != self.train.ranks:
+            raise ValueError(
+                f"train.devices = {list(self.train.devices)}: one GPU for each of train.ranks = "
+                f"{self.train.ranks} is needed"
+            )
+        size = self.gpus_per_engine
+        if len(self.rollout.devices) % size:
+            raise ValueError(
+                f"rollout.devices = {list(self.rollout.devices)}: an engine takes {size} GPUs "
+                "(tensor_parallel_size of rollout.engine_args), so a multiple of that is needed"
+            )
+        return self
+
+    @property
+    def gpus_per_engine(self) -> int:
+        sizes = map(self.rollout.engine_args.get, ("tensor_parallel_size", "pipeline_parallel_size"))
+        return math.prod(n for n in sizes if isinstance(n, int) and n > 0)
 
     @property
     def launched(self) -> tuple[int, int]:

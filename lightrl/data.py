@@ -22,6 +22,8 @@ from lightrl.wire import to_json
 
 _TOKENIZE_BATCH = 1024
 MAX_ID = 128  # characters
+# What a chat template, which is code of the model's, can fail with beside jinja2's own errors.
+TEMPLATE_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +231,7 @@ def _apply_chat_template(where: str, messages: list[Any], system_prompt: str, to
 
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as e:
+    except (TemplateError, *TEMPLATE_ERRORS) as e:
         raise DataError(f"{where}: the chat template refuses the prompt: {first_line(e)}") from None
 
 

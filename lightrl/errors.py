@@ -23,6 +23,10 @@ class EngineError(LightRLError):
     """A rollout engine cannot start or has failed."""
 
 
+class EngineUnusable(EngineError):
+    """The library behind an engine does not work on this machine; another engine may."""
+
+
 class TrainerError(LightRLError):
     """A training rank cannot start or has failed."""
 

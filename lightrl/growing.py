@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from lightrl import open_files
+
 
 class Growing:
     """Opened when it is first written to, and tried again each time if that fails."""
@@ -47,7 +49,7 @@ class Growing:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._file = os.open(self._path, flags, 0o644)
+            self._file = open_files.insist(self._path, flags, 0o644)
         end = os.fstat(self._file).st_size
         n = len(self._torn_by)
         if n and end and os.pread(self._file, n, max(0, end - n)) != self._torn_by:

@@ -32,6 +32,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 def load_tokenizer(model_path: str) -> Any:
     """The HF tokenizer of a model directory or hub id. Raises ConfigError, one line, naming model.path."""
     folder = _model_folder(model_path)
+    require_no_code(model_path, folder)
     if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         raise ConfigError(f"model.path = {model_path!r}: has no tokenizer.json or tokenizer_config.json")
     try:
@@ -39,11 +40,39 @@ def load_tokenizer(model_path: str) -> Any:
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-        return Tokenizer.from_pretrained(folder, local_files_only=True)
+        return Tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # the tokenizers library raises plain Exception for a broken file
         raise ConfigError(
             f"model.path = {model_path!r}: its tokenizer cannot be loaded: {first_line(e)}"
         ) from e
+
+
+def require_no_code(model_path: str, folder: Path) -> None:
+    """Raises ConfigError if the model is of a kind that only code in its own directory defines.
+
+    A directory may hold code for a kind that transformers has, too: then that of transformers is used.
+    """
+    table = _read_json(model_path, folder / "config.json")
+    if not isinstance(table.get("auto_map"), dict):
+        return
+    from transformers import CONFIG_MAPPING
+
+    if (kind := str(table.get("model_type"))) not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.path = {model_path!r}: its model_type {kind!r} is defined by Python code in the "
+            "directory (auto_map), which LightRL does not run; use a model that transformers itself knows"
+        )
+
+
+def _read_json(model_path: str, file: Path) -> dict[str, Any]:
+    """Empty if there is no such file. Raises ConfigError."""
+    try:
+        table = json.loads(file.read_bytes()) if file.is_file() else {}
+    except (ValueError, RecursionError, OSError) as e:
+        raise ConfigError(f"model.path = {model_path!r}: {file.name} is not JSON: {first_line(e)}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"model.path = {model_path!r}: {file.name} is not a JSON object")
+    return table
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -51,13 +80,7 @@ def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     folder = _model_folder(model_path)
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        if not file.is_file():
-            continue
-        try:
-            table = json.loads(file.read_bytes())
-        except ValueError as e:
-            raise ConfigError(f"model.path = {model_path!r}: {name} is not JSON: {e}") from None
+        table = _read_json(model_path, folder / name)
         for section in (table, table.get("text_config") or {}):
             value = section.get("eos_token_id")
             found.update(value if isinstance(value, list) else [] if value is None else [value])

@@ -4,46 +4,95 @@ Frozen dataclasses of plain types, so that they can be compared, printed and val
 import anything of LightRL. Arrays travel as raw little-endian bytes: token ids as int32, logprobs
 as float32 (see `wire.pack_i32`, `wire.pack_f32`).
 
+The types say how long a field may be, and numbers within which range: wire.py looks at the length that a
+frame announces before it makes anything of what follows, so a frame costs a bounded multiple of its size,
+whoever sent it. What types cannot say is in node/border.py and node/welcome.py.
+
 Who says what to whom (node = any daemon, head = the coordinator's daemon):
 
-    node -> head   Hello Heartbeat TokenChunk PublishWeights WeightsReady WeightsFailed StepDone Checkpointed
-                   Drain Bye
+    node -> head   Hello Heartbeat TokenChunk PublishWeights WeightsReady WeightsFailed ShardsTaken StepDone
+                   Checkpointed Drain Bye
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights Drain
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-PROTOCOL = 4
+from msgspec import Meta
+
+PROTOCOL = 5
 REJOIN = "rejoin"  # why a node is refused that was given up while it was silent: it may say hello again
 ENDING = "the run is ending"  # and one that comes too late
+TAKEN = "another process with this name takes part"  # it may say hello again: that one may be gone soon
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+
+# What one message may hold: more than anybody needs, and little enough to be held a few times.
+MAX_WORD = 256  # characters of a name, an address, a digest
+MAX_TEXT = 4096  # characters of a reason
+MAX_REASON = 2 * MAX_TEXT  # and of one that is passed on, with a word on whose it is
+MAX_LONG_TEXT = 1 << 24  # characters of a prompt or a response that is shown
+MAX_CONFIG = 1 << 20  # characters
+MAX_FILES = 64  # of a model
+MAX_FILE_BYTES = 192 << 20
+MAX_RESPONSES = 1 << 16  # of a node, of a prompt, of a chunk
+MAX_GROUPS = 1 << 21  # of a shard
+MAX_TOKEN_BYTES = 1 << 28  # of one response: 64 million tokens
+MAX_TENSORS = 1 << 20
+MAX_BUCKETS = 1 << 20
+MAX_DIMENSIONS = 16
+MAX_NAME = 1024  # characters of a tensor's name
+MAX_STOPS = 1024  # token ids
+MAX_HOLDERS = 1024  # of one version
+MAX_METRICS = 4096
+MAX_ROWS = 1 << 16  # of a list that is shown
+MAX_WATCH_S = 3600.0
+MAX_ENGINE_S = 1e12  # 30,000 years
+
+RESPONSES = Meta(max_length=MAX_RESPONSES)
+ROWS = Meta(max_length=MAX_ROWS)
+Word: TypeAlias = Annotated[str, Meta(max_length=MAX_WORD)]
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_WORD)]
+Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
+LongText: TypeAlias = Annotated[str, Meta(max_length=MAX_LONG_TEXT)]
+Tokens: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
+Int64: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Int32: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # not negative, and written down as int32
+Version: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]  # of the policy; a step, too
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]
+EngineSeconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MAX_ENGINE_S)]
+Metrics: TypeAlias = Annotated[dict[Word, float], Meta(max_length=MAX_METRICS)]
+ModelFiles: TypeAlias = Annotated[
+    dict[Word, Annotated[bytes, Meta(max_length=MAX_FILE_BYTES)]], Meta(max_length=MAX_FILES)
+]
+Slots: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RESPONSES)]
+Attempt: TypeAlias = tuple[Name, Int32]  # at a response
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """What speculation did since the engine started. Example: Drafting(90, 80, 12, 92, 0.001, 0.2)."""
 
-    drafted: int = 0  # tokens
-    accepted: int = 0  # of them
-    forwards: int = 0  # response-steps, with a draft or without
-    emitted: int = 0  # tokens that came of them
-    draft_s: float = 0.0  # spent on drafting alone
-    engine_s: float = 0.0  # of all steps
+    drafted: Count = 0  # tokens
+    accepted: Count = 0  # of them
+    forwards: Count = 0  # response-steps, with a draft or without
+    emitted: Count = 0  # tokens that came of them
+    draft_s: EngineSeconds = 0.0  # spent on drafting alone
+    engine_s: EngineSeconds = 0.0  # of all steps
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a rollout node's engine is doing. Example: Load(running=12, waiting=0, kv_usage=0.3)."""
 
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0  # share of the KV cache in use, 0..1
-    num_preemptions: int = 0  # KV preemptions since the engine started
+    running: Int64 = 0
+    waiting: Int64 = 0
+    kv_usage: Annotated[float, Meta(ge=0, le=1e6)] = 0.0  # share of the KV cache in use, 0..1
+    num_preemptions: Int64 = 0  # KV preemptions since the engine started
     drafting: Drafting | None = None  # None: this engine does not speculate
 
 
@@ -55,15 +104,15 @@ class Hello:
     Example: Hello("rollout-0", 17, ("rollout",), 3, pid=4242, host="a", slots=128)
     """
 
-    node: str
-    incarnation: int  # of what runs there; another one replaces what was known under this name
-    roles: tuple[Role, ...]
-    protocol: int
-    pid: int
-    host: str
-    slots: int = 0  # responses that may run at once; 0 = as the run's config says
-    serves: tuple[int, str] | None = None  # policy version and digest that its engine has loaded
-    running: tuple[tuple[str, int], ...] = ()  # (response, attempt) that it generates
+    node: Name
+    incarnation: Int64  # of what runs there; another one replaces what was known under this name
+    roles: Annotated[tuple[Role, ...], Meta(max_length=3)]
+    protocol: Int64
+    pid: Int64
+    host: Word
+    slots: Slots = 0  # responses that may run at once; 0 = as the run's config says
+    serves: tuple[Version, Word] | None = None  # policy version and digest that its engine has loaded
+    running: Annotated[tuple[Attempt, ...], RESPONSES] = ()  # (response, attempt) that it generates
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +124,10 @@ class Welcome:
     Example: Welcome("quickstart", config_json="{...}", model_files={"config.json": b"{...}"})
     """
 
-    run: str
-    config_json: str = ""
-    model_files: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    refused: str = ""  # empty = accepted; or why not in one line, of which REJOIN and ENDING are known
+    run: Word
+    config_json: Annotated[str, Meta(max_length=MAX_CONFIG)] = ""
+    model_files: ModelFiles = field(default_factory=dict[str, bytes])
+    refused: Reason = ""  # empty = accepted; or one line, of which REJOIN, ENDING and TAKEN are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +136,7 @@ class Heartbeat:
 
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0  # how late the sender's event loop is
-    device: str = ""  # of its engine or ranks, once they have started
+    device: Word = ""  # of its engine or ranks, once they have started
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +146,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOPS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +158,12 @@ class ResponseRequest:
     Example: ResponseRequest("p7@0#3", 1, seed=9, prompt=<2 tokens>, prefix=<0 tokens>, max_new_tokens=5)
     """
 
-    response: str
-    attempt: int
-    seed: int  # 0 <= seed < 2**63
-    prompt: bytes  # int32
-    prefix: bytes  # int32, tokens of the response already held
-    max_new_tokens: int  # counted after the prefix
+    response: Name
+    attempt: Int32
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # 0 <= seed < 2**63
+    prompt: Tokens  # int32
+    prefix: Tokens  # int32, tokens of the response already held
+    max_new_tokens: Int64  # counted after the prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +173,9 @@ class PromptHistory:
     Example: PromptHistory("p7@1", responses=(<12 int32>, <9 int32>), rewards=(1.0, None))
     """
 
-    group: str  # of the responses that it helps
-    responses: tuple[bytes, ...]  # int32
-    rewards: tuple[float | None, ...]  # one for each; None = no score
+    group: Name  # of the responses that it helps
+    responses: Annotated[tuple[Tokens, ...], RESPONSES]  # int32
+    rewards: Annotated[tuple[float | None, ...], RESPONSES]  # one for each; None = no score
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +186,17 @@ class Generate:
     Example: Generate(policy_version=4, sampling=Sampling(1.0), requests=(ResponseRequest(...),))
     """
 
-    policy_version: int
+    policy_version: Version
     sampling: Sampling
-    requests: tuple[ResponseRequest, ...]
-    histories: tuple[PromptHistory, ...] = ()
+    requests: Annotated[tuple[ResponseRequest, ...], RESPONSES]
+    histories: Annotated[tuple[PromptHistory, ...], RESPONSES] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     """Stop generating these attempts; tokens already sent are kept. Example: Abort((("p7@0#3", 1),))."""
 
-    attempts: tuple[tuple[str, int], ...]
+    attempts: Annotated[tuple[Attempt, ...], RESPONSES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +206,11 @@ class ResponseTokens:
     Example: ResponseTokens("p7@0#3", 1, offset=16, token_ids=<16 int32>, logprobs=<16 float32>)
     """
 
-    response: str
-    attempt: int
-    offset: int
-    token_ids: bytes  # int32
-    logprobs: bytes  # float32, of the distribution that was sampled from
+    response: Name
+    attempt: Int32
+    offset: Int32
+    token_ids: Tokens  # int32
+    logprobs: Tokens  # float32, of the distribution that was sampled from
     finish_reason: FinishReason | None = None
 
 
@@ -172,18 +221,18 @@ class TokenChunk:
     Example: TokenChunk(4, "9f3a...", (ResponseTokens(...), ResponseTokens(...)))
     """
 
-    policy_version: int
-    digest: str
-    responses: tuple[ResponseTokens, ...]
+    policy_version: Version
+    digest: Word
+    responses: Annotated[tuple[ResponseTokens, ...], RESPONSES]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResponse:
     """One scored response to train on. Example: TrainResponse("p7@0#3", ids, logprobs, 1.0, "stop")."""
 
-    response: str
-    token_ids: bytes  # int32
-    rollout_logprobs: bytes  # float32
+    response: Name
+    token_ids: Tokens  # int32
+    rollout_logprobs: Tokens  # float32
     reward: float
     finish_reason: FinishReason
 
@@ -192,9 +241,9 @@ class TrainResponse:
 class TrainGroup:
     """A whole group: what one prompt's advantage needs. Example: TrainGroup("p7@0", ids, (r0, r1))."""
 
-    group: str
-    prompt: bytes  # int32
-    responses: tuple[TrainResponse, ...]
+    group: Name
+    prompt: Tokens  # int32
+    responses: Annotated[tuple[TrainResponse, ...], RESPONSES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,29 +255,44 @@ class TrainShard:
     Example: TrainShard(step=4, index=2, policy_version=4, groups=(g,), last=False)
     """
 
-    step: int
-    index: int
-    policy_version: int
-    groups: tuple[TrainGroup, ...]
+    step: Version
+    index: Int32
+    policy_version: Version
+    groups: Annotated[tuple[TrainGroup, ...], Meta(max_length=MAX_GROUPS)]
     last: bool = False
-    num_groups: int = 0
+    num_groups: Int32 = 0
     alone: bool = False  # accumulate just these groups at once: a step trained again must give the same bits
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpointed:
-    """A checkpoint of `step` steps is durable; no earlier one is needed. Example: Checkpointed(20)."""
+class ShardsTaken:
+    """The trainer has taken shard `index` of a step, and those before it, out of its queue: more may come.
 
-    step: int
+    Example: ShardsTaken(4, 2)
+    """
+
+    step: Version
+    index: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """A checkpoint of `step` steps is durable; no step before `oldest` will be trained again.
+
+    Should it turn out to be damaged, the trainer goes back to an older one. Example: Checkpointed(20, 10).
+    """
+
+    step: Version
+    oldest: Version = 0  # steps done in the oldest checkpoint that is kept; 0 = in the model itself
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """The optimizer step is done and its version published. Example: StepDone(4, 5, {"loss/policy": 0.1})."""
 
-    step: int
-    policy_version: int
-    metrics: dict[str, float]
+    step: Version
+    policy_version: Version
+    metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,19 +302,19 @@ class TensorSpec:
     Example: TensorSpec("model.norm.weight", "float32", (128,), bucket=0, offset=512)
     """
 
-    name: str  # HF parameter name
-    dtype: str  # torch name without prefix: "float32", "bfloat16"
-    shape: tuple[int, ...]
-    bucket: int
-    offset: int
+    name: Annotated[str, Meta(max_length=MAX_NAME)]  # HF parameter name
+    dtype: Word  # torch name without prefix: "float32", "bfloat16"
+    shape: Annotated[tuple[Int64, ...], Meta(max_length=MAX_DIMENSIONS)]
+    bucket: Int64
+    offset: Int64
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """A contiguous run of weight bytes, the unit of transfer and of verification."""
 
-    size: int  # bytes
-    digest: str  # hex
+    size: Int64  # bytes
+    digest: Word  # hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +324,10 @@ class Manifest:
     Example: Manifest(4, "9f3a...", tensors=(TensorSpec(...),), buckets=(Bucket(1 << 20, "77.."),))
     """
 
-    policy_version: int
-    digest: str
-    tensors: tuple[TensorSpec, ...]
-    buckets: tuple[Bucket, ...]
+    policy_version: Version
+    digest: Word
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+    buckets: Annotated[tuple[Bucket, ...], Meta(max_length=MAX_BUCKETS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +342,10 @@ class PublishWeights:
     """
 
     manifest: Manifest
-    holders: tuple[str, ...]
-    ticket: str
-    portions: tuple[int, ...] = ()  # groups accumulated at a time for it, in order; () = loaded, not trained
+    holders: Annotated[tuple[Word, ...], Meta(max_length=MAX_HOLDERS)]
+    ticket: Word
+    # groups accumulated at a time for it, in order; () = loaded, not trained
+    portions: Annotated[tuple[Int32, ...], RESPONSES] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +355,9 @@ class WeightsReady:
     Example: WeightsReady(4, "9f3a...", num_bytes=2112512, pull_s=0.01, load_s=0.03)
     """
 
-    policy_version: int
-    digest: str
-    num_bytes: int = 0
+    policy_version: Version
+    digest: Word
+    num_bytes: Int64 = 0
     pull_s: float = 0.0
     load_s: float = 0.0
 
@@ -301,8 +366,8 @@ class WeightsReady:
 class WeightsFailed:
     """A version cannot be served, or not any more. Example: WeightsFailed(4, "bucket 3: digest differs")."""
 
-    policy_version: int
-    reason: str
+    policy_version: Version
+    reason: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +377,8 @@ class Drain:
     Example: Drain("rollout-0", "SIGTERM")
     """
 
-    node: str
-    reason: str = ""
+    node: Word
+    reason: Reason = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +388,7 @@ class Bye:
     `ok` False means that it failed, with the reason in one line.
     """
 
-    reason: str
+    reason: Text
     ok: bool = True
 
 
@@ -331,19 +396,19 @@ class Bye:
 class Watch:
     """Send me snapshots, now and every `every_s` seconds (0 = just one). Example: Watch(0.5)."""
 
-    every_s: float = 0.0
+    every_s: Annotated[float, Meta(ge=0, le=MAX_WATCH_S)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
     """One node as an operator sees it."""
 
-    name: str
-    roles: tuple[Role, ...]
-    state: str  # joining loading ready updating draining gone
-    host: str
+    name: Word
+    roles: Annotated[tuple[Role, ...], Meta(max_length=3)]
+    state: Word  # joining loading ready updating draining gone
+    host: Word
     pid: int
-    device: str
+    device: Word
     policy_version: int | None
     running: int
     slots: int
@@ -357,9 +422,9 @@ class NodeRow:
 class Sample:
     """One finished response as text, for the sample browser."""
 
-    response: str
-    prompt: str
-    text: str
+    response: Name
+    prompt: LongText
+    text: LongText
     reward: float | None
     num_tokens: int
     step: int
@@ -393,7 +458,7 @@ class Snapshot:
     num_steps: int
     policy_version: int | None
     elapsed_s: float
-    nodes: tuple[NodeRow, ...] = ()
+    nodes: Annotated[tuple[NodeRow, ...], ROWS] = ()
     round_kind: str = ""  # "" between rounds, "plain", "short", "long", "flush", "eval"
     round_accepted: int = 0  # groups that have all the scores they need
     round_needed: int = 0
@@ -404,17 +469,19 @@ class Snapshot:
     max_staleness: int = 0  # 0 = synchronous
     rollout_tokens: int = 0  # of the whole run
     tokens_per_s: float = 0.0
-    rewards: tuple[float, ...] = ()
-    lengths: tuple[float, ...] = ()  # mean response length per step
-    step_seconds: tuple[float, ...] = ()
-    evals: tuple[tuple[int, float], ...] = ()  # (step, score)
-    length_histogram: tuple[tuple[int, int], ...] = ()  # (upper bound in tokens, responses), last step
-    metrics: dict[str, float] = field(default_factory=dict[str, float])  # of the last step
-    counters: dict[str, int] = field(
+    rewards: Annotated[tuple[float, ...], ROWS] = ()
+    lengths: Annotated[tuple[float, ...], ROWS] = ()  # mean response length per step
+    step_seconds: Annotated[tuple[float, ...], ROWS] = ()
+    evals: Annotated[tuple[tuple[int, float], ...], ROWS] = ()  # (step, score)
+    # (upper bound in tokens, responses), last step
+    length_histogram: Annotated[tuple[tuple[int, int], ...], ROWS] = ()
+    metrics: Metrics = field(default_factory=dict[str, float])  # of the last step
+    counters: Annotated[dict[Word, int], Meta(max_length=MAX_METRICS)] = field(
         default_factory=dict[str, int]
     )  # reward failures, lost nodes, bad frames, ...
-    events: tuple[tuple[float, str], ...] = ()  # (seconds since the start, one line), oldest first
-    samples: tuple[Sample, ...] = ()  # latest first
+    # (seconds since the start, one line), oldest first
+    events: Annotated[tuple[tuple[float, LongText], ...], ROWS] = ()
+    samples: Annotated[tuple[Sample, ...], ROWS] = ()  # latest first
 
 
 Message: TypeAlias = (
@@ -425,6 +492,7 @@ Message: TypeAlias = (
     | Abort
     | TokenChunk
     | TrainShard
+    | ShardsTaken
     | StepDone
     | Checkpointed
     | PublishWeights

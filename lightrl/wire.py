@@ -1,13 +1,14 @@
 """Messages to bytes and back: the only file that knows MessagePack, and the border where types are checked.
 
 A frame is the MessagePack array [class name, fields by name]. Unknown fields are skipped, so that a
-newer peer may add some; missing or mistyped ones are a `ProtocolError`. Never pickle.
+newer peer may add some; missing or mistyped ones are a `ProtocolError`, and so are those that are longer
+than their type says, before they are read. Never pickle.
 """
 
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 MAX_FRAME_BYTES = 256 << 20
 
 _encoder = msgspec.msgpack.Encoder()
-_envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_envelope = msgspec.msgpack.Decoder(tuple[Annotated[str, msgspec.Meta(max_length=64)], msgspec.Raw])
 
 
 class Codec(Generic[T]):
@@ -63,7 +64,7 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
     """Raises ProtocolError if `data` is not JSON of that type."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise ProtocolError(f"undecodable JSON: {e}") from None
 
 

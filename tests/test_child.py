@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.child import LOOKS, Child, ChildDied, Pipe
+from lightrl import child as child_module
+from lightrl.child import LOOKS, Child, ChildDied, Pipe, patiently
 from lightrl.wire import Codec
 
 LIMIT_S = 30.0  # of a whole scenario
@@ -181,11 +183,11 @@ def test_a_cancelled_stop_leaves_no_child_behind():
     asyncio.run(scenario())
 
 
-def test_sigterm_and_sigint_do_not_end_a_child():
+def test_signals_that_are_for_the_daemon_do_not_end_a_child():
     async def scenario() -> None:
         async with child("echo") as process:
             assert await process.receive() == Ready()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 os.killpg(process.pid, number)
                 process.send(Say(b"still there"))
                 assert await process.receive() == Said(b"still there")
@@ -200,3 +202,29 @@ def test_helpers_of_user_code_still_heed_sigterm():
             assert await process.receive() == Said(f"{-signal.SIGTERM} {-signal.SIGTERM}".encode())
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "lack", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
+)
+def test_what_this_machine_lacks_now_is_waited_for(lack, monkeypatch):
+    monkeypatch.setattr(child_module, "START_AGAIN_S", 0)
+    told: list[str] = []
+    errors = [lack, lack]
+
+    async def start() -> str:
+        if errors:
+            raise errors.pop()
+        return "started"
+
+    assert asyncio.run(patiently(start, "it", told.append)) == "started"
+    reason = str(lack).removeprefix(f"[Errno {errno.EMFILE}] ")
+    assert told == [f"it cannot be started: {reason}; trying again"]
+
+
+def test_any_other_error_is_not_waited_out():
+    async def start() -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        asyncio.run(patiently(start, "it", pytest.fail))

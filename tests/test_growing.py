@@ -76,7 +76,7 @@ def test_lines_that_cannot_be_printed_do_not_end_a_process():
 
 
 def test_lines_come_in_order_with_those_of_print():
-    program = "from lightrl.say import say\nprint('a')\nsay('b ä')\nprint('c')\n"
+    program = "from lightrl.say import never_fail, say\nnever_fail()\nprint('a')\nsay('b ä')\nprint('c')\n"
     command = [sys.executable, "-c", program]
     env = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     assert subprocess.run(command, capture_output=True, env=env).stdout.decode() == "a\nb ä\nc\n"

@@ -7,6 +7,7 @@ functions: what a round holds in `rounds`, who wins it in `race`, who generates 
 a socket: time is an argument.
 """
 
+from collections.abc import Callable
 from typing import assert_never
 
 from lightrl.core import placement
@@ -29,6 +30,8 @@ from lightrl.core.events import (
     NodeLost,
     PromptsDrawn,
     ResponseScored,
+    ShardLeft,
+    ShardsDelivered,
     StepTrained,
     TimerFired,
     TokensArrived,
@@ -120,6 +123,11 @@ class Coordinator:
             case StepTrained(name, done):
                 if name == self.fleet.trainer:
                     self.steps.take_step(done)
+            case ShardsDelivered(name, taken):
+                if name == self.fleet.trainer:
+                    self._hand_on(lambda: self.steps.shards_taken(taken.step, taken.index))
+            case ShardLeft(step, index):
+                self._hand_on(lambda: self.steps.shard_left(step, index))
             case HeadFailed(reason):
                 self._end(RunState.FAILED, reason)
             case TimerFired():
@@ -155,6 +163,12 @@ class Coordinator:
             return  # not the trainer, or it came twice
         if stood_at is not None and version != stood_at + 1:
             self._report(f"{name} published version {version}, expected {stood_at + 1}: ignored")
+            return
+        is_new = published is not None and version > published.policy_version
+        if stood_at is not None and is_new and not self.steps.has_closed(stood_at):
+            self._report(
+                f"{name} published version {version}, but the round of step {stood_at} is still open: ignored"
+            )
             return
         if (problem := self._why_wrong(version, digest)) is not None:
             self._end(RunState.FAILED, problem)
@@ -367,8 +381,23 @@ class Coordinator:
         """Not before it has trained all steps, if it is what the run ends with."""
         trainer = self.fleet.trainer
         has_work = self._ending is not None and self._ending[0] is RunState.FINISHED
-        if trainer is not None and not (has_work and self.trainee.stands_at != self.settings.num_steps):
+        has_work = has_work and self.trainee.stands_at != self.settings.num_steps
+        if trainer is not None and not has_work and not self._hands_over:
             self._out.append(Send(trainer, Drain(trainer, reason)))
+
+    @property
+    def _hands_over(self) -> bool:
+        """A run that is stopped still trains the step of which all groups are known."""
+        stopped = self._ending is not None and self._ending[0] is RunState.STOPPED
+        return stopped and self.steps.is_handing_over
+
+    def _hand_on(self, tell: Callable[[], None]) -> None:
+        """Of the step that is handed over; a trainer that was awaited for nothing else may go."""
+        before = self._hands_over
+        if self._ending is None or before:
+            tell()
+        if before and not self._hands_over and self._ending is not None:
+            self._dismiss_trainer(self._ending[1])
 
     def _report(self, text: str) -> None:
         self._out.append(Report(text))

@@ -8,6 +8,7 @@ from lightrl.messages import (
     Heartbeat,
     Hello,
     PublishWeights,
+    ShardsTaken,
     StepDone,
     TokenChunk,
     WeightsFailed,
@@ -113,6 +114,22 @@ class StepTrained:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardLeft:
+    """A TrainShard is durable and on its way. Feed it in a later turn than that in which it was made."""
+
+    step: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsDelivered:
+    """The trainer has taken a shard, and those before it, to train on."""
+
+    node: str
+    taken: ShardsTaken
+
+
+@dataclass(frozen=True, slots=True)
 class HeadFailed:
     """The coordinator's shell cannot do what it must; `reason` is one line."""
 
@@ -138,6 +155,8 @@ Event: TypeAlias = (
     | WeightsConfirmed
     | WeightsRefused
     | StepTrained
+    | ShardLeft
+    | ShardsDelivered
     | HeadFailed
     | TimerFired
 )

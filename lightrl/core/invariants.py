@@ -31,6 +31,7 @@ def check(core: "Coordinator") -> None:
                 _response(core, round, response)
     _places(core)
     _prompts(core)
+    _version(core)
 
 
 def _require(holds: bool, text: str) -> None:
@@ -67,6 +68,16 @@ def _nodes(core: "Coordinator") -> None:
     ):
         shares = sum(n.share for n in nodes.values())
         _require(abs(share - shares) <= 1e-6 * max(1.0, shares), "shares do not add up")
+
+
+def _version(core: "Coordinator") -> None:
+    """The newest version is of a step that is done, or of the one whose round has closed."""
+    published = core.fleet.published
+    ahead = published is not None and published.policy_version > core.step
+    _require(
+        not ahead or core.steps.has_closed(core.step),
+        f"a version is published before step {core.step} closed",
+    )
 
 
 def _places(core: "Coordinator") -> None:

@@ -8,13 +8,14 @@ Owns responses and their queue; a response is in exactly one place. Which node g
 import math
 from collections import deque
 
-from lightrl.core import placement, race
+from lightrl.core import attempts, placement, race
 from lightrl.core.arrays import decode, encode, native
 from lightrl.core.commands import Command, Record, Report, Score, Send
 from lightrl.core.events import ResponseScored
 from lightrl.core.facts import TokensTaken
 from lightrl.core.fleet import Fleet
 from lightrl.core.foresight import Foresight
+from lightrl.core.orders import orders
 from lightrl.core.queue import WorkQueue
 from lightrl.core.state import (
     Counters,
@@ -27,7 +28,7 @@ from lightrl.core.state import (
     Settings,
 )
 from lightrl.errors import InvariantViolation
-from lightrl.messages import Abort, Generate, ResponseRequest, ResponseTokens, Sampling, TokenChunk
+from lightrl.messages import Abort, ResponseRequest, ResponseTokens, Sampling, TokenChunk
 
 
 class Ledger:
@@ -37,6 +38,7 @@ class Ledger:
         expect = foresight.expect if settings.foresight else self._know_nothing
         self.queue = WorkQueue(settings, expect)
         self.counters = Counters()
+        self.was_recovered = False  # nodes may have attempts that another coordinator has given out
         self.decided: list[Group] = []  # groups in which nothing goes on any more, until someone looks
         self._settings = settings
         self._fleet = fleet
@@ -151,6 +153,8 @@ class Ledger:
         would sample, so a response that only waits takes them; it is then as if it ran there."""
         if response.state is not ResponseState.QUEUED or item.finish_reason not in {"stop", "length"}:
             return False
+        if not attempts.can_exist(response, item.attempt, self.was_recovered):
+            return False
         staleness = response.group.round.step - chunk.policy_version
         known = response.tokens[item.offset :]
         is_sequel = 0 <= item.offset <= len(response.tokens) and item.token_ids.startswith(encode(known))
@@ -162,7 +166,7 @@ class Ledger:
     def take_back(self, node: Node, response: Response, attempt: int) -> None:
         """A response that waits runs at a node already, since before we knew."""
         response.move(ResponseState.RUNNING, node)
-        response.attempt = attempt
+        response.attempt, response.is_placed = attempt, True
         node.running[response.id] = response
         self._num_running += 1
 
@@ -339,8 +343,9 @@ class Ledger:
             response = self.responses.get(name)
             if response is not None and response.node is node:
                 continue
-            waits = response is not None and response.state is ResponseState.QUEUED
-            if response is not None and waits and is_ready and node.free > 0 and _is_of(response, attempt):
+            fits = is_ready and node.free > 0
+            waits = fits and response is not None and response.state is ResponseState.QUEUED
+            if response and waits and attempts.is_current(response, attempt, self.was_recovered):
                 self.take_back(node, response, attempt)
             else:
                 unwanted.append((name, attempt))
@@ -368,11 +373,12 @@ class Ledger:
     def _generate(self, sent: dict[tuple[str, Sampling], list[ResponseRequest]], out: list[Command]) -> None:
         version = self._fleet.published.policy_version if self._fleet.published is not None else 0
         for (node, sampling), requests in sent.items():
-            out.append(Send(node, Generate(version, sampling, tuple(requests))))
+            out += (Send(node, order) for order in orders(version, sampling, requests))
 
     def _place(self, response: Response, node: Node) -> ResponseRequest:
         response.move(ResponseState.RUNNING, node)
         response.attempt += 1
+        response.is_placed = True
         node.running[response.id] = response
         self._num_running += 1
         return ResponseRequest(
@@ -405,8 +411,3 @@ class Ledger:
     def _abort(self, response: Response, out: list[Command]) -> None:
         assert response.node is not None
         out.append(Send(response.node.name, Abort(((response.id, response.attempt),))))
-
-
-def _is_of(response: Response, attempt: int) -> bool:
-    """Whether an attempt is of this round, and not of one that put the prompt off, under older weights."""
-    return attempt >= response.attempt and attempt > response.group.attempts

@@ -1,13 +1,14 @@
 """A core made again from its journal, and what a new segment of a journal must begin with.
 
-Owns how facts are applied. Facts drive the same functions that events do, so that nothing is decided in
-two places; where work ran is forgotten, and every response that is not finished waits in the queue until
-a node comes and says that it has it, or takes it on from its tokens.
+Owns how facts are applied, and the view of a core that stays as it was while the core goes on. Facts drive
+the same functions that events do, so that nothing is decided in two places; where work ran is forgotten, and
+every response that is not finished waits in the queue until a node comes and says that it has it, or takes it
+on from its tokens.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import assert_never
+from dataclasses import dataclass, replace
+from typing import NamedTuple, assert_never
 
 from lightrl.core import rounds
 from lightrl.core.arrays import encode
@@ -27,6 +28,7 @@ from lightrl.core.facts import (
     VersionPublished,
 )
 from lightrl.core.state import (
+    Group,
     Response,
     ResponseState,
     Round,
@@ -34,13 +36,31 @@ from lightrl.core.state import (
     RoundState,
 )
 from lightrl.errors import InvariantViolation, JournalError
-from lightrl.messages import ResponseTokens, StepDone
+from lightrl.messages import FinishReason, ResponseTokens, StepDone
 
-MAX_TOKENS_TOLD = 1 << 22  # in one fact: some 32 MiB
+MAX_TOKENS_TOLD = 1 << 20  # in one fact: some 8 MiB
 
 
-def restate(core: Coordinator) -> list[Fact]:
-    """Facts from which `recover` makes this core; call it when no DrawPrompts is unanswered."""
+class Standing:
+    """Where a core stands at one moment, as facts from which `recover` makes it again.
+
+    Iterate over it as often as you like, in any thread, while the core goes on: what the facts hold is made
+    piece by piece. Tokens are not copied before: a response only ever gets more of them.
+    """
+
+    def __init__(self, facts: list[Fact], rounds: "list[_StandingRound]") -> None:
+        self._facts = facts
+        self._rounds = rounds
+
+    def __iter__(self) -> Iterator[Fact]:
+        yield from self._facts
+        for round in self._rounds:
+            yield from round.facts()
+        yield Restated()
+
+
+def restate(core: Coordinator, *notes: Noted) -> Standing:
+    """Where this core stands now, `notes` included; call it when no DrawPrompts is unanswered."""
     steps, backlog, published = core.steps, core.backlog, core.fleet.published
     stood = Resumed(
         step=core.step,
@@ -54,10 +74,7 @@ def restate(core: Coordinator) -> list[Fact]:
         counters=replace(core.ledger.counters),
         memory=core.foresight.memory(),
     )
-    facts: list[Fact] = [stood]
-    for round in core.ledger.rounds:
-        facts += _restate_round(round)
-    return [*facts, Restated()]
+    return Standing([stood, *notes], [_stand(round) for round in core.ledger.rounds])
 
 
 def recover(core: Coordinator, facts: Iterable[Fact], now: float) -> list[Command]:
@@ -133,6 +150,7 @@ class _Recovery:
         commands.append(
             Report(f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens")
         )
+        core.ledger.was_recovered = True
         core.steps.out = []
         return commands
 
@@ -186,23 +204,54 @@ class _Recovery:
             core.ledger.score(response.id, response.attempt, fact.reward, fact.failure, self._out)
 
 
-def _restate_round(round: Round) -> Iterator[Fact]:
-    groups = round.groups.values()
-    held = tuple(PutOff(g.prompt, g.attempts, round.step) for g in groups)
-    is_closed = round.state is RoundState.CLOSED
-    yield RoundStood(round.step, round.kind, round.prompts_launched, held, is_closed)
-    items: dict[tuple[int, int], list[ResponseTokens]] = {}
-    num_tokens = 0
-    for group in groups:
-        for response in group.responses:
-            for number, (version, item) in enumerate(_spans(response)):
+class _Held(NamedTuple):
+    """What a response has at one moment."""
+
+    response: Response
+    attempt: int
+    starts: tuple[tuple[int, int], ...]  # as Response.starts
+    num_tokens: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class _StandingRound:
+    """A round at one moment. Nothing here changes, but for the ends of the responses' arrays."""
+
+    stood: RoundStood
+    held: list[_Held]
+    scores: list[Fact]
+
+    def facts(self) -> Iterator[Fact]:
+        yield self.stood
+        items: dict[tuple[int, int], list[ResponseTokens]] = {}
+        num_tokens = 0
+        for held in self.held:
+            for number, (version, item) in enumerate(_spans(held)):
                 items.setdefault((number, version), []).append(item)
-            num_tokens += len(response.tokens)
+            num_tokens += held.num_tokens
             if num_tokens >= MAX_TOKENS_TOLD:
                 yield from _told(items)
                 num_tokens = 0
-    yield from _told(items)
-    yield from _scores(round)
+        yield from _told(items)
+        yield from self.scores
+
+
+def _stand(round: Round) -> _StandingRound:
+    """Quick, however long the responses are: the event loop waits for it."""
+    groups: list[Group] = list(round.groups.values())
+    prompts = tuple(PutOff(g.prompt, g.attempts, round.step) for g in groups)
+    is_closed = round.state is RoundState.CLOSED
+    default = ((round.step, 0),)
+    return _StandingRound(
+        RoundStood(round.step, round.kind, round.prompts_launched, prompts, is_closed),
+        [
+            _Held(r, r.attempt, tuple(r.starts) or default, len(r.tokens), r.finish_reason)
+            for g in groups
+            for r in g.responses
+        ],
+        list(_scores(round)),
+    )
 
 
 def _told(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[Fact]:
@@ -212,17 +261,19 @@ def _told(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[Fact]:
     items.clear()
 
 
-def _spans(response: Response) -> Iterator[tuple[int, ResponseTokens]]:
-    """(policy version, its tokens); the last one says how the response ended."""
-    starts = response.starts or [(response.group.round.step, 0)]
-    ends = [start for _, start in starts[1:]] + [len(response.tokens)]
-    for (version, start), end in zip(starts, ends, strict=True):
-        is_last = end == len(response.tokens)
-        finish = response.finish_reason if is_last else None
+def _spans(held: _Held) -> Iterator[tuple[int, ResponseTokens]]:
+    """(policy version, its tokens); the last one says how the response ended.
+
+    Copies of arrays, not views: an array that is being viewed cannot grow.
+    """
+    response, num_tokens = held.response, held.num_tokens
+    ids, logprobs = encode(response.tokens), encode(response.logprobs)  # there may be more by now
+    ends = [start for _, start in held.starts[1:]] + [num_tokens]
+    for (version, start), end in zip(held.starts, ends, strict=True):
+        finish = held.finish_reason if end == num_tokens else None
         if end > start or finish is not None:
-            tokens, logprobs = response.tokens[start:end], response.logprobs[start:end]
-            ids, values = encode(tokens), encode(logprobs)
-            yield version, ResponseTokens(response.id, response.attempt, start, ids, values, finish)
+            part = slice(4 * start, 4 * end)
+            yield version, ResponseTokens(response.id, held.attempt, start, ids[part], logprobs[part], finish)
 
 
 def _scores(round: Round) -> Iterator[Fact]:

@@ -176,6 +176,7 @@ class Response:
     node: "Node | None" = field(default=None, repr=False)  # where it runs; None unless RUNNING
     queued_as: int = 0  # number of its valid entry in the queue
     attempt: int = 0  # placements so far; news of an older one is ignored
+    is_placed: bool = False  # by this core, which knows from then on how often
     heard: int = 0  # the attempt that its newest tokens are of
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -254,6 +255,7 @@ class Round:
     accepted: list[Group] = field(default_factory=list[Group])  # in the order the trainer gets them
     num_sent: int = 0  # of those accepted, to the trainer
     num_shards: int = 0
+    is_handed_over: bool = False  # the last shard was sent
     # Its race; see `race`.
     finishers: list[tuple[int, int]] = field(
         default_factory=list[tuple[int, int]]

@@ -310,19 +310,30 @@ class Steps:
                 self.out.append(Record(done))
             self._step_done = done
 
+    def has_closed(self, step: int) -> bool:
+        """Whether the trainer is at this step and has been sent all of it."""
+        round = self.training()
+        return round is not None and round.step == step and round.state is RoundState.CLOSED
+
     def why_not_at(self, version: int) -> str | None:
         """Why a trainer cannot stand there that has come, in one line; None if it can."""
-        published, round = self._fleet.published, self.training()
+        published = self._fleet.published
         newest = published.policy_version if published is not None else -1
-        is_closed = round is not None and round.state is RoundState.CLOSED
         if version <= newest or (newest < 0 and version == self.step):
             return None
-        if version == newest + 1 == self.step + 1 and is_closed:
+        if version == newest + 1 == self.step + 1 and self.has_closed(self.step):
             return None  # it trained the step, and the coordinator was gone when it said so
         return (
             f"the trainer stands at step {version}, the run at step {self.step}: its checkpoints are not of "
             "this journal"
         )
+
+    @property
+    def is_handing_over(self) -> bool:
+        """All groups of the step are known, and the trainer has not been sent all of them."""
+        round = self.training()
+        is_closed = round is not None and round.state is RoundState.CLOSED
+        return round is not None and is_closed and self.trainee.is_owed(round)
 
     def feed_trainer(self, has_come: bool) -> None:
         """The trainer stands at another step, or `has_come` and has said where it stands."""
@@ -331,6 +342,12 @@ class Steps:
             # What it said of the step is lost if it, or we, were gone then; if not, it says it again.
             self._step_done = self._step_done or StepDone(round.step, stands_at, {})
         self.trainee.feed(round, self.out)
+
+    def shards_taken(self, step: int, index: int) -> None:
+        self.trainee.taken(self.training(), step, index, self.out)
+
+    def shard_left(self, step: int, index: int) -> None:
+        self.trainee.left(self.training(), step, index, self.out)
 
     def _send_accepted(self, round: Round) -> None:
         if round is self.training():

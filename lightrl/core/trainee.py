@@ -1,9 +1,13 @@
 """The trainer node as the core sees it: where it stands, and which shards it gets next.
 
-Owns what was sent to it since its last hello. A trainer that comes back begins where its checkpoint, or
-its memory, says; what it has trained before is sent again as it was. Which groups belong to a step is
-decided in `race` and `steps`.
+Owns what was sent to it since its last hello, and how much of it may be under way: a step may be gigabytes,
+and neither a slow disk nor a slow trainer may pile them up. A trainer that comes back begins where its
+checkpoint, or its memory, says; what it has trained before is sent again as it was. Which groups belong to a
+step is decided in `race` and `steps`.
 """
+
+from collections import deque
+from itertools import islice
 
 from lightrl.core.arrays import encode
 from lightrl.core.commands import Command, Record, ReplayShards, Send
@@ -12,7 +16,31 @@ from lightrl.core.fleet import Fleet
 from lightrl.core.state import Group, Round, RoundState
 from lightrl.messages import TrainGroup, TrainResponse, TrainShard
 
-MAX_SHARD_TOKENS = 1 << 21  # some 16 MiB with their logprobs
+MAX_SHARD_TOKENS = 1 << 18  # some 2 MiB with their logprobs
+MAX_UNWRITTEN = 2  # shards on their way to the journal; the event loop waits while that many are made
+MAX_UNTAKEN_TOKENS = 1 << 22  # some 32 MiB: what a trainer with many ranks has to spread
+
+
+class Window:
+    """The shards of a step that were sent and that the trainer has not taken. One that is larger than all of
+    them may be goes alone.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._untaken: deque[tuple[int, int]] = deque()  # (index of a shard, its tokens)
+
+    def has_room(self, num_tokens: int) -> bool:
+        return not self.num_tokens or self.num_tokens + num_tokens <= MAX_UNTAKEN_TOKENS
+
+    def add(self, index: int, num_tokens: int) -> None:
+        self._untaken.append((index, num_tokens))
+        self.num_tokens += num_tokens
+
+    def take(self, index: int) -> None:
+        """The trainer has taken this shard and those before it."""
+        while self._untaken and self._untaken[0][0] <= index:
+            self.num_tokens -= self._untaken.popleft()[1]
 
 
 class Trainee:
@@ -22,6 +50,8 @@ class Trainee:
         self.num_hellos = 0
         self.has_left = False  # in order, with nothing left to do
         self._fleet = fleet
+        self._window = Window()
+        self._num_left = 0  # shards of the step it stands at that are durable and were sent
 
     def hello(self) -> None:
         """It has come, or come back: what it held of a step that is not done, it holds no more."""
@@ -38,20 +68,43 @@ class Trainee:
         published = self._fleet.published
         if self.stands_at is None or self._fleet.trainer is None or published is None:
             return
+        self._window, self._num_left = Window(), 0
         if self.stands_at < published.policy_version:
             out.append(ReplayShards(self._fleet.trainer, self.stands_at, self.num_hellos))
         elif round is not None and round.step == self.stands_at:
             round.num_sent = round.num_shards = 0
+            round.is_handed_over = False
             self.send(round, out)
 
+    def taken(self, round: Round | None, step: int, index: int, out: list[Command]) -> None:
+        """It has this shard and those before it: there is room for more."""
+        if round is not None and step == round.step == self.stands_at:
+            self._window.take(index)
+            self.send(round, out)
+
+    def left(self, round: Round | None, step: int, index: int, out: list[Command]) -> None:
+        """This shard is durable and was sent: another one may be made."""
+        if round is not None and step == round.step == self.stands_at:
+            self._num_left = max(self._num_left, index + 1)
+            self.send(round, out)
+
+    def is_owed(self, round: Round) -> bool:
+        """Whether it stands at this step and lacks some of it; one trained before comes by ReplayShards."""
+        published = self._fleet.published
+        is_new = published is None or published.policy_version <= round.step
+        return is_new and self.stands_at == round.step and not round.is_handed_over
+
     def send(self, round: Round, out: list[Command]) -> None:
-        """What it has not had yet of the round it is at; the last shard closes the step."""
+        """What it has not had yet of the round it is at, as far as it may; the last shard closes the step."""
         last = round.state is RoundState.CLOSED
-        if self._fleet.trainer is None or self.stands_at != round.step:
+        if self._fleet.trainer is None or not self.is_owed(round):
             return
-        while (groups := _next_groups(round)) or last:
-            round.num_sent += len(groups)
-            is_last = last and round.num_sent == len(round.accepted)
+        while not round.is_handed_over and ((groups := _next_groups(round)) or last):
+            num_tokens = sum(map(_num_tokens, groups))
+            is_held_up = round.num_shards - self._num_left >= MAX_UNWRITTEN
+            if is_held_up or not self._window.has_room(num_tokens):
+                return
+            is_last = last and round.num_sent + len(groups) == len(round.accepted)
             shard = TrainShard(
                 step=round.step,
                 index=round.num_shards,
@@ -60,22 +113,27 @@ class Trainee:
                 last=is_last,
                 num_groups=len(round.accepted),
             )
+            self._window.add(round.num_shards, num_tokens)
+            round.num_sent += len(groups)
             round.num_shards += 1
+            round.is_handed_over = is_last
             out += [Record(ShardSent(shard)), Send(self._fleet.trainer, shard)]
-            if is_last:
-                return
 
 
 def _next_groups(round: Round) -> list[Group]:
-    """As many as one message should carry: a frame has a limit, and a whole step may be due at once."""
+    """As many as one message should carry: a whole step may be due at once."""
     groups: list[Group] = []
     num_tokens = 0
-    for group in round.accepted[round.num_sent :]:
-        num_tokens += sum(len(r.tokens) for r in group.kept)
+    for group in islice(round.accepted, round.num_sent, None):
+        num_tokens += _num_tokens(group)
         if groups and num_tokens > MAX_SHARD_TOKENS:
             break
         groups.append(group)
     return groups
+
+
+def _num_tokens(group: Group) -> int:
+    return sum(len(r.tokens) for r in group.kept)
 
 
 def _train_group(group: Group) -> TrainGroup:

@@ -41,6 +41,8 @@ class EngineSpec:
     engine_args: dict[str, Any] = field(default_factory=dict)
     max_window: int = 0  # drafted tokens that are verified at once for a response; 0 = no speculation
     prefer: Literal["count", "reward"] = "count"  # of several continuations the frequent or the rewarded one
+    gpu_memory: float = 0.0  # share of each of its GPUs that it may take; 0 = as it comes
+    is_deterministic: bool = False  # the same tokens whatever runs beside them, at the price of speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,13 @@ class EngineLoaded:
 class EngineFailed:
     """A command failed and why, in one line; the engine goes on unless its process ends.
 
-    `policy_version` is that of a failed LoadWeights, else None.
+    `policy_version` is that of a failed LoadWeights, else None. `is_unusable`: no engine of this kind can be
+    built here, whatever is asked of it.
     """
 
     reason: str
     policy_version: int | None = None
+    is_unusable: bool = False
 
 
 EngineCommand: TypeAlias = EngineSpec | Generate | Abort | LoadWeights

@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def read_config(model_dir: Path) -> Any:
     """The HF config. Raises EngineError."""
     try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise EngineError(f"{model_dir}: no usable model config: {str(e).splitlines()[0]}") from None
 
@@ -38,7 +38,9 @@ def build_model(config: Any, dtype: torch.dtype, device: str) -> torch.nn.Module
     """The model with arbitrary weights (device "meta": with none). Raises EngineError."""
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            )
     except ValueError as e:
         reason = str(e).splitlines()[0]
         raise EngineError(f"{config.model_type}: not a decoder-only model: {reason}") from None

@@ -10,9 +10,10 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, TypeAlias, assert_never
 
 from lightrl.child import Child, Pipe
@@ -28,11 +29,12 @@ from lightrl.engine.base import (
     EngineStarted,
     LoadWeights,
 )
-from lightrl.errors import EngineError, LightRLError
+from lightrl.errors import EngineError, EngineUnusable, LightRLError
 from lightrl.messages import Abort, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.wire import Codec, pack_f32, pack_i32
 
 LOAD_EVERY_S = 0.5
+EVERY_DEVICE: Mapping[str, str] = MappingProxyType({})
 FINISHED_SHARE = 5  # a finished response waits chunk_ms / 5 for others to finish with it
 
 EngineChild: TypeAlias = Child[EngineCommand, EngineEvent]
@@ -49,8 +51,12 @@ def resolve_engine(kind: EngineKind) -> Literal["vllm", "torch", "emulated"]:
     return kind
 
 
-async def start_engine(spec: EngineSpec, threads: int, log: Path | None = None) -> EngineChild:
+async def start_engine(
+    spec: EngineSpec, threads: int, log: Path | None = None, devices: Mapping[str, str] = EVERY_DEVICE
+) -> EngineChild:
     """Starts an engine with `threads` CPU threads; its first event is EngineStarted or EngineFailed.
+
+    `devices`: what its environment says of the GPUs that it may use.
 
     The threads of all engines and trainers of a machine must not exceed its cores: waiting OpenMP
     threads spin, and a machine with one thread too many was seen to be ten times slower.
@@ -60,6 +66,7 @@ async def start_engine(spec: EngineSpec, threads: int, log: Path | None = None) 
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        **devices,
     }
     target, name = "lightrl.engine.process:main", f"{spec.kind}-engine"
     child = await Child.start(target, name, Codec(EngineCommand), Codec(EngineEvent), env, log)
@@ -77,8 +84,8 @@ def main(sock: socket.socket) -> None:
         started = time.perf_counter()
         try:
             engine = build_engine(spec)
-        except EngineError as e:
-            pipe.send(EngineFailed(str(e)))
+        except LightRLError as e:
+            pipe.send(EngineFailed(str(e), is_unusable=isinstance(e, EngineUnusable)))
             raise SystemExit(str(e)) from None
         gc.collect()
         gc.freeze()  # the libraries' objects live as long as we do; scanning them again costs milliseconds
@@ -89,7 +96,7 @@ def main(sock: socket.socket) -> None:
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """Imports what the kind needs and builds the engine. Raises EngineError."""
+    """Imports what the kind needs and builds the engine. Raises EngineError or ConfigError."""
     match spec.kind:
         case "emulated":
             from lightrl.engine.emulated import EmulatedEngine

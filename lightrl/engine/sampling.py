@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+MAX_VALUES = 1 << 26  # logits drawn from at once: each takes some 28 bytes meanwhile
 _MASK = (1 << 64) - 1
 _STRIDE = 0xD1342543DE82EF95  # odd, so distinct positions stay distinct before they are mixed
 
@@ -64,6 +65,20 @@ def sample(
     The sum is taken in float64: in float32 a vocabulary of 150,000 would make the last tokens
     unreachable and shift all others.
     """
+    import torch
+
+    most = max(1, MAX_VALUES // logits.shape[-1])
+    if len(logits) <= most:
+        return _sample(logits, noise, temperature, top_p, top_k)
+    pieces = [slice(i, i + most) for i in range(0, len(logits), most)]
+    drawn = [_sample(logits[p], noise[p], temperature[p], top_p[p], top_k[p]) for p in pieces]
+    ids, logprobs = zip(*drawn, strict=True)
+    return torch.cat(ids), torch.cat(logprobs)
+
+
+def _sample(
+    logits: "torch.Tensor", noise: Floats, temperature: Floats, top_p: Floats, top_k: Ints
+) -> "tuple[torch.Tensor, torch.Tensor]":
     import torch
 
     logits = logits.float()

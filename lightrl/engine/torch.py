@@ -10,10 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from lightrl.devices import memory
+from lightrl.devices.cuda import has_cuda
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.checkpoint import (
     build_model,
@@ -32,16 +35,22 @@ from lightrl.messages import Load, Manifest, PromptHistory, ResponseRequest, Sam
 from lightrl.weights.tensors import read_tensors
 
 PREFILL_TOKENS = 16_384  # of one forward pass, padding included; bounds its activations
+UNEVEN = (
+    "run.deterministic: kernels on a GPU round by the size of the batch, so the torch engine may draw "
+    "another token where two are about equal; vLLM has kernels that do not"
+)
 DRAFT_LOGITS = 1 << 26  # of one forward pass with drafts; sampling takes some 24 bytes for each
 
 
 class TorchEngine:
     """Implements `base.Engine`. One engine step = one prefill of new responses + one decode of the others."""
 
-    notes = ()
+    notes: tuple[str, ...] = ()
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = "cuda" if has_cuda() else "cpu"
+        if spec.is_deterministic and self.device == "cuda":
+            self.notes = (UNEVEN,)
         config = read_config(Path(spec.model_dir))
         dtype = resolve_dtype(spec.dtype, config, self.device)
         self._model = build_model(config, dtype, self.device).requires_grad_(False)
@@ -57,6 +66,8 @@ class TorchEngine:
                 one = cache_bytes / spec.slots / 2**30
                 raise EngineError(f"kv_cache_gib = {spec.kv_cache_gib}: one sequence needs {one:.3f}")
             self._slots = min(self._slots, fits)
+        elif self.device == "cuda":
+            self._slots = min(self._slots, _fitting(spec, config, cache_bytes // spec.slots))
         self._cache = RowCache(text.num_hidden_layers, self._slots, spec.max_model_length)
         self._waiting: deque[Running] = deque()
         self._rows: list[Running] = []  # row i of the cache and of the arrays below belongs to response i
@@ -330,6 +341,23 @@ class TorchEngine:
             for i, j in zip(target, source, strict=True):
                 self._rows[i] = self._rows[j]
         del self._rows[remaining:]
+
+
+def _fitting(spec: EngineSpec, config: Any, sequence_bytes: int) -> int:
+    """Sequences whose KV cache fits beside the weights, which are there. Raises EngineError."""
+    free, total = torch.cuda.mem_get_info()
+    room = 0.9 * free
+    if spec.gpu_memory:
+        room = min(room, spec.gpu_memory * total - torch.cuda.memory_allocated())
+    shape = memory.shape_of(config.to_dict())
+    room -= memory.working_bytes(shape, spec.slots) if shape else memory.CONTEXT_BYTES
+    if room < sequence_bytes:
+        gib = memory.GIB
+        raise EngineError(
+            f"the GPU has room for {max(0, room) / gib:.1f} GiB of KV cache, and one sequence needs "
+            f"{sequence_bytes / gib:.1f}; see lightrl up --dry-run"
+        )
+    return int(room // sequence_bytes)
 
 
 def _windows(config: object) -> dict[str, int | None]:

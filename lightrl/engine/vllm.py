@@ -2,7 +2,8 @@
 
 Owns how vLLM is configured and driven. It skips vLLM's request and output processing (tokenizers,
 detokenizers, asyncio), which for small models costs more than the forward pass. What runs inside the
-worker is in `vllm_worker.py`. Written against vLLM 0.32; its use on CUDA has been read, not run.
+worker is in `vllm_worker.py`, which releases it fits in `vllm_versions.py`. Its use on CUDA has been read
+in the sources of several releases, not run.
 """
 
 import math
@@ -13,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.requests import accept
-from lightrl.errors import EngineError
+from lightrl.engine.vllm_versions import ENGINE, WINDOW, installed, lacking, torch_mismatch
+from lightrl.errors import EngineError, EngineUnusable
 from lightrl.messages import FinishReason, Load, Manifest, PromptHistory, ResponseRequest, Sampling
 
 if TYPE_CHECKING:
+    import torch
+
     from lightrl.engine.vllm_speculation import Speculation
 
-TRIED = "0.32"
+INSTEAD = ', or set rollout.engine = "torch"'
 MAX_AUTO_KV_BYTES = 4 << 30  # of a CPU engine whose kv_cache_gib is 0
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPU
 
@@ -29,6 +33,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
+}
+CUDA_ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for several GPUs: this process has asked CUDA already
 }
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine of a machine to the same core
@@ -41,11 +48,13 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
-        import torch
+        from lightrl.devices.cuda import has_cuda
 
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        if self.device == "cpu":
-            os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if k not in os.environ})
+        self.device = "cuda" if has_cuda() else "cpu"
+        added = CPU_ENVIRONMENT if self.device == "cpu" else CUDA_ENVIRONMENT
+        os.environ.update({k: v for k, v in added.items() if k not in os.environ})
+        if spec.is_deterministic and self.device == "cuda":
+            os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
         from lightrl.engine.checkpoint import build_model, read_config, resolve_dtype, tensor_targets
 
         config = read_config(Path(spec.model_dir))
@@ -57,8 +66,11 @@ class VllmEngine:
         self._ids: dict[str, str] = {}  # response -> vLLM request
         self._responses: dict[str, str] = {}  # vLLM request -> response
         self._num_added = 0
-        self._api = _Api()
+        self._api = Api()
         args = {**_engine_args(spec, config, dtype, self.device), **spec.engine_args}
+        if spec.gpu_memory and self.device == "cuda":
+            args |= shared_memory_args(spec, config, self._targets, args)
+        args["trust_remote_code"] = False
         self._core = self._api.build(args)
         self.notes: tuple[str, ...] = ()  # for the daemon to say
         self._speculation = self._speculate(spec) if spec.max_window else None
@@ -158,9 +170,10 @@ class VllmEngine:
 
     def _speculate(self, spec: EngineSpec) -> "Speculation | None":
         """None if this vLLM cannot; that is a loss of speed alone, so the engine runs on without."""
-        from lightrl.engine.vllm_speculation import Speculation, missing, refusal
+        from lightrl.engine.vllm_speculation import Speculation, refusal
+        from lightrl.engine.vllm_versions import DRAFTS, lacking
 
-        reason = refusal(self._core, missing())
+        reason = refusal(self._core, lacking(DRAFTS, self._api.found))
         if reason is None:
             return Speculation(spec, self._core, self._vocabulary)
         self.notes = (f"no speculation: {reason}",)
@@ -225,11 +238,41 @@ def _finish_reason(out: Any) -> FinishReason:
             raise EngineError(f"{out.request_id}: vLLM ended it with {other!r}")
 
 
-class _Api:
-    """The parts of vLLM that are used, found before anything is built."""
+def shared_memory_args(
+    spec: EngineSpec, config: Any, targets: "dict[str, torch.Tensor]", args: dict[str, Any]
+) -> dict[str, Any]:
+    """For an engine that may take `spec.gpu_memory` of each of its GPUs, beside others. Raises EngineError.
+
+    vLLM measures how much it may use, and takes for its own what others allocate meanwhile. So it is told
+    how large the KV cache is; it then looks at its share once only, when it starts.
+    """
+    import torch
+
+    from lightrl.devices import memory
+
+    shape = memory.shape_of(config.to_dict())
+    asked = {"gpu_memory_utilization": spec.gpu_memory} | {
+        k: spec.engine_args[k] for k in ("gpu_memory_utilization",) if k in spec.engine_args
+    }
+    if shape is None or args.get("kv_cache_memory_bytes"):
+        return asked
+    gpus = int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
+    weights = sum({id(t): t.numel() * t.element_size() for t in targets.values()}.values())
+    share = int(asked["gpu_memory_utilization"] * torch.cuda.get_device_properties(0).total_memory)
+    slots, length = int(args["max_num_seqs"]), int(args["max_model_len"])
+    kv = memory.kv_cache_bytes(share, weights, shape, slots, length, gpus)
+    if not kv:
+        raise EngineError(
+            f"{share / memory.GIB:.1f} GiB of the GPU are too few for the weights and one sequence of "
+            f"{length:,} tokens; see lightrl up --dry-run"
+        )
+    return asked | {"kv_cache_memory_bytes": kv}
+
+
+class Api:
+    """The parts of vLLM that are used, found before anything is built. Raises EngineUnusable."""
 
     def __init__(self) -> None:
-        """Raises EngineError where this vLLM lacks one."""
         version = "(unknown version)"
         try:
             import torch
@@ -238,26 +281,22 @@ class _Api:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.model_executor.models import registry
             from vllm.usage.usage_lib import UsageContext
-            from vllm.v1.core.sched.scheduler import Scheduler
             from vllm.v1.engine import EngineCoreRequest
             from vllm.v1.engine.core import EngineCore
             from vllm.v1.executor import Executor
-            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-            for owner, names in (
-                (EngineCore, "step step_with_batch_queue post_step preprocess_add_request add_request"),
-                (EngineCore, "abort_requests reset_prefix_cache collective_rpc shutdown"),
-                (Scheduler, "_preempt_request get_request_counts reset_prefix_cache"),
-                (GPUModelRunner, "_sample reload_weights"),
-                (registry, "_run_in_subprocess"),
-            ):
-                for name in names.split():
-                    getattr(owner, name)
+            self.found = installed()
+            if (lack := lacking(ENGINE, self.found)) is not None:
+                raise EngineUnusable(f"vLLM {version} has {lack}: install one of {WINDOW}{INSTEAD}")
+            if torch.cuda.is_available():
+                _require_kernels(version)
             from lightrl.engine.vllm_worker import SEED
-        except (ImportError, AttributeError) as e:
-            raise EngineError(
-                f"vLLM {version} does not fit ({e}): LightRL needs vLLM {TRIED}.x; "
-                'install that, or set rollout.engine = "torch"'
+        except EngineUnusable:
+            raise
+        except Exception as e:  # of a library that was built for another torch anything can come
+            reason = (str(e).strip().splitlines() or [""])[0][:200]
+            raise EngineUnusable(
+                f"vLLM cannot be used: {type(e).__name__}: {reason}{_for_another_torch()}{INSTEAD}"
             ) from e
         if not torch.cuda.is_available():
             # vLLM inspects model classes in a subprocess, to keep CUDA uninitialised. Without CUDA that
@@ -280,3 +319,21 @@ class _Api:
             # pydantic puts the reason before a line that only names its documentation.
             lines = [x.strip() for x in str(e).splitlines() if x.strip() and "errors.pydantic.dev" not in x]
             raise EngineError(f"vLLM cannot start: {lines[-1] if lines else repr(e)}") from e
+
+
+def _require_kernels(version: str) -> None:
+    """vLLM only warns of kernels that it cannot load, and fails in its first pass. Raises EngineUnusable."""
+    import torch
+    from vllm import _custom_ops
+
+    del _custom_ops  # its import loads them
+    if not hasattr(torch.ops._C, "rms_norm"):
+        raise EngineUnusable(
+            f"the CUDA kernels of vLLM {version} cannot be loaded{_for_another_torch()}{INSTEAD}"
+        )
+
+
+def _for_another_torch() -> str:
+    """What is known of it, as part of a sentence."""
+    found = torch_mismatch()
+    return f" ({found})" if found else ""

@@ -4,10 +4,9 @@ Owns which parts of vLLM that needs, how drafts reach the scheduler, and which o
 sampler drew become part of a response. vLLM is built without a `speculative_config`. Its scheduler takes
 drafts all the same, and the model runner is told step by step whether there are any; so a step without is
 what it would be without speculation, CUDA graphs included, which a window for the whole engine would cost
-several percent. Written against vLLM 0.32's V1 model runner; on CUDA it has been read, not run.
+several percent. The parts of vLLM that it needs are in `vllm_versions.py`; on CUDA it has been read, not run.
 """
 
-import importlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,46 +18,15 @@ import torch
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.history.draft import Drafter
 
-_METADATA = "vllm.v1.spec_decode.metadata.SpecDecodeMetadata"
-_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
-
-REQUIRED = (
-    ("vllm.v1.core.sched.scheduler.Scheduler", "update_draft_token_ids get_request_counts"),
-    ("vllm.v1.outputs.DraftTokenIds", "__dataclass_fields__.req_ids __dataclass_fields__.draft_token_ids"),
-    (_METADATA, "__dataclass_fields__.draft_token_ids __dataclass_fields__.num_draft_tokens"),
-    ("vllm.v1.sample.rejection_sampler.RejectionSampler", "parse_output"),
-    (_RUNNER, "_prepare_inputs _calc_spec_decode_metadata _sample"),
-    ("vllm.v1.core.sched.output.SchedulerOutput", "__dataclass_fields__.scheduled_spec_decode_tokens"),
-)
-
-
-def missing() -> str | None:
-    """The first of the REQUIRED parts that this vLLM lacks; None: speculation can be tried."""
-    for owner, names in REQUIRED:
-        module, _, attribute = owner.rpartition(".")
-        for name in names.split():
-            try:
-                found = _found(module, attribute)
-                for part in name.split("."):
-                    found = found[part] if isinstance(found, dict) else getattr(found, part)
-            except (ImportError, AttributeError, KeyError):
-                return f"{owner}.{name.rpartition('.')[2]}"
-    prepare = _found(*_RUNNER.rsplit(".", 1))._prepare_inputs
-    return None if "speculative_config" in prepare.__code__.co_names else f"{_RUNNER}.speculative_config"
-
-
-def _found(module: str, attribute: str) -> Any:
-    try:
-        return importlib.import_module(f"{module}.{attribute}")
-    except ImportError:
-        return getattr(importlib.import_module(module), attribute)
+# Logits of one step with drafts: vLLM keeps those of every drafted position, in the dtype of the model.
+MAX_LOGITS = 1 << 28
 
 
 def refusal(core: Any, lacking: str | None) -> str | None:
-    """Why this engine core cannot speculate; None: it can. `lacking`: what `missing` said."""
+    """Why this engine core cannot speculate; None: it can. `lacking`: what `vllm_versions.lacking` said."""
     config = core.vllm_config
     if lacking is not None:
-        return f"this vLLM has no {lacking}"
+        return f"this vLLM has {lacking}"
     if core.async_scheduling or core.batch_queue is not None:
         return "the next step starts before the tokens of the last are known"
     if config.model_config.is_hybrid or config.model_config.is_attention_free:
@@ -67,7 +35,10 @@ def refusal(core: Any, lacking: str | None) -> str | None:
 
 
 def let_verify(runner: Any) -> None:
-    """Makes the class of model runners keep the logits of drafted positions in steps that have any."""
+    """Makes the class of model runners keep the logits of drafted positions in steps that have any.
+
+    For releases that else do so only if the engine has a speculative_config.
+    """
     prepare = runner._prepare_inputs
 
     def prepared(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +61,7 @@ class Speculation:
 
         self.drafter = Drafter(spec.max_window, spec.prefer == "reward", vocabulary=vocabulary)
         self._scheduler = core.scheduler
-        self._max_step_tokens: int = core.scheduler.max_num_scheduled_tokens
+        self._max_step_tokens = min(core.scheduler.max_num_scheduled_tokens, MAX_LOGITS // vocabulary)
         self._as_drafts = DraftTokenIds
         self._left: dict[str, int] = {}  # tokens that may still be added to each response
         self._ready: dict[str, int] = {}  # responses that decode in the next step, and how much was drafted

@@ -1,8 +1,8 @@
 """What LightRL changes inside vLLM's worker: the sampler, and weights replaced in place.
 
 Imported by vLLM in every worker process (`worker_extension_cls`), and importing it installs the
-sampler, so it must not be imported outside one. Written against vLLM 0.32's V1 model runner; tried
-on CPU. On CUDA the same code runs under the V1 runner, where it has only been read, not run.
+sampler, so it must not be imported outside one. Works with the V1 model runner of the releases in
+`vllm_versions.py`; tried on CPU. On CUDA it has only been read, not run.
 """
 
 import logging
@@ -18,7 +18,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl.child import die_with
 from lightrl.engine.sampling import sample, uniforms
-from lightrl.engine.vllm_speculation import Rows, let_verify, missing
+from lightrl.engine.vllm_speculation import Rows, let_verify
+from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
 from lightrl.messages import Manifest
 from lightrl.weights.tensors import read_tensors
 
@@ -68,7 +69,8 @@ def _coupled_sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any
 
 
 GPUModelRunner._sample = _coupled_sample  # pyright: ignore[reportAttributeAccessIssue]
-if missing() is None:
+_found = installed(DRAFTS)
+if lacking(DRAFTS, _found) is None and decides_by_config(_found):
     let_verify(GPUModelRunner)
 
 # It warns at every reload of modules that have nothing to load, such as tied heads.
@@ -92,6 +94,10 @@ class WorkerExtension:
         tensors = dict(read_tensors(Path(path), manifest))
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
         self._refresh_tied_head()
+        if (
+            self.device.type == "cuda"
+        ):  # so that what goes wrong does so here, and the time is that of the load
+            torch.cuda.synchronize(self.device)
         return manifest.digest
 
     def _refresh_tied_head(self) -> None:

@@ -12,7 +12,6 @@ A segment has its name only once its base is durable. Its base alone says where 
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import re
 import struct
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
+from lightrl import files, open_files
 from lightrl.errors import JournalError
 
 MAGIC = b"lightrl\n"
@@ -31,6 +31,7 @@ HEADER_BYTES = HEADER.size + CHECKSUM.size
 LENGTH = struct.Struct("<I")
 RECORD = struct.Struct("<II")  # length, crc32
 PIECE_BYTES = 4 << 20  # of one write
+SYNC_BYTES = 16 << 20  # written before they are synced: one sync of a gigabyte takes a slow disk minutes
 
 # What a file system that knows no locks says.
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -67,9 +68,9 @@ def last_number(folder: Path) -> int:
     return max((int(m[1]) for name in os.listdir(folder) if (m := _ANY_NAME.fullmatch(name))), default=0)
 
 
-def header(frames: list[bytes]) -> bytes:
-    """Of a segment whose base is these records."""
-    data = HEADER.pack(MAGIC, FORMAT, len(frames), sum(size(f) for f in frames))
+def header(num_records: int, num_bytes: int) -> bytes:
+    """Of a segment whose base is so many records of so many bytes on the disk."""
+    data = HEADER.pack(MAGIC, FORMAT, num_records, num_bytes)
     return data + CHECKSUM.pack(crc32(data))
 
 
@@ -89,16 +90,20 @@ def framed(frames: Iterable[bytes]) -> Iterator[bytes]:
 def write_at(file: int, offset: int, parts: Iterable[bytes], progress: Callable[[], object] = bool) -> int:
     """Writes all of it in large pieces, calls `progress` after each; returns where it ends.
 
-    Raises OSError with a part written.
+    The last SYNC_BYTES of it are not synced. Raises OSError with a part written.
     """
     waiting: list[bytes] = []
-    num_waiting = 0
+    num_waiting, synced = 0, offset
     for part in parts:
         waiting.append(part)
         num_waiting += len(part)
         if num_waiting >= PIECE_BYTES:
             offset = _write_whole(file, offset, b"".join(waiting))
             waiting, num_waiting = [], 0
+            progress()
+        if offset - synced >= SYNC_BYTES:
+            sync_data(file)
+            synced = offset
             progress()
     return _write_whole(file, offset, b"".join(waiting))
 
@@ -112,20 +117,24 @@ def _write_whole(file: int, offset: int, data: bytes) -> int:
     return offset
 
 
-def create(segment: Segment, frames: list[bytes], progress: Callable[[], object] = bool) -> tuple[int, int]:
-    """Writes a segment with this base; durable under its name, or not there at all. Its file and size.
+def create(
+    segment: Segment, frames: Iterable[bytes], progress: Callable[[], object] = bool
+) -> tuple[int, int]:
+    """Writes a segment with this base, which is never in memory as a whole; durable under its name, or not
+    there at all. Its file and size.
 
-    Raises OSError.
+    Raises OSError, and JournalError if `frames` does.
     """
     draft = segment.path.with_name(segment.path.name + ".tmp")
-    file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    file = open_files.insist(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    counted = _Counted(frames)
     try:
-        parts = itertools.chain([header(frames)], framed(frames))
-        end = write_at(file, 0, parts, progress)
+        end = write_at(file, HEADER_BYTES, framed(counted), progress)
+        _write_whole(file, 0, header(counted.num_frames, end - HEADER_BYTES))
         os.fsync(file)
         os.rename(draft, segment.path)
-        sync_folder(segment.path.parent)
-    except OSError:
+        files.sync(segment.path.parent)
+    except (OSError, JournalError):
         os.close(file)
         with contextlib.suppress(OSError):
             os.unlink(draft)
@@ -133,13 +142,22 @@ def create(segment: Segment, frames: list[bytes], progress: Callable[[], object]
     return file, end
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes names durable."""
-    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+class _Counted:
+    """Knows after the iteration how many there were."""
+
+    def __init__(self, frames: Iterable[bytes]) -> None:
+        self.num_frames = 0
+        self._frames = frames
+
+    def __iter__(self) -> Iterator[bytes]:
+        for frame in self._frames:
+            self.num_frames += 1
+            yield frame
+
+
+def sync_data(file: int) -> None:
+    """Makes what was written durable; macOS knows only the whole of it."""
+    getattr(os, "fdatasync", os.fsync)(file)
 
 
 def lock(folder: Path) -> int:

@@ -3,7 +3,7 @@
 Owns `FACTS`, the codec of every journal of a run. What facts mean is said in core/facts.py.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,6 @@ from lightrl.errors import ProtocolError
 from lightrl.messages import FinishReason, ResponseTokens
 from lightrl.wire import Codec, pack_i32, unpack_i32
 
-SPLIT_BYTES = 8 << 20
 SEPARATOR = "\0"
 
 
@@ -88,23 +87,6 @@ def unpack(fact: PackedTokens) -> Iterator[ResponseTokens]:
         ids, logprobs = fact.token_ids[start:end], fact.logprobs[start:end]
         yield ResponseTokens(response, attempt, offset, ids, logprobs, finished.get(k))
         start = end
-
-
-def split(facts: Iterable[Fact], max_bytes: int = SPLIT_BYTES) -> Iterator[Fact]:
-    """The same facts; tokens that are too much for one record come as several."""
-    for fact in facts:
-        if not isinstance(fact, TokensTaken):
-            yield fact
-            continue
-        part: list[ResponseTokens] = []
-        num_bytes = 0
-        for item in fact.items:
-            if part and num_bytes > max_bytes:
-                yield TokensTaken(fact.version, tuple(part))
-                part, num_bytes = [], 0
-            part.append(item)
-            num_bytes += 2 * len(item.token_ids)
-        yield TokensTaken(fact.version, tuple(part))
 
 
 def _check(fact: PackedTokens) -> None:

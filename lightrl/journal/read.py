@@ -5,17 +5,18 @@ records, in lines that say what was lost, or in a JournalError.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from zlib import crc32
 
-from lightrl.core.facts import Fact, ShardSent, VersionPublished
+from lightrl.core.facts import Fact, Noted, Restated, Resumed, ShardSent, VersionPublished
 from lightrl.errors import JournalError, ProtocolError
 from lightrl.journal import disk
 from lightrl.journal.disk import Segment, is_in_use, segments
-from lightrl.journal.facts import FACTS, FactCodec, split
+from lightrl.journal.facts import FACTS, FactCodec
 from lightrl.journal.merge import merge
 from lightrl.messages import TrainGroup, TrainShard
 from lightrl.wire import MAX_FRAME_BYTES, Codec
@@ -25,6 +26,8 @@ __all__ = [
     "Damage",
     "Reading",
     "Segment",
+    "SentShards",
+    "is_blank",
     "is_in_use",
     "merge",
     "newest",
@@ -33,7 +36,6 @@ __all__ = [
     "rewind",
     "segments",
     "shards",
-    "split",
     "trim",
 ]
 
@@ -64,6 +66,7 @@ class Reading(Generic[T]):
         self.num_base = 0  # records that alone say where the run stood
         self.base_is_whole = False
         self.num_records = 0  # good ones, so far
+        self.offset = 0  # of the newest of them
         self._path = path
         self._codec = codec
         self._only = only
@@ -83,6 +86,7 @@ class Reading(Generic[T]):
                     payload = file.read(length)
                     record = self._decode(head, payload)
                     self.num_records += 1
+                    self.offset = self._offset
                     self._offset += len(head) + length
                     self.base_is_whole = self.num_records >= self.num_base
                     if record is not None:
@@ -93,6 +97,22 @@ class Reading(Generic[T]):
             self._cut(size, f"it cannot be read: {e.strerror}")
         except ProtocolError as e:
             self._cut(size, str(e))
+
+    def record_at(self, offset: int) -> T | None:
+        """The record that begins there. None: it cannot be read, as `damage` says."""
+        self._offset = offset
+        size = 0
+        try:
+            with open(self._path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(offset)
+                head = file.read(disk.RECORD.size)
+                return self._decode(head, file.read(self._length(head, size - offset)))
+        except OSError as e:
+            self._cut(size, f"it cannot be read: {e.strerror}")
+        except ProtocolError as e:
+            self._cut(size, str(e))
+        return None
 
     def _read_header(self, data: bytes) -> None:
         if len(data) < disk.HEADER_BYTES:
@@ -162,12 +182,75 @@ def newest(folder: Path, codec: Codec[Fact]) -> tuple[Segment, list[Fact], list[
     raise JournalError(f"{folder}: there is no journal")
 
 
-def shards(folder: Path, codec: Codec[Fact], step: int) -> tuple[list[TrainShard], tuple[int, ...]]:
+def is_blank(folder: Path) -> bool:
+    """Whether nothing has happened yet: there is no journal, or it only says that a run begins.
+
+    What is damaged or was moved aside may have said more.
+    """
+    if not folder.is_dir() or disk.last_number(folder) == 0:
+        return True
+    [first, *more] = segments(folder) or [None]
+    if first is None or more or first.number != disk.last_number(folder):
+        return False
+    reading = read_segment(first.path, FACTS)
+    match [fact for fact in reading if not isinstance(fact, Noted)]:
+        case [Resumed(step=0, num_drawn=0, version=None), Restated()]:
+            return reading.damage is None
+        case _:
+            return False
+
+
+class SentShards:
+    """What the trainer got for a step, still on the disk. Iterate over it to read one shard at a time; that
+    raises JournalError if one cannot be read any more.
+    """
+
+    def __init__(self, codec: Codec[Fact]) -> None:
+        self.num_groups = 0
+        self._codec = codec
+        self._places: list[tuple[Path, int]] = []  # segment, offset of the record
+        self._is_last = False
+        self._wrong_index: int | None = None
+        self._said_groups = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, shard: TrainShard, path: Path, offset: int) -> None:
+        if shard.index == 0:  # the step begins anew: nothing before it counts
+            self._places, self._wrong_index, self.num_groups = [], None, 0
+        if shard.index != len(self._places) and self._wrong_index is None:
+            self._wrong_index = len(self._places)
+        self._places.append((path, offset))
+        self.num_groups += len(shard.groups)
+        self._is_last, self._said_groups = shard.last, shard.num_groups
+
+    @property
+    def missing(self) -> str:
+        """What is, in a few words; "" if the step is whole."""
+        if self._wrong_index is not None:
+            return f"shard {self._wrong_index} is missing"
+        if not self._is_last:
+            return f"shard {len(self._places)} is missing"
+        if self.num_groups != self._said_groups:
+            return f"its shards do not hold {self._said_groups} groups"
+        return ""
+
+    def __iter__(self) -> Iterator[TrainShard]:
+        for path, offset in self._places:
+            reading = Reading(path, self._codec)
+            fact = reading.record_at(offset)
+            if not isinstance(fact, ShardSent):
+                raise JournalError(f"{reading.damage or path}: a shard cannot be read again")
+            yield fact.shard
+
+
+def shards(folder: Path, codec: Codec[Fact], step: int) -> tuple[SentShards, tuple[int, ...]]:
     """What the trainer got for a step that was published, and how many groups it accumulated at a time.
 
     Raises JournalError if any of it is missing.
     """
-    found: list[TrainShard] = []
+    found = SentShards(codec)
     portions: tuple[int, ...] | None = None
     damage: list[Damage] = []
     wanted = frozenset({ShardSent.__name__, VersionPublished.__name__})
@@ -177,14 +260,14 @@ def shards(folder: Path, codec: Codec[Fact], step: int) -> tuple[list[TrainShard
         reading = Reading(segment.path, codec, wanted)
         for fact in reading:
             if isinstance(fact, ShardSent) and fact.shard.step == step:
-                if fact.shard.index == 0:  # the step begins anew: nothing before it counts
-                    found = []
-                found.append(fact.shard)
+                found.add(fact.shard, segment.path, reading.offset)
             elif isinstance(fact, VersionPublished) and fact.version == step + 1:
                 portions = fact.portions or portions or ()
         if reading.damage is not None:  # no harm if it is the torn end that a crash leaves
             damage.append(reading.damage)
-    missing = _missing(found)
+    missing = found.missing
+    if step < (first := min((s.step for s in segments(folder)), default=0)):
+        missing = f"what is left of the journal begins at step {first}"
     if portions is None:
         missing = missing or "nothing says how it was accumulated"
     if missing:
@@ -193,33 +276,30 @@ def shards(folder: Path, codec: Codec[Fact], step: int) -> tuple[list[TrainShard
     return found, portions or ()
 
 
-def _missing(found: list[TrainShard]) -> str:
-    for index, shard in enumerate(found):
-        if shard.index != index:
-            return f"shard {index} is missing"
-    if not found or not found[-1].last:
-        return f"shard {len(found)} is missing"
-    if sum(len(s.groups) for s in found) != found[-1].num_groups:
-        return f"its shards do not hold {found[-1].num_groups} groups"
-    return ""
+def recut(sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int) -> Iterator[TrainShard]:
+    """The groups of one step as the trainer accumulated them, so that the same bits come out. Holds no more
+    of them than it must.
 
-
-def recut(sent: Sequence[TrainShard], portions: Sequence[int]) -> list[TrainShard]:
-    """The groups of one step as the trainer accumulated them, so that the same bits come out.
-
-    Raises JournalError if these are not the portions of these shards.
+    Raises JournalError if these are not the portions of `num_groups` groups, before anything is read.
     """
-    groups: list[TrainGroup] = [group for shard in sent for group in shard.groups]
-    if sum(portions) != len(groups) or any(n <= 0 for n in portions):
-        raise JournalError(f"step {sent[-1].step}: {len(groups)} groups do not fit portions {list(portions)}")
-    cut: list[TrainShard] = []
-    first = 0
-    for index, count in enumerate(portions or (0,)):  # a step without groups ends, too
-        part = tuple(groups[first : first + count])
-        cut.append(replace(sent[-1], index=index, groups=part, last=False, num_groups=0, alone=True))
-        first += count
-    cut[-1] = replace(cut[-1], last=True, num_groups=len(groups))
-    return cut
+    if sum(portions) != num_groups or any(n <= 0 for n in portions):
+        raise JournalError(f"{num_groups} groups do not fit portions {list(portions)}")
+    return _recut(sent, portions or (0,), num_groups)  # a step without groups ends, too
+
+
+def _recut(sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int) -> Iterator[TrainShard]:
+    waiting: deque[TrainGroup] = deque()
+    shards = iter(sent)
+    shard = next(shards)
+    waiting.extend(shard.groups)
+    for index, count in enumerate(portions):
+        while len(waiting) < count:
+            shard = next(shards)
+            waiting.extend(shard.groups)
+        part = tuple(waiting.popleft() for _ in range(count))
+        cut = replace(shard, index=index, groups=part, last=False, num_groups=0, alone=True)
+        is_last = index == len(portions) - 1
+        yield replace(cut, last=True, num_groups=num_groups) if is_last else cut
 
 
 def trim(folder: Path, used: Segment) -> None:

@@ -1,8 +1,9 @@
 """The journal while a run goes on: what is appended is on the disk soon after, and who waits for it is told.
 
 Owns the files of the newest segment and the thread that writes them. Must not block the event loop: `append`
-encodes and returns. When the disk refuses, everything is kept and tried again; nothing counts as durable
-meanwhile.
+encodes and returns, and what a segment begins with is encoded by the thread, piece by piece. When the disk
+refuses, everything is kept and tried again; nothing counts as durable meanwhile. A disk that is slow holds up
+those who wait for `after_flush`, and ends nothing.
 """
 
 import asyncio
@@ -10,11 +11,12 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
+from lightrl import files
 from lightrl.errors import JournalError
 from lightrl.journal import disk
 from lightrl.wire import MAX_FRAME_BYTES, Codec
@@ -23,15 +25,18 @@ T = TypeVar("T")
 
 RETRY_S = 1.0
 MAX_TROUBLE_S = 60.0
-MAX_PENDING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """A new segment and its first records, encoded."""
+    """A new segment and its first records, encoded anew each time that they are asked for."""
 
     step: int
-    frames: list[bytes]
+    frames: Callable[[], Iterator[bytes]]
+
+
+_Act: TypeAlias = Callable[[], object]
+_Job: TypeAlias = bytes | _Begin | _Act
 
 
 class JournalWriter(Generic[T]):
@@ -51,7 +56,7 @@ class JournalWriter(Generic[T]):
     ) -> None:
         """Raises JournalError if the folder cannot be used, or another writer has it open."""
         self.news_bytes = 0  # since `begin`
-        self.base_bytes = 0  # of the newest segment, as begun
+        self.base_bytes = 0  # of the newest segment that is on the disk, as begun
         self._folder = folder
         self._codec = codec
         self._flush_s = flush_ms / 1000
@@ -61,7 +66,7 @@ class JournalWriter(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            files.make_folder(folder)
             self._number = disk.last_number(folder)  # of the newest segment
             self._lock_file = disk.hold(folder)
             for draft in folder.glob("*.tmp"):  # of a writer that was killed
@@ -72,12 +77,13 @@ class JournalWriter(Generic[T]):
 
         # Shared with the thread, under this lock.
         self._wake = threading.Condition()
-        self._jobs: list[bytes | _Begin | Callable[[], None]] = []
+        self._jobs: list[_Job] = []
         self._oldest = 0.0  # when the first of them came
         self._urgent = False
         self._closing = False
         self._drop_below = 0
         self._num_pending = 0  # bytes appended that are not durable
+        self._num_begins = 0  # segments whose base is not durable
         self._trouble_since: float | None = None
         self._trouble = "the disk does not answer"
         self._busy_since: float | None = None  # without any progress
@@ -89,6 +95,7 @@ class JournalWriter(Generic[T]):
         self._dropped_below = 0
         self._told: set[int | None] = set()  # kinds of the trouble that lasts
         self._begun = False
+        self._failure: JournalError | None = None  # what cannot be written by any disk
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
@@ -102,7 +109,7 @@ class JournalWriter(Generic[T]):
             self._num_pending += num_bytes
             self._add(frame)
 
-    def after_flush(self, act: Callable[[], None]) -> None:
+    def after_flush(self, act: _Act) -> None:
         """`act` is called in the loop when all that was appended so far is durable; the flush starts at once.
 
         In the order of these calls; never before this one returns.
@@ -111,13 +118,25 @@ class JournalWriter(Generic[T]):
             self._add(act, urgent=True)
 
     def begin(self, step: int, records: Iterable[T]) -> None:
-        """Starts a new segment with these records, which alone must say where the run stands."""
-        frames = [self._encode(record) for record in records]
+        """Starts a new segment with these records, which alone must say where the run stands.
+
+        They are read in the writing thread, and once more each time that the disk refuses: not an iterator.
+        """
         self._begun = True
-        self.base_bytes = disk.HEADER_BYTES + sum(disk.size(f) for f in frames)
         self.news_bytes = 0
         with self._wake:
-            self._add(_Begin(step, frames), urgent=True)
+            self._num_begins += 1
+            self._add(_Begin(step, lambda: map(self._encode, records)), urgent=True)
+
+    @property
+    def is_beginning(self) -> bool:
+        """The newest segment is not on the disk yet: its `base_bytes` are not known."""
+        return self._num_begins > 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Appended and not durable."""
+        return self._num_pending
 
     def drop_before(self, step: int) -> None:
         """Removes segments begun when fewer steps were done, but never the newest."""
@@ -128,18 +147,16 @@ class JournalWriter(Generic[T]):
             self._wake.notify()
 
     def check_alive(self) -> None:
-        """Raises JournalError if too much waits for the disk, or for too long."""
+        """Raises JournalError if the disk has refused, or not answered, for too long."""
         with self._wake:
-            now, pending, why = time.monotonic(), self._num_pending, self._trouble
+            now, why = time.monotonic(), self._trouble
             starts = [t for t in (self._trouble_since, self._busy_since) if t is not None]
             ended = not self._thread.is_alive() and not self._closing
         if ended:
-            raise JournalError("the journal's thread has ended")
+            raise self._failure or JournalError("the journal's thread has ended")
         if starts and now - min(starts) > self._max_trouble_s:
             limit = f"{self._max_trouble_s:g} s"
             raise JournalError(f"nothing could be written to {self._folder} for {limit}: {why}")
-        if pending > MAX_PENDING_BYTES:
-            raise JournalError(f"{pending >> 20} MiB wait to be written to {self._folder}: {why}")
 
     async def close(self) -> None:
         """Writes what waits, tries once more if the disk refuses, and lets go of the folder."""
@@ -164,7 +181,7 @@ class JournalWriter(Generic[T]):
             raise JournalError(f"a record of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
         return frame
 
-    def _add(self, job: bytes | _Begin | Callable[[], None], urgent: bool = False) -> None:
+    def _add(self, job: _Job, urgent: bool = False) -> None:
         if not self._jobs:
             self._oldest = time.monotonic()
         if not self._jobs or (urgent and not self._urgent):
@@ -178,10 +195,12 @@ class JournalWriter(Generic[T]):
         try:
             while (jobs := self._take()) is not None and self._carry_out(jobs):
                 self._sweep()
+        except JournalError as e:
+            self._failure = e
         finally:
             self._call(self._ended.set)
 
-    def _take(self) -> list[bytes | _Begin | Callable[[], None]] | None:
+    def _take(self) -> list[_Job] | None:
         """What has come within `flush_ms`, or None when it is over."""
         with self._wake:
             self._wake.wait_for(lambda: self._jobs or self._closing or self._drop_below > self._dropped_below)
@@ -193,10 +212,10 @@ class JournalWriter(Generic[T]):
             jobs, self._jobs, self._urgent = self._jobs, [], False
             return jobs
 
-    def _carry_out(self, jobs: list[bytes | _Begin | Callable[[], None]]) -> bool:
+    def _carry_out(self, jobs: list[_Job]) -> bool:
         """False: the journal is being closed and cannot be written."""
         frames: list[bytes] = []
-        acts: list[Callable[[], None]] = []
+        acts: list[_Act] = []
         for job in jobs:
             if isinstance(job, bytes):
                 frames.append(job)
@@ -208,7 +227,7 @@ class JournalWriter(Generic[T]):
                 frames, acts = [], []
         return self._flush(frames, acts)
 
-    def _flush(self, frames: list[bytes], acts: list[Callable[[], None]]) -> bool:
+    def _flush(self, frames: list[bytes], acts: list[_Act]) -> bool:
         if frames and not self._insist(lambda: self._write(frames)):
             return False
         with self._wake:
@@ -217,7 +236,7 @@ class JournalWriter(Generic[T]):
             self._call(act)
         return True
 
-    def _insist(self, act: Callable[[], None]) -> bool:
+    def _insist(self, act: _Act) -> bool:
         """Tries until it works. False: it does not, and the journal is being closed."""
         while True:
             self._progress()
@@ -242,16 +261,19 @@ class JournalWriter(Generic[T]):
             os.ftruncate(self._file, self._end)
         self._torn = True
         end = disk.write_at(self._file, self._end, disk.framed(frames), self._progress)
-        _sync_data(self._file)
+        disk.sync_data(self._file)
         self._end, self._torn = end, False
 
     def _start(self, begin: _Begin) -> None:
         segment = disk.segment_at(self._folder, self._number + 1, begin.step)
-        file, end = disk.create(segment, begin.frames, self._progress)
+        file, end = disk.create(segment, begin.frames(), self._progress)
         if self._file is not None:
             with contextlib.suppress(OSError):  # all of it is durable
                 os.close(self._file)
         self._file, self._end, self._torn, self._number = file, end, False, segment.number
+        self.base_bytes = end
+        with self._wake:
+            self._num_begins -= 1
 
     def _progress(self) -> None:
         self._busy_since = time.monotonic()
@@ -285,9 +307,6 @@ class JournalWriter(Generic[T]):
     def _tell(self, line: str) -> None:
         self._call(lambda: self._on_trouble(line))
 
-    def _call(self, act: Callable[[], None]) -> None:
+    def _call(self, act: _Act) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(act)
-
-
-_sync_data = getattr(os, "fdatasync", os.fsync)

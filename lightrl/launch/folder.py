@@ -1,32 +1,36 @@
 """The directory of a run: made for a new one, found again for one that is resumed, `latest` beside it.
 
-Owns the first files of a run: its config and its key. What daemons write there is their own business.
+Owns the first files of a run: its config and its keys. What daemons write there is their own business.
 """
 
 import os
 import shutil
 from pathlib import Path
 
+from lightrl import files
 from lightrl.config import Config
 from lightrl.errors import ConfigError
-from lightrl.keys import KEY_FILE, write_key
+from lightrl.journal.read import is_blank
+from lightrl.keys import write_keys
+from lightrl.node.durable import FOLDER
 from lightrl.run_file import to_toml
+from lightrl.trainer.saved import CHECKPOINTS
 
 CONFIG_FILE = "config.toml"
 SLURM_FOLDER = "slurm"  # scripts and output of batch jobs, there before the run is
 
 
 def create_run_dir(config: Config) -> Path:
-    """The run directory with its resolved config and a new key. The caller has checked that it is new.
+    """The run directory with its resolved config and new keys. The caller has checked that it is new.
 
     Raises ConfigError if it cannot be made.
     """
     run_dir = config.run_dir.resolve()
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)  # may hold SLURM_FOLDER
+        files.make_folder(run_dir)  # may hold SLURM_FOLDER
         (run_dir / "logs").mkdir()
-        (run_dir / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
-        write_key(run_dir / KEY_FILE)
+        files.write_whole(run_dir / CONFIG_FILE, to_toml(config).encode())
+        write_keys(run_dir)
     except OSError as e:
         where = f"run.dir = {config.run.dir!r}, run.name = {config.run.name!r}"
         raise ConfigError(f"{where}: cannot make this directory: {e.strerror}: {e.filename}") from None
@@ -40,8 +44,18 @@ def is_new(run_dir: Path) -> bool:
     return run_dir.is_dir() and os.listdir(run_dir) == [SLURM_FOLDER]
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Whether there is something that a run can go on from: a checkpoint, or a journal that says anything."""
+    return any((run_dir / CHECKPOINTS).glob("*")) or not is_blank(run_dir / FOLDER)
+
+
 def remove_run_dir(run_dir: Path) -> None:
-    """What a run that never began has left; what its batch job says stays readable."""
+    """What a run that never began has left; what its batch job says stays readable.
+
+    A directory with something to go on from stays as it is, whoever asks.
+    """
+    if has_begun(run_dir):
+        return
     for entry in run_dir.iterdir() if run_dir.is_dir() else ():
         if entry.name == SLURM_FOLDER:
             continue
@@ -56,10 +70,8 @@ def remove_run_dir(run_dir: Path) -> None:
 def rewrite_config(config: Config) -> None:
     """The daemons of a resumed run read what its user has changed. Raises ConfigError."""
     file = config.run_dir.resolve() / CONFIG_FILE
-    fresh = file.with_name(f".{file.name}-{os.getpid()}")
     try:
-        fresh.write_text(to_toml(config), encoding="utf-8")
-        fresh.replace(file)
+        files.write_whole(file, to_toml(config).encode())
     except OSError as e:
         raise ConfigError(f"{file}: cannot be written: {e.strerror}") from None
 

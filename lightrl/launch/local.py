@@ -10,13 +10,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lightrl import metrics
+from lightrl.child import patiently
 from lightrl.config import Config
 from lightrl.core.state import RunState
+from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
-from lightrl.keys import KEY_FILE, read_key
+from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.address import accepts, listening, reachable, shown, written_at
 from lightrl.launch.daemons import Daemon, RunFailed
 from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
@@ -39,7 +43,11 @@ class LocalRun:
     """The daemons of one run on this machine. Call `start`, then `until_over`; always `stop`."""
 
     def __init__(
-        self, config: Config, resume: bool = False, say: Callable[[str], None] = lambda line: None
+        self,
+        config: Config,
+        resume: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+        gpus: Assignment = NO_GPUS,
     ) -> None:
         """`resume`: the run directory is there, with a journal. `say` hears of daemons started again."""
         self.config = config
@@ -48,6 +56,7 @@ class LocalRun:
         self.address = ""
         self.key = ""
         self.lost: list[str] = []  # daemons that failed while the run went on
+        self._gpus = gpus
         self._resume = resume
         self._say = say
         self._over = asyncio.Event()  # nothing is started again
@@ -110,7 +119,7 @@ class LocalRun:
                 await self._give_up(self._head)
         finally:
             self._over.set()
-            await asyncio.gather(*keepers.values())
+            await asyncio.gather(*keepers.values(), return_exceptions=True)  # the first cause is known
 
     async def stop(self, reason: str) -> None:
         """Asks the run to stop, waits the grace time, then ends what is left by its process id."""
@@ -128,10 +137,28 @@ class LocalRun:
             await self._wait_all(wait_s)
 
     async def _start(self, name: str, role: Role, *options: str) -> Daemon:
+        """Raises RunFailed if nothing is to be waited for that would make it possible."""
         if self.address and role != "coordinator":
-            options = ("--join", self.address, *options)
-        daemon = self.daemons[name] = await Daemon.start(name, role, self.run_dir, *options)
+            options = ("--join", self.address, *options, *self._gpus.options(name))
+        start = partial(Daemon.start, name, role, self.run_dir, *options)
+        try:
+            daemon = self.daemons[name] = await patiently(start, name, self._say)
+        except OSError as e:
+            raise RunFailed(f"{name} cannot be started: {e.strerror or e}") from None
         return daemon
+
+    async def _start_again(self, daemon: Daemon) -> Daemon | None:
+        """None if the run was over before this machine had what a process needs. Raises RunFailed."""
+        is_head = daemon.role == "coordinator"
+        if is_head:
+            self._revived_at = time.monotonic()
+        options = ("--resume",) if is_head else ()
+        starting = asyncio.create_task(self._start(daemon.name, daemon.role, *options))
+        await self._wait_unless_over(starting)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+        return None if starting.cancelled() else starting.result()
 
     async def _listening(self, before: float | None) -> str:
         """The address that the coordinator writes once it listens; one written at `before` is an old one."""
@@ -166,11 +193,10 @@ class LocalRun:
                 await self._wait_unless_over(timeout_s=LOOK_S)  # whoever keeps the head sees to it
             if self._over.is_set():
                 return daemon
-            if daemon.role == "coordinator":
-                self._revived_at = time.monotonic()
-                daemon = await self._start(daemon.name, daemon.role, "--resume")
-            else:
-                daemon = await self._start(daemon.name, daemon.role)
+            fresh = await self._start_again(daemon)
+            if fresh is None:
+                return daemon
+            daemon = fresh
 
     def _may_try_again(self, daemon: Daemon) -> bool:
         if daemon.role == "coordinator":
@@ -195,11 +221,11 @@ class LocalRun:
         return time.monotonic() - self._revived_at < AWAY_S
 
     async def _wait_unless_over(
-        self, ended: "asyncio.Task[int] | None" = None, timeout_s: float | None = None
+        self, ended: "asyncio.Task[Any] | None" = None, timeout_s: float | None = None
     ) -> None:
         over = asyncio.create_task(self._over.wait())
         try:
-            waited = {over} if ended is None else {over, ended}
+            waited: set[asyncio.Task[Any]] = {over} if ended is None else {over, ended}
             await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             over.cancel()
@@ -261,7 +287,7 @@ class LocalRun:
 def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = False) -> int:
     """Runs a coordinator's `daemon` in this process; returns its exit status.
 
-    As with LocalRun, a new run that never listened leaves nothing behind and `latest` alone.
+    As with LocalRun, a new run that never began leaves nothing behind and `latest` alone.
     """
     run_dir = config.run_dir.resolve() if resume else create_run_dir(config)
     over = threading.Event()
@@ -289,7 +315,7 @@ def _announce(run_dir: Path, before: float | None, over: threading.Event) -> Non
 
 def join_line(address: str, run_dir: Path) -> str:
     """How a node elsewhere takes part. Its key is a file, so that it is in no list of processes."""
-    return f"join it from elsewhere: lightrl up --join {address} --key {shown(run_dir / KEY_FILE)}"
+    return f"join it from elsewhere: lightrl up --join {address} --key {shown(run_dir / JOIN_FILE)}"
 
 
 def _record_of_steps(run_dir: Path) -> int:

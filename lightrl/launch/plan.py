@@ -3,7 +3,7 @@
 Pure text; reads no more than the number of lines of a JSONL file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 from pathlib import Path
 
@@ -16,8 +16,8 @@ BIAS = {
 }
 
 
-def describe(config: Config) -> str:
-    """Several lines, each with a label of twelve columns."""
+def describe(config: Config, devices: Sequence[str] = ()) -> str:
+    """Several lines, each with a label of twelve columns. `devices`: what is to be said of the GPUs."""
     rollout, train = config.rollout, config.train
     responses = train.prompts_per_step * rollout.group_size
     slots = rollout.nodes * rollout.slots
@@ -42,6 +42,7 @@ def describe(config: Config) -> str:
         ("rollout", _rollout(config, slots)),
         ("speculation", _speculation(config)),
         ("training", _training(config, responses)),
+        *(("" if i else "devices", line) for i, line in enumerate(devices)),
         ("evaluation", _evaluation(config)),
         ("checkpoints", _checkpoints(config)),
     ]

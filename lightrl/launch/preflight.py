@@ -5,23 +5,33 @@ One clear line for each. Runs no user code and reads no data: the daemons do tha
 
 import ast
 import os
+import shutil
 from pathlib import Path
 from typing import cast
 
 from lightrl.config import Config
 from lightrl.errors import ConfigError
-from lightrl.launch.address import parse, require_free
+from lightrl.hub import require_no_code
+from lightrl.launch.address import parse, require_free, require_weights_port
 from lightrl.launch.folder import is_new
+from lightrl.node.descriptors import require_room
+from lightrl.wire import MAX_FRAME_BYTES
 
+BYTES_OF_TOKEN = 8  # with its logprob
 LOCAL_SUFFIXES = {".jsonl", ".parquet", ".json"}
 
 
 def require_files(config: Config) -> None:
-    """Raises ConfigError for the first file of the config that is missing or cannot be meant."""
+    """Raises ConfigError for the first file of the config that is missing or cannot be meant, and for what
+    this machine or a message has no room for."""
+    require_room(config)
+    _require_small_groups(config)
     _require_model(config.model.path)
     _require_data("data.path", config.data.path)
     if config.eval.path:
         _require_data("eval.path", config.eval.path)
+    if (command := config.reward.command) and shutil.which(command[0]) is None:
+        raise ConfigError(f"reward.command = {command[0]!r}: there is no such program here")
     for function in config.reward.functions:
         file, colon, name = function.rpartition(":")
         if colon and file.endswith(".py"):
@@ -29,7 +39,7 @@ def require_files(config: Config) -> None:
 
 
 def require_new(config: Config) -> None:
-    """Raises ConfigError if the name or the port of the run is taken."""
+    """Raises ConfigError if the name or a port of the run is taken."""
     if not is_new(config.run_dir):
         goes_on = f"lightrl resume {config.run_dir} goes on with it; else "
         known = (config.run_dir / "config.toml").exists()
@@ -44,12 +54,24 @@ def require_new(config: Config) -> None:
         )
     parse(config.run.bind)
     require_free(config.run.bind)
+    require_weights_port(config.node.weights_port, config.run.bind)
 
 
 def is_hub_id(path: str) -> bool:
     """Whether a model or data path can only be an id on the Hugging Face hub ("org/name")."""
     parts = path.split("/")
     return len(parts) == 2 and all(parts) and parts[0] not in {".", "..", "~"} and not Path(path).exists()
+
+
+def _require_small_groups(config: Config) -> None:
+    """A group is trained, and written down, as a whole."""
+    size, length = config.rollout.group_size, config.rollout.max_response_length
+    most = MAX_FRAME_BYTES // BYTES_OF_TOKEN - (1 << 20)  # the rest is for the prompt and the names
+    if size * length > most:
+        raise ConfigError(
+            f"rollout.group_size = {size} x rollout.max_response_length = {length}: a group of "
+            f"{size * length:,} tokens; at most {most:,} fit into one message"
+        )
 
 
 def _require_model(path: str) -> None:
@@ -67,6 +89,7 @@ def _require_model(path: str) -> None:
         )
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path = {path}: has no *.safetensors weights")
+    require_no_code(path, folder)
 
 
 def _require_on_hub(name: str) -> None:

@@ -14,19 +14,22 @@ from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import is_in_use, segments
 from lightrl.journal.read import FACTS, rewind
-from lightrl.keys import KEY_FILE, read_key, write_key
-from lightrl.launch.address import accepts, find, listening, require_free, shown
+from lightrl.keys import KEY_FILE, read_key, restore_keys
+from lightrl.launch.address import accepts, find, listening, require_free, require_weights_port, shown
 from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
 from lightrl.launch.running import ask, final_snapshot, is_same
 from lightrl.node.durable import FOLDER
 from lightrl.run_file import load_config
-from lightrl.trainer.saved import latest, step_of
+from lightrl.say import say
+from lightrl.trainer.saved import CHECKPOINTS, by_step, latest, newest_sound, step_of
+from lightrl.trainer.seal import damage
 
 # Nothing that is trained depends on these. All else was promised when the run began.
 MAY_CHANGE = (
     *("train.steps", "checkpoint.", "node.", "journal.", "logging.", "run.bind"),
-    *("rollout.nodes", "rollout.slots", "rollout.engine_args", "speculation."),
+    *("rollout.nodes", "rollout.slots", "rollout.engine_args", "rollout.devices"),
+    *("train.devices", "speculation.", "reward.env", "reward.command"),
 )
 FIXED = ("journal.enabled",)  # a run that stops to be recorded could not be resumed again
 
@@ -35,7 +38,8 @@ def prepare(target: str | None, overrides: Sequence[str] = (), from_checkpoint: 
     """The config of the run in a directory, of a name, or the latest one, ready to go on.
 
     `from_checkpoint`: what came after the newest checkpoint is forgotten, for a journal or data that
-    cannot be trusted. Raises LightRLError, one line; the run is then as it was.
+    cannot be trusted. Raises LightRLError, one line; the run is then as it was, but for damaged checkpoints,
+    which may have been moved aside.
     """
     run_dir = _run_dir(target)
     before = load_config(run_dir / CONFIG_FILE)
@@ -54,10 +58,12 @@ def prepare(target: str | None, overrides: Sequence[str] = (), from_checkpoint: 
     # From here on something is changed.
     if moves:
         (run_dir / "address").unlink(missing_ok=True)  # the coordinator would listen there again
-    if not (run_dir / KEY_FILE).exists():
-        write_key(run_dir / KEY_FILE)
     if from_checkpoint:
-        print(f"from the checkpoint of step {_rewind(run_dir)}", flush=True)
+        say(f"from the checkpoint of step {_rewind(run_dir)}")
+    try:
+        restore_keys(run_dir)
+    except OSError as e:
+        raise ConfigError(f"{shown(run_dir)}: its keys cannot be written: {e.strerror}") from None
     rewrite_config(config)
     return config
 
@@ -133,6 +139,7 @@ def _require_dead(run_dir: Path) -> None:
 
 def _require_free(config: Config, left: str | None) -> None:
     """A coordinator that was killed left its address: nodes that wait look for it there."""
+    require_weights_port(config.node.weights_port, left or config.run.bind)
     if left is None:
         require_free(config.run.bind)
         return
@@ -145,15 +152,21 @@ def _require_free(config: Config, left: str | None) -> None:
 
 
 def _rewind(run_dir: Path) -> int:
-    """The step of the newest checkpoint, to which the journal is cut back."""
-    step = newest_checkpoint(run_dir)
-    if step is None:
-        raise LightRLError(f"{shown(run_dir)}: has no checkpoint yet")
-    rewind(run_dir / FOLDER, FACTS, step)
+    """The step of the newest checkpoint that is as it was saved, to which the journal is cut back."""
+    try:
+        path = newest_sound(run_dir / CHECKPOINTS, damage, say)
+        if path is None:
+            raise LightRLError(f"{shown(run_dir)}: has no checkpoint that is as it was saved")
+        step = step_of(path)
+        rewind(run_dir / FOLDER, FACTS, step)
+        for newer in [p for p in by_step(path.parent) if step_of(p) > step]:  # `latest` does not name it
+            newer.rename(newer.with_name(f"{newer.name}.rewound"))
+    except OSError as e:
+        raise LightRLError(f"{e.filename or run_dir}: {e.strerror}") from None
     return step
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
     """Steps done in it."""
-    path = latest(run_dir / "checkpoints")
+    path = latest(run_dir / CHECKPOINTS)
     return step_of(path) if path is not None else None

@@ -5,11 +5,11 @@ Ties processes, signals and view together; what each of them does is decided els
 
 import asyncio
 import contextlib
-import signal
 from pathlib import Path
 
 from lightrl.config import Config
 from lightrl.core.state import RunState
+from lightrl.devices.plan import for_run
 from lightrl.launch.address import shown
 from lightrl.launch.daemons import RunFailed
 from lightrl.launch.local import LocalRun, join_line
@@ -17,9 +17,8 @@ from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.report import print_progress, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
 from lightrl.launch.running import final_snapshot
-from lightrl.say import say
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from lightrl.say import never_fail, say
+from lightrl.signals import stop_signals
 
 
 async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
@@ -27,14 +26,18 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
 
     With `resume`, which launch/resume.py has prepared, the run in the directory goes on.
     """
+    never_fail()
     if not resume:
         require_files(config)
         require_new(config)
+    gpus = await asyncio.to_thread(for_run, config)
+    for note in gpus.notes:
+        say(note)
     stopped = asyncio.Event()
-    for number in SIGNALS:
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     later: list[str] = []  # lines that would tear the screen
-    local = LocalRun(config, resume, later.append if tui else say)
+    local = LocalRun(config, resume, later.append if tui else say, gpus)
     living = asyncio.create_task(_live(local, tui), name="run")
     stopping = asyncio.create_task(stopped.wait(), name="signal")
     reason = "the run is over"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightrl.core.state import RunState
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
-from lightrl.keys import KEY_FILE, find_key, read_key
+from lightrl.keys import KEY_FILE, find_key, read_key, require_full
 from lightrl.launch.address import accepts, find, shown
 from lightrl.launch.replay import interrupted
 from lightrl.messages import Snapshot
@@ -37,7 +37,7 @@ class Target:
         """Who names a run means the key in it, whatever the environment says. Raises ConfigError."""
         if self.key_file is None and self.run_dir is not None and os.access(self.run_dir / KEY_FILE, os.R_OK):
             return read_key(self.run_dir / KEY_FILE)
-        return find_key(self.key_file, self.run_dir)
+        return require_full(find_key(self.key_file, self.run_dir), "status, top, drain and down need")
 
     def last(self) -> Snapshot | None:
         return final_snapshot(self.run_dir) if self.run_dir is not None else None
@@ -127,11 +127,13 @@ def require_drainable(snapshot: Snapshot, node: str) -> None:
 
 
 def final_snapshot(run_dir: Path) -> Snapshot | None:
-    """The snapshot left at the end of a run; None while it runs (again)."""
+    """The snapshot left at the end of a run; None while it runs (again). Raises LightRLError."""
     file = run_dir / "snapshot.json"  # a coordinator that goes on with the run takes it away
     try:
         return from_json(file.read_bytes(), Snapshot)
     except FileNotFoundError:
         return None
+    except OSError as e:
+        raise LightRLError(f"{file}: cannot be read: {e.strerror}") from None
     except ProtocolError as e:
         raise LightRLError(f"{file}: {e}") from None

@@ -32,7 +32,7 @@ ABOUT_SPOT = """\
 # Rollout nodes that may be taken away at any moment: each task of the array is one.
 #
 #   sbatch --array=1-32 scripts/slurm/preemptible.sbatch RUN_DIR      (on a file system that all nodes see)
-#   sbatch --array=1-32 scripts/slurm/preemptible.sbatch tcp://HOST:PORT KEY_FILE
+#   sbatch --array=1-32 scripts/slurm/preemptible.sbatch tcp://HOST:PORT KEY_FILE     (a copy of RUN_DIR/join)
 #
 # A task waits for the run, works for it, leaves when Slurm wants the node back and returns to the queue.
 # It ends with 0 when the run is over.

@@ -23,12 +23,14 @@ from typing import Any
 from lightrl.config import Config
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
-from lightrl.keys import KEY_FILE, find_key
+from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.address import accepts, listening, parse, reachable
 from lightrl.launch.folder import SLURM_FOLDER, remove_run_dir
 from lightrl.launch.resume import has_journal
 from lightrl.launch.running import ask, final_snapshot
 from lightrl.run_file import load_config
+from lightrl.say import never_fail, say
+from lightrl.signals import stop_signals
 
 LOOK_S = 1.0  # between two looks at files that another machine writes
 WAIT_S = 3600.0  # a node without a run gives its machine back after so long
@@ -54,6 +56,7 @@ wait $! || kill -USR1 $0
 
 async def run_part(part: str, what: Sequence[str], slots: int = 0) -> int:
     """One job of a run, as scripts/slurm have it: "head" or "node"; the exit status."""
+    never_fail()
     if part == "head":
         return await run_head(what)
     if part != "node" or not 1 <= len(what) <= 2:
@@ -97,7 +100,7 @@ async def run_node(target: str, key_file: Path | None, slots: int) -> int:
     """A rollout node of the run in the directory `target`, or at that address; the exit status."""
     run_dir = _directory(target)
     if run_dir is not None and key_file is None:
-        key_file = run_dir / KEY_FILE
+        key_file = run_dir / JOIN_FILE
     row = Row()
     async with _noticing() as told:
         while True:
@@ -110,7 +113,7 @@ async def run_node(target: str, key_file: Path | None, slots: int) -> int:
             )
             if told.is_set():
                 break
-            if code == 0 and (run_dir is None or await _is_dismissed(run_dir, address, key_file, told)):
+            if code == 0 and (run_dir is None or await _is_dismissed(run_dir, address, told)):
                 return 0
             if code != 0 and row.is_too_long():
                 return 1
@@ -212,7 +215,7 @@ async def _find_run(target: str, run_dir: Path | None, told: asyncio.Event) -> s
     return None
 
 
-async def _is_dismissed(run_dir: Path, address: str, key_file: Path | None, told: asyncio.Event) -> bool:
+async def _is_dismissed(run_dir: Path, address: str, told: asyncio.Event) -> bool:
     """Whether a node that was sent away is not needed again: the run is over, or goes on without it.
 
     Slurm stops coordinator and trainer directly, too, so that nodes may be sent away before the mark says
@@ -224,7 +227,7 @@ async def _is_dismissed(run_dir: Path, address: str, key_file: Path | None, told
         last = final_snapshot(run_dir)
         if last is None:
             with contextlib.suppress(LightRLError):
-                if (await ask(address, find_key(key_file, run_dir))).state != RunState.FINISHING:
+                if (await ask(address, read_key(run_dir / KEY_FILE))).state != RunState.FINISHING:
                     return True
         elif last.state == RunState.FINISHED:
             return True
@@ -278,8 +281,8 @@ async def _noticing() -> AsyncIterator[asyncio.Event]:
         told.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, tell, signal.Signals(number).name)
+    for number in stop_signals():
+        loop.add_signal_handler(number, tell, number.name)
     sentinel = await _sentinel() if _job() else None
     if sentinel is None:
         yield told
@@ -391,4 +394,4 @@ async def _ask_slurm_once(*command: str) -> tuple[int, str]:
 
 
 def _say(line: str) -> None:
-    print(f"slurm: {line}", flush=True)
+    say(f"slurm: {line}")

@@ -1,8 +1,9 @@
-"""What no honest peer says, although it decodes: the bounds of what the coordinator takes in.
+"""What no honest peer says, although it decodes: the bounds of what the coordinator takes in, and who may
+say what.
 
-Pure. Owns sizes and ranges, and which event a message is; whether it makes sense at that moment, the core
-decides. Without bounds a broken peer could fill every snapshot with its host name, or stop a timer with a
-period that is no number.
+Pure. Owns what types cannot express (lengths and ranges are in messages.py), what a connection that has
+proved no more than the `join` key may say, and which event a message is; whether it makes sense at that
+moment, the core decides. Without bounds a broken peer could stop a timer with a period that is no number.
 """
 
 from math import isfinite
@@ -13,6 +14,7 @@ from lightrl.core.events import (
     NodeHeard,
     NodeLeft,
     NodeLost,
+    ShardsDelivered,
     StepTrained,
     TokensArrived,
     WeightsConfirmed,
@@ -29,72 +31,66 @@ from lightrl.messages import (
     Hello,
     Message,
     PublishWeights,
+    ShardsTaken,
     StepDone,
     TokenChunk,
-    Watch,
     WeightsFailed,
     WeightsReady,
 )
-
-MAX_TEXT = 4096  # characters of a reason
-MAX_WORD = 256  # characters of a name
-MAX_ITEMS = 1 << 16  # responses of a node, metrics
-MAX_SLOTS = 1 << 20
-MAX_WATCH_S = 3600.0
-MAX_ENGINE_S = 1e12  # 30,000 years
+from lightrl.weights.request import MAX_NAME_BYTES
 
 
 def require_sane(message: Message) -> None:
     """Raises ProtocolError if no version of this program would send this."""
     match message:
         case Hello():
+            if len(message.node.encode()) > MAX_NAME_BYTES:
+                raise ProtocolError(f"a node's name of more than {MAX_NAME_BYTES} bytes")
             _words(message.node, message.host, *(r for r, _ in message.running))
-            _numbers(message.incarnation, message.pid)
-            _attempts(*(a for _, a in message.running))
-            sane = bool(message.node) and len(message.roles) <= 3 and len(message.running) <= MAX_ITEMS
-            sane = sane and message.slots <= MAX_SLOTS
             if message.serves is not None:
-                _versions(message.serves[0])
                 _words(message.serves[1])
         case Heartbeat(load, lag, device):
             _words(device)
-            _numbers(load.running, load.waiting, load.num_preemptions)
-            sane = 0 <= load.kv_usage <= 1e6 and isfinite(lag) and _can_be(load.drafting)
-        case TokenChunk(version, digest, responses):
-            _versions(version)
+            _finite(lag)
+            if load.drafting is not None and not _can_be(load.drafting):
+                raise ProtocolError("Heartbeat: more drafted tokens accepted than there were")
+        case TokenChunk(_, digest, _):
             _words(digest)
-            _attempts(*(i.attempt for i in responses))
-            sane = len(responses) <= MAX_ITEMS and all(0 <= i.offset < 1 << 31 for i in responses)
-        case PublishWeights(manifest, holders, ticket, portions):
-            _versions(manifest.policy_version)
+        case PublishWeights(manifest, holders, ticket, _):
             _words(manifest.digest, ticket, *holders)
-            sane = len(holders) <= MAX_ITEMS and all(0 <= n < 1 << 31 for n in portions)
-        case WeightsReady(version, digest, num_bytes, pull_s, load_s):
-            _versions(version)
+        case WeightsReady(_, digest, _, pull_s, load_s):
             _words(digest)
-            _numbers(num_bytes)
-            sane = isfinite(pull_s) and isfinite(load_s)
-        case WeightsFailed(version, reason):
-            _versions(version)
-            sane = len(reason) <= MAX_TEXT
-        case Checkpointed(step):
-            _versions(step)
-            sane = True
-        case StepDone(step, version, metrics):
-            _versions(step, version)
-            _words(*metrics)
-            sane = len(metrics) <= MAX_ITEMS  # a metric may be NaN: that is worth seeing
-        case Drain(node, reason):
+            _finite(pull_s, load_s)
+        case Checkpointed(step, oldest) if oldest > step:
+            raise ProtocolError("Checkpointed: the oldest checkpoint kept is newer than the newest")
+        case StepDone(_, _, metrics):
+            _words(*metrics)  # a metric may be NaN: that is worth seeing
+        case Drain(node, _):
             _words(node)
-            sane = len(reason) <= MAX_TEXT
-        case Bye(reason):
-            sane = len(reason) <= MAX_TEXT
-        case Watch(every_s):
-            sane = 0 <= every_s <= MAX_WATCH_S
         case _:
-            sane = True
-    if not sane:
-        raise ProtocolError(f"{type(message).__name__}: a value out of bounds")
+            pass
+
+
+OF_NODES = (Hello, Heartbeat, TokenChunk, WeightsReady, WeightsFailed, Bye)  # and a Drain of their own
+
+
+def require_allowed(name: str, message: Message) -> None:
+    """Raises ProtocolError if `name`, which has the `join` key, has no business saying this.
+
+    A hello that goes too far passes: it is answered, see `why_unwelcome`.
+    """
+    if isinstance(message, OF_NODES) or (isinstance(message, Drain) and message.node == name):
+        return
+    raise ProtocolError(f"{type(message).__name__}: not with the join key")
+
+
+def why_unwelcome(head: str, hello: Hello) -> str | None:
+    """In one line, why nobody with the `join` key may take part so; `head` is the coordinator's name."""
+    if hello.roles != ("rollout",):
+        return f"with the join key one may be a rollout node, not {', '.join(hello.roles)}"
+    if hello.node == head:
+        return f"{head} is the coordinator's name"
+    return None
 
 
 def as_event(peer: str, message: Message | ProtocolError) -> Event:
@@ -112,6 +108,8 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
             return WeightsRefused(peer, message)
         case StepDone():
             return StepTrained(peer, message)
+        case ShardsTaken():
+            return ShardsDelivered(peer, message)
         case Bye(reason, ok):
             return NodeLeft(peer, reason, ok)
         case Drain(_, reason):
@@ -124,31 +122,15 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
 
 def _words(*words: str) -> None:
     """Names are printed, on terminals that obey control characters."""
-    if any(len(w) > MAX_WORD or not w.isprintable() for w in words):
-        raise ProtocolError(f"a name of more than {MAX_WORD} characters, or with control characters")
+    if not all(map(str.isprintable, words)):
+        raise ProtocolError("a name with control characters")
 
 
-def _numbers(*numbers: int) -> None:
-    if any(not -(1 << 63) <= n < 1 << 63 for n in numbers):
-        raise ProtocolError("a number beyond 64 bits")
+def _finite(*numbers: float) -> None:
+    if not all(map(isfinite, numbers)):
+        raise ProtocolError("a time that is no number")
 
 
-def _can_be(drafting: Drafting | None) -> bool:
+def _can_be(drafting: Drafting) -> bool:
     """What it counts; it is summed up and divided."""
-    if drafting is None:
-        return True
-    d = drafting
-    counts = all(0 <= n < 1 << 53 for n in (d.drafted, d.accepted, d.forwards, d.emitted))
-    seconds = all(0 <= s < MAX_ENGINE_S for s in (d.draft_s, d.engine_s))
-    return counts and seconds and d.accepted <= min(d.drafted, d.emitted)
-
-
-def _attempts(*attempts: int) -> None:
-    """They are written down as int32."""
-    if any(not 0 <= a < 1 << 31 for a in attempts):
-        raise ProtocolError("an attempt that cannot be")
-
-
-def _versions(*versions: int) -> None:
-    if any(not 0 <= v < 1 << 53 for v in versions):
-        raise ProtocolError("a policy version or step that cannot be")
+    return drafting.accepted <= min(drafting.drafted, drafting.emitted)

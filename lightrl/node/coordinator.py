@@ -33,6 +33,7 @@ from lightrl.core.events import (
     NodeLost,
     PromptsDrawn,
     ResponseScored,
+    ShardLeft,
     TimerFired,
 )
 from lightrl.core.recovery import recover
@@ -40,14 +41,18 @@ from lightrl.core.state import ResponseState, RunState
 from lightrl.errors import DataError, JournalError, LightRLError, PeerUnreachable, ProtocolError, first_error
 from lightrl.history.lengths import LengthsLog
 from lightrl.journal.write import MAX_TROUBLE_S
+from lightrl.keys import Access
 from lightrl.messages import (
     REJOIN,
+    TAKEN,
+    Bye,
     Checkpointed,
     Drain,
     Generate,
     Heartbeat,
     Hello,
     Message,
+    ShardsTaken,
     TrainShard,
     Watch,
     Welcome,
@@ -55,19 +60,22 @@ from lightrl.messages import (
 from lightrl.metrics import MetricsLog
 from lightrl.metrics import read as read_metrics
 from lightrl.node import left
-from lightrl.node.border import as_event
+from lightrl.node.border import as_event, why_unwelcome
 from lightrl.node.descriptors import Descriptors
 from lightrl.node.durable import Durable, last_stand, noted
 from lightrl.node.figures import sample_of, step_line, warnings
 from lightrl.node.histories import open_histories
-from lightrl.node.link import SEPARATOR, Hub
+from lightrl.node.link import Hub, Peer
 from lightrl.node.records import Records, RecordsNote
+from lightrl.node.replays import Replays
 from lightrl.node.scratch import scratch_dir
 from lightrl.node.tasks import Tasks
 from lightrl.node.watchers import Watchers
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
 from lightrl.say import say
 from lightrl.wire import from_json, to_json
+
+MAX_TURN_S = 0.05  # of messages that are dealt with before other tasks get their turn
 
 
 class Head:
@@ -89,6 +97,7 @@ class Head:
         """
         self._config = config
         self._run_dir = run_dir
+        self._name = name
         self._hub = Hub((left.old_address(run_dir) if resume else "") or config.run.bind, key)
         self.address = self._hub.address
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
@@ -105,6 +114,7 @@ class Head:
         )
         self._histories = open_histories(config, run_dir, resume, self._report)
         self._durable = Durable(run_dir, config.journal, self._report, max_trouble_s)
+        self._replays = Replays(self._durable, self._send_shard, lambda why: self.feed(HeadFailed(why)))
         self._to_do = self._recover() if resume else []  # before anything else
         self._lengths = LengthsLog(run_dir, self._core.step, self._report)
         if resume:
@@ -116,8 +126,7 @@ class Head:
         self._watchers = Watchers(self._send_snapshot)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
         self._descriptors = Descriptors(self._report)
-        self._replaying: set[asyncio.Task[None]] = set()
-        self._identity: dict[str, str] = {}  # node -> identity of the process that speaks for it
+        self._peers: dict[str, Peer] = {}  # node -> the process that speaks for it
 
     @property
     def succeeded(self) -> bool:
@@ -151,13 +160,14 @@ class Head:
                     ]
                     await self._finished
                     self._watchers.cancel()
-                    for task in (*background, *self._replaying):
+                    self._replays.cancel()
+                    for task in background:
                         task.cancel()
             except* LightRLError as errors:
-                self._write_end()
+                await self._write_end()
                 raise first_error(errors) from None
             else:
-                self._write_end()
+                await self._write_end()
             finally:  # a coordinator that is killed, or has a bug, leaves all as it is, to be resumed
                 await rewards.stop()
                 await self._durable.close()
@@ -223,14 +233,12 @@ class Head:
                 hello = self._core.trainee.num_hellos
                 self._durable.when_durable(lambda: self._send_shard(node, shard, hello))
             case Send(node, message):
-                return self._send(node, message)
-            case ReplayShards(node, step, hello):
-                task = self._background.create_task(self._replay(node, step, hello), name="replay")
-                self._replaying.add(task)
-                task.add_done_callback(self._replaying.discard)
+                self._send(node, message)
+            case ReplayShards():
+                self._replays.start(self._background, command)
             case Admit(node):
                 config_json = self._config.model_dump_json()
-                return self._send(node, Welcome(self._config.run.name, config_json, self._tasks.model_files))
+                self._send(node, Welcome(self._config.run.name, config_json, self._tasks.model_files))
             case DrawPrompts(source, count):
                 return PromptsDrawn(self._tasks.draw(source, count))
             case Score(r, prompt, source):
@@ -262,35 +270,34 @@ class Head:
                     self._finished.set_result(None)
         return None
 
-    def _send(self, node: str, message: Message) -> Event | None:
-        identity = self._identity.get(node, node)
+    def _send(self, node: str, message: Message) -> None:
+        """To a node; one that cannot be reached is lost, once all is heard that it has said before."""
+        peer = self._peers.get(node)
+        if peer is None:
+            if node in self._core.fleet.nodes:
+                self._inbox.put_nowait(NodeLost(node, "connection lost"))
+            return
         if isinstance(message, Generate):
-            message = self._histories.attach(identity, message, self._core.ledger.responses)
-        if not self._tell(identity, message):
-            return NodeLost(node, "connection lost")
-        return None
+            message = self._histories.attach(peer.identity, message, self._core.ledger.responses)
+        if not self._tell(peer, message):
+            self._hub.hear_out(peer)
 
-    def _tell(self, identity: str, message: Message) -> bool:
+    def _tell(self, peer: Peer, message: Message) -> bool:
         """Whether there is such a peer."""
         try:
-            self._hub.send(identity, message)
+            self._hub.send(peer, message)
         except PeerUnreachable:
             return False
         return True
 
-    def _send_shard(self, node: str, shard: TrainShard, hello: int) -> None:
-        """What a trainer was to get before it said hello again, it gets anew."""
-        if self._core.trainee.num_hellos == hello and (lost := self._send(node, shard)) is not None:
-            self._inbox.put_nowait(lost)
-
-    async def _replay(self, node: str, step: int, hello: int) -> None:
-        try:
-            shards = await self._durable.shards(step)
-        except JournalError as e:
-            self.feed(HeadFailed(f"step {step} cannot be trained again: {e}"))
-            return
-        for shard in shards:
-            self._send_shard(node, shard, hello)
+    def _send_shard(self, node: str, shard: TrainShard, hello: int) -> bool:
+        """What a trainer was to get before it said hello again, it gets anew: False."""
+        if self._core.trainee.num_hellos != hello:
+            return False
+        self._send(node, shard)
+        sent = ShardLeft(shard.step, shard.index)  # to nobody: then the trainer is lost and says hello anew
+        asyncio.get_running_loop().call_soon(self._inbox.put_nowait, sent)  # others get their turn first
+        return True
 
     def _scored(self, result: RewardResult) -> None:
         response = self._core.ledger.responses.get(result.response)
@@ -301,8 +308,8 @@ class Head:
             self._records.sample(sample_of(response, task.text, result.text, result.reward))
         self.feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))
 
-    def _send_snapshot(self, identity: str) -> bool:
-        return self._tell(identity, self._records.snapshot(self._core, time.monotonic()))
+    def _send_snapshot(self, peer: Peer) -> bool:
+        return self._tell(peer, self._records.snapshot(self._core, time.monotonic()))
 
     async def _feed_inbox(self) -> None:
         """In a task of its own, so that an error ends the run instead of a callback."""
@@ -331,49 +338,82 @@ class Head:
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            for identity, message in await self._hub.receive():
-                peer = identity.rpartition(SEPARATOR)[0] or identity
+            turn_ends = time.monotonic() + MAX_TURN_S
+            for peer, message in await self._hub.receive():
+                if time.monotonic() > turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + MAX_TURN_S
                 if isinstance(message, Watch):
-                    self._watchers.renew(identity, message.every_s, tasks)
-                elif isinstance(message, Hello) and message.node == peer:
-                    self._greet(identity, message)
-                elif isinstance(message, Drain) and message.node != peer:
+                    self._watchers.renew(peer, message.every_s, tasks)
+                elif isinstance(message, Hello) and message.node == peer.name:
+                    self._greet(peer, message)
+                elif isinstance(message, Drain) and message.node != peer.name:
                     self.feed(DrainRequested(message.node, message.reason))
-                elif self._identity.get(peer) == identity:
+                elif isinstance(message, PeerUnreachable):
+                    if self._peers.get(peer.name) == peer:
+                        self.feed(NodeLost(peer.name, "connection lost"))
+                elif self._peers.get(peer.name) == peer:
                     self._take(peer, message)
                 elif isinstance(message, Heartbeat):  # given up while it was silent, or taken over
-                    self._tell(identity, Welcome(self._config.run.name, refused=REJOIN))
+                    self._tell(peer, Welcome(self._config.run.name, refused=REJOIN))
                 elif isinstance(message, ProtocolError):
                     self._records.bad_frames += 1
 
-    def _greet(self, identity: str, hello: Hello) -> None:
-        """The process that says hello speaks for its node from now on, if the core agrees."""
-        before = self._identity.get(hello.node)
-        self._identity[hello.node] = identity
-        self._histories.heard(identity, hello)
+    def _greet(self, peer: Peer, hello: Hello) -> None:
+        """The process that says hello speaks for its node from now on, if it may and the core agrees."""
+        if peer.access is not Access.FULL:
+            if (why := why_unwelcome(self._name, hello)) is not None:
+                self._report(f"{hello.node} refused: {why}")
+                self._tell(peer, Welcome(run="", refused=why))
+                return
+            if self._is_taken(peer):
+                self._tell(peer, Welcome(self._config.run.name, refused=TAKEN))
+                return
+        if "trainer" in hello.roles:
+            self._replays.cancel()  # what it needs again is asked for when it says where it stands
+        before = self._peers.get(hello.node)
+        self._peers[hello.node] = peer
+        self._histories.heard(peer.identity, hello)
         self.feed(NodeJoined(hello))
         known = self._core.fleet.nodes.get(hello.node)
         if known is None or known.incarnation != hello.incarnation:
             if before is not None:
-                self._identity[hello.node] = before
+                self._peers[hello.node] = before
             else:
-                del self._identity[hello.node]
+                del self._peers[hello.node]
 
-    def _take(self, peer: str, message: Message | ProtocolError) -> None:
-        if isinstance(message, Heartbeat) and peer not in self._core.fleet.nodes:
-            self._send(peer, Welcome(self._config.run.name, refused=REJOIN))
+    def _is_taken(self, peer: Peer) -> bool:
+        """Whether another process speaks under this name and lives, as far as is known.
+
+        Only with the full key one takes over from it: who may join could else end any node. A daemon that was
+        started again gets its name when the connection of the one before is gone, or its lease is over.
+        """
+        before = self._peers.get(peer.name)
+        if before in {None, peer} or peer.name not in self._core.fleet.nodes:
+            return False
+        self._send(peer.name, Heartbeat())  # one that has gone is found out, and its name free soon
+        return True
+
+    def _take(self, peer: Peer, message: Message | ProtocolError) -> None:
+        node = peer.name
+        if isinstance(message, Heartbeat) and node not in self._core.fleet.nodes:
+            self._send(node, Welcome(self._config.run.name, refused=REJOIN))
         elif isinstance(message, Checkpointed):
             stands_at = self._core.trainee.stands_at
-            if peer == self._core.fleet.trainer and stands_at is not None and message.step <= stands_at:
-                self._durable.drop_before(message.step)
+            if node == self._core.fleet.trainer and stands_at is not None and message.step <= stands_at:
+                self._durable.drop_before(message.oldest)
         else:
-            event = as_event(peer, message)
+            event = as_event(node, message)
             if isinstance(event, NodeLost):
                 self._records.bad_frames += 1
             else:
-                self._histories.heard(self._identity[peer], message)
-                self._records.speculation.heard(self._identity[peer], message)
+                self._histories.heard(peer.identity, message)
+                self._records.speculation.heard(peer.identity, message)
+            if isinstance(message, ShardsTaken):
+                self._replays.taken(message)
             self.feed(event)
+            if isinstance(message, Bye) and self._peers.get(node) == peer:
+                del self._peers[node]
 
     async def _beat(self) -> None:
         """Lets every node know that the coordinator lives, and measures how fast they are."""
@@ -384,9 +424,8 @@ class Head:
                 self.feed(HeadFailed(str(e)))
             self._descriptors.look()
             self._records.measure_rates(self._core, time.monotonic())
-            for name in list(self._core.fleet.nodes):
-                if (lost := self._send(name, Heartbeat())) is not None:
-                    self.feed(lost)
+            for name in self._core.fleet.nodes:
+                self._send(name, Heartbeat())
             await asyncio.sleep(self._config.node.heartbeat_s)
 
     # Files
@@ -397,10 +436,10 @@ class Head:
         self._records.event(elapsed, text)
         say(f"{elapsed:8.2f} {text}")
 
-    def _write_end(self) -> None:
+    async def _write_end(self) -> None:
         now = time.monotonic()
         summary = self._records.summary(self._core, self._reason, now - self._core.started_at)
         snapshot = self._records.snapshot(self._core, now, over=True)
-        left.end(self._run_dir, to_json(summary), to_json(snapshot), self._report)
-        for identity in self._watchers.identities:  # the last word to whoever looks on
-            self._tell(identity, snapshot)
+        await left.end(self._run_dir, to_json(summary), to_json(snapshot), self._report)
+        for peer in self._watchers.peers:  # the last word to whoever looks on
+            self._tell(peer, snapshot)

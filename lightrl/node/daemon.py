@@ -6,19 +6,21 @@ coordinator, in worker.py beside this file.
 
 import asyncio
 import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
 
+from lightrl import open_files
 from lightrl.config import Config
+from lightrl.devices.assign import Part
 from lightrl.errors import LightRLError, first_error
 from lightrl.keys import ENVIRONMENT
 from lightrl.messages import Role
 from lightrl.node.coordinator import Head
 from lightrl.node.worker import Worker
-from lightrl.say import say
+from lightrl.say import never_fail, say
+from lightrl.signals import stop_signals
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,13 @@ class DaemonOptions:
     slots: int = 0
     key: str = ""  # of the run, as text
     resume: bool = False  # the coordinator goes on from the journal in `run_dir`
+    gpus: Part | None = None  # settled by who started this daemon; None: it looks for itself
 
 
 def run(options: DaemonOptions) -> int:
     """Runs a daemon until it is done; returns the exit status. Raises LightRLError, one line, if it fails."""
+    never_fail()
+    open_files.raise_limit()
     os.environ.pop(ENVIRONMENT, None)  # no child that runs others' code inherits the key
     return uvloop.run(_main(options))
 
@@ -56,7 +61,8 @@ async def _main(options: DaemonOptions) -> int:
     worker: Worker | None = None
     if worker_roles and address:
         place = (options.run_dir, options.slots)
-        worker = Worker(options.name, worker_roles, address, options.key, *place, is_alone=head is None)
+        is_alone, gpus = head is None, options.gpus
+        worker = Worker(options.name, worker_roles, address, options.key, *place, is_alone, gpus)
 
     def stop(reason: str) -> None:
         if head is not None:
@@ -65,8 +71,8 @@ async def _main(options: DaemonOptions) -> int:
             worker.drain(reason)
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        loop.add_signal_handler(number, stop, signal.Signals(number).name)
+    for number in stop_signals():
+        loop.add_signal_handler(number, stop, number.name)
     try:
         async with asyncio.TaskGroup() as tasks:
             if head is not None:

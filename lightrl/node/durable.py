@@ -5,10 +5,11 @@ of facts, is said in core/facts.py and core/recovery.py; how they are written, i
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 
 from lightrl import config
+from lightrl.child import patiently
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.facts import Fact, Noted, ShardSent
 from lightrl.core.recovery import restate
@@ -16,6 +17,7 @@ from lightrl.errors import JournalError
 from lightrl.journal import read
 from lightrl.journal.write import MAX_TROUBLE_S, JournalWriter
 from lightrl.messages import TrainShard
+from lightrl.threads import in_thread
 
 FOLDER = "journal"  # in the run directory
 
@@ -46,10 +48,11 @@ class Durable:
         """`max_trouble_s`: how long the disk may refuse. Raises JournalError if the folder cannot be used, or
         another coordinator has it open."""
         self._folder = run_dir / FOLDER
+        self._report = report
         self._segment_bytes = settings.segment_mb << 20
         self._is_step_over = False  # what is recorded now will be in what the next segment begins with
         self._shards: list[ShardSent] = []  # but for these
-        self._acts: list[Callable[[], None]] = []  # that wait for them
+        self._acts: list[Callable[[], object]] = []  # that wait for them
         self._writer: JournalWriter[Fact] | None = None
         if settings.enabled:
             self._writer = JournalWriter(
@@ -60,8 +63,7 @@ class Durable:
         """A new segment that says where the run stands; no DrawPrompts may be unanswered."""
         self._is_step_over = False
         if self._writer is not None:
-            first, *rest = restate(core)
-            self._writer.begin(core.step, read.split([first, Noted(note), *rest]))
+            self._writer.begin(core.step, restate(core, Noted(note)))
         shards, acts = self._shards, self._acts
         self._shards, self._acts = [], []
         for shard in shards:
@@ -85,9 +87,11 @@ class Durable:
         """Whether it is time to `begin` again: a step is over, or recovering would take long."""
         if self._is_step_over or self._writer is None:
             return self._is_step_over
+        if self._writer.is_beginning:
+            return False
         return self._writer.news_bytes > max(self._segment_bytes, self._writer.base_bytes)
 
-    def when_durable(self, act: Callable[[], None]) -> None:
+    def when_durable(self, act: Callable[[], object]) -> None:
         """At once without a journal; in order."""
         if self._is_step_over:
             self._acts.append(act)
@@ -96,18 +100,29 @@ class Durable:
         else:
             self._writer.after_flush(act)
 
-    async def shards(self, step: int) -> list[TrainShard]:
-        """Of a step that was trained, cut as they were accumulated. Raises JournalError."""
+    async def shards(self, step: int) -> AsyncGenerator[TrainShard, None]:
+        """Of a step that was trained, cut as they were accumulated, read one by one. Raises JournalError."""
         if self._writer is None:
-            raise JournalError("journal.enabled = false: nothing was written down")
+            raise JournalError(f"step {step} cannot be trained again: journal.enabled = false")
         flushed = asyncio.Event()
         self._writer.after_flush(flushed.set)
         await flushed.wait()
-        sent, portions = await asyncio.to_thread(read.shards, self._folder, read.FACTS, step)
-        return read.recut(sent, portions)
+        what = f"training step {step} again"
+        sent, portions = await patiently(
+            lambda: in_thread(read.shards, self._folder, read.FACTS, step), what, self._report
+        )
+        parts = read.recut(sent, portions, sent.num_groups)
+        # A `next` that was refused for lack of a thread has not been called, so no part is skipped.
+        while (part := await patiently(lambda: in_thread(next, parts, None), what, self._report)) is not None:
+            yield part
+
+    @property
+    def pending_bytes(self) -> int:
+        """Recorded and not on the disk yet."""
+        return self._writer.pending_bytes if self._writer is not None else 0
 
     def drop_before(self, step: int) -> None:
-        """A checkpoint of this step is durable: nobody will train the steps before it again."""
+        """Nobody will train the steps before this one again: no checkpoint that is kept has fewer."""
         if self._writer is not None:
             self._writer.drop_before(step)
 

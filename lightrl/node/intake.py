@@ -18,12 +18,12 @@ class Intake:
         self.portions: list[int] = []  # groups that were accumulated at a time, also those without signal
         self.num_responses = 0
         self.num_tokens = 0
-        self._index = 0  # of the next shard
+        self.index = 0  # of the next shard
         self._num_groups = 0
 
     def is_begun_anew_by(self, waiting: deque[TrainShard]) -> bool:
         """The coordinator may begin a step again on its own."""
-        return bool(waiting) and self._index > 0 and (waiting[0].step, waiting[0].index) == (self.step, 0)
+        return bool(waiting) and self.index > 0 and (waiting[0].step, waiting[0].index) == (self.step, 0)
 
     def take(self, waiting: deque[TrainShard]) -> list[TrainGroup]:
         """The groups that are to be accumulated at once: of all shards that wait, or of one that is alone.
@@ -53,12 +53,12 @@ class Intake:
 
     def _check(self, shard: TrainShard) -> None:
         # The version is the one to be updated; the tokens may be of older ones.
-        if (shard.step, shard.index, shard.policy_version) != (self.step, self._index, self.step):
+        if (shard.step, shard.index, shard.policy_version) != (self.step, self.index, self.step):
             raise TrainerError(
                 f"shard {shard.index} of step {shard.step} for version {shard.policy_version} came "
-                f"instead of shard {self._index} of step {self.step} for version {self.step}"
+                f"instead of shard {self.index} of step {self.step} for version {self.step}"
             )
-        self._index += 1
+        self.index += 1
         self._num_groups += len(shard.groups)
         self.is_complete = shard.last
         if shard.last and self._num_groups != shard.num_groups:

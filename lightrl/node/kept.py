@@ -9,8 +9,9 @@ the coordinator has heard of it, or the connection is broken and it is kept as l
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
-from lightrl.messages import FinishReason, ResponseRequest, ResponseTokens, TokenChunk
+from lightrl.messages import MAX_RESPONSES, FinishReason, ResponseRequest, ResponseTokens, TokenChunk
 
 MAX_FINISHED_BYTES = 256 << 20  # beyond that, what finished first is forgotten
 CHUNK_BYTES = 4 << 20  # about so many are sent at once, so that no event loop is held up
@@ -99,9 +100,11 @@ class Kept:
     def claims(self) -> tuple[tuple[str, int], ...]:
         """(response, attempt) of all that is accounted for: each runs, or its end is in `chunks`.
 
-        What runs comes first, for the coordinator may have no room for all.
+        What runs comes first, for the coordinator may have no room for all, nor a hello for more than
+        MAX_RESPONSES.
         """
-        return tuple((r, kept.attempt) for r, kept in (self._running | self._finished).items())
+        kept = islice((self._running | self._finished).items(), MAX_RESPONSES)
+        return tuple((r, a.attempt) for r, a in kept)
 
     def chunks(self) -> list[TokenChunk]:
         """All that is kept, for each response in the order of its tokens."""

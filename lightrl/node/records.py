@@ -9,6 +9,7 @@ import socket
 import statistics
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 from lightrl.core.commands import CloseStep
@@ -40,7 +41,7 @@ class _Closed:
     """What a round that is closed brings to its step."""
 
     figures: dict[str, float]
-    digest: bytes
+    digest: Future[bytes]
     histogram: tuple[tuple[int, int], ...]
 
 
@@ -68,6 +69,7 @@ class Records:
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._max_response_tokens = max_response_tokens
+        self._hashing = ThreadPoolExecutor(1, "hashing")
         self._digest = bytes(16)  # of all trained responses so far, each step's hashed onto those before
         self._bias = Bias(max_response_tokens)
         self._bias_so_far = self._bias.figures()
@@ -133,7 +135,7 @@ class Records:
         self._num_migrations = core.ledger.counters.migrations
         self._closed[round.step] = _Closed(
             figures | history,
-            digest_responses(round.step, trained),
+            self._hashing.submit(digest_responses, round.step, trained),  # a gigabyte takes a second
             histogram([len(r.tokens) for r in trained], self._max_response_tokens),
         )
 
@@ -147,7 +149,7 @@ class Records:
         }
 
     def close_step(self, done: CloseStep) -> dict[str, float]:
-        """The record of a finished step, for metrics.jsonl."""
+        """The record of a finished step, for metrics.jsonl. Its round is hashed by now."""
         closed = self._closed.pop(done.step)
         seconds = done.rollout_s + done.train_s + done.weights_s
         self._rl_wall_s += seconds
@@ -161,7 +163,7 @@ class Records:
             "timing_s/train_after_rollout": done.train_s,
             "timing_s/weights": done.weights_s,
         }
-        self._digest = hashlib.blake2b(self._digest + closed.digest, digest_size=16).digest()
+        self._digest = hashlib.blake2b(self._digest + closed.digest.result(), digest_size=16).digest()
         self._histogram = closed.histogram
         self._show(record)
         return record

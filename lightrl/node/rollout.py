@@ -5,12 +5,16 @@ goes on when it cannot. Never touches a tensor.
 """
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from lightrl.child import Child, ChildDied, patiently
 from lightrl.config import Config
+from lightrl.devices.assign import CPU, Part, environment
 from lightrl.engine.base import (
     EngineCommand,
     EngineEvent,
@@ -21,8 +25,9 @@ from lightrl.engine.base import (
     LoadWeights,
 )
 from lightrl.engine.process import resolve_engine, start_engine
-from lightrl.errors import EngineError, WeightsError
+from lightrl.errors import EngineError, EngineUnusable, WeightsError, first_error
 from lightrl.messages import (
+    MAX_TEXT,
     Abort,
     Generate,
     Load,
@@ -54,6 +59,7 @@ class Rollout:
         log: Path | None,
         coordinator: str,
         send: Callable[[Message], None],
+        gpus: Part = CPU,
     ) -> None:
         """`scratch` is for pulled versions alone; `coordinator` is its address.
 
@@ -67,6 +73,8 @@ class Rollout:
         self._model_dir = model_dir
         self._scratch = scratch
         self._log = log
+        self._gpus = gpus
+        self._kind: Literal["vllm", "torch", "emulated"] | None = None  # of the engine, once it is settled
         self._coordinator_host, _ = host_and_port(coordinator)
         self._send = send
         self._engine: Child[EngineCommand, EngineEvent] | None = None  # once it has started
@@ -109,6 +117,12 @@ class Rollout:
             self._has_served = False
             try:
                 await self._serve()
+            except* EngineUnusable as failed:
+                reason = str(first_error(failed))
+                if self._kind != "vllm" or self._config.rollout.engine != "auto":
+                    raise EngineError(reason) from None
+                self._kind = "torch"
+                say(f"the torch engine takes over: {reason}")
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
                 deaths = 0 if self._has_served else deaths + 1
@@ -157,7 +171,7 @@ class Rollout:
     async def _serve(self) -> None:
         rollout, speculation = self._config.rollout, self._config.speculation
         spec = EngineSpec(
-            kind=resolve_engine(rollout.engine),
+            kind=self._kind or resolve_engine(rollout.engine),
             model_dir=str(self._model_dir),
             dtype=self._config.model.dtype,
             max_model_length=self._config.max_model_length,
@@ -168,7 +182,10 @@ class Rollout:
             engine_args=rollout.engine_args,
             max_window=speculation.max_window if self._config.speculates else 0,
             prefer=speculation.prefer,
+            gpu_memory=self._gpus.memory,
+            is_deterministic=self._config.run.deterministic,
         )
+        self._kind = spec.kind
         engine = await self._start(spec)
         started = asyncio.Event()
         try:
@@ -188,7 +205,7 @@ class Rollout:
         self._engine = None
         self._lose_all()
         if self._wanted is not None:
-            self._send(WeightsFailed(self._wanted.manifest.policy_version, reason))
+            self._send(WeightsFailed(self._wanted.manifest.policy_version, reason[:MAX_TEXT]))
 
     def _engine_owes(self) -> bool:
         """Tokens, or whether it has loaded a version."""
@@ -198,8 +215,9 @@ class Rollout:
     async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
         """Again and again while this machine lacks descriptors, processes or memory. Raises EngineError."""
         threads = self._config.rollout.threads
+        devices = environment(self._gpus.tokens, os.environ)
         try:
-            return await patiently(lambda: start_engine(spec, threads, self._log), "the engine", say)
+            return await patiently(lambda: start_engine(spec, threads, self._log, devices), "the engine", say)
         except OSError as e:
             raise EngineError(f"the engine cannot be started: {e.strerror or e}") from None
 
@@ -223,8 +241,8 @@ class Rollout:
                     self._served, self._has_served = (version, digest), True
                     self._kept.loaded(version, self._in_touch)
                     self._conclude_loading(loaded)
-                case EngineFailed(reason, None):
-                    raise EngineError(reason)
+                case EngineFailed(reason, None, is_unusable):
+                    raise EngineUnusable(reason) if is_unusable else EngineError(reason)
                 case EngineFailed() as failed:
                     self._lose_all()
                     self._conclude_loading(failed)
@@ -249,13 +267,15 @@ class Rollout:
             assert offer is not None
             begin = time.monotonic()
             served = offer.manifest.policy_version, offer.manifest.digest
+            # What an interrupted pull of this version has got is a beginning; of others it is nothing.
+            await self._remove_others("version_*.bin.part", f"{self._file_of(offer).name}.part")
             if self._served == served:
                 self._send(WeightsReady(*served))  # the coordinator did not know
                 continue
             try:
                 path = await self._pull_unless_superseded(offer)
             except (WeightsError, OSError) as e:
-                self._send(WeightsFailed(offer.manifest.policy_version, str(e)))
+                self._send(WeightsFailed(offer.manifest.policy_version, str(e)[:MAX_TEXT]))
                 continue
             if path is None:
                 continue
@@ -269,7 +289,7 @@ class Rollout:
                     self._send(WeightsReady(version, digest, num_bytes(offer.manifest), pull_s, load_s))
                 case EngineFailed(reason):
                     self._held = None  # pull it again: the file may be what is wrong
-                    self._send(WeightsFailed(offer.manifest.policy_version, reason))
+                    self._send(WeightsFailed(offer.manifest.policy_version, reason[:MAX_TEXT]))
 
     async def _pull_unless_superseded(self, offer: PublishWeights) -> Path | None:
         """None if a newer version was offered before this one was here."""
@@ -285,15 +305,27 @@ class Rollout:
 
     async def _pull(self, offer: PublishWeights) -> Path:
         """The file of this version, which may be here already; older ones are removed."""
-        path = self._scratch / f"version_{offer.manifest.policy_version}.bin"
+        path = self._file_of(offer)
         if self._held is None or self._held.manifest != offer.manifest:
             holders = tuple(map(self._reachable, offer.holders))
             await pull(offer.manifest, holders, offer.ticket, path, node=self._node)
             self._held = offer
-        for old in self._scratch.glob("version_*.bin"):
-            if old != path:
-                old.unlink(missing_ok=True)
+        await self._remove_others("version_*.bin", path.name)
         return path
+
+    async def _remove_others(self, pattern: str, kept: str) -> None:
+        """Files in scratch. In a thread: one of many gigabytes takes its time."""
+
+        def remove() -> None:
+            for file in self._scratch.glob(pattern):
+                if file.name != kept:
+                    with contextlib.suppress(OSError):
+                        file.unlink()
+
+        await asyncio.to_thread(remove)
+
+    def _file_of(self, offer: PublishWeights) -> Path:
+        return self._scratch / f"version_{offer.manifest.policy_version}.bin"
 
     def _reachable(self, holder: str) -> str:
         host, _, port = holder.rpartition(":")

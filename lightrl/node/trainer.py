@@ -25,12 +25,14 @@ from lightrl.messages import (
     Manifest,
     Message,
     PublishWeights,
+    ShardsTaken,
     StepDone,
     TrainGroup,
     TrainShard,
 )
 from lightrl.node.intake import Intake
 from lightrl.say import say
+from lightrl.threads import in_thread
 from lightrl.trainer.advantage import advantages, overlong_penalty
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import (
@@ -48,7 +50,8 @@ from lightrl.trainer.protocol import (
     TrainSample,
 )
 from lightrl.trainer.ranks import Ranks, RanksLost
-from lightrl.trainer.saved import checkpoint_path, latest, step_of, tidy
+from lightrl.trainer.saved import CHECKPOINTS, checkpoint_path, newest_sound, oldest_kept, step_of, tidy
+from lightrl.trainer.seal import damage
 from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
 
 MAX_RESTARTS = 3  # in a row, without a step that was never done before
@@ -67,16 +70,18 @@ class Trainer:
         host: str,
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
+        gpus: tuple[str, ...] = (),
     ) -> None:
         """`host` is the address under which other nodes pull weights; `send` reaches the coordinator.
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be told
-        that this is another trainer, and then `rejoin` called.
+        that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if it is settled.
         """
         self._config = config
         self._run_dir = run_dir
         self._scratch = scratch
         self._host = host
+        self._gpus = gpus
         self._send = send
         self._on_restart = on_restart
         self._server = WeightServer()
@@ -132,11 +137,11 @@ class Trainer:
 
         Ranks that die are started again from the newest checkpoint.
         """
-        self._holder = await self._server.start(self._host)
-        tidy(self._checkpoints)
+        self._holder = await self._server.start(self._host, self._config.node.weights_port)
+        step = await self._where_to_start()
         while True:
             try:
-                await self._live()
+                await self._live(step)
                 return
             except RanksLost as e:
                 lost = e
@@ -148,28 +153,38 @@ class Trainer:
                 return
             if self._is_stopping:  # nobody sends the last steps once more
                 raise TrainerError(f"{lost}; the last {self._done - self._saved} steps were not saved")
-            await self._recover_from(lost)
+            step = await self._recover_from(lost)
 
     async def close(self) -> None:
         """Stops serving weights; call it when no node will pull any more."""
         await self._server.close()
 
-    async def _recover_from(self, lost: RanksLost) -> None:
+    async def _recover_from(self, lost: RanksLost) -> int:
         self._num_restarts += 1
         if self._num_restarts > MAX_RESTARTS:
             raise TrainerError(f"{lost}; started again {MAX_RESTARTS} times without finishing a step")
-        step = self._newest_step()
+        step = await self._where_to_start()
         say(f"{lost}; starting again from step {step} ({self._num_restarts}/{MAX_RESTARTS})")
         await asyncio.sleep(RESTART_PAUSE_S * 3 ** (self._num_restarts - 1))
-        tidy(self._checkpoints)
+        return step
 
-    async def _live(self) -> None:
+    async def _where_to_start(self) -> int:
+        """Steps done in the newest checkpoint that is as it was saved; 0 if there is none: in the model."""
+        find = partial(damage, is_wanted=lambda: not self._is_stopping)
+
+        def look() -> Path | None:
+            tidy(self._checkpoints)  # of many gigabytes, maybe
+            return newest_sound(self._checkpoints, find, say)
+
+        path = await patiently(lambda: in_thread(look), "the trainer", say)
+        return 0 if path is None else step_of(path)
+
+    async def _live(self, step: int) -> None:
         """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly one."""
-        ranks = Ranks(self._config, self._run_dir, self._scratch)
+        ranks = Ranks(self._config, self._run_dir, self._scratch, self._gpus)
         tasks: list[asyncio.Task[Any]] = []
         is_orderly = False
         try:
-            step = self._newest_step()
             await ranks.start(step)
             work = asyncio.ensure_future(self._work(ranks, step))
             watch = asyncio.ensure_future(ranks.watch())
@@ -262,11 +277,19 @@ class Trainer:
                 intake = Intake(step)
             elif intake.is_complete:
                 break
-            elif groups := [train_samples(g, self._config) for g in intake.take(self._shards)]:
+            elif groups := [train_samples(g, self._config) for g in self._take(intake)]:
                 await self._accumulate(ranks, step, groups)
                 intake.count(groups)
         await self._finish(ranks, intake)
         return True
+
+    def _take(self, intake: Intake) -> list[TrainGroup]:
+        """What waits; while it is trained, the coordinator may send as much again."""
+        index = intake.index
+        groups = intake.take(self._shards)
+        if intake.index > index:
+            self._say(ShardsTaken(intake.step, intake.index - 1))
+        return groups
 
     async def _accumulate(self, ranks: Ranks, step: int, groups: list[list[TrainSample]]) -> None:
         train = self._config.train
@@ -311,7 +334,7 @@ class Trainer:
                 return f"{path} was not saved: {reply.reason}"
         say(f"saved {path}")
         self._saved = self._done
-        self._say(Checkpointed(self._saved))
+        self._say_saved()
         return ""
 
     async def _save_last(self, ranks: Ranks) -> None:
@@ -360,7 +383,11 @@ class Trainer:
         if self._step_done is not None:
             self._say(self._step_done)
         if self._saved > 0:
-            self._say(Checkpointed(self._saved))
+            self._say_saved()
+
+    def _say_saved(self) -> None:
+        keep_last = self._config.checkpoint.keep_last
+        self._say(Checkpointed(self._saved, oldest_kept(self._checkpoints, self._saved, keep_last)))
 
     def _say(self, message: Message) -> None:
         if not self._is_silent:
@@ -368,11 +395,7 @@ class Trainer:
 
     @property
     def _checkpoints(self) -> Path:
-        return self._run_dir / "checkpoints"
-
-    def _newest_step(self) -> int:
-        path = latest(self._checkpoints)
-        return 0 if path is None else step_of(path)
+        return self._run_dir / CHECKPOINTS
 
 
 def train_samples(group: TrainGroup, config: Config) -> list[TrainSample]:

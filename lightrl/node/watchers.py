@@ -8,35 +8,37 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from lightrl.node.link import Peer
+
 MIN_PERIOD_S = 0.1  # between two snapshots to one watcher
 LEASE_S = 10.0
 
 
 class Watchers:
-    def __init__(self, send: Callable[[str], bool]) -> None:
-        """`send` sends a snapshot to an identity and says whether that is still connected."""
-        self.identities: dict[str, None] = {}  # a set in the order they came; those of the end included
+    def __init__(self, send: Callable[[Peer], bool]) -> None:
+        """`send` sends a snapshot to a peer and says whether that is still connected."""
+        self.peers: dict[Peer, None] = {}  # a set in the order they came; those of the end included
         self._send = send
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[Peer, asyncio.Task[None]] = {}
 
-    def renew(self, identity: str, every_s: float, tasks: asyncio.TaskGroup) -> None:
+    def renew(self, peer: Peer, every_s: float, tasks: asyncio.TaskGroup) -> None:
         """A snapshot now, and every `every_s` seconds until the lease runs out; 0 = just this one."""
-        previous = self._tasks.pop(identity, None)
+        previous = self._tasks.pop(peer, None)
         if previous is not None:
             previous.cancel()
-        if self._send(identity) and every_s > 0:
-            self.identities[identity] = None
-            self._tasks[identity] = tasks.create_task(self._serve(identity, max(every_s, MIN_PERIOD_S)))
+        if self._send(peer) and every_s > 0:
+            self.peers[peer] = None
+            self._tasks[peer] = tasks.create_task(self._serve(peer, max(every_s, MIN_PERIOD_S)))
 
     def cancel(self) -> None:
         for task in self._tasks.values():
             task.cancel()
 
-    async def _serve(self, identity: str, every_s: float) -> None:
+    async def _serve(self, peer: Peer, every_s: float) -> None:
         until = time.monotonic() + LEASE_S + every_s
         while time.monotonic() < until:
             await asyncio.sleep(every_s)
-            if not self._send(identity):
+            if not self._send(peer):
                 break
-        del self._tasks[identity]
-        self.identities.pop(identity, None)
+        del self._tasks[peer]
+        self.peers.pop(peer, None)

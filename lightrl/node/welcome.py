@@ -11,18 +11,14 @@ from pydantic import ValidationError
 
 from lightrl.config import Config
 from lightrl.errors import ProtocolError
-from lightrl.messages import Welcome
+from lightrl.messages import MAX_FILE_BYTES, MAX_FILES, Welcome
 
-MAX_CONFIG = 1 << 20  # characters
-MAX_FILES = 64
-MAX_FILES_BYTES = 192 << 20  # in all
+MAX_FILES_BYTES = MAX_FILE_BYTES  # in all
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,126}")
 
 
 def config_of(welcome: Welcome) -> Config:
     """Raises ProtocolError, one line, if it is not a config of this release."""
-    if len(welcome.config_json) > MAX_CONFIG:
-        raise ProtocolError(f"the coordinator sent a config of {len(welcome.config_json)} characters")
     try:
         return Config.model_validate_json(welcome.config_json)
     except (ValidationError, ValueError, RecursionError) as e:

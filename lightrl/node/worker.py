@@ -15,14 +15,19 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lightrl.config import Config
+from lightrl.devices.assign import CPU, Assignment, Part
+from lightrl.devices.plan import for_daemon
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
 from lightrl.messages import (
     ENDING,
+    MAX_TEXT,
     PROTOCOL,
     REJOIN,
+    TAKEN,
     Abort,
     Bye,
     Drain,
@@ -41,9 +46,11 @@ from lightrl.node.rollout import FLUSH_S, Rollout
 from lightrl.node.scratch import scratch_dir
 from lightrl.node.trainer import Trainer
 from lightrl.node.welcome import config_of, write_model_files
-from lightrl.say import say
+from lightrl.say import flush, say
 
 WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
+TAKEN_PAUSE_S = 0.5  # before the next hello under a name that another process still has
+TAKEN_S = 120.0  # a process that is gone has lost its name by then: longer than any lease that makes sense
 
 
 class Worker:
@@ -56,14 +63,19 @@ class Worker:
         run_dir: Path | None = None,
         slots: int = 0,
         is_alone: bool = True,
+        gpus: Part | None = None,
     ) -> None:
-        """`is_alone`: this process has no other purpose, and may end when a role cannot be ended."""
+        """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
+
+        `gpus`: of its ranks, or of its engine; None: the driver is asked.
+        """
         self._name = name
         self._roles = roles
         self._address = address
         self._key = key
         self._run_dir = run_dir
         self._is_alone = is_alone
+        self._gpus = gpus
         self._hello = Hello(
             node=name,
             incarnation=time.time_ns(),
@@ -76,6 +88,7 @@ class Worker:
         self._link: Link | None = None
         self._said: Hello | None = None  # and not answered yet
         self._said_at = 0.0
+        self._taken_since: float | None = None  # when we heard first that another process has our name
         self._heard_at = 0.0
         self._config_json = ""
         self._admitted = asyncio.Event()  # welcomed, and nothing has happened since that makes it untrue
@@ -106,11 +119,12 @@ class Worker:
                 if self._is_alone and "trainer" not in self._roles:  # a checkpoint is worth waiting for
                     force = threading.Timer(config.node.grace_s, end_by_force)
                     force.daemon = True
+                gpus = await self._find_gpus(config, welcome.model_files)
                 with scratch_dir(self._name) as scratch:
-                    await self._serve(link, config, welcome.model_files, early, scratch, force)
+                    await self._serve(link, config, welcome.model_files, early, scratch, force, gpus)
             link.send(Bye(self._reason))
         except LightRLError as e:
-            link.send(Bye(str(e), ok=False))
+            link.send(Bye(str(e)[:MAX_TEXT], ok=False))
             raise
         finally:
             link.close()
@@ -128,7 +142,7 @@ class Worker:
         """Messages may have been lost, in both directions, and nothing may be said until the next welcome."""
         was_heard = self._admitted.is_set()
         self._admitted.clear()
-        self._said = None
+        self._said = self._taken_since = None
         if self._rollout is not None:
             self._rollout.lose_touch()
         if self._trainer is not None:
@@ -167,6 +181,9 @@ class Worker:
         if welcome.refused == ENDING:
             self.drain(ENDING)
             return
+        if welcome.refused == TAKEN and self._may_wait_for_name():
+            self._said = said  # `_beat` says it again
+            return
         _raise_if_refused(welcome)
         if self._trainer is not None and welcome.config_json != self._config_json:
             self.drain("the run has another config now: start this trainer again")
@@ -176,6 +193,7 @@ class Worker:
             self._say_hello()  # it has become untrue
             return
         self._admitted.set()
+        self._taken_since = None
         say("the coordinator hears this node again")
         if self._rollout is not None:
             self._rollout.resend()
@@ -183,6 +201,14 @@ class Worker:
             self._trainer.rejoin()
         if self._drained.is_set():
             self._send(Drain(self._name, self._reason))
+
+    def _may_wait_for_name(self) -> bool:
+        """Another process has our name: most likely the one before us, which is gone but not yet given up."""
+        now = time.monotonic()
+        if self._taken_since is None:
+            self._taken_since = now
+            say(f"{self._name}: {TAKEN}; waiting until it is gone")
+        return now - self._taken_since < TAKEN_S
 
     # Its life
 
@@ -192,7 +218,10 @@ class Worker:
         joining = asyncio.ensure_future(self._first_welcome(link))
         drained = asyncio.ensure_future(self._drained.wait())
         try:
-            await asyncio.wait({joining, drained}, timeout=WELCOME_S, return_when=asyncio.FIRST_COMPLETED)
+            waited = {joining, drained}
+            await asyncio.wait(waited, timeout=WELCOME_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._taken_since is not None:
+                await asyncio.wait(waited, timeout=TAKEN_S, return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
                 return joining.result()
         finally:
@@ -210,10 +239,25 @@ class Worker:
                     if message.refused == ENDING:
                         self.drain(ENDING)
                         continue
+                    if message.refused == TAKEN and self._may_wait_for_name():
+                        await asyncio.sleep(TAKEN_PAUSE_S)
+                        self._say_hello()
+                        continue
                     _raise_if_refused(message)
-                    self._said = None
+                    self._said = self._taken_since = None
                     self._admitted.set()
                     return message, messages[i + 1 :]
+
+    async def _find_gpus(self, config: Config, model_files: dict[str, bytes]) -> Assignment:
+        """For its ranks and its engine. Raises ConfigError, one line, if there is no room for them."""
+        if self._gpus is not None:
+            return Assignment(self._gpus.tokens, (self._gpus,))
+        has_coordinator = not self._is_alone
+        find = partial(for_daemon, config, self._roles, model_files, self._hello.slots, has_coordinator)
+        found = await asyncio.to_thread(find)  # nvidia-smi takes a second
+        for note in found.notes:
+            say(note)
+        return found
 
     async def _serve(
         self,
@@ -223,11 +267,12 @@ class Worker:
         early: list[Message],
         scratch: Path,
         force: threading.Timer | None,
+        gpus: Assignment,
     ) -> None:
         self._heard_at = time.monotonic()
         try:
             async with asyncio.TaskGroup() as tasks:
-                roles = self._start_roles(tasks, config, model_files, scratch)
+                roles = self._start_roles(tasks, config, model_files, scratch, gpus)
                 for message in early:
                     self._handle(message)
                 background = [
@@ -247,7 +292,12 @@ class Worker:
                 await self._trainer.close()
 
     def _start_roles(
-        self, tasks: asyncio.TaskGroup, config: Config, model_files: dict[str, bytes], scratch: Path
+        self,
+        tasks: asyncio.TaskGroup,
+        config: Config,
+        model_files: dict[str, bytes],
+        scratch: Path,
+        gpus: Assignment,
     ) -> list[asyncio.Task[None]]:
         started: list[asyncio.Task[None]] = []
         if "rollout" in self._roles:
@@ -258,14 +308,16 @@ class Worker:
             pulled.mkdir()
             slots = self._hello.slots or config.rollout.slots
             places = (model_dir, pulled, log)
-            self._rollout = Rollout(self._name, config, slots, *places, self._address, self._send)
+            part = gpus.engines[0] if gpus.engines else CPU
+            self._rollout = Rollout(self._name, config, slots, *places, self._address, self._send, part)
             started.append(tasks.create_task(self._rollout.run(), name="rollout"))
         if "trainer" in self._roles:
             run_dir = self._run_dir or _run_dir_here(config)
             published = scratch / "published"
             published.mkdir()
             host = own_address(self._address)
-            self._trainer = Trainer(config, run_dir, published, host, self._send, self._restarted)
+            told = (self._send, self._restarted)
+            self._trainer = Trainer(config, run_dir, published, host, *told, gpus.ranks)
             started.append(tasks.create_task(self._trainer.run(), name="trainer"))
         return started
 
@@ -321,7 +373,8 @@ class Worker:
             silent_s = now - self._heard_at
             if silent_s > patience_s and lag < period:  # else it is this process that was stopped
                 raise PeerUnreachable(f"{self._address}: coordinator not heard of for {silent_s:.1f} s")
-            if self._said is not None and now - self._said_at > WELCOME_S and link.is_up:
+            pause_s = WELCOME_S if self._taken_since is None else TAKEN_PAUSE_S
+            if self._said is not None and now - self._said_at > pause_s and link.is_up:
                 self._say_hello()  # it may have been too busy to keep it
             due = now + period
             await asyncio.sleep(period)
@@ -330,6 +383,7 @@ class Worker:
 def end_by_force() -> None:
     """From a thread: whatever hangs, event loop included, must not outlast the grace of who leaves."""
     say("did not end in time: ended by force")
+    flush()  # nothing else does before such an end
     os._exit(1)  # the kernel ends the children; the next daemon removes what is left in scratch
 
 

@@ -1,7 +1,10 @@
 """Who may connect: ZeroMQ's authentication protocol (ZAP), answered in the coordinator's event loop.
 
-Owns the one authenticator that a process can have, which serves all its hubs; each admits the client that
-has its public key, nobody else. Must not know where keys come from.
+Owns the one authenticator that a process can have, which serves all its hubs; each admits clients whose
+public key it knows, nobody else. Must not know where keys come from.
+
+What a connection has proved, ZeroMQ keeps with it and hands out with every message that it brings, as the
+message's "User-Id": whatever a client calls itself, it cannot change that.
 
 ZeroMQ's own authenticators are a thread or a task for good; this one lives as long as there is a hub. Without
 it every connection is refused (ZAP_ENFORCE_DOMAIN), not let through.
@@ -19,14 +22,17 @@ class Doorkeeper:
     """Answers for the hubs of this process. They call `admit` and, when they close, `forget`."""
 
     def __init__(self) -> None:
-        self._admitted: dict[bytes, bytes] = {}  # domain (one of each hub) -> the client's public key
+        self._admitted: dict[
+            bytes, dict[bytes, str]
+        ] = {}  # domain (one of each hub) -> public key -> User-Id
         self._sock: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fd = -1
 
-    def admit(self, domain: str, client_key: bytes) -> None:
-        """From now on this hub's loop answers; a peer of `domain` must have the key pair of `client_key`."""
-        self._admitted[domain.encode()] = client_key
+    def admit(self, domain: str, clients: dict[bytes, str]) -> None:
+        """From now on this hub's loop answers; a peer of `domain` must have the key pair of one of these
+        public keys, and is known by the User-Id beside it."""
+        self._admitted[domain.encode()] = clients
         if self._sock is None:
             sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
             sock.set(zmq.LINGER, 0)
@@ -54,15 +60,19 @@ class Doorkeeper:
             except zmq.Again:
                 return
             request = frames[1] if len(frames) > 1 else b""
-            verdict = (b"200", b"OK") if self._is_welcome(frames) else (b"400", b"not the key of this run")
-            self._sock.send_multipart([_VERSION, request, *verdict, b"", b""])
+            user = self._user_of(frames)
+            verdict = (b"200", b"OK") if user else (b"400", b"not the key of this run")
+            self._sock.send_multipart([_VERSION, request, *verdict, user.encode(), b""])
 
-    def _is_welcome(self, frames: list[bytes]) -> bool:
-        """Frames: version, request, domain, address, identity, mechanism, the client's public key."""
+    def _user_of(self, frames: list[bytes]) -> str:
+        """Empty for a stranger. Frames: version, request, domain, address, identity, mechanism, the client's
+        public key. (The identity is the hub's own: that of the client is not known yet.)"""
         if len(frames) != 7:
-            return False
+            return ""
         version, _, domain, _, _, mechanism, client_key = frames
-        return (version, mechanism) == (_VERSION, b"CURVE") and client_key == self._admitted.get(domain)
+        if (version, mechanism) != (_VERSION, b"CURVE"):
+            return ""
+        return self._admitted.get(domain, {}).get(client_key, "")
 
 
 DOORKEEPER = Doorkeeper()

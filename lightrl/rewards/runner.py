@@ -9,6 +9,7 @@ it has to be killed, those that had not started go back to the head of the queue
 
 import asyncio
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from lightrl import config
 from lightrl.child import Child, ChildDied, patiently
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
+from lightrl.rewards.environment import inherited
 from lightrl.rewards.worker import COMMANDS, EVENTS, Score, Scored, Setup, Started, WorkerFailed, WorkerReady
 from lightrl.say import say
 from lightrl.wire import to_json
@@ -89,7 +91,8 @@ class RewardPool:
         self._report = report
         self._queue: deque[RewardJob] = deque()
         self._workers = [
-            _Worker(setup, f"reward-{k}", log_dir / f"reward-{k}.log", report) for k in range(reward.workers)
+            _Worker(reward, setup, f"reward-{k}", log_dir / f"reward-{k}.log", report)
+            for k in range(reward.workers)
         ]
         self._stopping = False
 
@@ -174,8 +177,11 @@ class RewardPool:
 class _Worker:
     """One worker process with its jobs: number -> job, oldest first. Numbers are never used twice."""
 
-    def __init__(self, setup: Setup, name: str, log: Path, report: Callable[[str], None] = say) -> None:
+    def __init__(
+        self, reward: config.Reward, setup: Setup, name: str, log: Path, report: Callable[[str], None] = say
+    ) -> None:
         self.name = name
+        self._reward = reward
         self.is_wanted = True  # else it is not started again
         self.jobs: dict[int, RewardJob] = {}
         self.next_number = 0
@@ -195,7 +201,7 @@ class _Worker:
         """Raises RewardError if the worker cannot serve."""
         deaths = 0
         while not self._is_ready:
-            start = partial(_start_child, self.name, self._log)
+            start = partial(_start_child, self.name, self._log, self._reward)
             self._child = await patiently(start, self.name, self._report)
             try:
                 self._is_async = await _set_up(self._child, self._setup)
@@ -310,16 +316,16 @@ class _Worker:
             self._timer = None
 
 
-async def _start_child(name: str, log: Path) -> RewardChild:
+async def _start_child(name: str, log: Path, reward: config.Reward) -> RewardChild:
     return await Child.start(
         "lightrl.rewards.worker:main",
         name,
         COMMANDS,
         EVENTS,
-        # Keys of the run travel in LIGHTRL_*; user code has no business with them.
-        without_env="LIGHTRL_",
+        inherited=inherited(os.environ, reward.env),
         env={"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"},
         log=log,
+        within=reward.command,
     )
 
 

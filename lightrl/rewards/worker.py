@@ -237,7 +237,7 @@ def _load_slow_decoder(model_files: Path) -> Decode:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_files, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(model_files, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise RewardError(f"{model_files}: no usable tokenizer: {_one_line(e)}") from e
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from lightrl.config import Config
 from lightrl.errors import SimError
+from lightrl.say import show
 from lightrl.settings import settings_of
 from lightrl.sim import retelling
 from lightrl.sim.baselines import compare, configured, simulate, synchronous
@@ -65,9 +66,9 @@ def simulate_run(
         f"{num_steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} = {responses:,} "
         f"responses of at most {limit:,} tokens, on {nodes} nodes x {config.rollout.slots} slots{spot}"
     )
-    print(f"workload   {scenario.workload.name}; {scenario.training.placement} trainer")
+    show([f"workload   {scenario.workload.name}; {scenario.training.placement} trainer"])
     if scenario.workload.note:
-        print(f"note       {scenario.workload.note}")
+        show([f"note       {scenario.workload.note}"])
     print()
     for part in comparison(named) if all_variants else tables(named["as configured"]):
         console.print(part)

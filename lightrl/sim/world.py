@@ -22,6 +22,8 @@ from lightrl.core.events import (
     NodeLost,
     PromptsDrawn,
     ResponseScored,
+    ShardLeft,
+    ShardsDelivered,
     StepTrained,
     TimerFired,
     TokensArrived,
@@ -36,6 +38,7 @@ from lightrl.messages import (
     Generate,
     Message,
     PublishWeights,
+    ShardsTaken,
     StepDone,
     TrainShard,
     WeightsReady,
@@ -210,6 +213,8 @@ class World:
     def _tell_trainer(self, message: Message, todo: deque[Event]) -> None:
         if isinstance(message, TrainShard):
             self._train(message)
+            todo.append(ShardLeft(message.step, message.index))
+            todo.append(ShardsDelivered(TRAINER, ShardsTaken(message.step, message.index)))
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
 

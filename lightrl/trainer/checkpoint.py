@@ -9,7 +9,6 @@ around it). Knows nothing of what a run resumes besides the trainer (data cursor
 """
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -28,9 +28,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
+from lightrl import files
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.trainer.model import Policy, full_parameters
-from lightrl.trainer.saved import SavedStep, by_step, remove
+from lightrl.trainer.saved import STEP_FILE, SavedStep, by_step, point, remove, step_of
+from lightrl.trainer.seal import EXPORT, sealed
 from lightrl.wire import from_json, to_json
 
 WEIGHT_SUFFIXES = (
@@ -63,28 +65,34 @@ def save(
     try:
         with _together(world):
             if first:
+                files.make_folder(path.parent)
                 shutil.rmtree(draft, ignore_errors=True)
                 (draft / "state").mkdir(parents=True)
         with _together(world):
             state = _state(policy, optimizer, saved.has_optimizer)
-            save_state(state, checkpoint_id=draft / "state", no_dist=world == 1)
+            writer = FileSystemWriter(draft / "state", sync_files=world > 1)  # one alone: `_replace` does it
+            save_state(state, storage_writer=writer, no_dist=world == 1)
         with _together(world):
             if export_from is not None:
                 tensors = {name: tensor.cpu() for name, tensor in full_parameters(policy)}
                 if first:
-                    _export(draft / "hf", policy, tensors, export_from)
+                    _export(draft / EXPORT, policy, tensors, export_from)
         with _together(world):
             if first:
-                (draft / "trainer.json").write_bytes(to_json(saved))
+                (draft / STEP_FILE).write_bytes(to_json(sealed(saved, draft)))
                 _replace(draft, path)
-                _point(path.parent / "latest", path.name)
+                point(path.parent, path)
     except TrainerError:
         if first:
             shutil.rmtree(draft, ignore_errors=True)
         raise
     if first:
-        for old in [p for p in by_step(path.parent) if p != path][: 1 - keep_last or None]:
-            remove(old)
+        others = [p for p in by_step(path.parent) if p != path]
+        older = [p for p in others if step_of(p) < step_of(path)]
+        kept = older[1 - keep_last :] if keep_last > 1 else []
+        for p in others:  # what is newer is of steps that were undone
+            if p not in kept:
+                remove(p)
 
 
 def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> SavedStep:
@@ -93,7 +101,7 @@ def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Sav
     Raises TrainerError if there is no complete checkpoint of this model at `path`.
     """
     try:
-        saved = from_json((path / "trainer.json").read_bytes(), SavedStep)
+        saved = from_json((path / STEP_FILE).read_bytes(), SavedStep)
     except (OSError, ProtocolError) as e:
         raise TrainerError(f"{path}: no complete checkpoint: {e}") from None
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -128,32 +136,16 @@ def _export(folder: Path, policy: Policy, tensors: dict[str, torch.Tensor], mode
 def _replace(draft: Path, path: Path) -> None:
     """Renames a directory into place once everything in it is on the disk."""
     for entry in [*draft.rglob("*"), draft]:
-        _sync(entry)
-    if path.exists():  # the same step saved again, after a resume
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-        draft.rename(path)
-        shutil.rmtree(old)
-    else:
-        draft.rename(path)
-    _sync(path.parent)
-
-
-def _point(pointer: Path, name: str) -> None:
-    draft = pointer.with_name(f".{pointer.name}.draft")
-    draft.write_text(f"{name}\n")
-    _sync(draft)
-    draft.replace(pointer)
-    _sync(pointer.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        files.sync(entry)
+    if not path.exists():
+        draft.rename(path)  # its name lasts once `latest` does, in the same folder
+        return
+    old = path.with_name(f".{path.name}.old")  # the same step saved again, after a resume
+    shutil.rmtree(old, ignore_errors=True)
+    path.rename(old)
+    draft.rename(path)
+    files.sync(path.parent)  # else the old files may be gone and still have the name
+    shutil.rmtree(old)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import assert_never
 
@@ -24,10 +23,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from lightrl.child import Pipe
 from lightrl.config import Config
+from lightrl.devices.cuda import Stopwatch, has_cuda, now
 from lightrl.errors import LightRLError, TrainerError
 from lightrl.hub import weights_folder
 from lightrl.messages import Manifest
 from lightrl.trainer import checkpoint, loss
+from lightrl.trainer.group import join
 from lightrl.trainer.model import (
     Batch,
     Policy,
@@ -57,13 +58,12 @@ from lightrl.trainer.protocol import (
     StartRank,
     StepFinished,
 )
-from lightrl.trainer.saved import SavedStep, checkpoint_path
+from lightrl.trainer.saved import CHECKPOINTS, SavedStep, checkpoint_path
 from lightrl.weights.tensors import write_tensors
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 VERSIONS_KEPT = 2  # a node may still be pulling the one before
-COLLECTIVE_TIMEOUT_S = 600.0  # ranks may wait for each other so long, e.g. while one loads its model
 
 # Sums over the micro-batches of a step, in this order in `Rank.sums`.
 SUMS = (
@@ -131,7 +131,7 @@ class Rank:
         # Before the ranks wait for each other: it may take as long as a download.
         self.model_dir = weights_folder(start.model_dir)
         if start.world > 1:
-            _join(start, self.device)
+            join(start, self.device)
         self.policy = self._load(self.config.train.activation_checkpointing)
         self.reference = freeze(self._load(False)) if self.algorithm.kl_coef > 0 else None
         self.parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
@@ -200,18 +200,17 @@ class Rank:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         self.maxima = torch.zeros(2, device=self.device)  # logprob difference, importance weight
         self.num_batches = 0
-        self.forward_backward_s = 0.0
+        self.computing = Stopwatch(self.device)  # forward and backward passes of the step
         self.held = []
 
     def _accumulate(self, batches: Sequence[MicroBatch], advantage_factor: float = 1.0) -> None:
-        begun = time.monotonic()
         for samples in batches:
             # Without samples there is still work to do when others compute: their collectives need us.
             if samples or self.start.world > 1:
                 batch = collate(samples, self.device, self.policy.vocabulary)
-                self._backward(batch, len(samples), advantage_factor)
+                with self.computing.running():
+                    self._backward(batch, len(samples), advantage_factor)
         self.num_batches += len(batches)
-        self.forward_backward_s += time.monotonic() - begun
 
     def _backward(self, batch: Batch, num_responses: int, advantage_factor: float) -> None:
         # Greedy samples have no distribution of their own.
@@ -233,7 +232,9 @@ class Rank:
         )
         sums.total.backward()
         gap = (old_logprobs - batch.rollout_logprobs).abs() * batch.mask
-        counts = gap.new_tensor(num_responses)
+        counts = torch.full_like(
+            gap[0, 0], num_responses
+        )  # a copy from the processor would wait for the device
         values = [
             sums.policy,
             sums.kl,
@@ -258,7 +259,7 @@ class Rank:
             )
             factor = loss.advantage_scale(self.algorithm, self._total(squares).item(), finish.num_responses)
             self._accumulate(self.held, factor)
-        begun = time.monotonic()
+        begun = now(self.device)  # the sums are needed next: they are complete when the passes are
         totals = dict(zip(SUMS, self._total(self.sums).tolist(), strict=True))
         max_gap, max_weight = self._total(self.maxima, dist.ReduceOp.MAX).tolist()
         if not self.held:
@@ -285,8 +286,8 @@ class Rank:
             "num_tokens": float(finish.num_tokens),
             "num_trained_tokens": totals["tokens"],
             "num_micro_batches": float(self.num_batches),
-            "timing_s/forward_backward": self.forward_backward_s,
-            "timing_s/optimizer": time.monotonic() - begun,
+            "timing_s/forward_backward": self.computing.take(),
+            "timing_s/optimizer": now(self.device) - begun,  # its weights are published next
         }
         if self.algorithm.tis_cap > 0:
             metrics["tis/mean"] = totals["weights"] / tokens
@@ -343,7 +344,7 @@ class Rank:
 
     def _restore(self) -> SavedStep:
         """All that makes the next steps exact: no random number is drawn, rates follow from the step."""
-        path = checkpoint_path(Path(self.start.run_dir) / "checkpoints", self.start.start_step)
+        path = checkpoint_path(Path(self.start.run_dir) / CHECKPOINTS, self.start.start_step)
         return checkpoint.restore(path, self.policy, self.optimizer)
 
     def _save(self, path: Path, export: bool) -> None:
@@ -359,7 +360,7 @@ class Rank:
 
 
 def _device(start: StartRank) -> torch.device:
-    if torch.cuda.is_available():
+    if has_cuda():
         return torch.device("cuda", start.rank % torch.cuda.device_count())
     return torch.device("cpu")
 
@@ -374,18 +375,6 @@ def _order_sums(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     # On by default with the above. It is for finding reads of memory that nobody wrote, and costs time.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - pyright knows it not
-
-
-def _join(start: StartRank, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{start.rendezvous}",
-        rank=start.rank,
-        world_size=start.world,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-    )
 
 
 def _reuse_memory() -> None:

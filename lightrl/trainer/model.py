@@ -52,7 +52,9 @@ def load_policy(
     if not (model_dir / "config.json").is_file():  # transformers would ask the hub
         raise TrainerError(f"{model_dir}: not a model directory: it has no config.json")
     try:
-        module = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto", local_files_only=True)
+        module = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype="auto", local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:
         reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
         raise TrainerError(f"{model_dir}: cannot be loaded: {reason[0]}") from e
@@ -118,8 +120,13 @@ def collate(samples: Sequence[TrainSample], device: torch.device, vocabulary: in
         rollout[i, len(p) : end] = lp
     _check(samples, ids, rollout, vocabulary)
     advantages = np.array([s.advantage for s in samples] or [0.0], np.float32)[:, None]
-    on = [torch.from_numpy(a).to(device) for a in (ids, mask, rollout, advantages)]
+    on = [_moved(torch.from_numpy(a), device) for a in (ids, mask, rollout, advantages)]
     return Batch(on[0][:, :-1], on[0][:, start:], on[1][:, start:], on[2][:, start:], on[3])
+
+
+def _moved(array: Tensor, device: torch.device) -> Tensor:
+    """To CUDA from pinned memory: the copy is queued like a kernel, and nobody waits for the pass before."""
+    return array.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else array
 
 
 def _check(samples: Sequence[TrainSample], ids: np.ndarray, rollout: np.ndarray, vocabulary: int) -> None:

@@ -38,14 +38,14 @@ class StartRank:
 
     start_step 0 begins with the weights in `model_dir`; a larger one restores the checkpoint
     `run_dir`/checkpoints/step_N first. Rank 0 publishes version `start_step`.
-    Example: StartRank("{...}", "models/tiny", 0, 2, "127.0.0.1:29500", "runs/a/weights", "runs/a")
+    Example: StartRank("{...}", "models/tiny", 0, 2, "weights/.ranks-5f0c", "weights", "runs/a")
     """
 
     config_json: str  # a resolved Config
     model_dir: str  # a local directory or a hub id
     rank: int
     world: int
-    rendezvous: str  # "host:port" where rank 0 listens; unused when world is 1
+    rendezvous: str  # a file that the ranks make, where they find each other; unused when world is 1
     publish_dir: str
     run_dir: str
     start_step: int = 0

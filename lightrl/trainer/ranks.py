@@ -5,13 +5,16 @@ are started again. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
-import socket
+import os
+import secrets
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from lightrl.child import Child, ChildDied, patiently
 from lightrl.config import Config
+from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError
 from lightrl.say import say
 from lightrl.trainer.protocol import (
@@ -29,6 +32,7 @@ from lightrl.trainer.protocol import (
 Reply = TypeVar("Reply", bound=RankEvent)
 STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
 PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # older and newer name of one variable
 UNHURRIED = {RankStarted, Saved}  # takes as long as a download or a disk does
 
 
@@ -39,13 +43,17 @@ class RanksLost(TrainerError):
 class Ranks:
     """`await start(...)` once, always `await stop()` or `await kill()`; `watch` beside all other calls."""
 
-    def __init__(self, config: Config, run_dir: Path, publish_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, publish_dir: Path, gpus: Sequence[str] = ()) -> None:
+        """`gpus`: what each rank's CUDA_VISIBLE_DEVICES says; empty = whatever it finds."""
         self._config = config
         self._run_dir = run_dir
         self._publish_dir = publish_dir
+        self._gpus = gpus
         self._ranks: list[Child[RankCommand, RankEvent]] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
         self._awaited: int | None = None  # the rank that owes a reply soon
+        # Where the ranks find each other; another file in each life, as that of the last is full of its dead.
+        self._rendezvous = publish_dir / f".ranks-{secrets.token_hex(8)}"
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -54,7 +62,6 @@ class Ranks:
         """From the checkpoint of `step`; 0 = from the model. Raises RanksLost if a process cannot be made."""
         world = self._config.train.ranks
         try:
-            rendezvous = f"127.0.0.1:{await patiently(_free_port, 'the trainer', say)}"
             for rank in range(world):
                 await self._start(
                     StartRank(
@@ -62,7 +69,7 @@ class Ranks:
                         model_dir=self._config.model.path,
                         rank=rank,
                         world=world,
-                        rendezvous=rendezvous,
+                        rendezvous=str(self._rendezvous),
                         publish_dir=str(self._publish_dir),
                         run_dir=str(self._run_dir),
                         start_step=step,
@@ -79,13 +86,21 @@ class Ranks:
             name,
             RANK_COMMANDS,
             RANK_EVENTS,
-            env={"OMP_NUM_THREADS": str(self._config.train.threads)},
+            env={"OMP_NUM_THREADS": str(self._config.train.threads), **self._devices(command.rank)},
             log=self._run_dir / "logs" / f"rank-{command.rank}.log",
         )
         rank = await patiently(start, name, say)
         self._ranks.append(rank)
         self._replies.append(asyncio.Queue())
         rank.send(command)
+
+    def _devices(self, rank: int) -> dict[str, str]:
+        """What the environment of a rank says of its GPU: it sees no other, and numbers it 0."""
+        added = environment(self._gpus[rank : rank + 1], os.environ)
+        if added and not ALLOCATOR.intersection(os.environ):
+            # Micro-batches differ in shape: blocks that can grow leave fewer holes between them.
+            added["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        return added
 
     async def started(self) -> RankStarted:
         """What rank 0 says when all of them are ready."""
@@ -155,15 +170,10 @@ class Ranks:
 
     async def stop(self) -> None:
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))
+        self._rendezvous.unlink(missing_ok=True)
 
     async def kill(self) -> None:
         """Without waiting: those that are left of a set hang in a collective."""
         for rank in self._ranks:
             rank.kill()
         await self.stop()
-
-
-async def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -4,6 +4,7 @@ Owns the names in a run's folder of checkpoints. Must not import torch: daemons 
 
     checkpoints/latest              name of the newest complete checkpoint
     checkpoints/step_N/trainer.json SavedStep; what else is in there, `trainer.checkpoint` knows
+    checkpoints/step_N.damaged      not what was saved any more; nobody uses it
     checkpoints/.step_N.draft       being written
     checkpoints/.step_N.old         being replaced by a draft that is complete
     checkpoints/.step_N.gone        being removed
@@ -12,8 +13,15 @@ Owns the names in a run's folder of checkpoints. Must not import torch: daemons 
 import contextlib
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from lightrl import files
+from lightrl.errors import TrainerError
+
+CHECKPOINTS = "checkpoints"  # in the run directory
+STEP_FILE = "trainer.json"  # in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,8 @@ class SavedStep:
     policy_version: int
     digest: str  # of the published version: restored weights must give it again
     has_optimizer: bool = True  # there is no state before the first update
+    files: dict[str, str] = field(default_factory=dict[str, str])  # path in the checkpoint -> digest
+    seal: str = ""  # digest of all the above, see trainer/seal.py
 
 
 def checkpoint_path(checkpoints: Path, step: int) -> Path:
@@ -38,10 +48,9 @@ def step_of(checkpoint: Path) -> int:
 
 def latest(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint of a run, if there is one."""
-    with contextlib.suppress(OSError):
-        path = checkpoints / (checkpoints / "latest").read_text().strip()
-        if _is_complete(path):
-            return path
+    named = _named(checkpoints)
+    if named is not None and _is_complete(named):
+        return named
     # The pointer is written after the checkpoint, so that it may be missing, or name one that is gone.
     return next((path for path in reversed(by_step(checkpoints)) if _is_complete(path)), None)
 
@@ -49,6 +58,41 @@ def latest(checkpoints: Path) -> Path | None:
 def by_step(checkpoints: Path) -> list[Path]:
     """All that have the name of a checkpoint, lowest step first."""
     return sorted((p for p in checkpoints.glob("step_*") if _is_numbered(p.name)), key=step_of)
+
+
+def oldest_kept(checkpoints: Path, step: int, keep_last: int) -> int:
+    """Steps done where a trainer may have to begin that has saved `step`: in the oldest of the `keep_last`
+    newest checkpoints. The model that the run began with counts as one of 0 steps.
+    """
+    whole = [step_of(p) for p in by_step(checkpoints) if _is_complete(p)]
+    return [0, *(s for s in whole if s <= step)][-keep_last:][0]
+
+
+def newest_sound(
+    checkpoints: Path, damage: Callable[[Path], str], report: Callable[[str], None]
+) -> Path | None:
+    """The newest complete checkpoint in which `damage` finds nothing; others are moved aside, as `report` is
+    told in one line for each. Call when nobody writes a checkpoint.
+
+    Raises TrainerError if one cannot be moved.
+    """
+    while (path := _newest(checkpoints)) is not None and (problem := damage(path)):
+        aside = path.with_name(f"{path.name}.damaged")
+        try:
+            shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+            path.rename(aside)
+            if (other := latest(checkpoints)) is not None:
+                point(checkpoints, other)
+        except OSError as e:
+            raise TrainerError(f"{path}: {problem}, and it cannot be moved aside: {e.strerror}") from None
+        where = f"going back to {other.name}" if other is not None else "no other one is left"
+        report(f"WARNING: {path}: {problem}; moved aside as {aside.name}, {where}")
+    return path
+
+
+def point(checkpoints: Path, newest: Path) -> None:
+    """Makes `latest` name this one, durably. Raises OSError."""
+    files.write_whole(checkpoints / "latest", f"{newest.name}\n".encode())
 
 
 def remove(checkpoint: Path) -> None:
@@ -73,11 +117,22 @@ def tidy(checkpoints: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def _newest(checkpoints: Path) -> Path | None:
+    """What `latest` names, even if it has become incomplete."""
+    named = _named(checkpoints)
+    return named if named is not None and named.is_dir() else latest(checkpoints)
+
+
+def _named(checkpoints: Path) -> Path | None:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        name = (checkpoints / "latest").read_text().strip()
+        return checkpoints / name if _is_numbered(name) else None
+    return None
+
+
 def _is_numbered(name: str) -> bool:
     return re.fullmatch(r"step_\d+", name, re.ASCII) is not None
 
 
 def _is_complete(path: Path) -> bool:
-    return (
-        _is_numbered(path.name.removeprefix(".").removesuffix(".old")) and (path / "trainer.json").is_file()
-    )
+    return _is_numbered(path.name.removeprefix(".").removesuffix(".old")) and (path / STEP_FILE).is_file()

@@ -19,6 +19,7 @@ from lightrl.errors import PeerUnreachable
 from lightrl.launch.running import OVER, final_snapshot, require_same
 from lightrl.messages import Snapshot
 from lightrl.node import client
+from lightrl.say import flush, is_behind, never_fail
 from lightrl.tui.render import PAGES, View, render
 
 EVERY_S = 0.5  # between snapshots
@@ -67,8 +68,13 @@ class Screen:
     snapshot: Snapshot | None = None
     view: View = field(default_factory=View)
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    is_stale: bool = False  # something has changed that could not be drawn
 
     def draw(self) -> None:
+        """Not while the terminal has yet to read what was drawn before: a screen is worth nothing later."""
+        self.is_stale = is_behind()
+        if self.is_stale:
+            return
         width, height = self.live.console.size
         if self.snapshot is None:
             self.live.update(Text(self.view.notice or "waiting for the coordinator ..."), refresh=True)
@@ -162,13 +168,20 @@ async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) 
 @contextlib.asynccontextmanager
 async def _open_screen() -> AsyncIterator[Screen]:
     """The alternate screen with single keys delivered to it; the terminal is as before afterwards."""
+    never_fail()
     console = Console()
     loop = asyncio.get_running_loop()
     with _single_keys() as terminal, Live(console=console, screen=True, auto_refresh=False) as live:
         screen = Screen(live)
+
+        def heed(terminal: int) -> None:
+            if not (data := _read(terminal)):
+                loop.remove_reader(terminal)  # one that is gone would be ready for ever
+            screen.press(data)
+
         if terminal is not None:
-            loop.add_reader(terminal, lambda: screen.press(os.read(terminal, 1024)))
-        redraw = asyncio.create_task(_redraw_on_resize(screen))
+            loop.add_reader(terminal, heed, terminal)
+        redraw = asyncio.create_task(_redraw(screen))
         screen.draw()
         try:
             yield screen
@@ -193,15 +206,24 @@ def _single_keys() -> Iterator[int | None]:
         tty.setcbreak(terminal)
         yield terminal
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        flush()
+        with contextlib.suppress(termios.error):  # it is gone
+            termios.tcsetattr(terminal, termios.TCSANOW, before)  # TCSADRAIN would wait for its reader
 
 
-async def _redraw_on_resize(screen: Screen) -> None:
-    """A window that changes its size between snapshots would show broken lines."""
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1024)
+    except OSError:  # it is gone
+        return b""
+
+
+async def _redraw(screen: Screen) -> None:
+    """A window that changes its size between snapshots would show broken lines, one not read old ones."""
     size = screen.live.console.size
     while True:
         await asyncio.sleep(0.25)
-        if screen.live.console.size != size:
+        if screen.is_stale or screen.live.console.size != size:
             size = screen.live.console.size
             screen.draw()
 

@@ -86,6 +86,7 @@ def render(snapshot: Snapshot, view: View, width: int, height: int) -> Renderabl
     blank = [Text("")] * (room - len(body))
     lines = [*head, *body, *blank, foot][-height:] if height < len(head) + 1 else [*head, *body, *blank, foot]
     for line in lines:
+        line.plain = printable(line.plain)  # names and states are what others have said
         line.truncate(width, overflow="ellipsis")
         line.no_wrap = True
     return Group(*lines)

@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import IO
 
 from lightrl.errors import WeightsError
-from lightrl.messages import Bucket, Manifest, TensorSpec
+from lightrl.messages import (
+    MAX_BUCKETS,
+    MAX_DIMENSIONS,
+    MAX_NAME,
+    MAX_TENSORS,
+    Bucket,
+    Manifest,
+    TensorSpec,
+)
 
 BUCKET_BYTES = 64 << 20
-MAX_TENSORS = 1 << 20
-MAX_BUCKETS = 1 << 20
-MAX_NAME = 1024  # characters of a tensor's name
-MAX_DIMENSIONS = 16
 ALIGNMENT = 64  # bytes; tensors start at multiples of it, so that views into a bucket are aligned
 
 

@@ -21,28 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.errors import WeightsError
-from lightrl.messages import Manifest
+from lightrl.messages import MAX_HOLDERS, Manifest
 from lightrl.weights import manifest as m
-from lightrl.weights.serve import (
-    IDLE_LIMIT_S,
-    MAX_NAME_BYTES,
-    MAX_TICKET_BYTES,
-    WeightServer,
-    format_address,
-    pack_request,
-)
+from lightrl.weights.request import BUSY, DATA, MAX_NAME_BYTES, MAX_TICKET_BYTES, QUEUED, Request
+from lightrl.weights.serve import IDLE_LIMIT_S, WeightServer, format_address
 
 __all__ = ["PullStats", "WeightServer", "pull"]
 
 CONNECT_LIMIT_S = 3.0
 MAX_REFUSALS = 3  # of each holder in a row before a stream gives up
-MAX_HOLDERS = 4096
 SPARE_BYTES = 64 << 20  # of disk, left for others
 MAX_PAUSE_S = 2.0  # between two rounds of attempts
+BUSY_PAUSE_S = 2.0  # before a holder that has no place for us is asked again
 
 _HOLDER = re.compile(
     r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*):([0-9]{1,5})", re.I | re.A
 )
+_REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
 _CHUNK_BYTES = 256 << 10  # fits a core's cache, where it is digested and written
 
 
@@ -78,9 +73,11 @@ async def pull(
 
     Grows "destination.part" and resumes from the whole buckets in it; `destination` appears complete or
     not at all. A holder that cannot be reached or breaks off is tried again and again: the network may
-    come back. Raises WeightsError when nothing has arrived for `timeout_s`; sooner if every holder keeps
-    refusing (it closes the connection instead of answering: wrong ticket, or the version is gone) or the
-    bytes of a bucket were wrong twice; at once for a manifest that cannot be or a disk that is too small.
+    come back. Waiting in the queue of a holder, or for a place there, is no failure however long it takes;
+    where many wait, fewer `streams` are used. Raises WeightsError when nothing has arrived for `timeout_s`,
+    not even a sign that we are queued; sooner if every holder keeps refusing (it closes the connection
+    instead of answering: wrong ticket, or the version is gone) or the bytes of a bucket were wrong twice;
+    at once for a manifest that cannot be or a disk that is too small.
     Cancelling ends it within CONNECT_LIMIT_S.
     """
     m.verify(manifest)
@@ -94,8 +91,9 @@ async def pull(
     part = destination.with_name(destination.name + ".part")
     _require_space(manifest, part)
     credentials = (node.encode(), ticket.encode())
-    fetch = _Fetch(manifest, [parse_address(h) for h in holders], credentials, timeout_s, part)
     num_streams = max(1, min(streams, len(manifest.buckets)))
+    addresses = [parse_address(h) for h in holders]
+    fetch = _Fetch(manifest, addresses, credentials, timeout_s, part, num_streams)
     loop = asyncio.get_running_loop()
     try:
         with ThreadPoolExecutor(num_streams, thread_name_prefix="weights-pull") as threads:
@@ -140,6 +138,7 @@ class _Fetch:
         credentials: tuple[bytes, bytes],
         timeout_s: float,
         part: Path,
+        num_streams: int,
     ) -> None:
         self.manifest = manifest
         self.holders = holders
@@ -150,6 +149,7 @@ class _Fetch:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s  # moves on with every byte
         self._todo = deque(enumerate(m.bucket_offsets(manifest)))
+        self._num_streams = num_streams  # that are at work
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._sockets: set[socket.socket] = set()
@@ -165,9 +165,19 @@ class _Fetch:
         while not self._ended.is_set():
             with self._lock:
                 if not self._todo:
+                    self._num_streams -= 1
                     return
                 bucket = self._todo.popleft()
             yield bucket
+
+    def hand_back(self, index: int, position: int) -> bool:
+        """Leaves a bucket, and all others, to the streams that remain; False if there is none."""
+        with self._lock:
+            if self._num_streams == 1:
+                return False
+            self._num_streams -= 1
+            self._todo.appendleft((index, position))
+            return True
 
     def end(self, why: str) -> None:
         """The pull has failed: all streams stop soon, whatever they are doing."""
@@ -190,6 +200,11 @@ class _Fetch:
         """With jitter: the nodes of a run fail together and should not come back together."""
         self._ended.wait(self.remaining_s(seconds * random.uniform(0.5, 1.0)))
 
+    def wait_for_place(self) -> None:
+        """A holder has too many peers: that it says so counts as progress."""
+        self.count(0)
+        self.pause(min(BUSY_PAUSE_S, self._timeout_s / 2))
+
     def register(self, sock: socket.socket) -> None:
         with self._lock:
             self._sockets.add(sock)
@@ -200,7 +215,7 @@ class _Fetch:
         sock.close()
 
     def count(self, num_bytes: int) -> None:
-        """Progress: so many bytes arrived, or (0) some of an earlier pull were read."""
+        """Progress: so many bytes arrived, or (0) those of an earlier pull were read, or we are queued."""
         with self._lock:
             self.num_bytes += num_bytes
             self._deadline = time.monotonic() + self._timeout_s
@@ -217,48 +232,62 @@ class _Stream:
         self._turn = number  # whose turn it is among the holders
         self._failures = 0  # in a row, without progress
         self._refusals = 0  # so many of them, the last ones, were refusals
+        self._is_starved = False  # it was our turn, and nothing came
         self._sock: socket.socket | None = None
         self._buffer = memoryview(bytearray(_CHUNK_BYTES))
 
     def run(self) -> None:
         try:
             for index, position in self._fetch.buckets():
-                if not (self._fetch.has_leftovers and self._is_held(index, position)):
-                    self._pull_bucket(index, position)
+                if self._fetch.has_leftovers and self._is_held(index, position):
+                    continue
+                if not self._pull_bucket(index, position):
+                    return
         except WeightsError as e:
             self._fetch.end(str(e))
         finally:
             self._disconnect()
 
-    def _pull_bucket(self, index: int, position: int) -> None:
+    def _pull_bucket(self, index: int, position: int) -> bool:
+        """False if the bucket was left to other streams, as the holders are busy."""
         bucket = self._fetch.manifest.buckets[index]
         for _ in range(2):
-            if self._receive(position, bucket.size) == bucket.digest:
-                return
+            digest = self._receive(index, position, bucket.size)
+            if digest is None or digest == bucket.digest:
+                return digest is not None
             self._disconnect()
             self._turn += 1  # rather from another holder
         raise WeightsError(f"bucket {index}: digest differs, twice")
 
-    def _receive(self, position: int, size: int) -> str:
-        """Receives and writes a range, going on where it was broken off; returns its digest."""
+    def _receive(self, index: int, position: int, size: int) -> str | None:
+        """Receives and writes a bucket, going on where it was broken off; returns its digest.
+
+        None if it has been handed back.
+        """
         fetch = self._fetch
         digest = hashlib.blake2b(digest_size=16)
         received = 0
         while received < size:
             try:
                 sock = self._request(position + received, size - received)
+                if not self._await_turn(sock):
+                    self._disconnect()
+                    if received == 0 and fetch.hand_back(index, position):
+                        return None
+                    self._turn += 1
+                    fetch.wait_for_place()
+                    continue
                 while received < size:
                     sock.settimeout(fetch.remaining_s(IDLE_LIMIT_S))
                     n = sock.recv_into(self._buffer, min(size - received, _CHUNK_BYTES))
                     if n == 0:
-                        raise EOFError(
-                            "closed the connection (wrong ticket, or it no longer holds the version)"
-                        )
+                        raise EOFError(_REFUSAL)
                     data = self._buffer[:n]
                     digest.update(data)
                     self._write(data, position + received)
                     received += n
                     self._failures = self._refusals = 0
+                    self._is_starved = False
                     fetch.count(n)
             except (OSError, EOFError) as e:
                 self._disconnect()
@@ -274,8 +303,27 @@ class _Stream:
             fetch.register(self._sock)
         self._sock.settimeout(fetch.remaining_s(IDLE_LIMIT_S))
         version = fetch.manifest.policy_version
-        self._sock.sendall(pack_request(version, offset, size, *fetch.credentials))
+        self._sock.sendall(Request(version, offset, size, *fetch.credentials).pack())
         return self._sock
+
+    def _await_turn(self, sock: socket.socket) -> bool:
+        """Until the bytes that were asked for follow. False if the holder has no place for us now.
+
+        To be queued counts as progress, unless it is for what did not come when it was our turn.
+        """
+        while True:
+            sock.settimeout(self._fetch.remaining_s(IDLE_LIMIT_S))
+            sign = sock.recv(1)
+            if sign == DATA:
+                self._is_starved = True
+                return True
+            if sign == BUSY:
+                return False
+            if sign != QUEUED:
+                raise EOFError(_REFUSAL if not sign else "does not serve weights as this version does")
+            self._refusals = 0
+            if not self._is_starved:
+                self._fetch.count(0)
 
     def _blame_holder(self, e: OSError | EOFError) -> None:
         """On to the next holder, with a pause after each time around. Raises WeightsError to give up."""

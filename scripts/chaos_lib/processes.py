@@ -59,10 +59,10 @@ class Processes:
         return next((p for p in self.all() if p.daemon == name), None)
 
     def child(self, name: str, kind: str) -> Process | None:
-        """One child of the daemon `name`."""
-        alive = self.all()
-        parents = {p.pid for p in alive if p.daemon == name}
-        return next((p for p in alive if p.parent in parents and p.child == kind), None)
+        """One child of the daemon `name`; a reward worker has a reaper between."""
+        daemon = self.daemon(name)
+        below = self.below(daemon.pid) if daemon is not None else []
+        return next((p for p in below if p.child == kind), None)
 
     def below(self, pid: int) -> list[Process]:
         """The process and all that it has started."""

@@ -5,6 +5,8 @@ Owns its settings. Starts nothing.
 
 from pathlib import Path
 
+from chaos_lib.processes import MARK
+
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 EVAL_INTERVAL = 4
 LEASE_S = 1.5
@@ -18,6 +20,7 @@ SETTINGS = (
     "node.heartbeat_s=0.25",
     f"node.lease_s={LEASE_S}",
     "node.grace_s=10",
+    f"reward.env={MARK}",  # by which its workers are found
 )
 # Arbitrary tokens, hence an arbitrary reward: one that tells them apart, or no weight would ever change.
 EMULATED = ("rollout.engine_args={t0_ms=8.0,mean_length=25.0}", "algorithm.name=grpo")

@@ -19,7 +19,7 @@ from chaos_lib.plan import Event
 from chaos_lib.processes import Process, Processes, send
 from chaos_lib.watch import Mark, Watch
 from lightrl.errors import LightRLError
-from lightrl.keys import KEY_FILE, read_key
+from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.address import listening, reachable
 from lightrl.node import client
 
@@ -196,7 +196,7 @@ class World:
 
     async def _join(self, name: str) -> str:
         address = reachable(listening(self._run_dir) or "")
-        command = ("up", "--join", address, "--key", str(self._run_dir / KEY_FILE), "--name", name)
+        command = ("up", "--join", address, "--key", str(self._run_dir / JOIN_FILE), "--name", name)
         with (self._folder / f"{name}.log").open("ab") as out:
             return f"pid {self._start(command, out).pid}"
 

@@ -193,6 +193,15 @@ def test_port_in_use(capsys):
     assert line.startswith(f"run.bind = tcp://127.0.0.1:{port}: port {port} is in use; choose another one")
 
 
+def test_port_for_weights_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = complaint(capsys, "up", QUICKSTART, f"node.weights_port={port}", "run.bind=tcp://127.0.0.1:*")
+    assert line.startswith(f"node.weights_port = {port}: port {port} is in use; choose another one, or 0")
+    line = complaint(capsys, "up", QUICKSTART, f"node.weights_port={port}", f"run.bind=127.0.0.1:{port}")
+    assert line == f"node.weights_port = {port}: is the port of run.bind; choose another one, or 0 for any"
+
+
 def test_join_to_a_dead_address(capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as was:
         port = was.getsockname()[1]
@@ -201,7 +210,7 @@ def test_join_to_a_dead_address(capsys, monkeypatch):
     assert line.startswith(f"tcp://127.0.0.1:{port}: nobody answers (connection refused)")
 
 
-HOW = "--key FILE, a copy of RUN_DIR/key, or LIGHTRL_KEY=<its text>"
+HOW = "--key FILE, a copy of RUN_DIR/join (to add a node) or of RUN_DIR/key (for all else), or LIGHTRL_KEY="
 
 
 @pytest.mark.parametrize(
@@ -211,8 +220,8 @@ HOW = "--key FILE, a copy of RUN_DIR/key, or LIGHTRL_KEY=<its text>"
         (("up", "a.toml", "b.toml"), "one CONFIG is possible, not 2: a.toml b.toml"),
         (("up", "run.seed=1"), "run.seed=1: there is no CONFIG to override; name a TOML file"),
         (("up", "--join", "nonsense"), "tcp://nonsense: not an address; one looks like tcp://10.0.0.1:5600"),
-        (("up", "--join", "a:1"), f"the key of the run is needed: {HOW}"),
-        (("status", "127.0.0.1:1"), f"the key of the run is needed: {HOW}"),
+        (("up", "--join", "a:1"), f"a key of the run is needed: {HOW}<its text>"),
+        (("status", "127.0.0.1:1"), f"a key of the run is needed: {HOW}<its text>"),
         (("up", QUICKSTART, "--key", "k"), "--key is for --join: a run that is started makes its own key"),
         (("status",), "no run here yet; give an address (tcp://HOST:PORT) or a run directory"),
         (("status", "gone"), "gone: no such run; give an address (tcp://HOST:PORT) or a run directory"),

@@ -1,5 +1,11 @@
 """Daemons killed without a warning under `lightrl up`: they come back, and the run finishes."""
 
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Iterator
+
 from tests.cli.harness import (
     DEADLINE_S,
     Victims,
@@ -78,3 +84,37 @@ def test_a_coordinator_that_keeps_no_journal_is_not_started_again(tmp_path):
     assert process.returncode == 1
     assert "starting it again" not in out
     assert out.splitlines()[-1].startswith("lightrl: head was killed by SIGKILL")
+
+
+@contextlib.contextmanager
+def without_descriptors(pid: int) -> Iterator[None]:
+    """That process cannot open another one."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    lowest = min(set(range(len(used) + 1)) - used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_a_daemon_that_lacks_descriptors_is_started_when_there_are_some_again(tmp_path):
+    lacking = "rollout-0 cannot be started: Too many open files; trying again"
+    with running(tmp_path, *ENDLESS) as process:
+        until(process, "reward")
+        with without_descriptors(process.pid):
+            killed = Victims(process).kill("rollout-0")
+            until(process, lacking)
+        killed = Victims(process).pid("rollout-0", besides=killed)
+        wait_for_step(tmp_path, step(tmp_path) + 3)
+        with without_descriptors(process.pid):
+            os.kill(killed, signal.SIGKILL)
+            until(process, lacking)
+            process.send_signal(signal.SIGINT)  # who waits for a descriptor can be stopped
+            until(process, "stopping")
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert "Traceback" not in out
+    assert "stopped at step" in out

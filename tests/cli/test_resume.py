@@ -13,9 +13,12 @@ import pytest
 
 from lightrl.cli import main
 from lightrl.errors import LightRLError
+from lightrl.keys import join_key, read_key
 from lightrl.launch.resume import MAY_CHANGE, newest_checkpoint, prepare
 from lightrl.messages import Snapshot
 from lightrl.run_file import load_config
+from lightrl.trainer.saved import SavedStep, point
+from lightrl.trainer.seal import sealed
 from lightrl.wire import to_json
 from tests.cli.harness import (
     DEADLINE_S,
@@ -87,7 +90,7 @@ def test_what_was_promised_cannot_change(capsys, tmp_path, override, key):
         (("tcp://127.0.0.1:1",), "tcp://127.0.0.1:1: is an address; resume a run by its directory or name"),
         (("one", "two"), "one RUN is possible, not 2: one two"),
         (("one", "--slots", "3"), "--slots is for one rollout daemon"),
-        (("one", "--from-checkpoint"), "runs/one: has no checkpoint yet"),
+        (("one", "--from-checkpoint"), "runs/one: has no checkpoint that is as it was saved"),
     ],
 )
 def test_mistakes(capsys, tmp_path, arguments, text):
@@ -144,7 +147,9 @@ def test_what_may_change_is_kept_for_the_next_time(tmp_path):
     config = prepare(moved, [*values, "checkpoint.interval=5", "node.grace_s=3", "journal.flush_ms=9"])
     assert config.run_dir == tmp_path / "elsewhere"
     assert (config.train.steps, config.rollout.nodes, config.rollout.slots) == (7, 3, 9)
-    assert (tmp_path / "elsewhere" / "key").stat().st_mode & 0o777 == 0o600
+    for name in ("key", "join"):  # of a run that began before there were two, too
+        assert (tmp_path / "elsewhere" / name).stat().st_mode & 0o777 == 0o600
+    assert read_key(tmp_path / "elsewhere" / "join") == join_key(read_key(tmp_path / "elsewhere" / "key"))
     assert prepare(moved) == config
     assert {v.partition("=")[0] for v in values} <= set(MAY_CHANGE)
 
@@ -158,7 +163,7 @@ def test_from_the_checkpoint_the_journal_is_cut_back(tmp_path, capsys):
         (run_dir / "checkpoints" / name).mkdir(parents=True)
         (run_dir / "checkpoints" / "latest").write_text(f"{name}\n")
         assert newest_checkpoint(run_dir) == before  # not whole
-        (run_dir / "checkpoints" / name / "trainer.json").touch()
+        (run_dir / "checkpoints" / name / "trainer.json").write_bytes(to_json(SavedStep(step, step, "")))
         before = step
     assert newest_checkpoint(run_dir) == 1
     (run_dir / "checkpoints" / "latest").write_text("step_0\n")
@@ -168,6 +173,36 @@ def test_from_the_checkpoint_the_journal_is_cut_back(tmp_path, capsys):
         main(["replay", "one", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert (told["steps_done"], told["version"]) == (0, None)
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == [
+        "latest",
+        "step_0",
+        "step_1.rewound",
+    ]
+
+
+def test_from_the_newest_checkpoint_that_is_not_damaged(tmp_path, capsys):
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    checkpoints = run_dir / "checkpoints"
+    for step in (0, 1):
+        path = checkpoints / f"step_{step}"
+        (path / "state").mkdir(parents=True)
+        (path / "state" / "weights").write_bytes(bytes(99))
+        (path / "trainer.json").write_bytes(to_json(sealed(SavedStep(step, step, ""), path)))
+        point(checkpoints, path)
+    damaged(checkpoints / "step_1" / "state" / "weights")
+    prepare("one", from_checkpoint=True)
+    line, end = capsys.readouterr().out.splitlines()
+    assert "step_1: state/weights: damaged; moved aside as step_1.damaged, going back to step_0" in line
+    assert end == "from the checkpoint of step 0"
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_0", "step_1.damaged"]
+    assert newest_checkpoint(run_dir) == 0
+
+
+def damaged(file: Path) -> None:
+    """One bit of it flips."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 @linux_only
@@ -195,6 +230,19 @@ def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
     with running(tmp_path, resume=True) as process:
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert out.startswith("lightrl: runs/one: finished; ")
+
+    # The last checkpoint is damaged: the steps since the one before it are trained again from the journal.
+    newest, done = newest_checkpoint(tmp_path / "runs" / "one"), done + 4
+    assert newest == done
+    checkpoints = tmp_path / "runs" / "one" / "checkpoints"
+    damaged(next((checkpoints / f"step_{newest}" / "state").glob("*.distcp")))
+    with running(tmp_path, f"train.steps={done + 1}", resume=True) as process:
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, out
+    result = summary(tmp_path)
+    assert (result["state"], result["steps"]) == ("finished", done + 1)
+    assert result["trained_responses"] == 4 * (done + 1)
+    assert (checkpoints / f"step_{newest}.damaged").is_dir()
 
 
 @linux_only

@@ -129,8 +129,9 @@ def test_a_coordinator_in_the_foreground_says_how_to_join_it(tmp_path):
         try:
             said = joining(until(process, "--join "))
             address = (run_dir / "address").read_text().strip()
-            assert said == ["up", "--join", address, "--key", "runs/one/key"]
-            assert (run_dir / "key").stat().st_mode & 0o777 == 0o600
+            assert said == ["up", "--join", address, "--key", "runs/one/join"]
+            for name in ("key", "join"):
+                assert (run_dir / name).stat().st_mode & 0o777 == 0o600
             assert run(tmp_path, "status", "one")
             process.send_signal(signal.SIGINT)
             assert process.wait(DEADLINE_S) == 1

@@ -15,6 +15,7 @@ from lightrl.core.events import (
     NodeJoined,
     PromptsDrawn,
     ResponseScored,
+    ShardLeft,
     StepTrained,
     TokensArrived,
     WeightsConfirmed,
@@ -35,6 +36,7 @@ from lightrl.messages import (
     Sampling,
     StepDone,
     TokenChunk,
+    TrainShard,
     WeightsReady,
 )
 
@@ -71,8 +73,9 @@ class Driver:
         self.now = 0.0
         self.shuffled = shuffled  # every epoch in another order
         self.drawn = 0
+        self.disk_is_slow = False  # nobody says that shards have left
         self.requests: dict[str, tuple[str, ResponseRequest]] = {}  # response -> (node, newest request)
-        self.segment: list[Fact] = restate(self.core)  # what a journal holds, from its last step on
+        self.segment: list[Fact] = list(restate(self.core))  # what a journal holds, from its last step on
 
     def feed(self, event: Event, now: float | None = None) -> list[Command]:
         """All commands, those of answering DrawPrompts included."""
@@ -85,7 +88,8 @@ class Driver:
             elif isinstance(command, Record):
                 self.segment.append(command.fact)
         if of_kind(commands, CloseStep):  # what the core did since stands in what the segment begins with
-            self.segment = restate(self.core) + [f for f in self.segment if isinstance(f, ShardSent)]
+            shards = [f for f in self.segment if isinstance(f, ShardSent)]
+            self.segment = [*restate(self.core), *shards]
         return commands
 
     def restart(self, lost: int = 0) -> list[Command]:
@@ -96,7 +100,7 @@ class Driver:
         self.drawn = self.core.backlog.num_drawn
         commands = self.answer(commands)
         self.core.check()
-        self.segment = restate(self.core)
+        self.segment = list(restate(self.core))
         return commands
 
     def answer(self, commands: list[Command]) -> list[Command]:
@@ -104,6 +108,8 @@ class Driver:
             match command:
                 case Send(node, Generate(requests=requests)):
                     self.requests |= {r.response: (node, r) for r in requests}
+                case Send(_, TrainShard(step, index)) if not self.disk_is_slow:
+                    commands = commands + self.answer(self.core.handle(ShardLeft(step, index), self.now))
                 case DrawPrompts("train", count):
                     drawn = PromptsDrawn(self.draw(count))
                     commands = commands + self.answer(self.core.handle(drawn, self.now))

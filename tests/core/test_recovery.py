@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightrl.core.attempts import MAX_UNRECORDED
 from lightrl.core.commands import CloseRound, DrawPrompts, Score
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost, TokensArrived
@@ -14,6 +15,8 @@ from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages import Abort, Generate, PublishWeights, ResponseTokens, TokenChunk, TrainShard
 
 from .conftest import SETTINGS, Driver, ids, logprobs, of_kind, sent
+from .test_worlds import settings
+from .world import World
 
 
 def test_running_responses_continue_from_their_tokens(driver: Driver):
@@ -207,11 +210,35 @@ def test_restated_core_is_the_same_core(tail: Tail):
     d.start("a", slots=99)
     d.play(lambda name: 1 + sum(map(ord, name)) % 9, rounds=2)
     d.tokens(d.running()[0], 5, 6)
-    before = restate(d.core)
+    before = list(restate(d.core))
     again = Coordinator(d.core.settings, 0.0)
     recover(again, before, 0.0)
     again.check()
-    assert plain(restate(again)) == plain(before)
+    assert plain(list(restate(again))) == plain(before)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_where_a_run_stood_stays_the_same_whatever_happens_before_it_is_written(seed: int):
+    world = World(seed, **settings(seed, max_staleness=seed % 3)).live(60)
+    standing, told = restate(world.core), list(restate(world.core))
+    facts, begun = iter(standing), [next(iter(standing))]
+    next(facts)
+    for fact in facts:  # a piece now and then
+        begun.append(fact)
+        world.live(5)
+    world.live(40)
+    assert begun == told
+    assert list(standing) == told
+
+
+def test_long_responses_are_told_in_pieces(monkeypatch):
+    monkeypatch.setattr("lightrl.core.recovery.MAX_TOKENS_TOLD", 4)
+    d = Driver()
+    d.start("a", slots=4)
+    for name in d.running():
+        d.tokens(name, 5, 6, 7)
+    told = [f for f in restate(d.core) if isinstance(f, TokensTaken)]
+    assert [[i.response for i in f.items] for f in told] == [["p0@0#0", "p0@0#1"], ["p1@0#0", "p1@0#1"]]
 
 
 def plain(facts: list[Fact]) -> list[Fact]:
@@ -251,3 +278,21 @@ def test_counters_and_lengths_survive():
     [stood] = [f for f in d.segment if isinstance(f, Resumed)]
     assert (stood.counters.groups_trained, stood.counters.rollout_tokens) == (2, 12)
     assert stood.memory.finished == {"p0": 3, "p1": 3}
+
+
+def test_attempts_given_out_before_a_restart_are_taken_up_if_there_can_have_been_so_many(driver: Driver):
+    """Placements are not in the journal: of those without tokens a coordinator made from it knows nothing."""
+    driver.start("a", slots=4)
+    driver.restart()
+    driver.join("t", "trainer")
+    driver.publish(0)
+    most = MAX_UNRECORDED
+    driver.join("a", slots=4, serves=0, running={"p0@0#0": most, "p0@0#1": most + 1, "p1@0#0": 2**31 - 1})
+    attempts = {r.id: r.attempt for r in driver.core.fleet.nodes["a"].running.values()}
+    assert attempts == {"p0@0#0": most, "p0@0#1": 1, "p1@0#0": 1, "p1@0#1": 1}
+    driver.feed(NodeLost("a", "gone"))  # from here on it is known what was given out
+    driver.join("a", slots=4, serves=0, running={"p0@0#0": most + 1, "p0@0#1": 2})
+    assert driver.held("p0@0#0").attempt == most + 1
+    assert driver.held("p0@0#1").attempt == 2
+    aborted = driver.join("b", slots=4, serves=0, running={"p0@0#0": most + 2})
+    assert sent(aborted, Abort) == [("b", Abort((("p0@0#0", most + 2),)))]

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from lightrl.core.commands import CloseRound, Report, Score
-from lightrl.core.events import TokensArrived
+from lightrl.core.events import NodeLost, TokensArrived
 from lightrl.core.state import sample_seed
 from lightrl.messages import Abort, Generate, ResponseTokens, TokenChunk, TrainShard
 
@@ -138,3 +138,26 @@ def test_seed_of_a_response_depends_on_run_and_name_only():
     seeds = {sample_seed(s, f"p{i}@0#{k}") for s in range(3) for i in range(50) for k in range(8)}
     assert len(seeds) == 3 * 50 * 8
     assert all(0 <= s < 2**63 for s in seeds)
+
+
+@pytest.mark.parametrize("attempt", [2, 2**31 - 1])
+def test_attempt_that_was_never_given_out_is_not_taken_up(driver: Driver, attempt: int):
+    """Else the next placement, and every one after it, would have a number that no node can have."""
+    driver.start("a", slots=1)  # p0@0#0 runs there; the others wait
+    driver.feed(NodeLost("a", "gone"))
+    claims = {"p0@0#0": attempt, "p0@0#1": attempt}
+    commands = driver.join("evil", slots=4, serves=0, running=claims)
+    assert set(driver.core.fleet.nodes["evil"].running) == set(driver.running())
+    aborted = [a for _, m in sent(commands, Abort) for a in m.attempts]
+    assert aborted == list(claims.items())
+    assert [driver.held(name).attempt for name in claims] == [2, 1]  # placed there, by us
+
+
+@pytest.mark.parametrize("attempt", [2, 2**31 - 1])
+def test_finished_response_of_an_attempt_that_was_never_given_out_is_ignored(driver: Driver, attempt: int):
+    driver.start("a", slots=1)
+    driver.feed(NodeLost("a", "gone"))
+    driver.join("evil", slots=0)
+    driver.tokens("p0@0#0", 9, finish="stop", node="evil", attempt=attempt)
+    assert (driver.held("p0@0#0").state, driver.held("p0@0#0").attempt) == ("queued", 1)
+    assert driver.core.ledger.counters.chunks_ignored == 1

@@ -1,8 +1,21 @@
 """A trainer that was lost: the run waits, and it trains again exactly what it trained before."""
 
+import pytest
+
 from lightrl.core import trainee
-from lightrl.core.commands import Finish, Record, ReplayShards
-from lightrl.core.events import HeadFailed, NodeJoined, NodeLeft, NodeLost, StepTrained, WeightsPublished
+from lightrl.core.commands import Finish, Record, ReplayShards, Report
+from lightrl.core.events import (
+    DrainRequested,
+    Event,
+    HeadFailed,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    ShardLeft,
+    ShardsDelivered,
+    StepTrained,
+    WeightsPublished,
+)
 from lightrl.core.facts import ShardSent, VersionPublished
 from lightrl.messages import (
     PROTOCOL,
@@ -11,6 +24,7 @@ from lightrl.messages import (
     Hello,
     Manifest,
     PublishWeights,
+    ShardsTaken,
     StepDone,
     TrainShard,
     Welcome,
@@ -156,13 +170,28 @@ def test_trainer_that_stumbles_again_at_the_end_is_still_awaited():
     assert str(finish.state) == "finished"
 
 
-def test_a_step_that_is_due_at_once_comes_in_shards_that_a_frame_can_hold(monkeypatch):
+def due_at_once(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, list[TrainShard]]:
+    """A step of four groups of four tokens, of which one shard carries one; and what goes at once."""
     monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 5)
+    monkeypatch.setattr(trainee, "MAX_UNTAKEN_TOKENS", 8)
     d = Driver(prompts_per_step=4, group_size=2)
     d.start("a", slots=99)
     d.feed(NodeLost("t", "gone"))
     d.complete(lambda name: 2)
-    shards = [s for _, s in sent(come_back(d, 0), TrainShard)]  # type: ignore[arg-type]
+    return d, [s for _, s in sent(come_back(d, 0), TrainShard)]  # type: ignore[arg-type]
+
+
+def take(d: Driver, step: int, index: int, node: str = "t") -> list[TrainShard]:
+    return [s for _, s in sent(d.feed(ShardsDelivered(node, ShardsTaken(step, index))), TrainShard)]
+
+
+def test_a_step_that_is_due_at_once_comes_as_the_trainer_takes_it(monkeypatch):
+    d, shards = due_at_once(monkeypatch)
+    assert len(shards) == 2
+    assert take(d, 0, 0, node="a") == take(d, 1, 0) == []  # another node; another step
+    for index in range(4):
+        shards += take(d, 0, index)
+        assert len(shards) == min(4, 3 + index)
     assert [(s.index, len(s.groups), s.last) for s in shards] == [
         (0, 1, False),
         (1, 1, False),
@@ -170,6 +199,37 @@ def test_a_step_that_is_due_at_once_comes_in_shards_that_a_frame_can_hold(monkey
         (3, 1, True),
     ]
     assert {s.num_groups for s in shards} == {4}
+
+
+def test_a_slow_disk_holds_shards_back_however_much_the_trainer_would_take(monkeypatch):
+    monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 5)
+    d = Driver(prompts_per_step=4, group_size=2)
+    d.start("a", slots=99)
+    d.disk_is_slow = True
+    shards = [s for _, s in sent(d.complete(lambda name: 2), TrainShard)]
+    assert [s.index for s in shards] == [0, 1]
+    assert take(d, 0, 1) == []
+    assert sent(d.feed(ShardLeft(1, 1)), TrainShard) == []  # of another step
+    assert [s.index for _, s in sent(d.feed(ShardLeft(0, 0)), TrainShard)] == [2]
+    assert sent(d.feed(ShardLeft(0, 0)), TrainShard) == []
+    assert [(s.index, s.last) for _, s in sent(d.feed(ShardLeft(0, 2)), TrainShard)] == [(3, True)]
+
+
+def test_what_was_taken_by_a_trainer_that_came_back_counts_no_more(monkeypatch):
+    d, _ = due_at_once(monkeypatch)
+    take(d, 0, 0)
+    again = [s.index for _, s in sent(come_back(d, 0, incarnation=3), TrainShard)]  # type: ignore[arg-type]
+    assert again == [0, 1]
+    assert [s.index for s in take(d, 0, 1)] == [2, 3]
+
+
+def test_a_group_that_is_more_than_all_that_may_be_untaken_goes_alone(monkeypatch):
+    monkeypatch.setattr(trainee, "MAX_UNTAKEN_TOKENS", 1)
+    d = Driver(prompts_per_step=2, group_size=2)
+    d.start("a", slots=99)
+    shards = [s for _, s in sent(d.complete(lambda name: 2), TrainShard)]
+    assert [s.index for s in shards] == [0]
+    assert [(s.index, s.last) for s in take(d, 0, 0)] == [(1, True)]
 
 
 def test_preempted_trainer_may_come_back():
@@ -196,3 +256,77 @@ def test_clock_that_jumps_back_does_not_lock_a_restarted_node_out(driver: Driver
     assert driver.core.fleet.nodes["a"].incarnation == -5
     assert len(sent(driver.join("a", incarnation=1), Welcome)) == 1  # the old process: refused
     assert driver.core.fleet.nodes["a"].incarnation == -5
+
+
+def test_version_of_a_step_whose_round_is_open_is_ignored():
+    """Whoever trains it cannot have all of it, whatever he says."""
+    d = trained(1)
+    published = d.core.fleet.published
+    assert published is not None
+    for finish in (d.running()[0], None):
+        commands = [*d.publish(2), *d.feed(StepTrained("t", StepDone(1, 2, {})))]
+        assert d.core.fleet.published is published
+        assert (d.core.step, d.core.trainee.stands_at) == (1, 1)
+        assert [c.text for c in of_kind(commands, Report)] == [
+            "t published version 2, but the round of step 1 is still open: ignored"
+        ]
+        if finish is not None:
+            d.finish(finish)
+    d.finish_round()
+    d.train(1)
+    assert (d.core.fleet.published.policy_version, d.core.trainee.stands_at) == (2, 2)  # type: ignore[union-attr]
+
+
+def test_version_of_a_step_after_the_one_that_is_trained_is_ignored():
+    """Its round has closed, too, where rounds overlap, but the trainer has nothing of it yet."""
+    d = Driver(num_steps=9, max_staleness=2)
+    d.start("a", slots=99)
+    d.finish_round()
+    assert len([r for r in d.core.ledger.rounds if r.state == "closed"]) > 1
+    d.publish(1)
+    d.publish(2)
+    assert d.core.fleet.published is not None
+    assert (d.core.fleet.published.policy_version, d.core.trainee.stands_at) == (1, 1)
+
+
+def test_trainer_that_trains_again_publishes_what_was_published_whatever_round_is_open():
+    d = trained(2)
+    come_back(d, 0)
+    for version in (1, 2):
+        d.publish(version)
+    assert (d.core.step, d.core.trainee.stands_at) == (2, 2)
+    d.publish(3)
+    assert d.core.trainee.stands_at == 2
+
+
+@pytest.mark.parametrize("news", [ShardLeft(0, 0), ShardsDelivered("t", ShardsTaken(0, 0))])
+def test_news_of_a_shard_that_is_sent_again_sends_no_other(news: Event):
+    """The coordinator died when the version was published, and the step not over."""
+    d = Driver()
+    d.start("a", slots=4)
+    d.finish_round()
+    d.publish(1)
+    d.restart()
+    d.join("t", "trainer", incarnation=2)
+    assert of_kind(d.publish(0), ReplayShards) == [ReplayShards("t", 0, 1)]
+    commands = d.feed(news)
+    assert sent(commands, TrainShard) == []
+    assert of_kind(commands, Record) == []
+
+
+def test_a_run_that_is_stopped_still_hands_over_the_step_of_which_all_groups_are_known(monkeypatch):
+    monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 1)
+    d = Driver(prompts_per_step=4)
+    d.disk_is_slow = True
+    d.start("a", slots=8)
+    d.finish_round()
+    commands = d.feed(DrainRequested("*", "enough"))
+    assert ("t", Drain("t", "enough")) not in sent(commands, Drain)
+    last: list[TrainShard] = []
+    for index in range(8):
+        commands = d.feed(ShardLeft(0, index))
+        last += [s for _, s in sent(commands, TrainShard) if s.last]
+        if last:
+            break
+    assert last
+    assert ("t", Drain("t", "enough")) in sent(commands, Drain)

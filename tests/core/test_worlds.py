@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lightrl.core import trainee
 from lightrl.core.events import DrainRequested, HeadFailed, NodeLeft
 from lightrl.core.state import Tail
 
@@ -118,6 +119,20 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
     [finish] = world.finished
     assert str(finish.state) in {"stopped", "failed"}
     assert {step: len(shards) for step, shards in world.shards.items()} == known
+
+
+@pytest.mark.parametrize("seeds", [range(600 + 20 * k, 620 + 20 * k) for k in range(4)])
+def test_world_whose_steps_are_much_more_than_the_trainer_takes_at_once(seeds, monkeypatch):
+    """Every shard once and in order, and the same is trained, whoever dies while a step is handed over."""
+    monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 4)
+    monkeypatch.setattr(trainee, "MAX_UNTAKEN_TOKENS", 6)
+    num_held_back = 0
+    for seed in seeds:
+        world = World(seed, **settings(seed)).live(NUM_EVENTS).heal()
+        check_end(world)
+        check_against_oracle(world)
+        num_held_back += world.num_held_back
+    assert num_held_back > 20
 
 
 def test_in_these_worlds_everything_does_happen():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
+from lightrl.core import trainee
 from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
@@ -16,6 +17,7 @@ from lightrl.core.events import (
     NodeLeft,
     NodeLost,
     ResponseScored,
+    ShardsDelivered,
     StepTrained,
     TimerFired,
     TokensArrived,
@@ -29,6 +31,7 @@ from lightrl.messages import (
     Drain,
     Heartbeat,
     ResponseTokens,
+    ShardsTaken,
     StepDone,
     TokenChunk,
     TrainGroup,
@@ -57,6 +60,8 @@ class World:
         self.checkpoint = 0  # and may have to begin again from here
         self.to_train: deque[int] = deque()  # steps that the trainer has all of
         self.shards: dict[int, list[TrainShard]] = {}  # what the trainer got, and the journal holds
+        self.untaken: deque[TrainShard] = deque()  # at the trainer, which has not begun with them
+        self.num_held_back = 0  # shards that came only after others had been taken
         self.closed: dict[int, Round] = {}  # of training, by step
         self.num_restarts = 0
         self.num_replays = 0
@@ -110,6 +115,9 @@ class World:
             assert shard.index == len(earlier), "a shard twice, or in the wrong order"
             assert not any(s.last for s in earlier), "a shard after the last one"
             earlier.append(shard)
+            self.untaken.append(shard)
+            untaken = sum(map(num_tokens, self.untaken))
+            assert untaken <= trainee.MAX_UNTAKEN_TOKENS or untaken == num_tokens(shard)
             if shard.last:
                 assert shard.num_groups == sum(len(s.groups) for s in earlier)
                 assert len(self.to_train) == 0, "a step before the one at the trainer is done"
@@ -254,16 +262,27 @@ class World:
         """The trainer has done a step; the version comes first."""
         if self.to_train:
             step = self.to_train.popleft()
+            self.untaken.clear()
             self.stands_at = step + 1
             self.remember(WeightsPublished("t", publication(step + 1)))
             self.remember(StepTrained("t", StepDone(step, step + 1, {})))
             if self.rng.random() < 0.4:
                 self.checkpoint = step + 1
 
+    def take(self) -> None:
+        """The trainer begins with some of the shards that wait there."""
+        num_taken = self.rng.randint(0, len(self.untaken))
+        if num_taken and self.has_trainer:
+            taken = [self.untaken.popleft() for _ in range(num_taken)][-1]
+            known = len(self.shards[taken.step])
+            self.remember(ShardsDelivered("t", ShardsTaken(taken.step, taken.index)))
+            self.num_held_back += len(self.shards[taken.step]) > known
+
     def lose_trainer(self) -> None:
         """It dies, or its connection breaks; or it leaves in order, with a checkpoint."""
         if self.has_trainer and self.core.state != "finishing":
             self.has_trainer = False
+            self.untaken.clear()
             self.to_train.clear()
             if self.rng.random() < 0.3:
                 self.checkpoint = self.stands_at
@@ -285,7 +304,9 @@ class World:
         Nothing of its earlier life follows: the shell hears but the process that said hello last.
         """
         self.to_train.clear()
-        self.past = [e for e in self.past if not isinstance(e, WeightsPublished | StepTrained)]
+        self.untaken.clear()
+        said = WeightsPublished | StepTrained | ShardsDelivered
+        self.past = [e for e in self.past if not isinstance(e, said)]
         self.feed(lambda: self.driver.join("t", "trainer", incarnation=self.incarnation))
         self.feed(lambda: self.driver.publish(self.stands_at))
         if self.stands_at and self.rng.random() < 0.7:
@@ -337,6 +358,14 @@ class World:
             late = r.group.round.step - self.core.settings.max_staleness - 1
             self.feed_chunk(name, [item], late if late >= 0 and self.rng.random() < 0.7 else 99)
 
+    def publish_early(self) -> None:
+        """A trainer says that it has trained what it has not been sent yet."""
+        round, published = self.core.steps.training(), self.core.fleet.published
+        is_open = round is not None and round.state != "closed"
+        if is_open and round.step == self.core.trainee.stands_at:
+            self.feed(lambda: self.driver.publish(round.step + 1))
+            assert self.core.fleet.published is published
+
     def wait(self) -> None:
         self.driver.now += self.rng.choice([0.6, 0.6, 0.6, 4.0])
         for name in list(self.core.fleet.nodes):
@@ -357,6 +386,8 @@ class World:
             self.generate: 30,
             self.score: 20,
             self.train: 4,
+            self.publish_early: 0.5,
+            self.take: 6,
             self.lose_trainer: 0.5,
             self.return_trainer: 3,
             self.restart_coordinator: 0 if coordinator_lives else 1.5,
@@ -379,6 +410,7 @@ class World:
             if name != "healer":
                 self.feed(lambda name=name: self.driver.feed(NodeLost(name, "gone")))
         for _ in range(600):
+            self.take()
             self.train()
             if self.core.state in {"finishing", "finished"}:
                 break
@@ -395,3 +427,7 @@ class World:
         for name in list(self.core.fleet.nodes):
             self.feed(lambda name=name: self.driver.feed(NodeLeft(name, "drained", ok=True)))
         return self
+
+
+def num_tokens(shard: TrainShard) -> int:
+    return sum(len(r.token_ids) // 4 for group in shard.groups for r in group.responses)

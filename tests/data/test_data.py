@@ -334,6 +334,16 @@ def test_a_template_that_refuses_a_chat_is_one_line(tmp_path, chat_model):
         load_prompts(jsonl(tmp_path, {"prompt": USER}), settings(), tokenizer)
 
 
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7].role.x }}"])
+def test_a_template_with_a_bug_is_one_line(tmp_path, chat_model, template):
+    tokenizer = load_tokenizer(chat_model)
+    tokenizer.chat_template = template
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}]}))
+    with pytest.raises(DataError, match="line 1: the chat template refuses the prompt: "):
+        load_prompts(str(file), config.Data(path="x"), tokenizer)
+
+
 def test_paths_that_lead_nowhere(tmp_path, plain):
     with pytest.raises(DataError, match=r"nowhere.jsonl: no such file"):
         load_prompts(str(tmp_path / "nowhere.jsonl"), settings(), plain)

@@ -23,6 +23,7 @@ from lightrl.wire import pack_i32, unpack_f32, unpack_i32
 VOCABULARY = 32
 MAX_LENGTH = 512
 DEADLINE_S = 60.0
+START_S = 240.0  # on a GPU vLLM compiles the model first
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -105,13 +106,15 @@ class EngineClient:
         self.loads: list[Load] = []
         self.num_chunks = 0
         try:
-            assert isinstance(self.receive(), EngineStarted)
+            started = self.receive(START_S)
+            assert isinstance(started, EngineStarted)
+            self.device = started.device
         except ChildDied:
             pytest.fail(log.read_text())
 
-    def receive(self) -> Any:
+    def receive(self, deadline_s: float = DEADLINE_S) -> Any:
         """The next event, noted where it belongs."""
-        event = self._runner.run(asyncio.wait_for(self.child.receive(), DEADLINE_S))
+        event = self._runner.run(asyncio.wait_for(self.child.receive(), deadline_s))
         match event:
             case TokenChunk(version, digest, responses):
                 self.num_chunks += 1
@@ -177,8 +180,8 @@ def start(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     logs = tmp_path_factory.mktemp("logs")
     with asyncio.Runner() as runner:
 
-        def begin(kind: str, slots: int = 16, **fields: Any) -> EngineClient:
-            spec = EngineSpec(kind, str(tiny.dir), "auto", MAX_LENGTH, slots, **fields)
+        def begin(kind: str, slots: int = 16, dtype: str = "float32", **fields: Any) -> EngineClient:
+            spec = EngineSpec(kind, str(tiny.dir), dtype, MAX_LENGTH, slots, **fields)
             clients.append(EngineClient(runner, spec, tiny, logs / f"{kind}-{len(clients)}.log"))
             return clients[-1]
 

@@ -100,6 +100,15 @@ def test_rows_of_one_batch_may_be_sampled_differently():
         assert [together[1][i].item()] == pytest.approx(logprobs)
 
 
+def test_rows_drawn_in_pieces_are_those_drawn_at_once(monkeypatch):
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(1))
+    controls = np.linspace(0, 1.2, 7), np.linspace(0.5, 1, 7), np.arange(7)
+    at_once = sample(logits, uniforms(np.arange(7), np.arange(7)), *controls)
+    monkeypatch.setattr("lightrl.engine.sampling.MAX_VALUES", 3 * 50 + 1)
+    in_pieces = sample(logits, uniforms(np.arange(7), np.arange(7)), *controls)
+    assert all(torch.equal(a, b) for a, b in zip(at_once, in_pieces, strict=True))
+
+
 def test_noise_and_the_emulated_engine_need_no_torch():
     code = "import sys, lightrl.engine.emulated, lightrl.engine.process; print('torch' in sys.modules)"
     result = subprocess.run(

@@ -43,7 +43,9 @@ def engines(tiny):
     def get(kind, window, slots=4):
         key = kind, window, slots
         if key not in built:
-            built[key] = build_engine(EngineSpec(kind, str(tiny.dir), "auto", 512, slots, max_window=window))
+            built[key] = build_engine(
+                EngineSpec(kind, str(tiny.dir), "float32", 512, slots, max_window=window)
+            )
         engine = built[key]
         assert engine.num_unfinished() == 0
         engine.load_weights(*tiny.files[1])

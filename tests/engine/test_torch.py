@@ -79,7 +79,7 @@ def run(engine, requests):
 
 
 def spec_of(folder, **fields):
-    return EngineSpec("torch", str(folder), "auto", **{"max_model_length": 160, "slots": 4, **fields})
+    return EngineSpec("torch", str(folder), "float32", **{"max_model_length": 160, "slots": 4, **fields})
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -127,12 +127,12 @@ def load(engine: Any, path: Any, manifest: Any) -> str:
     return engine.load_weights(path, manifest)
 
 
-def without(engine: Any, part: tuple[str, str], fields: dict[str, Any]) -> tuple[Any, ...]:
+def without(engine: Any, part: str, fields: dict[str, Any]) -> tuple[Any, ...]:
     """In the child: what an engine says, and does, for whose vLLM a part of it is missing."""
-    from lightrl.engine import vllm_speculation
+    from lightrl.engine import vllm_versions
 
-    speculation, required = engine._speculation, vllm_speculation.REQUIRED
-    vllm_speculation.REQUIRED = (*required, part)
+    speculation, required = engine._speculation, vllm_versions.DRAFTS
+    vllm_versions.DRAFTS = (*required, vllm_versions.Call(part))
     engine._speculation = engine._speculate(EngineSpec("vllm", "", "auto", 1, 1, max_window=4))
     plan = Plan(**fields)
     engine.remember(plan.histories)
@@ -143,7 +143,7 @@ def without(engine: Any, part: tuple[str, str], fields: dict[str, Any]) -> tuple
         for d in engine.step():
             tokens[d.response] += d.token_ids
     said = engine.notes, engine.load().drafting, tokens
-    engine._speculation, engine.notes, vllm_speculation.REQUIRED = speculation, (), required
+    engine._speculation, engine.notes, vllm_versions.DRAFTS = speculation, (), required
     return said
 
 
@@ -181,7 +181,7 @@ class Remote:
 def remote(tiny: Any) -> Iterator[Remote]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    spec = EngineSpec("vllm", str(tiny.dir), "auto", MAX_LENGTH, SLOTS, max_window=WINDOW)
+    spec = EngineSpec("vllm", str(tiny.dir), "float32", MAX_LENGTH, SLOTS, max_window=WINDOW)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     globals_ = {"CONNECTION": there, "SPEC": spec}
@@ -356,11 +356,13 @@ def test_after_drafts_tokens_have_the_probabilities_of_the_model(engine, ask):
 def test_without_a_part_of_vllm_the_engine_runs_on_and_says_what_is_missing(engine, ask):
     requests = requests_of(ask, num=20, siblings=1)
     plain = engine.run(Sampling(1.0), requests, width=0)
-    part = ("vllm.v1.core.sched.scheduler.Scheduler", "update_draft_token_ids no_such_method")
+    part = "vllm.v1.core.sched.scheduler:Scheduler.no_such_method"
     fields = {"sampling": Sampling(1.0), "requests": requests}
     fields["histories"] = histories_of(plain.tokens, list)
     notes, drafting, tokens = engine.call("without", part, fields)
-    assert notes == (f"no speculation: this vLLM has no {part[0]}.no_such_method",)
+    assert notes == (
+        "no speculation: this vLLM has no vllm.v1.core.sched.scheduler.Scheduler.no_such_method",
+    )
     assert drafting is None
     assert tokens == plain.tokens
 

@@ -23,7 +23,8 @@ BASE: list[Fact] = [Resumed(step=2)]
 def read(tmp_path: Path, *parts: list[Fact]) -> tuple[list[TrainShard], tuple[int, ...]]:
     """Each part is one segment of step 2."""
     asyncio.run(write(tmp_path, *((2, BASE, part) for part in parts)))
-    return shards(tmp_path, FACTS, 2)
+    found, portions = shards(tmp_path, FACTS, 2)
+    return list(found), portions
 
 
 def test_a_step_comes_back_from_all_its_segments(tmp_path):
@@ -73,7 +74,7 @@ def test_a_torn_end_does_no_harm_but_damage_before_it_does(tmp_path):
     [segment] = segments(tmp_path)
     data = segment.path.read_bytes()
     segment.path.write_bytes(data + b"torn")
-    assert len(shards(tmp_path, FACTS, 2)[0]) == 3
+    assert len(list(shards(tmp_path, FACTS, 2)[0])) == 3
     for at in range(len(data) - 1):
         spoilt = bytearray(data)
         spoilt[at] ^= 0x40
@@ -89,7 +90,7 @@ def test_a_torn_end_does_no_harm_but_damage_before_it_does(tmp_path):
 
 
 def test_groups_are_cut_as_they_were_accumulated():
-    parts = recut([A.shard, B.shard, C.shard], (1, 3, 1))
+    parts = list(recut([A.shard, B.shard, C.shard], (1, 3, 1), 5))
     assert [[g.group for g in p.groups] for p in parts] == [["a"], ["b", "c", "d"], ["e"]]
     assert [(p.step, p.index, p.policy_version, p.alone) for p in parts] == [
         (2, k, 2, True) for k in range(3)
@@ -98,14 +99,14 @@ def test_groups_are_cut_as_they_were_accumulated():
 
 
 def test_a_step_without_groups_has_one_shard_that_ends_it():
-    [part] = recut([shard(4, 0, [], last=True)], ())
+    [part] = recut([shard(4, 0, [], last=True)], (), 0)
     assert (part.step, part.index, part.groups, part.last, part.num_groups) == (4, 0, (), True, 0)
 
 
 @pytest.mark.parametrize("portions", [(), (4,), (6,), (5, 0), (6, -1)])
 def test_portions_that_do_not_fit_are_refused(portions):
     with pytest.raises(JournalError, match="5 groups do not fit portions"):
-        recut([A.shard, B.shard, C.shard], portions)
+        recut([A.shard, B.shard, C.shard], portions, 5)
 
 
 def test_tokens_between_are_not_even_decoded(tmp_path):

@@ -101,11 +101,13 @@ def test_a_segment_has_its_name_only_when_its_base_is_whole(tmp_path):
     async def story() -> None:
         (tmp_path / "00000005_step_0.log.tmp").write_bytes(b"left behind")
         writer = writer_on(tmp_path)
-        writer.begin(4, (Resumed(step=4) for _ in range(1)))
-        assert writer.base_bytes > disk.HEADER_BYTES
+        writer.begin(4, [Resumed(step=4)])
+        assert writer.is_beginning
         writer.append(RoundOpened(4, "plain"))
         assert writer.news_bytes == disk.size(FACTS.encode(RoundOpened(4, "plain")))
         await flushed(writer)
+        assert not writer.is_beginning
+        assert writer.base_bytes > disk.HEADER_BYTES
         [segment] = segments(tmp_path)
         assert (segment.number, segment.step) == (6, 4)
         assert segment.path.stat().st_size == writer.base_bytes + writer.news_bytes
@@ -375,25 +377,6 @@ def test_too_long_is_the_end(tiny_disk):
         await until(lambda: bool(told))
         await until(lambda: not is_alive(writer))
         with pytest.raises(JournalError, match=r"for 0\.2 s: No space left on device"):
-            writer.check_alive()
-        await writer.close()
-
-    within(story)
-
-
-def test_too_much_is_the_end(tiny_disk, monkeypatch):
-    monkeypatch.setattr("lightrl.journal.write.MAX_PENDING_BYTES", 20_000)
-
-    async def story() -> None:
-        told: list[str] = []
-        writer = writer_on(tiny_disk / "j", on_trouble=told.append)
-        writer.begin(0, [Resumed()])
-        await flushed(writer)
-        fill(tiny_disk)
-        writer.append(RoundOpened(0, "plain"))
-        writer.append(TokensTaken(0, (item("a", 0, 3000),)))
-        await until(lambda: bool(told))
-        with pytest.raises(JournalError, match="wait to be written"):
             writer.check_alive()
         await writer.close()
 

@@ -13,10 +13,11 @@ from lightrl.config import Config
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.journal.write import MAX_TROUBLE_S
-from lightrl.keys import read_key, write_key
+from lightrl.keys import read_key, write_keys
 from lightrl.messages import (
     PROTOCOL,
     Bye,
+    Checkpointed,
     Drain,
     Heartbeat,
     Hello,
@@ -24,6 +25,7 @@ from lightrl.messages import (
     PublishWeights,
     ResponseRequest,
     Sampling,
+    ShardsTaken,
     Snapshot,
     StepDone,
     TrainShard,
@@ -68,10 +70,12 @@ class ScriptedTrainer:
     def __init__(self, scratch: Path) -> None:
         self.shards: list[TrainShard] = []
         self.manifests: list[Manifest] = []
-        self._scratch = scratch
+        self.scratch = scratch
         self.may_publish = asyncio.Event()  # a test may hold the end of a step back
         self.may_publish.set()
+        self.holds_at = -1  # the end of this step is held back
         self.begins_at = 0  # steps done, as if from a checkpoint
+        self.kept: dict[int, int] = {}  # step of a checkpoint -> that of the oldest one kept then
         self.holder = ""
         self._server = WeightServer()
 
@@ -90,10 +94,16 @@ class ScriptedTrainer:
                             self._publish(link, self.begins_at)
                         case TrainShard():
                             self.shards.append(message)
+                            link.send(ShardsTaken(message.step, message.index))
                             if message.last:
+                                if message.step == self.holds_at:
+                                    self.may_publish.clear()
                                 await self.may_publish.wait()
-                                self._publish(link, message.step + 1)
+                                sizes = [len(s.groups) for s in self.shards if s.step == message.step]
+                                self._publish(link, message.step + 1, tuple(n for n in sizes if n))
                                 link.send(StepDone(message.step, message.step + 1, {"loss/policy": 0.0}))
+                                if (oldest := self.kept.get(message.step + 1)) is not None:
+                                    link.send(Checkpointed(message.step + 1, oldest))
                         case Drain():
                             link.send(Bye("drained"))
                             return
@@ -104,13 +114,13 @@ class ScriptedTrainer:
             link.close()
             await self._server.close()
 
-    def _publish(self, link: Link, version: int) -> None:
-        path = self._scratch / f"version_{version}.bin"
+    def _publish(self, link: Link, version: int, portions: tuple[int, ...] = ()) -> None:
+        path = self.scratch / f"version_{version}.bin"
         tensor = TensorBytes("w", "uint8", (1000,), memoryview(bytes([version]) * 1000))
         manifest = write_version(path, version, [tensor])
         self.manifests.append(manifest)
         self._server.publish(manifest, path, "ab" * 16)
-        link.send(PublishWeights(manifest, (self.holder,), "ab" * 16))
+        link.send(PublishWeights(manifest, (self.holder,), "ab" * 16, portions))
 
     async def _beat(self, link: Link) -> None:
         while True:
@@ -125,6 +135,7 @@ class Running:
         self.config = config
         self.head = head
         self.key_file = config.run_dir / "key"
+        self.join_file = config.run_dir / "join"
         self.key = read_key(self.key_file)
         self.trainer = trainer
         self.finished = asyncio.create_task(head.run())
@@ -134,7 +145,7 @@ class Running:
 
     async def add_rollout(self, name: str, through: str | None = None) -> asyncio.subprocess.Process:
         """A rollout daemon; `through` is the address of a proxy in front of the coordinator."""
-        join = ("--join", through or self.head.address, "--key", str(self.key_file))
+        join = ("--join", through or self.head.address, "--key", str(self.join_file))
         command = ("-m", "lightrl.cli", "up", *join, "--name", name)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
@@ -148,6 +159,16 @@ class Running:
                 if holds(snapshot):
                     return snapshot
         raise AssertionError("the coordinator stopped answering")
+
+    async def replace_trainer(self, begins_at: int) -> ScriptedTrainer:
+        """The trainer vanishes without a word; returns the one before. Another one begins at this step."""
+        before = self.trainer
+        self.training.cancel()
+        await asyncio.gather(self.training, return_exceptions=True)
+        self.trainer = ScriptedTrainer(before.scratch)
+        self.trainer.begins_at = begins_at
+        self.training = asyncio.create_task(self.trainer.run(self.head.address, self.key))
+        return before
 
     async def silence(self) -> None:
         """The coordinator vanishes without a word to anybody."""
@@ -214,7 +235,7 @@ async def a_run(
     """A coordinator and a scripted trainer; afterwards every process that was started is gone."""
     config = make_config(tmp_path, **changes)
     config.run_dir.mkdir(parents=True, exist_ok=resume)
-    key = read_key(config.run_dir / "key") if resume else write_key(config.run_dir / "key")
+    key = read_key(config.run_dir / "key") if resume else write_keys(config.run_dir)
     head = Head(config, config.run_dir, "head", key, resume, max_trouble_s)
     trainer = ScriptedTrainer(tmp_path)
     running = Running(config, head, trainer)

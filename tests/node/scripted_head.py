@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 from lightrl.config import Config
 from lightrl.errors import ConfigError, PeerUnreachable
 from lightrl.hub import model_files
-from lightrl.keys import pull_ticket, read_key, write_key
+from lightrl.keys import JOIN_FILE, KEY_FILE, pull_ticket, read_key, write_keys
 from lightrl.messages import (
     REJOIN,
     Generate,
@@ -25,7 +25,7 @@ from lightrl.messages import (
     TokenChunk,
     Welcome,
 )
-from lightrl.node.link import Hub
+from lightrl.node.link import Hub, Peer
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 from lightrl.wire import pack_i32, unpack_i32
@@ -43,10 +43,10 @@ class ScriptedHead:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self.key_file = folder / "key"
-        write_key(self.key_file)
+        self.key_file = folder / JOIN_FILE  # of a node
+        write_keys(folder)
         self.heard: list[Message] = []
-        self.node = ""  # the identity heard last
+        self.node: Peer | None = None  # heard last
         self.manifests: list[Manifest] = []
         self.welcome = Welcome("r", config.model_dump_json(), model_files(config.model.path))
         self._position = 0  # in `heard`, of what was not expected yet
@@ -64,7 +64,7 @@ class ScriptedHead:
         await self._server.close()
 
     def listen(self, address: str) -> None:
-        self.hub = Hub(address, read_key(self.key_file))
+        self.hub = Hub(address, read_key(self.folder / KEY_FILE))
         self.address = self.hub.address
         self._tasks = [asyncio.create_task(work(self.hub)) for work in (self._receive, self._beat)]
 
@@ -76,7 +76,7 @@ class ScriptedHead:
 
     async def come_back(self) -> None:
         """As another process on the same port, which knows of nobody."""
-        self.node = ""
+        self.node = None
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 with contextlib.suppress(ConfigError):  # the port is set free by a thread of ZeroMQ
@@ -86,9 +86,9 @@ class ScriptedHead:
 
     async def _receive(self, hub: Hub) -> None:
         while True:
-            for identity, message in await hub.receive():
+            for peer, message in await hub.receive():
                 assert not isinstance(message, Exception), message
-                self.node = identity
+                self.node = peer
                 self.heard.append(message)
                 self._news.set()
 
@@ -100,6 +100,7 @@ class ScriptedHead:
             await asyncio.sleep(0.1)
 
     def send(self, message: Message) -> None:
+        assert self.node is not None
         self.hub.send(self.node, message)
 
     def skip(self) -> None:

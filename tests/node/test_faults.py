@@ -12,13 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.config import Config
 from lightrl.core.state import RunState
+from lightrl.errors import RewardError
 from lightrl.history.lengths import FILE_NAME as LENGTHS
+from lightrl.journal.disk import segments
+from lightrl.keys import read_key
+from lightrl.launch.local import in_foreground
 from lightrl.metrics import FILE_NAME as METRICS
 from lightrl.metrics import read
+from lightrl.node.coordinator import Head
 from lightrl.wire import from_json
 
-from .harness import DEADLINE_S, Running, a_run
+from .harness import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run, make_config
 from .test_runs import busy, children_of, require_exact
 
 # Two steps of two waves of 0.6 s: long enough for things to happen in the middle.
@@ -107,6 +113,82 @@ def test_disk_that_stays_full_ends_the_run_in_order(small_disk: Path):
     run_dir = small_disk / "test"
     assert not (run_dir / "snapshot.json").exists()  # rather than half of one
     assert not (run_dir / "address").exists()
+
+
+FAILING = """
+import pathlib
+assert not pathlib.Path({flag!r}).exists(), "no more"
+def reward(sample):
+    return 1.0
+"""
+
+
+def pool_that_fails(config: Config, scratch: Path, refuse: Callable[[], object]) -> Callable[[Path], int]:
+    """A coordinator's daemon whose rewards cannot be had any more once a checkpoint is there, and whose disk
+    refuses what is written at the end."""
+
+    async def run(run_dir: Path) -> None:
+        head = Head(config, run_dir, "head", read_key(run_dir / "key"))
+        run = Running(config, head, ScriptedTrainer(scratch))
+        async with asyncio.timeout(DEADLINE_S):
+            await until((run_dir / "address").exists)
+            (run_dir / "checkpoints" / "step_0").mkdir(parents=True)
+            (run_dir / "checkpoints" / "step_0" / "trainer.json").touch()
+            refuse()
+            for worker in children_of(os.getpid()):
+                os.kill(worker, signal.SIGKILL)
+            try:
+                await run.finished
+            finally:
+                run.training.cancel()
+                await asyncio.gather(run.training, return_exceptions=True)
+
+    return lambda run_dir: asyncio.run(run(run_dir)) or 0
+
+
+@pytest.mark.parametrize("disk", ["full", "refuses one file"])
+def test_a_foreground_coordinator_that_fails_leaves_what_can_be_resumed(
+    tmp_path: Path, request: pytest.FixtureRequest, disk: str
+):
+    """Nothing says how the run has ended, so that it looks as if it had never begun."""
+    place = request.getfixturevalue("small_disk") if disk == "full" else tmp_path
+    flag = tmp_path / "flag"
+    rewards = tmp_path / "reward.py"
+    rewards.write_text(FAILING.format(flag=str(flag)))
+    config = make_config(place, reward={"functions": f"{rewards}:reward"})
+
+    def refuse() -> None:
+        flag.touch()
+        if disk == "full":
+            fill(place)
+        else:
+            (config.run_dir / ".snapshot.json.draft").mkdir()
+
+    with pytest.raises(RewardError, match="no more"):
+        in_foreground(config, pool_that_fails(config, tmp_path, refuse))
+    assert not (config.run_dir / "snapshot.json").exists()
+    assert not (config.run_dir / "address").exists()
+    assert segments(config.run_dir / "journal")
+    assert (config.run_dir / "checkpoints" / "step_0" / "trainer.json").exists()
+    assert (config.run_dir / "key").exists()
+
+
+def test_a_foreground_coordinator_whose_rewards_never_were_leaves_its_name_free(tmp_path: Path):
+    """Its journal only says that a run begins."""
+    config = make_config(tmp_path, reward={"functions": f"{QUICKSTART / 'reward.py'}:none"})
+
+    def daemon(run_dir: Path) -> int:
+        async def run() -> None:
+            head = Head(config, run_dir, "head", read_key(run_dir / "key"))
+            (run_dir / ".snapshot.json.draft").mkdir()
+            await head.run()
+
+        asyncio.run(run())
+        return 0
+
+    with pytest.raises(RewardError, match="none"):
+        in_foreground(config, daemon)
+    assert not config.run_dir.exists()
 
 
 def test_figures_that_cannot_be_written_are_left_out(tmp_path: Path, small_disk: Path):

@@ -442,8 +442,8 @@ def test_without_speculation_a_run_keeps_and_sends_nothing(tmp_path: Path):
 )
 def test_what_no_engine_counts_is_refused(counts):
     require_sane(Heartbeat(Load(drafting=Drafting(9, 8, 7, 15, 0.1, 2.0))))
-    with pytest.raises(ProtocolError, match="Heartbeat: a value out of bounds"):
-        require_sane(Heartbeat(Load(drafting=counts)))
+    with pytest.raises(ProtocolError):
+        require_sane(MESSAGES.decode(MESSAGES.encode(Heartbeat(Load(drafting=counts)))))
 
 
 def test_the_longest_message_with_histories_is_one_that_a_link_takes():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.core.facts import PromptsDrawn, RoundOpened
+from lightrl.core.state import RunState
 from lightrl.errors import DataError
 from lightrl.journal.disk import segments
 from lightrl.journal.read import FACTS, read_segment
@@ -13,7 +14,7 @@ from lightrl.journal.write import JournalWriter
 from lightrl.node.durable import FOLDER
 from lightrl.wire import from_json
 
-from .harness import QUICKSTART, a_run
+from .harness import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run
 from .test_runs import SLOW, busy, require_exact
 
 
@@ -42,6 +43,59 @@ def test_run_goes_on_from_its_tokens_and_loses_none(tmp_path: Path):
     summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
     assert summary["trained_responses"] == 16
     assert summary["rollout_tokens"] == 16 * 240  # each counted once, though some came before and some after
+
+
+STEPS = {"train": {"steps": 5, "prompts_per_step": 4}}
+
+
+def steps_in_journal(run: Running) -> set[int]:
+    return {s.step for s in segments(run.config.run_dir / FOLDER)}
+
+
+async def to_the_second_checkpoint(run: Running, kept: dict[int, int]) -> ScriptedTrainer:
+    """The trainer stops before it publishes version 5; returns it."""
+    run.trainer.kept, run.trainer.holds_at = kept, 4
+    await run.add_rollout("a")
+    await run.until(lambda s: s.step >= 4)
+    async with asyncio.timeout(DEADLINE_S):
+        while min(steps_in_journal(run)) < kept[4]:  # noqa: ASYNC110 - a file tells nobody
+            await asyncio.sleep(0.02)
+    return run.trainer
+
+
+def test_a_trainer_may_fall_back_to_the_oldest_checkpoint_that_is_kept(tmp_path: Path):
+    """Of the checkpoints of steps 2 and 4 the newer one is damaged: it gets the very same shards again."""
+
+    async def scenario():
+        async with a_run(tmp_path, **STEPS) as run:
+            first = await to_the_second_checkpoint(run, {2: 0, 4: 2})
+            assert min(steps_in_journal(run)) == 2
+            await run.replace_trainer(begins_at=2)
+            await run.until_finished()
+            assert run.head.succeeded
+            again = [s for s in run.trainer.shards if s.step < 4]
+            assert {s.step for s in again} == {2, 3}
+            for step in (2, 3):
+                before = [g for s in first.shards if s.step == step for g in s.groups]
+                assert [g for s in again if s.step == step for g in s.groups] == before
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_that_falls_behind_the_journal_ends_the_run_with_one_line(tmp_path: Path):
+    """With `checkpoint.keep_last` = 1 there is none before the newest."""
+
+    async def scenario():
+        async with a_run(tmp_path, **STEPS) as run:
+            await to_the_second_checkpoint(run, {2: 2, 4: 4})
+            await run.replace_trainer(begins_at=0)
+            await run.until_finished()
+            assert run.head._core.state is RunState.FAILED
+            [line] = [text for _, text in run.head._records._events if "run failed" in text]
+            assert "step 0 cannot be trained again: what is left of the journal begins at step 4" in line
+            assert line.count("cannot be trained") == 1
+
+    asyncio.run(scenario())
 
 
 def test_journal_that_ends_between_a_question_and_its_answer_is_gone_on_from(tmp_path: Path):

@@ -67,7 +67,8 @@ def test_run_that_is_stopped_leaves_a_checkpoint_of_the_steps_done(tmp_path: Pat
         async with daemon(*settings, "--role", "coordinator,trainer", "--name", "head") as head:
             address = (await address_of(tmp_path / "r", head)).replace("0.0.0.0", "127.0.0.1")
             key_file = tmp_path / "r" / "key"
-            joining = ("--join", address, "--key", str(key_file), "--name", "joiner", "--slots", "5")
+            join = str(key_file.with_name("join"))
+            joining = ("--join", address, "--key", join, "--name", "joiner", "--slots", "5")
             async with daemon(*joining) as joiner:
                 key = read_key(key_file)
                 async with asyncio.timeout(DEADLINE_S):

@@ -6,8 +6,10 @@ import signal
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
 from lightrl.core.state import sample_seed
+from lightrl.keys import coordinator_public_key
 from lightrl.messages import Snapshot
 from lightrl.metrics import read
 from lightrl.node.link import _key_pair
@@ -229,10 +231,10 @@ def test_garbage_on_the_coordinators_socket_is_counted_and_the_run_goes_on(tmp_p
         async with a_run(tmp_path) as run:
             stranger = zmq.Context.instance().socket(zmq.DEALER)  # that has the key
             stranger.set(zmq.LINGER, 0)
-            public, secret = _key_pair(run.key, "node")
+            public, secret = _key_pair(run.key)
             stranger.set(zmq.CURVE_PUBLICKEY, public)
             stranger.set(zmq.CURVE_SECRETKEY, secret)
-            stranger.set(zmq.CURVE_SERVERKEY, _key_pair(run.key, "coordinator")[0])
+            stranger.set(zmq.CURVE_SERVERKEY, z85.encode(coordinator_public_key(run.key)))
             stranger.connect(run.head.address)
             for frames in ([b"\xc1"], [b"", b"x"], [b"\x92\xa5Hello\x80"], [b"a", b"b", b"c"]):
                 stranger.send_multipart(frames)

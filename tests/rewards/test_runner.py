@@ -1,22 +1,16 @@
 """The reward pool with real worker processes and functions that misbehave in every way."""
 
 import asyncio
-import json
 import resource
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightrl import config
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
-from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult, _Worker
-from lightrl.wire import pack_i32
-
-LETTERS = "abcdefghij"
-LIMIT_S = 20.0  # of a whole scenario; generous, since test machines are slow
+from lightrl.rewards.runner import RewardPool, RewardResult, _Worker
+from tests.rewards.pool import LIMIT_S, job, run_jobs
 
 MISBEHAVE = """
 import os, time
@@ -48,61 +42,6 @@ def reward(sample):
             return float(any(k.startswith("LIGHTRL_") for k in os.environ))
     return 1.0
 """
-
-
-@pytest.fixture(scope="session")
-def model_files(tmp_path_factory) -> Path:
-    """A tokenizer of ten letters: id 0 = <eos>, 1 = a, 2 = b, ..."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    vocab = {"<eos>": 0, **{c: i for i, c in enumerate(LETTERS, 1)}}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    # Only here is it said that <eos> is special.
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
-    return folder
-
-
-def job(name: str, text: str = "abc", attempt: int = 1, **row: Any) -> RewardJob:
-    return RewardJob(
-        name, attempt, "say abc", row, pack_i32([1 + LETTERS.index(c) for c in text] + [0]), "stop"
-    )
-
-
-def run_jobs(
-    source: str, jobs: list[RewardJob], model_files: Path, folder: Path, **reward: Any
-) -> dict[str, RewardResult]:
-    """The results of all jobs, submitted at once, in the order in which they came."""
-    (folder / "rewards.py").write_text(source)
-    settings = config.Reward(functions=(f"{folder}/rewards.py:reward",), **reward)
-    results: dict[str, RewardResult] = {}
-
-    async def scenario() -> None:
-        done = asyncio.Event()
-
-        def collect(result: RewardResult) -> None:
-            assert result.response not in results
-            results[result.response] = result
-            if len(results) == len(jobs):
-                done.set()
-
-        pool = RewardPool(settings, model_files, "answer", folder, collect)
-        async with asyncio.timeout(LIMIT_S):
-            await pool.start()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(pool.run())
-                try:
-                    for j in jobs:
-                        pool.submit(j)
-                    await done.wait()
-                finally:
-                    await pool.stop()
-
-    asyncio.run(scenario())
-    return results
 
 
 def test_one_worker_survives_every_kind_of_answer_and_exception(model_files, tmp_path, monkeypatch):
@@ -211,7 +150,7 @@ def test_a_job_whose_answer_came_before_the_kill_is_not_blamed(model_files, tmp_
     setup = worker.Setup(("exact_match",), (1.0,), str(model_files), "answer", 1.0)
 
     async def blamed() -> list[RewardResult]:
-        w = _Worker(setup, "reward-0", tmp_path / "reward-0.log")
+        w = _Worker(config.Reward(), setup, "reward-0", tmp_path / "reward-0.log")
         w._timed_out = 0
         return w.failures()
 

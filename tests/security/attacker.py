@@ -17,7 +17,7 @@ from lightrl.errors import ProtocolError
 from lightrl.keys import new_key, read_key
 from lightrl.messages import PROTOCOL, Drain, Heartbeat, Hello, Snapshot, Watch
 from lightrl.node.link import Hub, Link, host_and_port
-from lightrl.weights.serve import MAGIC, REQUEST
+from lightrl.weights.request import MAGIC, REQUEST
 from lightrl.wire import MESSAGES
 
 from . import garbage
@@ -89,7 +89,7 @@ async def insider(address: str, rng: random.Random, count: int, key: str) -> int
         if identity.rstrip("/") in REAL:
             identity += f"/{me}"
         name = identity.rpartition("/")[0] or identity
-        link = Link(address, identity, key)
+        link = _asking_again(address, identity, key)
         if name not in REAL and "\udcff" not in name:
             link.send(Hello(name, rng.randrange(1 << 40), ("rollout",), PROTOCOL, 0, "fuzz", 4))
         for _ in range(BURST):
@@ -106,6 +106,12 @@ async def insider(address: str, rng: random.Random, count: int, key: str) -> int
                 pass
         link.close()
     return sent
+
+
+def _asking_again(address: str, identity: str, key: str) -> Link:
+    """A frame that is too large costs the connection, and all that came after it."""
+    link = Link(address, identity, key, on_back=lambda: link.send(Watch(0.0)))
+    return link
 
 
 async def _has_answered(link: Link) -> bool:
@@ -162,7 +168,7 @@ async def coordinator(rng: random.Random, count: int, key: str) -> int:
     link.send(Heartbeat())
     [(peer, _)] = await hub.receive()
     for sent in range(count):
-        hub._sock.send_multipart([peer.encode(), garbage.frame(rng)])
+        hub._sock.send_multipart([peer.identity.encode(), garbage.frame(rng)])
         if sent % 100 == 0:
             hub.send(peer, Drain("end"))
             with contextlib.suppress(ProtocolError):

@@ -14,12 +14,11 @@ import lightrl
 from lightrl import messages as m
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.keys import new_key
-from lightrl.node import border
 from lightrl.node.border import require_sane
 from lightrl.node.link import HANDSHAKE_MS, Hub, Link, host_and_port
-from lightrl.node.welcome import MAX_FILES, MAX_FILES_BYTES, config_of, write_model_files
+from lightrl.node.welcome import MAX_FILES_BYTES, config_of, write_model_files
 from lightrl.weights import pull as pulling
-from lightrl.weights.manifest import MAX_BUCKETS, digest_version, verify
+from lightrl.weights.manifest import digest_version, verify
 from lightrl.weights.pull import parse_address, pull
 from lightrl.wire import MESSAGES
 
@@ -46,7 +45,7 @@ def test_honest_messages_pass(message: m.Message):
         dataclasses.replace(HELLO, slots=1 << 40),
         dataclasses.replace(HELLO, incarnation=1 << 63),
         dataclasses.replace(HELLO, serves=(-1, "d")),
-        dataclasses.replace(HELLO, running=(("r", 1),) * (border.MAX_ITEMS + 1)),
+        dataclasses.replace(HELLO, running=(("r", 1),) * (m.MAX_RESPONSES + 1)),
         dataclasses.replace(HELLO, running=(("r" * 300, 1),)),
         dataclasses.replace(HELLO, running=(("r", 1 << 31),)),
         m.TokenChunk(1, "d", (m.ResponseTokens("r", 1 << 31, 0, b"", b""),)),
@@ -59,12 +58,12 @@ def test_honest_messages_pass(message: m.Message):
         m.TokenChunk(1, "d", (m.ResponseTokens("r", 1, -1, b"", b""),)),
         m.TokenChunk(1, "d", (m.ResponseTokens("r", 1, 1 << 40, b"", b""),)),
         m.PublishWeights(m.Manifest(-1, "d", (), ()), (), "t"),
-        m.PublishWeights(m.Manifest(1, "d", (), ()), ("h:1",) * (border.MAX_ITEMS + 1), "t"),
+        m.PublishWeights(m.Manifest(1, "d", (), ()), ("h:1",) * (m.MAX_HOLDERS + 1), "t"),
         m.PublishWeights(m.Manifest(1, "d", (), ()), (), "t" * 1000),
         m.PublishWeights(m.Manifest(1, "d", (), ()), (), "t", (-1,)),
         m.WeightsReady(1, "d", pull_s=float("nan")),
         m.WeightsFailed(1, "x" * 10_000),
-        m.StepDone(1, 2, {f"m{k}": 0.0 for k in range(border.MAX_ITEMS + 1)}),
+        m.StepDone(1, 2, {f"m{k}": 0.0 for k in range(m.MAX_METRICS + 1)}),
         m.Checkpointed(-1),
         m.Drain("n", "x" * 10_000),
         m.Bye("x" * 10_000),
@@ -76,7 +75,7 @@ def test_honest_messages_pass(message: m.Message):
 )
 def test_what_no_honest_peer_says_is_refused(message: m.Message):
     with pytest.raises(ProtocolError):
-        require_sane(message)
+        require_sane(MESSAGES.decode(MESSAGES.encode(message)))
 
 
 def test_garbage_that_decodes_is_sane_or_a_protocol_error():
@@ -148,7 +147,7 @@ def test_model_files_land_in_their_folder_or_nowhere(tmp_path: Path, name: str):
 
 def test_model_files_are_bounded(tmp_path: Path):
     for files in (
-        {f"f{k}": b"" for k in range(MAX_FILES + 1)},
+        {f"f{k}": b"" for k in range(m.MAX_FILES + 1)},
         {f"f{k}": bytes(MAX_FILES_BYTES // 4) for k in range(5)},
     ):
         with pytest.raises(ProtocolError, match="model files of"):
@@ -192,7 +191,7 @@ def manifest_of(*tensors: m.TensorSpec, sizes: tuple[int, ...] = (88,), version:
         manifest_of(GOOD, sizes=(0,)),
         manifest_of(GOOD, sizes=(-88,)),
         manifest_of(GOOD, sizes=(1 << 60,)),
-        manifest_of(GOOD, sizes=(88,) * (MAX_BUCKETS + 1)),
+        manifest_of(GOOD, sizes=(88,) * (m.MAX_BUCKETS + 1)),
         manifest_of(dataclasses.replace(GOOD, offset=-64)),
         manifest_of(dataclasses.replace(GOOD, offset=128)),
         manifest_of(dataclasses.replace(GOOD, offset=1)),

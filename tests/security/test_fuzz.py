@@ -117,7 +117,7 @@ async def answer_madly(hub: Hub, rng: random.Random, what: str, welcome: Welcome
             sent.append(MESSAGES.encode(Drain(message.node)))
             for frame in sent:
                 with contextlib.suppress(zmq.ZMQError):
-                    hub._send_frames([peer.encode(), frame])
+                    hub._send_frames([peer.identity.encode(), frame])
 
 
 def decodes(frame: bytes) -> bool:

@@ -203,7 +203,7 @@ def test_the_scripts_by_hand_with_an_address_and_a_key(cluster, tmp_path):
     run_dir = tmp_path / "runs" / "one"
     cluster.until((run_dir / "address").exists, "the coordinator listens", DEADLINE_S)
     elsewhere = tmp_path / "copied"
-    shutil.copy2(run_dir / "key", elsewhere)
+    shutil.copy2(run_dir / "join", elsewhere)
     address = (run_dir / "address").read_text().strip()
     where = ("--partition=spot", "--array=1-2", str(SCRIPTS / "preemptible.sbatch"))
     nodes = cluster.submit(python, *where, address, str(elsewhere), cwd=tmp_path)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-import socket
+import secrets
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -127,9 +127,7 @@ def processes(
 
     @contextlib.asynccontextmanager
     async def launch(start: StartRank, world: int) -> AsyncIterator[list[Child]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            rendezvous = f"127.0.0.1:{free.getsockname()[1]}"
+        rendezvous = str(tmp_path / f".ranks-{secrets.token_hex(8)}")
         environment = {"OMP_NUM_THREADS": "1"}
         names = [f"rank-{rank}" for rank in range(world)]
         ranks: list[Child] = []

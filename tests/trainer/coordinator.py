@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lightrl.journal.read import recut
-from lightrl.messages import Checkpointed, PublishWeights, StepDone, TrainShard
+from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
 from lightrl.node.trainer import Trainer
 
 DEADLINE_S = 280
@@ -30,6 +30,7 @@ class Coordinator:
         self.digests = {}
         self.portions = {}
         self.sent = []  # all that the trainer said
+        self.waits = False  # with each shard until the one before it was taken
         self.num_hellos = 1
         self.on = {}
         self._feeding = None
@@ -69,6 +70,8 @@ class Coordinator:
                 happens = self.on.pop(("done", step), None)
             case Checkpointed(step):
                 happens = self.on.pop(("saved", step), None)
+            case _:
+                happens = None
         if happens is not None and (more := happens()) is not None:
             self.spawn(more)
 
@@ -79,7 +82,9 @@ class Coordinator:
             TrainShard(step, i, step, tuple(self.groups[a:b]), b == len(self.groups), len(self.groups))
             for i, (a, b) in enumerate(pairwise(borders))
         ]
-        return recut(shards, self.portions[step + 1]) if step + 1 in self.portions else shards
+        if step + 1 not in self.portions:
+            return shards
+        return list(recut(shards, self.portions[step + 1], len(self.groups)))
 
     def feed(self, step):
         async def feed():
@@ -87,6 +92,9 @@ class Coordinator:
                 self.trainer.handle(shard)
                 for _ in range(TURNS):
                     await asyncio.sleep(0)
+                if self.waits:
+                    taken = ShardsTaken(step, shard.index)
+                    await until(lambda taken=taken: taken in self.sent)
 
         self._feeding = self.spawn(feed())
 

@@ -1,6 +1,9 @@
+import asyncio
+import errno
 import json
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.errors import TrainerError
+from lightrl.node.trainer import Trainer
 from lightrl.trainer.model import full_parameters
 from lightrl.trainer.protocol import Accumulate, Cleared, ClearStep, FinishStep, Save, Saved, SaveFailed
-from lightrl.trainer.saved import latest, remove, tidy
+from lightrl.trainer.saved import SavedStep, latest, newest_sound, oldest_kept, point, remove, tidy
+from lightrl.trainer.seal import PIECE_BYTES, damage, sealed
+from lightrl.wire import to_json
+from tests.node.harness import make_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -91,6 +98,127 @@ def test_what_a_killed_save_left_behind_never_passes_for_a_checkpoint(new_rank, 
     assert latest(tmp_path / "none") is None
 
 
+def flip(file, bit=0):
+    data = bytearray(file.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+def test_what_a_killed_save_left_is_not_removed_in_the_event_loop(tmp_path, monkeypatch):
+    left = tmp_path / "checkpoints" / ".step_3.draft"
+    left.mkdir(parents=True)
+    remove, threads = shutil.rmtree, []
+
+    def rmtree(path, ignore_errors):
+        threads.append(threading.get_ident())
+        remove(path, ignore_errors=ignore_errors)
+
+    async def story():
+        trainer = Trainer(make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail)
+        try:
+            assert await trainer._where_to_start() == 0
+        finally:
+            await trainer.close()
+
+    with monkeypatch.context() as looking:
+        looking.setattr(shutil, "rmtree", rmtree)
+        asyncio.run(story())
+    assert not left.exists()
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+def test_a_checkpoint_is_not_damaged_because_no_thread_can_look_at_it(tmp_path, monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    (tmp_path / "model").write_bytes(b"weights")
+    saved = sealed(SavedStep(1, 1, "aa"), tmp_path)
+    (tmp_path / "trainer.json").write_bytes(to_json(saved))
+    with monkeypatch.context() as lack:
+        lack.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(OSError, match="new thread") as raised:
+            damage(tmp_path)
+    assert raised.value.errno == errno.EAGAIN
+    assert damage(tmp_path) == ""
+
+
+def test_whatever_is_changed_in_a_checkpoint_is_noticed(new_rank, samples, tmp_path):
+    rank = new_rank()
+    train(rank, samples, 0)
+    path = save(rank, tmp_path, 1, export=True)
+    assert damage(path) == ""
+    files = [p for p in path.rglob("*") if p.is_file() and p.parent.name != "hf"]
+    assert {"trainer.json", ".metadata", "__0_0.distcp"} <= {p.name for p in files}
+    for file in files:
+        name, data = str(file.relative_to(path)), file.read_bytes()
+        step = 13 if file.name == "trainer.json" else 8 * max(1, len(data) // 3)
+        for bit in range(0, 8 * len(data), step):
+            flip(file, bit)
+            assert damage(path) == f"{name}: damaged", bit
+            flip(file, bit)
+        file.write_bytes(data[:-1])
+        assert damage(path) == f"{name}: damaged"
+        file.unlink()
+        assert damage(path) == f"{file.name}: No such file or directory"
+        file.write_bytes(data)
+        assert damage(path) == ""
+    assert damage(path, is_wanted=lambda: False) == ""  # not looked at
+    flip(path / "hf" / "config.json")  # its user's
+    assert damage(path) == ""
+    shutil.rmtree(path / "hf")  # to save space
+    assert damage(path) == ""
+
+
+def test_a_large_file_is_looked_at_as_a_whole(tmp_path):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2 * PIECE_BYTES + 5)
+    saved = sealed(SavedStep(1, 1, "d"), tmp_path)
+    (tmp_path / "trainer.json").write_bytes(to_json(saved))
+    assert damage(tmp_path) == ""
+    for place in (0, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 4):
+        for byte, problem in ((b"x", "large: damaged"), (b"\0", "")):
+            with (tmp_path / "large").open("r+b") as file:
+                file.seek(place)
+                file.write(byte)
+            assert damage(tmp_path) == problem
+
+
+def test_a_checkpoint_that_was_saved_without_digests_is_taken_as_it_is(tmp_path):
+    (tmp_path / "trainer.json").write_text('{"step":1,"policy_version":1,"digest":"d","has_optimizer":true}')
+    assert damage(tmp_path) == ""
+
+
+def test_the_newest_sound_checkpoint_is_found_and_damaged_ones_are_moved_aside(tmp_path):
+    for step in (2, 4, 6, 8):
+        (tmp_path / f"step_{step}").mkdir()
+        (tmp_path / f"step_{step}" / "trainer.json").touch()
+        point(tmp_path, tmp_path / f"step_{step}")
+    assert [oldest_kept(tmp_path, 8, n) for n in (1, 2, 3, 4, 5, 9)] == [8, 6, 4, 2, 0, 0]
+    assert [oldest_kept(tmp_path, 2, n) for n in (1, 2, 3)] == [2, 0, 0]  # before the others were saved
+    bad, lines = {"step_8": "a: damaged", "step_6": "b: damaged"}, []
+
+    def look(path):
+        return bad.get(path.name, "")
+
+    assert newest_sound(tmp_path, look, lines.append) == latest(tmp_path) == tmp_path / "step_4"
+    assert lines == [
+        f"WARNING: {tmp_path}/step_8: a: damaged; moved aside as step_8.damaged, going back to step_6",
+        f"WARNING: {tmp_path}/step_6: b: damaged; moved aside as step_6.damaged, going back to step_4",
+    ]
+    assert (tmp_path / "latest").read_text() == "step_4\n"
+    (tmp_path / "step_4" / "trainer.json").unlink()  # which `latest` names
+
+    def absent(path):
+        return "" if (path / "trainer.json").exists() else "trainer.json: gone"
+
+    assert newest_sound(tmp_path, absent, lines.append) == tmp_path / "step_2"
+    assert "step_4: trainer.json: gone; moved aside" in lines[-1]
+    assert newest_sound(tmp_path, lambda path: "bad", lines.append) is None
+    assert lines[-1].endswith("step_2: bad; moved aside as step_2.damaged, no other one is left")
+    assert oldest_kept(tmp_path, 0, 2) == 0
+
+
 def test_a_save_that_fails_changes_nothing_and_can_be_tried_again(new_rank, samples, tmp_path):
     rank, other = new_rank(), new_rank()
     train(rank, samples, 0)
@@ -100,7 +228,7 @@ def test_a_save_that_fails_changes_nothing_and_can_be_tried_again(new_rank, samp
     checkpoints.touch()  # in the way
     path = checkpoints / "step_1"
     [failed] = rank.perform(Save(1, str(path), export=True))
-    assert failed == SaveFailed(str(path), f"[Errno 20] Not a directory: '{checkpoints}/.step_1.draft/state'")
+    assert failed == SaveFailed(str(path), f"[Errno 20] Not a directory: '{checkpoints}'")
     checkpoints.unlink()
     (checkpoints / "latest" / "in the way").mkdir(parents=True)
     [failed] = rank.perform(Save(1, str(path), export=True))

@@ -137,7 +137,7 @@ def test_a_rank_killed_while_it_starts_computes_or_has_updated_is_as_if_it_had_n
     expected = undisturbed(new_rank(**settings(config)), groups, coordinator.portions, 3)
     assert coordinator.digests == expected
     assert len(set(expected.values())) == 4
-    assert coordinator.sent[-1] == Checkpointed(3)
+    assert coordinator.sent[-1] == Checkpointed(3, 0)
 
 
 def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
@@ -200,6 +200,41 @@ def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bit
         assert not list(checkpoints.glob(".*"))
 
     asyncio.run(run())
+
+
+def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(
+    new_config, new_rank, groups, tmp_path, capsys
+):
+    config = new_config(steps=5, deterministic=True, interval=2, keep_last=2)
+
+    async def run():
+        coordinator = Coordinator(config, tmp_path / "run", groups)
+        newest = tmp_path / "run" / "checkpoints" / "step_4"
+
+        def damaged():
+            state = next((newest / "state").glob("*.distcp"))
+            data = bytearray(state.read_bytes())
+            data[len(data) // 2] ^= 16
+            state.write_bytes(data)
+            kill()
+
+        coordinator.on["saved", 4] = damaged
+        await coordinator.run_and_close()
+        versions = [m.manifest.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)]
+        again = versions.index(2, 3)
+        assert versions[again:] == [2, 3, 4, 5]
+        assert versions[:again] in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])
+        assert newest.with_name("step_4.damaged").is_dir()
+        said = [m for m in coordinator.sent if isinstance(m, Checkpointed)]
+        two = Checkpointed(2, 0)  # as long as there is one only, the model counts
+        assert said == [two, Checkpointed(4, 2), two, Checkpointed(4, 2), Checkpointed(5, 4)]
+        return coordinator
+
+    coordinator = asyncio.run(run())
+    assert coordinator.digests == undisturbed(new_rank(**settings(config)), groups, coordinator.portions, 5)
+    said = capsys.readouterr().out
+    assert said.count("distcp: damaged; moved aside as step_4.damaged, going back to step_2") == 1
+    assert "starting again from step 2" in said
 
 
 def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, groups, tmp_path):
@@ -295,7 +330,7 @@ def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
 
         first.on["published", 2] = preempted
         await first.run_and_close()
-        assert first.sent[-1] == Checkpointed(2)
+        assert first.sent[-1] == Checkpointed(2, 0)
         assert not first.trainer.all_steps_done
 
         second = Coordinator(config, tmp_path / "run", groups)
@@ -303,7 +338,7 @@ def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
         await second.run_and_close()
         published, saved = second.sent[:2]
         assert (published.manifest.policy_version, published.portions) == (2, ())
-        assert saved == Checkpointed(2)
+        assert saved == Checkpointed(2, 0)
         assert second.trainer.all_steps_done
         return second.digests, first.portions
 
@@ -316,6 +351,7 @@ def test_a_disk_that_refuses_a_checkpoint_is_asked_again(new_config, groups, tmp
 
     async def run():
         coordinator = Coordinator(config, tmp_path / "run", groups)
+        coordinator.waits = True
         checkpoints = tmp_path / "run" / "checkpoints"
         checkpoints.touch()  # in the way
 
@@ -389,7 +425,7 @@ def test_what_lacks_a_descriptor_waits_for_one(new_config, groups, tmp_path, cap
         def has_said():
             nonlocal said
             said += capsys.readouterr().out
-            return f"{lacking} cannot be started: Too many open files; trying again" in said
+            return "cannot be started: Too many open files; trying again" in said
 
         async def run_out():
             if lacking == "the trainer":
@@ -404,7 +440,7 @@ def test_what_lacks_a_descriptor_waits_for_one(new_config, groups, tmp_path, cap
 
         coordinator.on["published", 0] = run_out
         await coordinator.run_and_close()
-        assert coordinator.sent[-1] == Checkpointed(1)
+        assert coordinator.sent[-1] == Checkpointed(1, 0)
 
     asyncio.run(run())
     assert said.count("Too many open files") == 1

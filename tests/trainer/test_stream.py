@@ -112,7 +112,8 @@ async def run_trainer(config, folder, next_shards, pause, digests):
     `pause`: turns of the event loop between shards. With some, the first one is computed while the others
     come and wait; without, all of them wait together.
     """
-    (folder / "logs").mkdir(parents=True)
+    for name in ("logs", "weights"):
+        (folder / name).mkdir(parents=True)
     published, done = asyncio.Queue(), []
 
     def send(message):

@@ -22,6 +22,21 @@ from lightrl.tui.app import show_finished
 asyncio.run(show_finished(Snapshot("quick", "/r", "finished", 3, 3, 3, 9.0)))
 print("BACK")
 """
+GONE = """
+import asyncio, os, pty, sys
+from lightrl.tui.app import _open_screen
+
+ours, theirs = pty.openpty()
+sys.stdin = os.fdopen(theirs)
+
+async def lose():
+    async with _open_screen() as screen:
+        os.close(ours)
+        await asyncio.wait_for(screen.left.wait(), 30)
+        assert not asyncio.get_running_loop().remove_reader(theirs)
+
+asyncio.run(lose())
+"""
 
 
 def test_keys_of_a_terminal():
@@ -74,6 +89,11 @@ def test_screen_on_a_terminal_is_left_as_it_was():
     assert termios.tcgetattr(theirs) == before
     os.close(ours)
     os.close(theirs)
+
+
+def test_a_terminal_that_is_gone_is_not_read_again():
+    done = subprocess.run([sys.executable, "-c", GONE], capture_output=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_top_shows_a_run_that_was_killed_where_its_journal_ends(tmp_path):

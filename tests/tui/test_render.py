@@ -1,5 +1,7 @@
 """The screen at fixed sizes: what it says, and that it never exceeds its width or height."""
 
+import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,6 +9,7 @@ from rich.console import Console
 
 from lightrl.launch.report import status_lines
 from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
+from lightrl.say import plain
 from lightrl.tui.figures import bar, columns, count, cut, duration, shrink, sparkline, speculation
 from lightrl.tui.render import View, render
 
@@ -202,3 +205,29 @@ def test_figures():
     assert columns((0, 1, 8)) == " ▁█"
     assert cut("a  b\nc", 10) == "a b c"
     assert cut("abcdef", 4) == "abc…"
+
+
+def test_names_and_states_that_others_have_said_neither_colour_nor_move_anything():
+    evil = "\x1b[2J[red]a\n\u202eb"
+    rows = (replace(node(evil, evil), host=evil, device=evil), node("plain"))
+    told = replace(
+        RUNNING,
+        run=evil,
+        state=evil,
+        round_kind=evil,
+        nodes=rows,
+        events=((1.0, evil),),
+        counters={evil: 3},
+        samples=(Sample(evil, evil, evil, 1.0, 1, 1),),
+        tail=TailRow(evil, 1, 1, 1, 1.0, 1.0, 1.0, 1.0),
+    )
+    console = Console(width=200, height=40, force_terminal=True, color_system="standard", file=io.StringIO())
+    for view in (View(notice=evil), View("samples"), View("events")):
+        console.print(render(told, view, 200, 40))
+    drawn = console.file.getvalue()
+    assert "[red]" in drawn
+    assert "[2J" in drawn
+    assert "\x1b[2J" not in drawn
+    assert "\u202e" not in drawn
+    assert re.sub(r"\x1b\[[0-9;]*m", "", drawn).count("\x1b") == 0
+    assert not any("\x1b" in line for line in map(plain, status_lines(told)))

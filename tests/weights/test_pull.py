@@ -4,43 +4,21 @@ import asyncio
 import contextlib
 import gc
 import os
-import random
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightrl.errors import WeightsError
 from lightrl.keys import pull_ticket
-from lightrl.messages import Manifest
 from lightrl.weights import manifest as m
-from lightrl.weights.pull import PullStats, WeightServer
+from lightrl.weights.pull import WeightServer
 from lightrl.weights.pull import pull as pull_as
-from lightrl.weights.serve import IDLE_LIMIT_S, format_address, pack_request
+from lightrl.weights.request import BUSY, DATA, Request
+from lightrl.weights.serve import IDLE_LIMIT_S, MAX_OF_A_NODE, TURNS_AT_ONCE, format_address
 
-SECRET = "c0ffee" * 6
-NODE = "rollout-0"
-TICKET = pull_ticket(SECRET, NODE, 1)
-BUCKET = 1 << 18
-
-
-async def pull(
-    manifest: Manifest, holders: Sequence[str], secret: str, path: Path, **options: Any
-) -> PullStats:
-    """With the ticket of NODE for this version."""
-    ticket = pull_ticket(secret, NODE, manifest.policy_version)
-    return await pull_as(manifest, holders, ticket, path, node=NODE, **options)
-
-
-def make_version(path: Path, policy_version: int = 1, num_buckets: int = 4, bucket: int = BUCKET) -> Manifest:
-    data = random.Random(policy_version).randbytes(bucket)
-    tensors = [
-        m.TensorBytes(f"layer.{i}", "uint8", (bucket,), memoryview(bytes([i]) + data[1:]))
-        for i in range(num_buckets)
-    ]
-    return m.write_version(path, policy_version, tensors, bucket)
+from .versions import BUCKET, NODE, SECRET, TICKET, make_version, pull, serving
 
 
 def flip_bit(path: Path, position: int) -> Path:
@@ -62,15 +40,7 @@ def address_of(sock: socket.socket) -> str:
     return format_address("127.0.0.1", sock.getsockname()[1])
 
 
-@contextlib.asynccontextmanager
-async def serving(manifest: Manifest, path: Path, **settings: int) -> AsyncIterator[str]:
-    server = WeightServer(**settings)
-    try:
-        address = await server.start("127.0.0.1")
-        server.publish(manifest, path, SECRET)
-        yield address
-    finally:
-        await server.close()
+DEADLINE_S = 60
 
 
 class Relay:
@@ -161,7 +131,8 @@ def test_several_pullers_at_once_each_get_the_version(tmp_path):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1", num_buckets=8)
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            await asyncio.gather(*(pull(manifest, [address], SECRET, tmp_path / f"p{k}") for k in range(6)))
+            pulls = [pull(manifest, [address], SECRET, tmp_path / f"p{k}", node=f"n{k}") for k in range(6)]
+            await asyncio.gather(*pulls)
         for k in range(6):
             assert (tmp_path / f"p{k}").read_bytes() == (tmp_path / "v1").read_bytes()
 
@@ -279,17 +250,12 @@ def test_more_pullers_than_places_all_get_the_version(tmp_path):
         manifest = make_version(tmp_path / "v1")
         async with (
             serving(manifest, tmp_path / "v1", max_connections=2) as address,
-            asyncio.timeout(IDLE_LIMIT_S * 2),
+            asyncio.timeout(DEADLINE_S),
         ):
-            host, _, port = address.rpartition(":")
-            strangers = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
             pulls = [
-                asyncio.create_task(pull(manifest, [address], SECRET, tmp_path / f"p{k}")) for k in range(6)
+                pull(manifest, [address], SECRET, tmp_path / f"p{k}", node=f"n{k}", timeout_s=8)
+                for k in range(6)
             ]
-            done, _ = await asyncio.wait(pulls, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
-            assert not done  # all places are taken
-            for _, writer in strangers:
-                writer.close()
             await asyncio.gather(*pulls)
         for k in range(6):
             assert (tmp_path / f"p{k}").read_bytes() == (tmp_path / "v1").read_bytes()
@@ -326,10 +292,10 @@ def test_a_wrong_ticket_gets_nothing(tmp_path, node, ticket):
     "request_bytes",
     [
         b"GET / HTTP/1.1\r\nHost: weights\r\n\r\n" + b"x" * 64,
-        pack_request(7, 0, 16, NODE.encode(), TICKET.encode()),  # never published
-        pack_request(1, 0, BUCKET + 1, NODE.encode(), TICKET.encode()),  # beyond the end
-        pack_request(1, 2**64 - 8, 16, NODE.encode(), TICKET.encode()),  # wraps around
-        pack_request(1, 0, 16, NODE.encode(), TICKET.encode())[:-6] + b"\xff" * 6,
+        Request(7, 0, 16, NODE.encode(), TICKET.encode()).pack(),  # never published
+        Request(1, 0, BUCKET + 1, NODE.encode(), TICKET.encode()).pack(),  # beyond the end
+        Request(1, 2**64 - 8, 16, NODE.encode(), TICKET.encode()).pack(),  # wraps around
+        Request(1, 0, 16, NODE.encode(), TICKET.encode()).pack()[:-6] + b"\xff" * 6,
     ],
     ids=["http", "version", "too long", "wraps", "ticket"],
 )
@@ -401,11 +367,30 @@ def test_peers_that_never_read_do_not_keep_others_waiting(tmp_path):
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
             host, _, port = address.rpartition(":")
             with contextlib.ExitStack() as stack:
-                for _ in range(24):  # more than there are sending threads
+                for k in range(TURNS_AT_ONCE + 8):  # more than are sent to at once, and than threads
                     sock = stack.enter_context(socket.create_connection((host, int(port))))
-                    sock.sendall(pack_request(1, 0, 16 << 20, NODE.encode(), TICKET.encode()))
+                    ticket = pull_ticket(SECRET, f"bad-{k}", 1)
+                    sock.sendall(Request(1, 0, 16 << 20, f"bad-{k}".encode(), ticket.encode()).pack())
                 stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
             assert stats.seconds < IDLE_LIMIT_S
+
+    asyncio.run(scenario())
+
+
+def test_a_node_has_no_more_than_its_share_of_connections(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1")
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(DEADLINE_S):
+            host, _, port = address.rpartition(":")
+            opened = []
+            for _ in range(MAX_OF_A_NODE + 1):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(Request(1, 0, 1, NODE.encode(), TICKET.encode()).pack())
+                opened.append((await reader.read(1), writer))
+            assert [sign for sign, _ in opened] == [DATA] * MAX_OF_A_NODE + [BUSY]
+            await pull(manifest, [address], SECRET, tmp_path / "pulled", node="another")
+            for _, writer in opened:
+                writer.close()
 
     asyncio.run(scenario())
 
@@ -481,6 +466,24 @@ def test_a_senseless_pull_is_refused(tmp_path, holders, ticket, reason):
     with pytest.raises(WeightsError, match=reason):
         asyncio.run(pull_as(manifest, holders, ticket, tmp_path / "pulled", node=NODE))
     assert not (tmp_path / "pulled.part").exists()
+
+
+def test_a_server_listens_on_the_port_it_is_told_or_says_why_not(tmp_path):
+    async def scenario() -> None:
+        with bound_socket() as free:
+            port = free.getsockname()[1]
+        manifest = make_version(tmp_path / "v1", num_buckets=1)
+        first, second = WeightServer(), WeightServer()
+        assert await first.start("127.0.0.1", port) == f"127.0.0.1:{port}"
+        with pytest.raises(WeightsError, match=f"cannot serve weights on 127.0.0.1:{port}: Address already"):
+            await second.start("127.0.0.1", port)
+        first.publish(manifest, tmp_path / "v1", SECRET)
+        await pull(manifest, [f"127.0.0.1:{port}"], SECRET, tmp_path / "pulled")
+        await first.close()
+        assert await second.start("127.0.0.1", port)  # at once, whatever has just been closed there
+        await second.close()
+
+    asyncio.run(scenario())
 
 
 def test_publishing_a_file_that_is_not_the_version_is_refused(tmp_path):

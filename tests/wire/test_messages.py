@@ -47,8 +47,9 @@ EXAMPLES: list[m.Message] = [
         32,
         True,
     ),
+    m.ShardsTaken(4, 2),
     m.StepDone(4, 5, {"loss/policy": 0.1}),
-    m.Checkpointed(20),
+    m.Checkpointed(20, 10),
     m.PublishWeights(MANIFEST, ("10.0.0.1:41873",), "c0ffee", (3, 29)),
     m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03),
     m.WeightsFailed(4, "bucket 3: digest differs"),
@@ -100,13 +101,15 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_4_are_pinned():
+def test_bytes_of_protocol_5_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise PROTOCOL."""
-    assert m.PROTOCOL == 4
+    assert m.PROTOCOL == 5
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
-    checkpointed = wire.MESSAGES.encode(m.Checkpointed(20))
-    assert checkpointed.hex() == "92ac436865636b706f696e74656481a47374657014"
+    checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))
+    assert checkpointed.hex() == "92ac436865636b706f696e74656482a47374657014a66f6c646573740a"
+    taken = wire.MESSAGES.encode(m.ShardsTaken(4, 2))
+    assert taken.hex() == "92ab53686172647354616b656e82a47374657004a5696e64657802"
     chunk = m.TokenChunk(1, "d", (m.ResponseTokens("r", 2, 0, wire.pack_i32([3]), wire.pack_f32([-1.0])),))
     assert wire.MESSAGES.encode(chunk).hex() == (
         "92aa546f6b656e4368756e6b83ae706f6c6963795f76657273696f6e01a6646967657374a164a9726573706f6e736573"

@@ -1,0 +1,350 @@
+"""Which GPUs a training rank and an engine get, and how much memory an engine takes of each.
+
+Pure: what the driver says, what the user allows (CUDA_VISIBLE_DEVICES, set by hand or by Slurm) and what
+the config wants go in; what each child process gets comes out, or one line of refusal. Asks nobody.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightrl.devices.driver import Machine
+from lightrl.devices.memory import GIB, Item
+from lightrl.errors import ConfigError
+
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+NOTHING = {"", "-1", "NoDevFiles"}  # how CUDA, and Slurm for a job without GPUs, say that there is none
+ALONE = 0.92  # gpu_memory_utilization as vLLM has it
+SPARE = 0.01  # of a GPU's memory: what is free moves a little
+
+
+class TooLittleMemory(ConfigError):
+    """What is free on a GPU now is not enough; processes that are just ending may still hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Something that CUDA can use: a GPU or a MIG slice. Bytes; None where they are not known."""
+
+    token: str  # what names it in a child's CUDA_VISIBLE_DEVICES
+    label: str
+    total: int | None = None
+    free: int | None = None
+    is_slice: bool = False
+
+    def describe(self) -> str:
+        if self.total is None or self.free is None:
+            return f"{self.label}; its memory is not known"
+        return f"{self.label}, {_gib(self.free)} free of {_gib(self.total)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one daemon gets. `memory`: the share of each GPU that its engine may take; 0 = as it likes."""
+
+    tokens: tuple[str, ...] = ()
+    memory: float = 0.0
+
+
+CPU = Part()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to run here. `least`: bytes without which an engine cannot work on one of its GPUs."""
+
+    ranks: int = 0
+    engines: int = 0
+    per_engine: int = 1  # GPUs of one engine
+    train_devices: tuple[int, ...] = ()
+    rollout_devices: tuple[int, ...] = ()
+    rank_items: tuple[Item, ...] = ()  # empty: not known
+    rank_bytes: int = 0
+    least: int = 0
+    utilization: float | None = None  # gpu_memory_utilization of rollout.engine_args
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One token for each rank, one part for each engine. `notes` say it to people."""
+
+    ranks: tuple[str, ...] = ()
+    engines: tuple[Part, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def options(self, daemon: str) -> tuple[str, ...]:
+        """Of `lightrl daemon`, by the names that `lightrl up` gives: trainer-0, rollout-0 ..."""
+        role, _, k = daemon.rpartition("-")
+        part = CPU
+        if role == "trainer":
+            part = Part(self.ranks)
+        elif role == "rollout" and int(k) < len(self.engines):
+            part = self.engines[int(k)]
+        return ("--gpus", ",".join(part.tokens), "--gpu-memory", str(part.memory)) if part.tokens else ()
+
+
+NO_GPUS = Assignment()
+
+
+@dataclass(slots=True)
+class _Users:
+    """Who is on one device."""
+
+    ranks: list[int] = field(default_factory=list[int])
+    engines: list[int] = field(default_factory=list[int])
+
+
+def environment(tokens: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """What is added to a child's environment. Without tokens nothing: there is no GPU, or none is used."""
+    if not tokens:
+        return {}
+    added = {VISIBLE: ",".join(tokens)}
+    if not _has_numbers(environ.get(VISIBLE)):  # else they mean what they meant in this process
+        added[ORDER] = "PCI_BUS_ID"  # the numbers are nvidia-smi's
+    return added
+
+
+def _has_numbers(setting: str | None) -> bool:
+    return setting is not None and setting.replace(",", "").replace(" ", "").isdigit()
+
+
+def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assignment:
+    """Raises ConfigError, one line, for what cannot be; TooLittleMemory if it may pass."""
+    named = bool(wanted.train_devices or wanted.rollout_devices)
+    if not wanted.ranks and not wanted.engines:
+        return Assignment()
+    if machine.problem:
+        if machine.gpus or named:
+            raise ConfigError(f"{machine.problem} (CUDA_VISIBLE_DEVICES= works on the CPU alone)")
+        return Assignment(notes=(f"no GPU is used: {machine.problem}",))
+    devices = visible(machine, environ)
+    if not devices:
+        key = "train.devices" if wanted.train_devices else "rollout.devices"
+        why = "there is none here"
+        if machine.gpus:
+            why = f"CUDA_VISIBLE_DEVICES = {environ.get(VISIBLE, '')!r} leaves none"
+        if named:
+            raise ConfigError(f"{key}: names GPUs, but {why}")
+        return Assignment(notes=(f"no GPU is used: {why}",) if machine.gpus else ())
+    ranks = _of_ranks(devices, wanted)
+    engines = _of_engines(devices, ranks, wanted)
+    users = _users(ranks, engines)
+    shares = [1.0] * len(engines)
+    notes = [f"rank {k}: {devices[d].label}" for k, d in enumerate(ranks)]
+    lines: list[str] = []
+    for d, on in sorted(users.items()):
+        share, line = _share(devices[d], on, wanted)
+        lines += [line] if line else []
+        for k in on.engines:
+            shares[k] = min(shares[k], share)
+    for k, group in enumerate(engines):
+        share = f", gpu_memory_utilization = {shares[k]:g}" if shares[k] < 1 else ""
+        notes.append(f"engine {k}: {', '.join(devices[d].label for d in group)}{share}")
+    parts = [
+        Part(tuple(devices[d].token for d in group), shares[k] if shares[k] < 1 else 0.0)
+        for k, group in enumerate(engines)
+    ]
+    tokens = tuple(devices[d].token for d in ranks)
+    return Assignment(tokens, tuple(parts), (*notes, *lines))
+
+
+# What may be used
+
+
+def visible(machine: Machine, environ: Mapping[str, str]) -> tuple[Device, ...]:
+    """In the order in which torch would number them. Raises ConfigError for a wrong CUDA_VISIBLE_DEVICES."""
+    setting = environ.get(VISIBLE)
+    if setting is None:
+        return tuple(device for i in range(len(machine.gpus)) for device in _devices(machine, i))
+    if setting.strip() in NOTHING or not machine.gpus:
+        return ()
+    named = [part.strip() for part in setting.split(",")]
+    if machine.gpus and not machine.gpus[0].uuid:  # counted only: nothing can be looked up
+        return tuple(Device(part, f"GPU {part}") for part in named)
+    numbers = [gpu.index for gpu in machine.gpus]
+    # CUDA counts the fastest first if it is not told otherwise: then nvidia-smi's figures are of others.
+    is_mixed = len({gpu.name for gpu in machine.gpus}) > 1 and environ.get(ORDER) != "PCI_BUS_ID"
+    found = [_named(machine, part, setting, numbers, is_mixed) for part in named]
+    for token, count in Counter(device.label for device in found).items():
+        if count > 1:
+            raise ConfigError(f"CUDA_VISIBLE_DEVICES = {setting}: names {token} {count} times")
+    return tuple(found)
+
+
+def _named(machine: Machine, part: str, setting: str, numbers: list[int], is_mixed: bool) -> Device:
+    wrong = f"CUDA_VISIBLE_DEVICES = {setting}"
+    if part.isdigit():
+        if int(part) not in numbers:
+            raise ConfigError(f"{wrong}: there is no GPU {part} here, only {_listed(numbers)}")
+        if is_mixed:
+            return Device(part, f"GPU {part} as CUDA counts")
+        devices = _devices(machine, numbers.index(int(part)))
+        if len(devices) != 1:
+            raise ConfigError(
+                f"{wrong}: GPU {part} is divided into {len(devices)} MIG slices; name them by the UUIDs of "
+                "nvidia-smi -L"
+            )
+        return devices[0]
+    kind = "GPU" if part.startswith("GPU-") else "MIG slice"
+    every = [(i, device) for i in range(len(machine.gpus)) for device in _devices(machine, i)]
+    if kind == "GPU":
+        meant = [
+            device for i, device in every if machine.gpus[i].uuid.startswith(part) and not device.is_slice
+        ]
+    else:
+        meant = [device for _, device in every if device.token == part]
+    if len(meant) != 1:
+        raise ConfigError(f"{wrong}: {part!r} is no {kind} of this machine; nvidia-smi -L lists them")
+    return meant[0]
+
+
+def _devices(machine: Machine, i: int) -> tuple[Device, ...]:
+    """The GPU, or what it is divided into. By number and not by UUID: vLLM before 0.25 reads numbers only."""
+    gpu = machine.gpus[i]
+    label = f"GPU {gpu.index} ({gpu.name})" if gpu.uuid else f"GPU {gpu.index}"
+    if not gpu.is_mig:
+        return (Device(str(gpu.index), label, gpu.total, gpu.free),)
+    return tuple(
+        Device(s.uuid, f"slice {s.uuid} ({s.profile} of GPU {gpu.index})", s.total, s.total, is_slice=True)
+        for s in gpu.slices
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
+# Who gets what
+
+
+def _of_ranks(devices: tuple[Device, ...], wanted: Wanted) -> list[int]:
+    """A device for each rank: NCCL refuses two ranks on one."""
+    if not wanted.ranks:
+        return []
+    chosen = list(wanted.train_devices or range(min(wanted.ranks, len(devices))))
+    _require_there("train.devices", chosen, devices)
+    if len(chosen) < wanted.ranks:
+        raise ConfigError(
+            f"train.ranks = {wanted.ranks}: each needs a GPU of its own, and {len(chosen)} can be used here"
+        )
+    if wanted.ranks > 1 and any(devices[d].is_slice for d in chosen):
+        raise ConfigError(
+            f"train.ranks = {wanted.ranks}: NCCL does not connect MIG slices; train with one rank, or on GPUs"
+        )
+    return chosen
+
+
+def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -> list[list[int]]:
+    """The devices of each engine: beside the ranks as long as there are any, else shared in turn."""
+    if not wanted.engines:
+        return []
+    size = wanted.per_engine
+    _require_there("rollout.devices", wanted.rollout_devices, devices)
+    if wanted.rollout_devices:
+        groups = _grouped(wanted.rollout_devices, size)
+    else:
+        free = [d for d in range(len(devices)) if d not in ranks]
+        groups = _grouped(free, size) or _grouped(range(len(devices)), size)
+    if not groups:
+        raise ConfigError(
+            f"an engine takes {size} GPUs (tensor_parallel_size of rollout.engine_args), and "
+            f"{len(wanted.rollout_devices or devices)} can be used here"
+        )
+    if size > 1 and any(devices[d].is_slice for group in groups for d in group):
+        raise ConfigError("an engine cannot span MIG slices: leave tensor_parallel_size at 1")
+    return [groups[k % len(groups)] for k in range(wanted.engines)]
+
+
+def _grouped(numbers: Sequence[int], size: int) -> list[list[int]]:
+    return [list(numbers[i : i + size]) for i in range(0, len(numbers) - size + 1, size)]
+
+
+def _require_there(key: str, chosen: Sequence[int], devices: tuple[Device, ...]) -> None:
+    for d in chosen:
+        if d >= len(devices):
+            raise ConfigError(f"{key}: there is no GPU {d} to use here, only {_listed(range(len(devices)))}")
+
+
+def _users(ranks: list[int], engines: list[list[int]]) -> dict[int, _Users]:
+    users: dict[int, _Users] = {}
+    for k, d in enumerate(ranks):
+        users.setdefault(d, _Users()).ranks.append(k)
+    for k, group in enumerate(engines):
+        for d in group:
+            users.setdefault(d, _Users()).engines.append(k)
+    return users
+
+
+# Memory
+
+
+def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
+    """The share of a device's memory for each engine on it, 1 = what the engine takes by itself; how it
+    comes about. Raises TooLittleMemory."""
+    is_shared = len(on.engines) + len(on.ranks) > 1
+    if device.total is None or device.free is None or (on.ranks and not wanted.rank_items):
+        return _divided_blindly(device, on, wanted) if is_shared and on.engines else (1.0, "")
+    held = f"{device.label} has {_gib(device.free)} free of {_gib(device.total)}"
+    rank = wanted.rank_bytes if on.ranks else 0
+    if rank > device.free:
+        raise TooLittleMemory(f"{held}, and a training rank needs {_gib(rank)}: {_remedy(on)}")
+    if not on.engines:
+        return 1.0, ""
+    left = device.free - rank
+    each = left / len(on.engines) / device.total
+    if (share := wanted.utilization) is not None:
+        if share > each:
+            raise TooLittleMemory(
+                f"{held}{_minus(rank)}: gpu_memory_utilization = {share:g} for {_engines(on)} is more than "
+                f"that; {_floor(each):g} is possible"
+            )
+    elif not is_shared and each >= ALONE + SPARE:
+        return 1.0, ""
+    else:
+        share = _floor(min(each, (ALONE - rank / device.total) / len(on.engines)) - SPARE)
+    if share * device.total < wanted.least:
+        raise TooLittleMemory(
+            f"{held}{_minus(rank)}; an engine needs {_gib(wanted.least)} and would get "
+            f"{_gib(max(0.0, share) * device.total)}: {_remedy(on)}"
+        )
+    if not is_shared and wanted.utilization is not None:
+        return 1.0, ""  # as the config has it
+    return share, (
+        f"{held}{_minus(rank)} = {_gib(left)} for {_engines(on)}: gpu_memory_utilization = {share:g} each, "
+        f"which is {_gib(share * device.total)}"
+    )
+
+
+def _divided_blindly(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
+    share = wanted.utilization or _floor(0.9 / (len(on.engines) + len(on.ranks)))
+    return share, f"{device.label}: what is needed is not known, so all on it get the same: {share:g} each"
+
+
+def _minus(rank: int) -> str:
+    return f" - {_gib(rank)} of a training rank" if rank else ""
+
+
+def _engines(on: _Users) -> str:
+    return "1 engine" if len(on.engines) == 1 else f"{len(on.engines)} engines"
+
+
+def _remedy(on: _Users) -> str:
+    fewer = ", fewer rollout.nodes" if len(on.engines) > 1 else ""
+    less = ", a smaller train.max_tokens_per_gpu, train.activation_checkpointing" if on.ranks else ""
+    return f"another GPU (train.devices, rollout.devices){fewer}{less}, or end what else runs there"
+
+
+def _floor(share: float) -> float:
+    return math.floor(100 * share) / 100
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def arithmetic(items: Sequence[Item], total: int) -> Iterator[str]:
+    """What a rank's memory is made of, a line for each part."""
+    yield f"a training rank needs {_gib(total)} on a GPU, a tenth of it for fragmentation:"
+    for item in items:
+        yield f"{_gib(item.num_bytes):>10}  {item.what}"

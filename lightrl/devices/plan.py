@@ -1,0 +1,112 @@
+"""From a config to what its processes want of this machine's GPUs, and from there to who gets what.
+
+Joins what driver.py says, memory.py estimates and assign.py decides. Must not import torch.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.devices import memory
+from lightrl.devices.assign import Assignment, TooLittleMemory, Wanted, arithmetic, assign
+from lightrl.devices.driver import Machine, look
+from lightrl.messages import Role
+
+PATIENCE_S = 15.0  # processes that were killed give their memory back by then
+PAUSE_S = 1.0
+
+
+def wanted(
+    config: Config, ranks: int, engines: int, shape: memory.Shape | None = None, slots: int = 0
+) -> Wanted:
+    """`ranks` and `engines`: how many of them are to run here. `slots`: of this node, 0 = as configured."""
+    train, rollout = config.train, config.rollout
+    if rollout.engine == "emulated":
+        engines = 0
+    args = rollout.engine_args
+    items: tuple[memory.Item, ...] = ()
+    least = 0
+    if shape is not None:
+        items = tuple(rank_items(config, shape))
+        least = memory.engine_bytes(
+            shape, slots or rollout.slots, config.max_model_length, config.gpus_per_engine
+        )
+        kv = args.get("kv_cache_memory_bytes") or rollout.kv_cache_gib * memory.GIB
+        least += int(kv) if isinstance(kv, int | float) else 0
+    utilization = args.get("gpu_memory_utilization")
+    return Wanted(
+        ranks=ranks,
+        engines=engines,
+        per_engine=config.gpus_per_engine,
+        train_devices=train.devices if ranks else (),
+        rollout_devices=rollout.devices if engines else (),
+        rank_items=items,
+        rank_bytes=memory.trainer_bytes(iter(items)),
+        least=least,
+        utilization=float(utilization) if isinstance(utilization, int | float) else None,
+    )
+
+
+def rank_items(config: Config, shape: memory.Shape) -> "list[memory.Item]":
+    train = config.train
+    tokens = max(train.max_tokens_per_gpu, config.max_model_length)  # a longer sample is a batch of its own
+    has_reference = config.algorithm.kl_coef > 0
+    return list(
+        memory.trainer_items(shape, train.ranks, tokens, train.activation_checkpointing, has_reference)
+    )
+
+
+def for_run(config: Config) -> Assignment:
+    """Of all daemons that `lightrl up` starts here. Blocks; raises ConfigError, one line."""
+    return _patiently(_of_run(config)[1])
+
+
+def assigned(config: Config, machine: Machine) -> Assignment:
+    """As `for_run`, of a machine that was looked at."""
+    return assign(machine, os.environ, _of_run(config)[1])
+
+
+def _of_run(config: Config) -> tuple[memory.Shape | None, Wanted]:
+    shape = memory.shape_of_folder(Path(config.model.path))
+    return shape, wanted(config, config.train.ranks, config.rollout.nodes, shape)
+
+
+def for_daemon(
+    config: Config, roles: Sequence[Role], model_files: Mapping[str, bytes], slots: int, has_coordinator: bool
+) -> Assignment:
+    """Of one daemon that is alone on its machine, as far as it knows. Blocks; raises ConfigError."""
+    shape = memory.shape_of_file(model_files.get("config.json", b""))
+    ranks = config.train.ranks if "trainer" in roles else 0
+    some = wanted(config, ranks, int("rollout" in roles), shape, slots)
+    if not has_coordinator:  # rollout.devices is about the machine where the run was started
+        some = replace(some, rollout_devices=())
+    return _patiently(some)
+
+
+def describe(config: Config) -> list[str]:
+    """What a run here does with the GPUs, and the arithmetic behind it. Raises ConfigError as `for_run`."""
+    shape, some = _of_run(config)
+    found = assign(look(), os.environ, some)
+    lines = list(found.notes) or ["no GPU here: everything runs on the CPU"]
+    if shape is None:
+        return [*lines, f"{config.model.path}: its files are not here, so the memory it needs is not known"]
+    if found.ranks:
+        return [*lines, *arithmetic(some.rank_items, some.rank_bytes)]
+    return [*lines, f"on a GPU a training rank would need {some.rank_bytes / memory.GIB:.1f} GiB"]
+
+
+def _patiently(some: Wanted) -> Assignment:
+    if not some.ranks and not some.engines:
+        return Assignment()
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        machine: Machine = look()
+        try:
+            return assign(machine, os.environ, some)
+        except TooLittleMemory:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(PAUSE_S)

@@ -1,0 +1,88 @@
+"""From weights on the trainer's GPU to an engine that serves them: write, pull over loopback, load.
+
+A version is written to /dev/shm as a rank does, pulled from a WeightServer over TCP as a node on another
+machine does (one on the same machine reads the file), and loaded by an engine process. Goal for 3B on one
+machine: below 1 s.
+
+    python -m gpu_lib.speed_serve 3b
+"""
+
+import asyncio
+import importlib.util
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_lib.notes import figure
+from gpu_lib.shapes import make_config, make_module, on_device, shape_for
+from gpu_lib.speed_engine import memory_folder
+
+REPEAT = 3
+SECRET = "a secret of this test alone"
+
+
+def main() -> None:
+    shape = shape_for(sys.argv[1])
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="lightrl-gpu-", dir=memory_folder()) as scratch:
+        folder = Path(scratch)
+        model = make_config(folder / "model", shape)
+        module = make_module(model, on_device(), torch.bfloat16)
+        asyncio.run(measure(shape, module, model, folder))
+
+
+async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
+    from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSpec, EngineStarted, LoadWeights
+    from lightrl.engine.process import start_engine
+    from lightrl.keys import pull_ticket
+    from lightrl.weights.manifest import num_bytes
+    from lightrl.weights.pull import WeightServer, pull
+    from lightrl.weights.tensors import write_tensors
+
+    has_vllm = on_device() == "cuda" and importlib.util.find_spec("vllm") is not None
+    kind: Any = "vllm" if has_vllm else "torch"
+    args: dict[str, Any] = {"gpu_memory_utilization": 0.4} if has_vllm else {}
+    spec = EngineSpec(kind, str(model), "bfloat16", 256, 8, engine_args=args)
+    engine = await start_engine(spec, threads=4, log=folder / "engine.log")
+    server = WeightServer()
+    best: dict[str, float] = {}
+    try:
+        started = await engine.receive()
+        assert isinstance(started, EngineStarted), started
+        address = await server.start("127.0.0.1")
+        for version in range(1, REPEAT + 1):
+            path, copy = folder / f"v{version}.bin", folder / f"pulled-{version}.bin"
+            begun = time.perf_counter()
+            manifest = write_tensors(path, version, module.named_parameters())
+            written = time.perf_counter()
+            server.publish(manifest, path, SECRET)
+            ticket = pull_ticket(SECRET, "node", version)
+            await pull(manifest, [address], ticket, copy, node="node")
+            pulled = time.perf_counter()
+            engine.send(LoadWeights(str(copy), manifest))
+            while not isinstance(event := await engine.receive(), EngineLoaded):
+                assert not isinstance(event, EngineFailed), event
+            loaded = time.perf_counter()
+            found = {
+                "write (from the GPU, digested)": written - begun,
+                "pull over loopback": pulled - written,
+                f"load by the {kind} engine": loaded - pulled,
+                "published to served": loaded - written,
+                "published to served, without the pull": loaded - pulled,
+            }
+            best = {name: min(s, best.get(name, s)) for name, s in found.items()}
+            path.unlink()
+            copy.unlink()
+        figure(f"{shape}: size of a version, GB", round(num_bytes(manifest) / 1e9, 3))
+    finally:
+        await server.close()
+        await engine.stop()
+    for name, seconds in best.items():
+        figure(f"{shape}: {name}, s, best of {REPEAT}", round(seconds, 3))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""GPUs as `lightrl up` and `lightrl check` see them, with an nvidia-smi that was told what to say."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.harness import QUICKSTART, arguments, linux_only, running, until
+from tests.devices.fake_driver import install, smi_row
+
+TWO = smi_row(0) + smi_row(1)
+
+
+def lightrl(tmp_path: Path, environment: dict[str, str], *command: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        arguments(*command),
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "setting", "line"),
+    [
+        (smi_row(0), (), "3", "CUDA_VISIBLE_DEVICES = 3: there is no GPU 3 here, only 0"),
+        (smi_row(0), ("train.ranks=2",), None, "train.ranks = 2: each needs a GPU of its own"),
+        (smi_row(0), ("train.devices=[1]",), None, "train.devices: there is no GPU 1 to use here"),
+        (smi_row(0), ("train.devices=0",), "", "train.devices: names GPUs, but CUDA_VISIBLE_DEVICES = ''"),
+        (
+            smi_row(0),
+            ("train.devices=[0,0]", "train.ranks=2"),
+            None,
+            "train.devices = [0, 0]: names GPU 0 twice",
+        ),
+        (smi_row(0, driver="470.1"), (), None, "driver 470.1 is too old for torch 2.11.0 (CUDA 13.0)"),
+        ("", ("train.devices=0",), None, "train.devices: names GPUs, but there is none here"),
+    ],
+)
+def test_refused_in_one_line_before_anything_starts(tmp_path, rows, overrides, setting, line):
+    environment = install(tmp_path / "fake", rows)
+    if setting is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = setting
+    done = lightrl(tmp_path, environment, "up", str(QUICKSTART), "--no-tui", *overrides)
+    assert done.returncode == 1
+    assert line in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_dry_run_shows_who_gets_what_and_why(tmp_path):
+    environment = install(tmp_path / "fake", smi_row(0))
+    done = lightrl(tmp_path, environment, "up", str(QUICKSTART), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "devices     rank 0: GPU 0 (NVIDIA H100 80GB HBM3)" in done.stdout
+    assert "engine 1: GPU 0 (NVIDIA H100 80GB HBM3), gpu_memory_utilization = 0.44" in done.stdout
+    assert (
+        "has 79.2 GiB free of 79.6 GiB - 1.4 GiB of a training rank = 77.8 GiB for 2 engines" in done.stdout
+    )
+    assert "a training rank needs 1.4 GiB on a GPU" in done.stdout
+
+
+def test_check_names_what_is_wrong_and_goes_on(tmp_path):
+    environment = install(tmp_path / "fake", TWO, header="CUDA Version: 12.2")
+    environment["CUDA_VISIBLE_DEVICES"] = "7"
+    done = lightrl(tmp_path, environment, "check", str(QUICKSTART))
+    assert "CUDA_VISIBLE_DEVICES = 7: there is no GPU 7 here, only 0, 1" in done.stdout
+    assert "open files" in done.stdout
+
+
+@linux_only
+def test_each_child_sees_its_own_gpu(tmp_path):
+    environment = install(tmp_path / "fake", TWO)
+    with running(tmp_path, "train.steps=500", **environment) as run:
+        said = until(run, "join it from elsewhere")
+        assert any("rank 0: GPU 0" in line for line in said)
+        until(run, "s/step")  # rank and engine run
+        seen = {name: settings_of(pid) for name, pid in children(run.pid)}
+        run.send_signal(signal.SIGINT)
+        run.wait(90)
+    rank, engine = seen["lightrl-rank-0"], seen["torch-engine"]
+    assert rank["CUDA_VISIBLE_DEVICES"] == "0"
+    assert engine["CUDA_VISIBLE_DEVICES"] == "1"
+    assert rank["CUDA_DEVICE_ORDER"] == engine["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+BROKEN = 'raise ImportError("/x/vllm/_C.abi3.so: undefined symbol: _ZN3c106detail")\n'
+
+
+def with_broken_vllm(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "packages" / "vllm").mkdir(parents=True)
+    (tmp_path / "packages" / "vllm" / "__init__.py").write_text(BROKEN)
+    return {"PYTHONPATH": str(tmp_path / "packages")}
+
+
+@pytest.mark.slow
+def test_a_vllm_built_for_another_torch_gives_way_to_the_torch_engine(tmp_path):
+    with running(tmp_path, "train.steps=1", "rollout.engine=auto", **with_broken_vllm(tmp_path)) as run:
+        until(run, "finished 1 steps")
+    log = (tmp_path / "runs" / "one" / "logs" / "rollout-0.log").read_text()
+    assert "the torch engine takes over: vLLM cannot be used: ImportError: " in log
+    assert "undefined symbol: _ZN3c106detail" in log
+
+
+def test_and_is_one_line_where_it_was_asked_for(tmp_path):
+    with running(tmp_path, "rollout.engine=vllm", **with_broken_vllm(tmp_path)) as run:
+        said = until(run, "vLLM cannot be used: ImportError: ")
+        assert 'or set rollout.engine = "torch"' in said[-1]
+        assert run.wait(90) == 1
+
+
+NODE = """
+import sys
+from lightrl.devices.plan import for_daemon
+from lightrl.errors import LightRLError
+from lightrl.run_file import load_config
+from pathlib import Path
+config = load_config(Path(sys.argv[1]), sys.argv[3:])
+files = {"config.json": Path(sys.argv[1]).with_name("model").joinpath("config.json").read_bytes()}
+try:
+    found = for_daemon(config, (sys.argv[2],), files, 4, has_coordinator=False)
+    print(found.ranks, [(part.tokens, part.memory) for part in found.engines])
+except LightRLError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize(
+    ("role", "overrides", "setting", "line"),
+    [
+        ("rollout", (), None, "() [(('0',), 0.0)]"),
+        ("rollout", ("rollout.devices=[7]",), None, "() [(('0',), 0.0)]"),  # of where the run was started
+        ("rollout", (), "1", "() [(('1',), 0.0)]"),
+        ("rollout", (), "5", "CUDA_VISIBLE_DEVICES = 5: there is no GPU 5 here, only 0, 1"),
+        ("trainer", ("train.ranks=2",), None, "('0', '1') []"),
+        ("trainer", ("train.devices=1",), None, "('1',) []"),
+    ],
+)
+def test_a_node_that_joins_finds_its_own(tmp_path, role, overrides, setting, line):
+    assert node(tmp_path, install(tmp_path / "fake", TWO), role, overrides, setting) == line
+
+
+def test_memory_that_a_dying_process_still_holds_is_waited_for(tmp_path):
+    full = smi_row(0, free=100)
+    environment = install(tmp_path / "fake", full, later=smi_row(0))
+    assert node(tmp_path, environment, "trainer", (), None) == "('0',) []"
+
+
+def node(tmp_path: Path, environment: dict[str, str], role: str, overrides, setting: str | None) -> str:
+    if setting is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = setting
+    command = [sys.executable, "-c", NODE, str(QUICKSTART), role, *overrides]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def children(pid: int) -> list[tuple[str, int]]:
+    """(name, pid) of the children that daemons below `pid` have: name is what `lightrl.child` was given."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+        if "from lightrl.child import run; run()" in command:
+            found.append((command[command.index("-c") + 2], int(child)))
+        found += children(int(child))
+    return found
+
+
+def settings_of(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)

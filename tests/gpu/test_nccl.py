@@ -1,0 +1,109 @@
+"""Groups of ranks on GPUs: NCCL for what is on them, gloo beside it for what is not."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_lib.shapes import SHAPES, make_model
+
+from lightrl.child import Child
+from lightrl.trainer.batch import micro_batches
+from lightrl.trainer.group import join
+from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    RANK_TARGET,
+    Accumulate,
+    Accumulated,
+    FinishStep,
+    Published,
+    RankStarted,
+    Save,
+    Saved,
+    StartRank,
+    StepFinished,
+)
+from tests.gpu.conftest import cuda_count
+from tests.gpu.test_trainer import config_of, samples_of
+
+DEADLINE_S = 110
+
+
+def free_address() -> str:
+    """A file by which ranks meet."""
+    return str(Path(tempfile.mkdtemp()) / "rendezvous")
+
+
+def test_a_group_of_one_adds_up_on_the_device_and_beside_it(device):
+    """As `Rank` joins: tensors on the GPU go through NCCL, those on the CPU through gloo."""
+    on = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    start = StartRank("", "", rank=0, world=1, rendezvous=free_address(), publish_dir="", run_dir="")
+    join(start, on)
+    try:
+        for where in {on, torch.device("cpu")}:
+            value = torch.arange(1000.0, device=where)
+            dist.all_reduce(value)
+            assert value.cpu().equal(torch.arange(1000.0))
+            dist.broadcast(value, 0)
+        if device == "cuda":
+            assert dist.get_backend_config() == "cpu:gloo,cuda:nccl"
+            shard = torch.zeros(500, device=on)
+            dist.reduce_scatter_tensor(shard, torch.arange(500.0, device=on))
+            assert shard.cpu().equal(torch.arange(500.0))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_ranks_on_two_gpus_train_and_save(device, tmp_path):
+    """FSDP over NCCL: a step, a checkpoint, and one rank alone that takes it up with the same weights."""
+    if device == "cuda" and cuda_count() < 2:
+        pytest.skip("one GPU: NCCL refuses two ranks on it")
+    model = make_model(tmp_path / "model", "small", "cpu")
+    samples = samples_of(SHAPES["small"]["vocab_size"], 16, 40)
+    tokens = sum(len(s.token_ids) // 4 for s in samples)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_1"
+
+    async def run(world: int, first: int) -> str:
+        rendezvous, ranks = free_address(), []
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                for rank in range(world):
+                    log = tmp_path / f"rank-{world}-{rank}.log"
+                    child = await Child.start(
+                        RANK_TARGET, f"rank-{rank}", RANK_COMMANDS, RANK_EVENTS, env={}, log=log
+                    )
+                    ranks.append(child)
+                    publish, run_dir = str(tmp_path / f"weights-{world}"), str(tmp_path / "run")
+                    start = (config_of(model), str(model), rank, world, rendezvous, publish, run_dir, first)
+                    child.send(StartRank(*start))
+                started = [await expect(rank, RankStarted) for rank in ranks]
+                if first:
+                    return started[0].manifest.digest
+                for rank, batches in zip(ranks, micro_batches(samples, world, 400), strict=True):
+                    rank.send(Accumulate(0, batches))
+                    rank.send(FinishStep(0, len(samples), tokens, 1))
+                    rank.send(Save(1, str(checkpoint)))
+                digest = ""
+                for i, rank in enumerate(ranks):
+                    await expect(rank, Accumulated)
+                    if i == 0:
+                        digest = (await expect(rank, Published)).manifest.digest
+                    finished = await expect(rank, StepFinished)
+                    assert finished.metrics["grad_norm"] > 0
+                    await expect(rank, Saved)
+                return digest
+        finally:
+            for child in ranks:
+                await child.stop()
+
+    Path(tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert asyncio.run(run(world=2, first=0)) == asyncio.run(run(world=1, first=1))
+
+
+async def expect(rank, kind):
+    event = await rank.receive()
+    assert isinstance(event, kind), event
+    return event

@@ -1,0 +1,197 @@
+"""The hub and its links: messages of any size arrive, and whoever closes is heard out."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from lightrl.core.orders import MAX_ORDER_BYTES, orders
+from lightrl.errors import PeerUnreachable, ProtocolError
+from lightrl.messages import (
+    PROTOCOL,
+    Bye,
+    Generate,
+    Hello,
+    Manifest,
+    Message,
+    PublishWeights,
+    ResponseRequest,
+    ResponseTokens,
+    Sampling,
+    TensorSpec,
+    TokenChunk,
+    Watch,
+    Welcome,
+)
+from lightrl.node import link
+from lightrl.node.link import Link
+from lightrl.node.parts import HEADER
+
+from .hubs import hub_and_key, received, until
+
+MIB = 1 << 20
+
+
+def hello(num_running: int = 0) -> Hello:
+    running = tuple((f"train-{k:06}@12#3", k) for k in range(num_running))
+    return Hello("n", 1, ("rollout",), PROTOCOL, 1, "h", running=running)
+
+
+def manifest(num_tensors: int) -> Manifest:
+    name = "model.layers.{}.mlp.experts.{}.down_proj.weight".format
+    specs = (TensorSpec(name(k // 128, k % 128), "bfloat16", (2048, 768), 0, 0) for k in range(num_tensors))
+    return Manifest(3, "d", tuple(specs), ())
+
+
+LARGE = [hello(60_000), PublishWeights(manifest(100_000), ("h:1",), "t")]
+
+
+@pytest.mark.parametrize("message", LARGE, ids=lambda m: type(m).__name__)
+def test_large_messages_reach_the_hub_in_parts(message: Message):
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            node = await Link.connect(hub.address, "n", key)
+            node.send(message)
+            assert (await received(hub, type(message)))[1] == message
+            assert not hub._partial
+            node.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_response_that_is_larger_than_a_frame_reaches_the_hub_in_pieces():
+    item = ResponseTokens("r", 1, 7, bytes(range(256)) * 1000, bytes(256_000), "length")
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            node = await Link.connect(hub.address, "n", key)
+            node.send(TokenChunk(3, "d", (item,)))
+            got: list[ResponseTokens] = []
+            while not got or got[-1].finish_reason is None:
+                for _, chunk in await hub.receive():
+                    assert isinstance(chunk, TokenChunk), chunk
+                    got += chunk.responses
+            assert b"".join(i.token_ids for i in got) == item.token_ids
+            assert [i.offset for i in got[:2]] == [7, 7 + len(got[0].token_ids) // 4]
+            node.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_order_of_two_thousand_long_responses_reaches_its_node_in_several_messages():
+    """2,048 slots, each with a prefix of 32k tokens: 256 MiB."""
+    prefix = bytes(4 << 15)
+    requests = [ResponseRequest(f"train-{k}@3#0", 2, k, b"abcd", prefix, 9) for k in range(2048)]
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            node = await Link.connect(hub.address, "n", key)
+            node.send(Watch())
+            peer, _ = await received(hub, Watch)
+            came: list[str] = []
+            for order in orders(3, Sampling(), requests):
+                hub.send(peer, order)
+                [got] = await node.receive()  # one at a time: all of them are 256 MiB
+                assert isinstance(got, Generate)
+                assert got == order
+                assert sum(len(r.prefix) for r in got.requests) <= MAX_ORDER_BYTES
+                came += [r.response for r in got.requests]
+            assert came == [r.response for r in requests]
+            node.close()
+
+    asyncio.run(scenario())
+
+
+def test_large_messages_reach_a_node_in_parts():
+    request = ResponseRequest("r", 1, 9, b"", bytes(5 * MIB), 1)
+    messages = [
+        Welcome("run", model_files={"tokenizer.json": bytes(20 * MIB)}),
+        Generate(3, Sampling(), (request,)),
+    ]
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            node = await Link.connect(hub.address, "n", key)
+            node.send(Watch())
+            peer, _ = await received(hub, Watch)
+            for message in messages:
+                hub.send(peer, message)
+            got: list[Message] = []
+            while len(got) < len(messages):
+                got += await node.receive()
+            assert got == messages
+            node.close()
+
+    asyncio.run(scenario())
+
+
+def test_parts_of_a_peer_are_bounded_and_go_with_it():
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            node = await Link.connect(hub.address, "n", key)
+            node._send_frames([HEADER.pack(1, 0, link.MAX_WHOLE_BYTES + 1), b"x"])
+            [(_, error)] = await hub.receive()
+            assert isinstance(error, ProtocolError)
+            node._send_frames([HEADER.pack(2, 0, link.MAX_WHOLE_BYTES), b"x"])
+            node.send(Bye("before the rest"))
+            await received(hub, Bye)
+            assert len(hub._partial) == 1
+            node.close()
+            receiving = asyncio.create_task(hub.receive())
+            await until(lambda: not hub._partial)
+            receiving.cancel()
+
+    asyncio.run(scenario())
+
+
+# Goodbyes
+
+
+def test_what_a_peer_said_before_it_closed_is_received_before_it_is_lost():
+    """A thousand goodbyes, while the hub does nothing but send."""
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            for turn in range(20):
+                nodes = [Link(hub.address, f"n/{turn}-{k}", key) for k in range(50)]
+                for node in nodes:
+                    node.send(Watch())
+                peers: set[str] = set()
+                while len(peers) < len(nodes):
+                    peers |= {peer for peer, _ in await hub.receive()}
+                for node in nodes:
+                    node.send(Bye("drained"))
+                    node.close()
+                for peer in peers:
+                    with contextlib.suppress(PeerUnreachable):
+                        while True:
+                            hub.send(peer, Bye("busy"))
+                            time.sleep(0.0002)  # its thread has to encrypt what is sent  # noqa: ASYNC251
+                    hub.hear_out(peer)
+                heard: dict[str, list[type]] = {peer: [] for peer in peers}
+                while sum(map(len, heard.values())) < 2 * len(nodes):
+                    for peer, message in await hub.receive():
+                        heard[peer].append(type(message))
+                assert set(map(tuple, heard.values())) == {(Bye, PeerUnreachable)}
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_comes_back_with_a_hello_is_not_lost():
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            node = await Link.connect(hub.address, "n", key)
+            node.send(Watch())
+            peer, _ = await received(hub, Watch)
+            node.send(hello())
+            node.send(Bye("last"))
+            hub.hear_out(peer)
+            await until(hub._has_input)
+            heard: list[object] = []
+            while not any(isinstance(m, Bye) for m in heard):
+                heard += [message for _, message in await hub.receive()]
+            assert not any(isinstance(m, PeerUnreachable) for m in heard)
+            node.close()
+
+    asyncio.run(scenario())

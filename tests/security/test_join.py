@@ -1,0 +1,363 @@
+"""What the `join` key is good for, and what not: whatever only the full key allows is tried with it."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from lightrl.cli import main
+from lightrl.errors import ConfigError, WrongKey
+from lightrl.keys import (
+    ENVIRONMENT,
+    JOIN_FILE,
+    KEY_FILE,
+    Access,
+    access_of,
+    coordinator_public_key,
+    coordinator_secret,
+    join_key,
+    new_key,
+    read_key,
+    require_full,
+    restore_keys,
+    secret_of,
+    write_key,
+    write_keys,
+)
+from lightrl.messages import (
+    PROTOCOL,
+    TAKEN,
+    Abort,
+    Bucket,
+    Bye,
+    Checkpointed,
+    Drain,
+    Generate,
+    Heartbeat,
+    Hello,
+    Manifest,
+    Message,
+    PublishWeights,
+    Role,
+    Snapshot,
+    StepDone,
+    Watch,
+    WeightsReady,
+    Welcome,
+)
+from lightrl.node.link import Hub, Link
+from lightrl.node.zap import DOORKEEPER
+from lightrl.wire import from_json
+
+from ..node.harness import DEADLINE_S, Running, a_run
+
+M = TypeVar("M", bound=Message)
+ANY = "tcp://127.0.0.1:*"
+
+# The keys themselves
+
+
+def test_both_keys_are_for_their_owner_alone_and_told_apart_by_their_form(tmp_path: Path):
+    key = write_keys(tmp_path)
+    join = read_key(tmp_path / JOIN_FILE)
+    for name in (KEY_FILE, JOIN_FILE):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    assert (read_key(tmp_path / KEY_FILE), join_key(key)) == (key, join)
+    assert (access_of(key), access_of(join)) == (Access.FULL, Access.JOIN)
+    assert "\n" not in join  # it fits into an environment variable
+    assert require_full(key, "") == key
+    with pytest.raises(ConfigError, match="RUN_DIR/key"):
+        require_full(join, "status needs")
+
+
+def test_join_holds_no_secret_but_that_of_a_node():
+    key = new_key()
+    join = join_key(key)
+    assert coordinator_public_key(join) == coordinator_public_key(key)
+    with pytest.raises(ConfigError):
+        coordinator_secret(join)
+    secrets = {bytes.fromhex(key), coordinator_secret(key), secret_of(key), secret_of(join)}
+    assert len(secrets) == 4
+    public = z85.decode(zmq.curve_public(z85.encode(secret_of(join))))
+    assert bytes.fromhex(join.removeprefix("join-")) == secret_of(join) + coordinator_public_key(key)
+    assert public != coordinator_public_key(key)
+
+
+def test_a_run_that_has_no_join_gets_the_one_that_belongs_to_its_key(tmp_path: Path):
+    key = write_key(tmp_path / KEY_FILE)
+    for spoil in (lambda p: p.unlink(missing_ok=True), lambda p: p.write_text(""), lambda p: p.chmod(0o644)):
+        spoil(tmp_path / JOIN_FILE)
+        restore_keys(tmp_path)
+        assert read_key(tmp_path / KEY_FILE) == key
+        assert read_key(tmp_path / JOIN_FILE) == join_key(key)
+    before = (tmp_path / JOIN_FILE).stat().st_ino
+    restore_keys(tmp_path)
+    assert (tmp_path / JOIN_FILE).stat().st_ino == before  # what fits is left alone
+    (tmp_path / KEY_FILE).unlink()
+    restore_keys(tmp_path)
+    assert read_key(tmp_path / JOIN_FILE) == join_key(read_key(tmp_path / KEY_FILE)) != join_key(key)
+
+
+# Connections
+
+
+def test_each_message_says_what_its_connection_has_proved():
+    """Also under one identity: the second connection takes the first one's place, but not its rights."""
+
+    async def scenario() -> None:
+        key = new_key()
+        hub = Hub(ANY, key)
+        async with asyncio.timeout(DEADLINE_S):
+            for k, access in ((key, Access.FULL), (join_key(key), Access.JOIN), (key, Access.FULL)):
+                link = Link(hub.address, "trainer/1", k)
+                link.send(Heartbeat())
+                [(peer, message)] = await hub.receive()
+                assert (peer.identity, peer.name, peer.access) == ("trainer/1", "trainer", access)
+                assert message == Heartbeat()
+                link.close()
+        hub.close()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_can_guess_under_which_identity_another_one_is_connected():
+    async def scenario() -> None:
+        key = new_key()
+        hub = Hub(ANY, key)
+        seen: set[str] = set()
+        async with asyncio.timeout(DEADLINE_S):
+            for _ in range(3):
+                link = await Link.connect(hub.address, "n", key)
+                link.send(Heartbeat())
+                [(peer, _)] = await hub.receive()
+                seen.add(peer.identity.removeprefix("n/"))
+                link.close()
+        assert len(seen) == 3
+        assert all(len(bytes.fromhex(s)) >= 16 for s in seen)
+        hub.close()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_can_pose_as_the_coordinator_with_join():
+    async def scenario() -> None:
+        key = new_key()
+        join = join_key(key)
+        with pytest.raises(ConfigError, match="a coordinator needs"):
+            Hub(ANY, join)
+        false = zmq.Context.instance().socket(zmq.ROUTER)  # with the only secret that `join` holds
+        false.set(zmq.LINGER, 0)
+        false.set(zmq.CURVE_SERVER, 1)
+        false.set(zmq.CURVE_SECRETKEY, z85.encode(secret_of(join)))
+        false.set_string(zmq.ZAP_DOMAIN, "false")
+        DOORKEEPER.admit("false", {z85.decode(zmq.curve_public(z85.encode(secret_of(join)))): "join"})
+        false.bind(ANY)
+        try:
+            link = await Link.connect(false.getsockopt_string(zmq.LAST_ENDPOINT), "n", join)
+            link.send(Heartbeat())
+            async with asyncio.timeout(DEADLINE_S):
+                with pytest.raises(WrongKey):
+                    await link.receive()
+            link.close()
+        finally:
+            DOORKEEPER.forget("false")
+            false.close()
+
+    asyncio.run(scenario())
+
+
+# A run
+
+
+async def welcome(link: Link, name: str, *roles: Role, incarnation: int = 7) -> Welcome:
+    """The answer to a hello."""
+    link.send(Hello(name, incarnation, roles or ("rollout",), PROTOCOL, pid=0, host="elsewhere", slots=1))
+    return await expect(link, Welcome)
+
+
+async def expect(link: Link, kind: type[M], holds: Callable[[M], bool] = lambda _: True) -> M:
+    while True:
+        for message in await link.receive():
+            if isinstance(message, kind) and holds(message):
+                return message
+
+
+@contextlib.asynccontextmanager
+async def intruder(run: Running, name: str) -> AsyncIterator[Link]:
+    """A connection with the `join` key."""
+    link = await Link.connect(run.head.address, name, read_key(run.join_file))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield link
+    finally:
+        link.close()
+
+
+def test_with_join_nothing_can_be_said_that_is_no_business_of_a_rollout_node(tmp_path: Path):
+    manifest = Manifest(1, "d", (), (Bucket(1, "b"),))
+    of_others: list[Message] = [
+        Drain("*", "intruder"),
+        Drain("a", "intruder"),
+        Watch(0.0),
+        PublishWeights(manifest, ("127.0.0.1:1",), "t"),
+        StepDone(0, 1, {}),
+        Checkpointed(0),
+    ]
+
+    async def scenario() -> None:
+        async with a_run(tmp_path) as run:
+            run.trainer.may_publish.clear()
+            await run.add_rollout("a")
+            before = await run.until(lambda s: s.rollout_tokens > 0)
+            for message in of_others:  # as a stranger to the run, and as a node of it
+                for joins in (False, True):
+                    async with intruder(run, "b") as link:
+                        if joins:
+                            assert not (await welcome(link, "b")).refused
+                        link.send(message)
+                        link.send(Heartbeat())  # not a node, or not any more: it is told so
+                        assert (await expect(link, Welcome)).refused == "rejoin"
+            after = await run.until(lambda s: s.counters["bad_frames"] == 2 * len(of_others))
+            assert (after.state, after.step, after.policy_version) == ("running", 0, 0)
+            assert after.counters["nodes_lost"] == len(of_others)  # the intruder, each time
+            pids = [{n.name: n.pid for n in s.nodes}["a"] for s in (before, after)]
+            assert pids[0] == pids[1]
+            run.trainer.may_publish.set()
+            await run.until_finished()
+            assert run.head.succeeded
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("roles", [("trainer",), ("coordinator",), ("trainer", "rollout"), ()])
+def test_with_join_one_is_a_rollout_node_or_nothing(tmp_path: Path, roles: tuple[Role, ...]):
+    async def scenario() -> None:
+        async with a_run(tmp_path) as run, intruder(run, "b") as link:
+            await run.until(lambda s: s.policy_version == 0)
+            link.send(Hello("b", 7, roles, PROTOCOL, pid=0, host="elsewhere"))
+            assert "one may be a rollout node" in (await expect(link, Welcome)).refused
+            assert "coordinator's name" in (await _hello_as(run, "head")).refused
+
+    asyncio.run(scenario())
+
+
+async def _hello_as(run: Running, name: str) -> Welcome:
+    async with intruder(run, name) as link:
+        return await welcome(link, name)
+
+
+def test_with_join_nobody_speaks_under_the_name_of_a_node_that_lives(tmp_path: Path):
+    async def scenario() -> None:
+        async with a_run(tmp_path) as run:
+            run.trainer.may_publish.clear()
+            process = await run.add_rollout("a")
+            await run.until(lambda s: s.rollout_tokens > 0)
+            for name in ("a", "trainer"):
+                async with intruder(run, name) as link:
+                    assert (await welcome(link, name)).refused == TAKEN
+                    link.send(Bye("intruder"))
+                    link.send(Heartbeat())
+                    assert (await expect(link, Welcome)).refused == "rejoin"
+            snapshot = await run.until(lambda s: True)
+            assert snapshot.counters["nodes_lost"] == 0
+            assert {n.name: n.state for n in snapshot.nodes if n.name in {"a", "trainer"}} == {
+                "a": "ready",
+                "trainer": "ready",
+            }
+            run.trainer.may_publish.set()
+            await run.until_finished()
+            assert run.head.succeeded
+            assert process.returncode in {None, 0}
+
+    asyncio.run(scenario())
+
+
+def test_daemon_that_is_started_again_gets_its_name_when_the_one_before_is_lost(tmp_path: Path):
+    async def scenario() -> None:
+        async with a_run(tmp_path) as run:
+            run.trainer.may_publish.clear()
+            hung = await run.add_rollout("a")
+            await run.until(lambda s: s.rollout_tokens > 0)
+            hung.send_signal(signal.SIGSTOP)  # its connection stands, until its lease has run out
+            again = await run.add_rollout("a")
+            try:
+                row = await run.until(lambda s: any(n.pid == again.pid for n in s.nodes))
+                assert row.counters["nodes_lost"] == 1
+            finally:
+                hung.kill()
+                await hung.communicate()
+            again.kill()  # and at once if that connection is closed
+            await again.communicate()
+            third = await run.add_rollout("a")
+            await run.until(lambda s: any(n.pid == third.pid for n in s.nodes))
+            run.trainer.may_publish.set()
+            await run.until_finished()
+            assert run.head.succeeded
+
+    asyncio.run(scenario())
+
+
+def test_attempt_that_was_never_given_out_makes_no_response_poison(tmp_path: Path):
+    """A node claims one as high as can be said; whoever gets the response afterwards must be able to."""
+
+    async def scenario() -> None:
+        async with a_run(tmp_path) as run, intruder(run, "evil") as link:
+            hello = Hello("evil", 7, ("rollout",), PROTOCOL, pid=0, host="elsewhere", slots=1)
+            link.send(hello)
+            offer = await expect(link, PublishWeights)
+            version, digest = offer.manifest.policy_version, offer.manifest.digest
+            link.send(WeightsReady(version, digest))
+            work = await expect(link, Generate)
+            link.send(Bye("back in a moment"))
+            names = [r.response for r in work.requests]
+            claims = tuple((name, (1 << 31) - 1) for name in names)
+            link.send(replace(hello, incarnation=8, slots=4, serves=(version, digest), running=claims))
+            aborted = await expect(link, Abort)
+            assert aborted.attempts == claims
+            link.send(Bye("that was all"))
+            await run.add_rollout("honest")
+            await run.until_finished()
+            assert run.head.succeeded
+            last = from_json((run.config.run_dir / "snapshot.json").read_bytes(), Snapshot)
+            assert last.counters["nodes_lost"] == 0
+
+    asyncio.run(scenario())
+
+
+# The command line
+
+
+@pytest.mark.parametrize("by", ["file", "environment"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("status", "tcp://127.0.0.1:1"),
+        ("drain", "a", "tcp://127.0.0.1:1"),
+        ("down", "tcp://127.0.0.1:1"),
+        ("up", "--join", "tcp://127.0.0.1:1", "--role", "trainer"),
+    ],
+    ids=lambda c: c[0],
+)
+def test_who_has_join_alone_is_told_what_is_missing(
+    tmp_path: Path,
+    command: tuple[str, ...],
+    by: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    write_keys(tmp_path)
+    (tmp_path / KEY_FILE).unlink()
+    monkeypatch.setenv(ENVIRONMENT, read_key(tmp_path / JOIN_FILE))
+    options = ("--key", str(tmp_path / JOIN_FILE)) if by == "file" else ()
+    with pytest.raises(SystemExit):
+        main([*command, *options])
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("lightrl: this key lets a rollout node join, no more; ")
+    assert line.endswith("RUN_DIR/key")

@@ -1,0 +1,214 @@
+"""Who has no key: what its connections may cost the coordinator, and that they keep nobody out."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightrl.keys import read_key
+from lightrl.messages import Watch
+from lightrl.node import link, strangers
+from lightrl.node.link import MAX_TO_HUB_BYTES, Hub, Link, host_and_port
+from lightrl.run_file import to_toml
+
+from ..node.harness import ScriptedTrainer, make_config
+from ..node.hubs import LIMIT_S, hub_and_key, received, until
+from .attacker import GREETING
+
+MIB = 1 << 20
+CURVE = GREETING + b"\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@contextlib.contextmanager
+def stranger(hub: Hub, address: str = "127.0.0.1") -> Iterator[socket.socket]:
+    where = host_and_port(hub.address)
+    with socket.create_connection(where, LIMIT_S, source_address=(address, 0)) as sock:
+        sock.sendall(CURVE)
+        yield sock
+
+
+def announce(size: int) -> bytes:
+    """The beginning of a handshake command of so many bytes."""
+    return b"\x06" + size.to_bytes(8, "big") + b"\x05HELLO"
+
+
+# What a stranger may send
+
+
+def test_a_frame_may_have_so_many_bytes_and_one_more_is_cut_off():
+    assert MAX_TO_HUB_BYTES <= MIB
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, _):
+            with stranger(hub) as within, stranger(hub) as beyond:
+
+                def talk() -> None:
+                    for sock in (within, beyond):
+                        greeting = b""
+                        while len(greeting) < 64:
+                            greeting += sock.recv(64 - len(greeting))
+                    within.sendall(announce(MAX_TO_HUB_BYTES) + bytes(MAX_TO_HUB_BYTES - 7))
+                    beyond.sendall(announce(MAX_TO_HUB_BYTES + 1))
+                    beyond.settimeout(link.HANDSHAKE_MS / 2000)  # not only when its time is up
+                    with contextlib.suppress(ConnectionError):
+                        assert beyond.recv(1000) == b""
+                    within.settimeout(0.05)
+                    with pytest.raises(TimeoutError):
+                        within.recv(1000)
+
+                await asyncio.to_thread(talk)
+
+    asyncio.run(scenario())
+
+
+def test_a_hundred_strangers_who_send_all_they_may_cost_less_than_128_mib():
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, _):
+            before, begin = resident_bytes(), time.monotonic()
+            with contextlib.ExitStack() as stack:
+                everyone = [stack.enter_context(stranger(hub)) for _ in range(100)]
+
+                def talk() -> None:
+                    for sock in everyone:
+                        with contextlib.suppress(ConnectionError):
+                            sock.sendall(announce(MAX_TO_HUB_BYTES) + bytes(MAX_TO_HUB_BYTES - 7))
+
+                await asyncio.to_thread(talk)
+                assert resident_bytes() - before < 128 * MIB
+                await until(lambda: len(hub._strangers) == 0)
+                assert time.monotonic() - begin < 8  # three seconds for each, and a busy machine
+
+    asyncio.run(scenario())
+
+
+# Who goes when there are too many
+
+
+def is_shut(sock: socket.socket) -> bool:
+    """Whether the hub has closed it; what it has said is read first."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(1000):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+def test_the_oldest_of_the_address_with_most_of_them_goes_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(strangers, "LEAST", 0)
+    monkeypatch.setattr(strangers, "MOST", 5)
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            node = await Link.connect(hub.address, "n", key)
+            node.send(Watch())
+            await received(hub, Watch)
+            await until(lambda: len(hub._strangers) == 0)  # the node's first look at the address is over
+            with contextlib.ExitStack() as stack:
+                few = [stack.enter_context(stranger(hub, "127.0.0.3")) for _ in range(2)]
+                many: list[socket.socket] = []
+                for k in range(7):
+                    many.append(stack.enter_context(stranger(hub, "127.0.0.2")))
+                    # One after the other: which of those that come at once is older, nobody knows.
+                    await until(lambda k=k: many[k].recv(1) == b"\xff")
+                await until(lambda: sum(map(is_shut, many)) == 4)
+                assert [is_shut(sock) for sock in many] == [True] * 4 + [False] * 3
+                assert not any(map(is_shut, few))
+                node.send(Watch())  # it is no stranger
+                await received(hub, Watch)
+            node.close()
+
+    asyncio.run(scenario())
+
+
+def test_peers_that_have_spoken_are_never_too_many(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(strangers, "LEAST", 0)
+    monkeypatch.setattr(strangers, "MOST", 1)
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            broken: list[str] = []
+            nodes: list[Link] = []
+            for k in range(4):
+                nodes.append(Link(hub.address, f"n/{k}", key, on_break=lambda k=k: broken.append(f"n/{k}")))
+                nodes[k].send(Watch())
+                await received(hub, Watch)
+            with stranger(hub) as old, stranger(hub):
+                await until(lambda: is_shut(old))
+            for node in nodes:
+                node.send(Watch())
+                await received(hub, Watch)
+            assert broken == []
+            for node in nodes:
+                node.close()
+
+    asyncio.run(scenario())
+
+
+# Descriptors
+
+STRANGERS = Path(__file__).parents[2] / "scripts" / "bench" / "strangers"
+NUM_OPEN = 128  # descriptors that the coordinator may have
+LIMITED = (
+    "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, {0})); "
+    "os.execv(sys.executable, sys.argv[1:])"
+)
+
+
+@contextlib.asynccontextmanager
+async def process(*command: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    out = asyncio.subprocess.DEVNULL
+    started = await asyncio.create_subprocess_exec(sys.executable, *map(str, command), stdout=out, stderr=out)
+    try:
+        yield started
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            started.terminate()
+        async with asyncio.timeout(LIMIT_S):
+            await started.wait()
+
+
+def coordinator(config_file: Path) -> tuple[str, ...]:
+    """One that may have NUM_OPEN descriptors, if it asks for them."""
+    command = ("-m", "lightrl.cli", "up", str(config_file), "--role", "coordinator")
+    return ("-c", LIMITED.format(NUM_OPEN), sys.executable, *command)
+
+
+def test_steps_go_on_and_nodes_join_while_strangers_take_all_descriptors(tmp_path: Path):
+    """200 connections that always come back, at a limit of 128."""
+    config = make_config(tmp_path, train={"steps": 3, "prompts_per_step": 4})
+    file, run_dir = tmp_path / "run.toml", config.run_dir
+    file.write_text(to_toml(config))
+
+    async def scenario() -> None:
+        async with asyncio.timeout(2 * LIMIT_S), process(*coordinator(file)) as head:
+            await until(lambda: (run_dir / "address").exists())
+            address, key_file = (run_dir / "address").read_text().strip(), run_dir / "key"
+            async with process(STRANGERS, "attack", address, "200", "silent"):
+                await until(lambda: num_open(head.pid) > NUM_OPEN * 0.8)
+                join = ("--join", address, "--key", key_file)
+                async with process("-m", "lightrl.cli", "up", *join, "--name", "a"):
+                    trainer = ScriptedTrainer(tmp_path)
+                    await trainer.run(address, read_key(key_file))
+                    assert await head.wait() == 0
+        summary = json.loads((run_dir / "summary.json").read_bytes())
+        assert (summary["state"], summary["steps"]) == ("finished", 3)
+
+    asyncio.run(scenario())
+
+
+def num_open(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))

@@ -1,0 +1,102 @@
+"""What a puller makes of the signs of a holder: to be queued is no failure, to be starved is one."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightrl.errors import WeightsError
+from lightrl.weights.request import BUSY, DATA, QUEUED, Request
+
+from .holder import Answer, holder, part
+from .versions import BUCKET, SECRET, make_version, pull
+
+DEADLINE_S = 60
+TIMEOUT_S = 3.0
+SIGNS = 7  # so many, a PERIOD_S apart, take longer than the timeout
+PERIOD_S = 0.5
+
+
+def run(tmp_path: Path, answer: Callable[[bytes], Answer], streams: int = 4) -> int:
+    """Number of connections that a pull of four buckets from such a holder has made."""
+    writers: set[asyncio.StreamWriter] = set()
+
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1")
+        respond = answer((tmp_path / "v1").read_bytes())
+
+        async def noted(request: Request, writer: asyncio.StreamWriter) -> None:
+            writers.add(writer)
+            await respond(request, writer)
+
+        async with holder(noted) as address, asyncio.timeout(DEADLINE_S):
+            limits = {"streams": streams, "timeout_s": TIMEOUT_S}
+            await pull(manifest, [address], SECRET, tmp_path / "pulled", **limits)
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+
+    asyncio.run(scenario())
+    return len(writers)
+
+
+async def keep_queued(writer: asyncio.StreamWriter) -> None:
+    for _ in range(SIGNS):
+        writer.write(QUEUED)
+        await writer.drain()
+        await asyncio.sleep(PERIOD_S)
+
+
+def test_who_is_queued_waits_for_longer_than_it_bears_silence(tmp_path):
+    def answer(data: bytes) -> Answer:
+        async def respond(request: Request, writer: asyncio.StreamWriter) -> None:
+            if request.offset == 0:
+                await keep_queued(writer)
+            writer.write(DATA + part(data, request))
+
+        return respond
+
+    assert run(tmp_path, answer, streams=1) == 1
+
+
+def test_who_is_told_to_come_again_does_and_with_one_stream(tmp_path):
+    refused: list[Request] = []
+
+    def answer(data: bytes) -> Answer:
+        async def respond(request: Request, writer: asyncio.StreamWriter) -> None:
+            if len(refused) < 5:
+                refused.append(request)
+                writer.write(BUSY)
+                writer.close()
+            else:
+                writer.write(DATA + part(data, request))
+
+        return respond
+
+    # Three of four streams leave their bucket to the fourth, which is refused twice more.
+    assert run(tmp_path, answer, streams=4) == 6
+    assert len({request.offset for request in refused}) == 4
+
+
+def test_a_transfer_that_stalls_is_a_failure_however_often_it_is_queued(tmp_path):
+    def answer(_: bytes) -> Answer:
+        async def respond(_: Request, writer: asyncio.StreamWriter) -> None:
+            await keep_queued(writer)
+            writer.write(DATA)
+            await writer.drain()
+            writer.transport.abort()
+
+        return respond
+
+    with pytest.raises(WeightsError, match=r"nothing arrived for 3 s; last 127.0.0.1:"):
+        run(tmp_path, answer, streams=1)
+
+
+def test_a_holder_that_speaks_otherwise_is_not_understood(tmp_path):
+    def answer(data: bytes) -> Answer:
+        async def respond(request: Request, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"\x00" + part(data, request)[: BUCKET // 2])
+
+        return respond
+
+    with pytest.raises(WeightsError, match=r"no holder serves it; last .*: does not serve weights as this"):
+        run(tmp_path, answer)

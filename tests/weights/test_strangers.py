@@ -1,0 +1,118 @@
+"""The weight server under those who have no ticket: they may neither keep others out nor stay."""
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from lightrl.weights.door import FEW_PLACES, GREETING_S, Door
+from lightrl.weights.request import Request
+
+from .versions import SECRET, make_version, pull, serving
+
+DEADLINE_S = 60
+
+
+@contextlib.asynccontextmanager
+async def silent_peers(address: str, count: int, num_sources: int) -> AsyncIterator[None]:
+    """A process of them, all of which have connected."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.weights.silent", address, str(count), str(num_sources)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert await process.stdout.readline() == b"all are there\n"
+        yield
+    finally:
+        process.stdin.close()
+        assert await process.wait() == 0
+
+
+def waited_for_a_core_s() -> float:
+    """How long this thread, which serves, could have run but others did: tests may run on a busy machine."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+@pytest.mark.parametrize("num_sources", [1, 2000])
+def test_silent_peers_that_always_come_back_keep_nobody_out(tmp_path, num_sources):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1")
+        async with (
+            serving(manifest, tmp_path / "v1") as address,
+            silent_peers(address, 2000, num_sources),
+            asyncio.timeout(DEADLINE_S),
+        ):
+            waited_s = waited_for_a_core_s()
+            stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
+            assert stats.seconds - (waited_for_a_core_s() - waited_s) < 5
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+
+    uvloop.run(scenario())
+
+
+def test_who_says_too_little_is_cut_off_soon(tmp_path):
+    async def scenario() -> None:
+        manifest = make_version(tmp_path / "v1", num_buckets=1)
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(DEADLINE_S):
+            host, _, port = address.rpartition(":")
+            begun = time.monotonic()
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(Request(1, 0, 1, b"n", b"t").pack()[:-1])
+            with pytest.raises(ConnectionResetError):  # and not as one whose ticket is wrong
+                await reader.read()
+            assert GREETING_S / 2 < time.monotonic() - begun < 3 * GREETING_S
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_address_that_has_most_makes_room_and_who_has_asked_is_let_in():
+    places = FEW_PLACES + 4
+
+    async def scenario() -> None:
+        let_in: asyncio.Queue[bytes] = asyncio.Queue()
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+
+        def show(sock: socket.socket, request: Request) -> None:
+            let_in.put_nowait(request.node)
+            sock.close()
+
+        def connect(source: str) -> socket.socket:
+            sock = stack.enter_context(socket.socket())
+            sock.bind((source, 0))
+            sock.connect(listener.getsockname())
+            return sock
+
+        with contextlib.ExitStack() as stack:
+            door = Door(places, show)
+            door.open(listener)
+            honest = connect("127.0.0.2")  # the oldest of all
+            attackers = [connect("127.0.0.3") for _ in range(places - 1)]
+            attackers += [connect(source) for source in ("127.0.0.4", "127.0.0.5", "127.0.0.3")]
+            async with asyncio.timeout(DEADLINE_S):
+                loop = asyncio.get_running_loop()
+                for cut in attackers[:3]:
+                    cut.setblocking(False)
+                    with pytest.raises(ConnectionResetError):
+                        await loop.sock_recv(cut, 1)
+                honest.sendall(Request(1, 0, 1, b"honest", b"t").pack())
+                assert await let_in.get() == b"honest"
+                attackers[3].sendall(Request(1, 0, 1, b"oldest", b"t").pack())
+                attackers += [connect("127.0.0.3") for _ in range(2)]  # not read before it is its turn to go
+                assert await let_in.get() == b"oldest"
+            door.close()
+
+    asyncio.run(scenario())

@@ -135,7 +135,7 @@ def pool_that_fails(config: Config, scratch: Path, refuse: Callable[[], object])
             (run_dir / "checkpoints" / "step_0").mkdir(parents=True)
             (run_dir / "checkpoints" / "step_0" / "trainer.json").touch()
             refuse()
-            for worker in children_of(os.getpid()):
+            for worker in workers(run):
                 os.kill(worker, signal.SIGKILL)
             try:
                 await run.finished

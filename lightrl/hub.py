@@ -67,12 +67,25 @@ def require_no_code(model_path: str, folder: Path) -> None:
 def _read_json(model_path: str, file: Path) -> dict[str, Any]:
     """Empty if there is no such file. Raises ConfigError."""
     try:
-        table = json.loads(file.read_bytes()) if file.is_file() else {}
-    except (ValueError, RecursionError, OSError) as e:
+        table = json.loads(_read(model_path, file))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"model.path = {model_path!r}: {file.name} is not JSON: {first_line(e)}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"model.path = {model_path!r}: {file.name} is not a JSON object")
     return table
+
+
+def _read(model_path: str, file: Path) -> bytes:
+    """Raises FileNotFoundError, and ConfigError for what keeps a file that is there from being read."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        why = e.strerror or first_line(e)
+        raise ConfigError(f"model.path = {model_path!r}: {file.name} cannot be read: {why}") from None
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -104,7 +117,7 @@ def model_files(model_path: str) -> dict[str, bytes]:
                 f"model.path = {model_path!r}: {f.name} has {size >> 20} MiB; "
                 f"at most {MAX_MODEL_FILE_BYTES >> 20} MiB can be sent to nodes"
             )
-    return {f.name: f.read_bytes() for f in files}
+    return {f.name: _read(model_path, f) for f in files}
 
 
 def weights_folder(model_path: str) -> Path:
@@ -115,8 +128,8 @@ def weights_folder(model_path: str) -> Path:
     folder = _model_folder(model_path, ("*.safetensors", "*.safetensors.index.json"))
     if (folder / WEIGHTS_INDEX).is_file():
         try:
-            shards = set(json.loads((folder / WEIGHTS_INDEX).read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
+            shards = set(json.loads(_read(model_path, folder / WEIGHTS_INDEX))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ConfigError(f"model.path = {model_path!r}: {WEIGHTS_INDEX} is not an index") from None
         missing = sorted(name for name in shards if not (folder / name).is_file())
         if missing:

@@ -1,6 +1,8 @@
 """Prompts from files in every known layout, every error line, and the order in which prompts are drawn."""
 
+import errno
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -176,6 +178,30 @@ def test_a_broken_tokenizer_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="its tokenizer cannot be loaded") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_true_reason(
+    plain_model, plain, snapshot, tmp_path, monkeypatch
+):
+    def refuse(file):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    index, model = "model.safetensors.index.json", shutil.copytree(plain_model, tmp_path / "copy")
+    (snapshot / index).write_text("{}")
+    with monkeypatch.context() as lack:
+        lack.setattr(Path, "read_bytes", refuse)
+        for load, name in (
+            (load_tokenizer, "config.json"),
+            (model_files, "config.json"),
+            (lambda _: weights_folder("org/model"), index),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                load(str(model))
+            assert str(caught.value).endswith(f": {name} cannot be read: Permission denied")
+    (model / "generation_config.json").unlink()
+    (model / "generation_config.json").mkdir()
+    with pytest.raises(ConfigError, match=r": generation_config.json cannot be read: Is a directory$"):
+        stop_token_ids(str(model), plain)
 
 
 def test_a_file_too_large_for_the_wire_is_refused(tmp_path):

@@ -156,15 +156,6 @@ def coordinator_secret(key: str) -> bytes:
     return derived(require_full(key, "a coordinator needs"), _COORDINATOR)
 
 
-def pull_ticket(secret: str, node: str, policy_version: int) -> str:
-    """What lets just this node pull just this version; `secret` is what its holders were told.
-
-    Example: pull_ticket("c0ffee...", "rollout-0", 4) is 32 hexadecimal digits.
-    """
-    key = hashlib.blake2b(secret.encode(), digest_size=32).digest()  # a secret of any length
-    return hashlib.blake2b(f"{policy_version} {node}".encode(), key=key, digest_size=16).hexdigest()
-
-
 def _public(secret: bytes) -> bytes:
     """The public half of a Curve25519 pair."""
     import zmq  # here: whoever only asks for --help need not load it

@@ -335,7 +335,7 @@ class PublishWeights:
     """A complete version can be pulled from `holders` ("host:port", any of them) with `ticket`.
 
     From the trainer `ticket` is the version's secret; what a node gets is derived from it for that node
-    (keys.pull_ticket). Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator.
+    (tickets.pull_ticket). Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator.
     The first one of a trainer that has said hello tells where it stands: it trains that step next.
 
     Example: PublishWeights(manifest, ("10.0.0.1:41873",), ticket="c0ffee...", portions=(3, 29))

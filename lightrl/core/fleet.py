@@ -4,6 +4,7 @@ Owns nodes, leases and the offering of weights. Knows nothing of responses: whoe
 decides what becomes of the work that it held.
 """
 
+from collections import deque
 from dataclasses import replace
 from itertools import islice
 from statistics import fmean
@@ -11,7 +12,6 @@ from statistics import fmean
 from lightrl.core.commands import Admit, Command, Report, Send
 from lightrl.core.speed import Gain, Speed
 from lightrl.core.state import Node, NodeState, Published, Settings
-from lightrl.keys import pull_ticket
 from lightrl.messages import (
     PROTOCOL,
     Drain,
@@ -20,11 +20,14 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
+from lightrl.tickets import pull_ticket
 
 VERSIONS_REMEMBERED = 8  # beyond those that asynchronous mode allows: late chunks are told from forged ones
 SPEED_SAMPLE = 16  # nodes from which the speed of a new one is guessed
 SHARE_BATCH = 32  # responses at which the speeds of nodes are compared
 MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is asked to leave
+GHOSTS_REMEMBERED = 16  # of one name, the newest: so many processes of it are never alive,
+GHOST_NAMES_REMEMBERED = 4096  # and the names that were followed last: more than a run has nodes
 
 
 class Fleet:
@@ -38,7 +41,7 @@ class Fleet:
         self.published: Published | None = None
         self.digests: dict[int, str] = {}  # of the newest versions
         self.num_joined = 0
-        self._replaced: dict[str, set[int]] = {}  # incarnations of a node that were followed by another
+        self._replaced: dict[str, deque[int]] = {}  # incarnations of a node that were followed by another
         self.num_weights_failed = 0
         self.lease_check_at: float | None = None
         self._settings = settings
@@ -65,7 +68,11 @@ class Fleet:
 
     def replace(self, node: Node) -> None:
         """Another incarnation speaks for this node's name from now on; the node must be removed."""
-        self._replaced.setdefault(node.name, set()).add(node.incarnation)
+        ghosts = self._replaced.pop(node.name, None) or deque(maxlen=GHOSTS_REMEMBERED)
+        ghosts.append(node.incarnation)
+        self._replaced[node.name] = ghosts  # the last of them now
+        if len(self._replaced) > GHOST_NAMES_REMEMBERED:
+            del self._replaced[next(iter(self._replaced))]
 
     def add(self, hello: Hello, now: float) -> list[Command]:
         """Takes a node in, or once more if it is known; another incarnation must have been removed."""

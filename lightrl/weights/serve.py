@@ -4,7 +4,7 @@ Owns open versions and the connections of those who have shown a ticket; `door.p
 loop only accepts, reads requests and waits; threads move the bytes. Must not import torch; decides neither
 which versions exist nor who may have them. What is said is in `request.py`.
 
-A ticket is for one node and one version (keys.pull_ticket); it expires when the version is not held any more.
+A ticket is for one node and one version (lightrl/tickets.py); it expires when that is not held any more.
 Waiting costs a descriptor and nothing else: any number of nodes wait for their turn, and are told so.
 """
 
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.keys import pull_ticket
 from lightrl.messages import Manifest
+from lightrl.tickets import pull_ticket
 from lightrl.weights import manifest as m
 from lightrl.weights.door import Door
 from lightrl.weights.request import BUSY, DATA, QUEUED, Request, num_missing, unpack
@@ -111,7 +111,7 @@ class WeightServer:
     def publish(self, manifest: Manifest, path: Path, secret: str) -> None:
         """From now on serves the version in `path`; the file may be deleted. Raises WeightsError.
 
-        The tickets of nodes are derived from `secret` (keys.pull_ticket).
+        The tickets of nodes are derived from `secret` (tickets.pull_ticket).
         """
         if len(secret) < MIN_SECRET:
             raise WeightsError(f"a secret has {MIN_SECRET} characters or more, not {len(secret)}")

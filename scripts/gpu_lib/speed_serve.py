@@ -37,7 +37,7 @@ def main() -> None:
 async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
     from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSpec, EngineStarted, LoadWeights
     from lightrl.engine.process import start_engine
-    from lightrl.keys import pull_ticket
+    from lightrl.tickets import pull_ticket
     from lightrl.weights.manifest import num_bytes
     from lightrl.weights.pull import WeightServer, pull
     from lightrl.weights.tensors import write_tensors

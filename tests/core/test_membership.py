@@ -1,5 +1,7 @@
 """Joining, leases, draining and losing nodes; work never goes with them."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightrl.core.commands import Admit, Finish
@@ -13,6 +15,7 @@ from lightrl.core.events import (
     TimerFired,
     WeightsRefused,
 )
+from lightrl.core.fleet import GHOST_NAMES_REMEMBERED, GHOSTS_REMEMBERED
 from lightrl.messages import (
     PROTOCOL,
     Drain,
@@ -83,6 +86,26 @@ def test_restarted_node_replaces_its_old_incarnation_and_a_ghost_does_not(driver
     [(_, refusal)] = sent(driver.join("a", incarnation=1), Welcome)
     assert refusal.refused == "another process has this name now"
     assert driver.core.fleet.nodes["a"].incarnation == 2
+
+
+def test_as_many_ghosts_are_remembered_as_matter_and_no_more(driver: Driver):
+    driver.start("a")
+    newest = 3 * GHOSTS_REMEMBERED
+    for incarnation in range(2, newest + 1):
+        driver.join("a", incarnation=incarnation)
+    fleet = driver.core.fleet
+    for k in range(GHOST_NAMES_REMEMBERED + 5):
+        fleet.replace(replace(fleet.nodes["a"], name=f"b{k}"))
+        driver.join("a", incarnation=(newest := newest + 1))  # who is followed often is not forgotten
+    remembered = [k for k in range(1, newest) if driver.core.fleet.is_ghost(hello_of("a", k))]
+    assert remembered == list(range(newest - GHOSTS_REMEMBERED, newest))
+    assert len(fleet._replaced) == GHOST_NAMES_REMEMBERED
+    [(_, refusal)] = sent(driver.join("a", incarnation=newest - 1), Welcome)
+    assert refusal.refused == "another process has this name now"
+
+
+def hello_of(node: str, incarnation: int) -> Hello:
+    return Hello(node, incarnation, ("rollout",), PROTOCOL, pid=1, host="h")
 
 
 def test_hello_of_a_known_process_is_welcomed_again_without_moving_anything(driver: Driver):

@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 from lightrl.config import Config
 from lightrl.errors import ConfigError, PeerUnreachable
 from lightrl.hub import model_files
-from lightrl.keys import JOIN_FILE, KEY_FILE, pull_ticket, read_key, write_keys
+from lightrl.keys import JOIN_FILE, KEY_FILE, read_key, write_keys
 from lightrl.messages import (
     REJOIN,
     Generate,
@@ -26,6 +26,7 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.node.link import Hub, Peer
+from lightrl.tickets import pull_ticket
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 from lightrl.wire import pack_i32, unpack_i32

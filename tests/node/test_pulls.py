@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from lightrl.keys import pull_ticket
 from lightrl.messages import Manifest, Message, PublishWeights, WeightsFailed, WeightsReady
 from lightrl.node.rollout import Rollout
+from lightrl.tickets import pull_ticket
 from lightrl.weights.request import DATA, Request
 from tests.weights.holder import holder, part
 from tests.weights.versions import BUCKET, SECRET, make_version, serving

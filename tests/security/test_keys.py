@@ -18,13 +18,13 @@ from lightrl.keys import (
     coordinator_public_key,
     find_key,
     new_key,
-    pull_ticket,
     read_key,
     write_key,
 )
 from lightrl.messages import Drain, Heartbeat, ResponseTokens, TokenChunk, Watch
 from lightrl.node import client, link
 from lightrl.node.link import Hub, Link
+from lightrl.tickets import pull_ticket
 from lightrl.wire import MESSAGES
 
 from ..node.harness import Proxy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
-from lightrl.keys import pull_ticket
+from lightrl.tickets import pull_ticket
 from lightrl.weights import manifest as m
 from lightrl.weights.pull import WeightServer
 from lightrl.weights.pull import pull as pull_as

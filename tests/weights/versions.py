@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.keys import pull_ticket
 from lightrl.messages import Manifest
+from lightrl.tickets import pull_ticket
 from lightrl.weights import manifest as m
 from lightrl.weights.pull import PullStats, WeightServer
 from lightrl.weights.pull import pull as pull_as

@@ -1,8 +1,8 @@
 """ZeroMQ, and all that must be known of it: the coordinator's ROUTER and a node's DEALER. Carries
 messages; decides nothing.
 
-- A default ROUTER drops silently for unknown peers and full pipes: ROUTER_MANDATORY, no high-water
-  mark; what is outstanding is bounded by the core's credit.
+- A default ROUTER drops silently for unknown peers and full pipes: ROUTER_MANDATORY. What is outstanding is
+  bounded by the core's credit, but for the answers to what a peer says: who does not read them is cut off.
 - Without ROUTER_HANDOVER a restarted daemon is ignored while its old connection lives.
 - Awaiting every message costs four times as much as waiting once and draining without awaiting.
 - ZeroMQ's file descriptor is edge-triggered, and a send may consume the edge: look at EVENTS after both.
@@ -25,6 +25,7 @@ messages; decides nothing.
 import asyncio
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self, TypeAlias
 from urllib.parse import urlsplit
@@ -35,7 +36,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightrl.errors import ConfigError, PeerUnreachable, ProtocolError, WrongKey
 from lightrl.keys import Access, coordinator_public_key, coordinator_secret, join_key, secret_of
-from lightrl.messages import Hello, Message, TokenChunk
+from lightrl.messages import Hello, Message, TokenChunk, Welcome
 from lightrl.node.border import require_allowed, require_sane
 from lightrl.node.parts import Assembly, cut, in_pieces
 from lightrl.node.strangers import Strangers
@@ -52,6 +53,8 @@ MAX_TO_HUB_BYTES = 64 << 10  # of a frame: so much a stranger may send, before i
 MAX_TO_NODE_BYTES = 1 << 20  # and whoever poses as the coordinator
 MAX_WHOLE_BYTES = 32 << 20  # of a message to the hub that comes in parts
 MAX_PARTIAL_BYTES = 256 << 20  # of all of them of which parts are still to come
+MAX_WAITING = 1 << 14  # messages for a peer that it does not read: no order is cut into as many
+MAX_WELCOMES = 8  # through one connection: each has the small files of the model in it
 MAX_UNDRAINED = 16  # batches after which a peer counts as heard, however much is left: its share was read
 CURVE_BYTES = 64  # that a frame grows by when it is encrypted, and more
 BACKLOG = 1024  # connections that the kernel holds until ZeroMQ accepts them
@@ -159,6 +162,7 @@ class Hub(_Socket):
         """
         secret = coordinator_secret(key)
         super().__init__(zmq.ROUTER, MAX_TO_HUB_BYTES)
+        self._sock.set(zmq.SNDHWM, MAX_WAITING)
         self._sock.set(zmq.BACKLOG, BACKLOG)
         self._sock.set(zmq.HEARTBEAT_IVL, 0)
         self._sock.set(zmq.TCP_KEEPALIVE, 1)
@@ -178,6 +182,8 @@ class Hub(_Socket):
         self._strangers = Strangers(self._sock, self._domain, self._readable.set)
         self._partial: dict[bytes, tuple[int, Assembly]] = {}  # of an identity, through which connection
         self._partial_bytes = 0  # of all of them
+        self._connections: dict[bytes, int] = {}  # through which an identity has spoken last
+        self._welcomes: Counter[int] = Counter()  # through a connection
         self._unheard: dict[Peer, int] = {}  # who cannot be reached, and batches since that was known
         try:
             self._sock.bind(address)
@@ -188,8 +194,14 @@ class Hub(_Socket):
         self._strangers.listens_on(host_and_port(self.address)[1])
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Raises PeerUnreachable if no such peer is connected; messages of it may still be received."""
+        """Raises PeerUnreachable if no such peer is connected; messages of it may still be received.
+
+        Also if it does not read, or is welcomed again and again: its connection then ends. An honest peer
+        comes back and says hello anew.
+        """
         identity = peer.identity.encode(errors="surrogateescape")
+        if isinstance(message, Welcome) and not message.refused and not self._may_welcome(identity):
+            raise PeerUnreachable(peer.identity)
         frame, most = MESSAGES.encode(message), MAX_TO_NODE_BYTES - CURVE_BYTES
         try:
             if len(frame) <= most:
@@ -199,9 +211,20 @@ class Hub(_Socket):
             for part in cut(frame, self._num_cut, most):
                 self._send_frames([identity, *part])
         except zmq.ZMQError as e:
-            if e.errno == zmq.EHOSTUNREACH:
-                raise PeerUnreachable(peer.identity) from None
-            raise
+            if e.errno not in {zmq.EHOSTUNREACH, zmq.EAGAIN}:
+                raise
+            if e.errno == zmq.EAGAIN and identity in self._connections:
+                self._strangers.end(self._connections[identity])
+            raise PeerUnreachable(peer.identity) from None
+
+    def _may_welcome(self, identity: bytes) -> bool:
+        connection = self._connections.get(identity)
+        if connection is None:  # nobody has spoken, or it has gone
+            return True
+        self._welcomes[connection] += 1
+        if self._welcomes[connection] == MAX_WELCOMES + 1:
+            self._strangers.end(connection)
+        return self._welcomes[connection] <= MAX_WELCOMES
 
     def hear_out(self, peer: Peer) -> None:
         """This peer could not be reached: `receive` says so, too, once all that lies here of it was received.
@@ -226,7 +249,7 @@ class Hub(_Socket):
             received = [entry for each in messages if (entry := self._decoded(*each)) is not None]
             is_drained = not self._has_input()
             if is_drained:
-                self._forget_parts(gone)
+                self._forget(gone)
             received += self._lost(unheard, is_drained)
             if received or not is_drained:
                 await asyncio.sleep(0)  # also if this was all: more comes while it is dealt with
@@ -257,7 +280,9 @@ class Hub(_Socket):
             access = Access(str(first.get("User-Id")))
             frames = self._sock.recv_multipart(zmq.DONTWAIT)
             num_bytes += sum(map(len, frames))
-            messages.append((connection, access, [first.bytes, *frames]))
+            identity = first.bytes
+            self._connections[identity] = connection
+            messages.append((connection, access, [identity, *frames]))
         return messages
 
     def _decoded(self, connection: int, access: Access, frames: list[bytes]) -> Received | None:
@@ -299,9 +324,14 @@ class Hub(_Socket):
         if assembly is not None:
             self._partial_bytes -= assembly.num_bytes
 
-    def _forget_parts(self, gone: set[int]) -> None:
-        """Of peers whose connection has ended: the rest will never come."""
+    def _forget(self, gone: set[int]) -> None:
+        """Peers whose connection has ended; the rest of what they said in parts will never come."""
+        if not gone:
+            return
         self._strangers.gone -= gone
+        self._connections = {i: c for i, c in self._connections.items() if c not in gone}
+        for connection in gone:
+            self._welcomes.pop(connection, None)
         for identity in [i for i, (connection, _) in self._partial.items() if connection in gone]:
             self._drop_parts(identity)
 

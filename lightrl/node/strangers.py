@@ -73,6 +73,13 @@ class Strangers:
             self._known[descriptor] = self._num_known
         return self._known[descriptor]
 
+    def end(self, connection: int) -> None:
+        """Shuts a connection through which messages came, if it still stands."""
+        self._read_events()  # its descriptor may be another's by now
+        for descriptor in [d for d, known in self._known.items() if known == connection]:
+            self._shut(descriptor)
+        self._look_soon()
+
     def close(self) -> None:
         """Before the socket itself is closed."""
         self._loop.remove_reader(self._fd)

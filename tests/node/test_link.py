@@ -5,12 +5,17 @@ import contextlib
 import time
 
 import pytest
+import zmq
+from zmq.utils import z85
 
 from lightrl.core.orders import MAX_ORDER_BYTES, orders
 from lightrl.errors import PeerUnreachable, ProtocolError
+from lightrl.keys import coordinator_public_key
 from lightrl.messages import (
     PROTOCOL,
+    TAKEN,
     Bye,
+    Drain,
     Generate,
     Hello,
     Manifest,
@@ -27,6 +32,7 @@ from lightrl.messages import (
 from lightrl.node import link
 from lightrl.node.link import Link
 from lightrl.node.parts import HEADER
+from lightrl.wire import MESSAGES
 
 from .hubs import hub_and_key, received, until
 
@@ -141,6 +147,105 @@ def test_parts_of_a_peer_are_bounded_and_go_with_it():
             receiving = asyncio.create_task(hub.receive())
             await until(lambda: not hub._partial)
             receiving.cancel()
+
+    asyncio.run(scenario())
+
+
+# Peers that ask for more than they take
+
+
+def test_a_peer_that_is_welcomed_again_and_again_must_come_anew():
+    """Each welcome may be megabytes, and ZeroMQ does not say whether anybody reads."""
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            back = asyncio.Event()
+            node = await Link.connect(hub.address, "n", key, on_back=back.set)
+            for turn in range(2):
+                for k in range(link.MAX_WELCOMES):
+                    node.send(hello())
+                    peer, _ = await received(hub, Hello)
+                    hub.send(peer, Welcome(f"{turn}.{k}"))
+                    hub.send(peer, Welcome("", refused=TAKEN))  # small: as often as it is asked for
+                said: list[str] = []
+                while len(said) < link.MAX_WELCOMES:
+                    said += [m.run for m in await node.receive() if isinstance(m, Welcome) and not m.refused]
+                assert said == [f"{turn}.{k}" for k in range(link.MAX_WELCOMES)]
+                assert not back.is_set()
+                for _ in range(3):
+                    with pytest.raises(PeerUnreachable):
+                        hub.send(peer, Welcome("once more"))
+                await back.wait()
+                back.clear()
+            node.close()
+            receiving = asyncio.create_task(hub.receive())
+            await until(lambda: not hub._connections and not hub._welcomes)
+            receiving.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(link, "MAX_WAITING", 64)
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            public, secret = link._key_pair(key)
+            node = zmq.Context.instance().socket(zmq.DEALER)
+            node.set(zmq.LINGER, 0)
+            node.set(zmq.RCVHWM, 1)
+            node.set(zmq.RCVBUF, 1 << 16)
+            node.set(zmq.CURVE_PUBLICKEY, public)
+            node.set(zmq.CURVE_SECRETKEY, secret)
+            node.set(zmq.CURVE_SERVERKEY, z85.encode(coordinator_public_key(key)))
+            node.set(zmq.IDENTITY, b"n/1")
+            node.connect(hub.address)
+            node.send(MESSAGES.encode(Watch()))
+            peer, _ = await received(hub, Watch)
+            num_sent = 0
+            with contextlib.suppress(PeerUnreachable):
+                while num_sent < 3000:  # what the kernel holds is less
+                    hub.send(peer, Bye("x" * 60_000))
+                    num_sent += 1
+            assert 32 <= num_sent < 3000
+            await until(lambda: bool(hub._strangers.gone))
+            node.close()
+
+    asyncio.run(scenario())
+
+
+def test_no_more_is_taken_at_once_than_so_many_bytes(monkeypatch: pytest.MonkeyPatch):
+    """At either end. All of it has arrived before: the connection has ended since."""
+    message, count = Drain("n", "x" * 1100), 40
+    monkeypatch.setattr(link, "MAX_DRAIN_BYTES", 4096)
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            node = await Link.connect(hub.address, "n", key)
+            node.send(Watch())
+            await received(hub, Watch)
+            for _ in range(count):
+                node.send(message)
+            node.close()
+            await until(lambda: bool(hub._strangers.gone))
+            sizes: list[int] = []
+            while sum(sizes) < count:
+                sizes.append(len(await hub.receive()))
+            assert max(sizes) == 4
+
+            broke = asyncio.Event()
+            other = await Link.connect(hub.address, "n", key, on_break=broke.set)
+            other.send(Watch())
+            peer, _ = await received(hub, Watch)
+            for _ in range(count):
+                hub.send(peer, message)
+            hub.close()
+            await broke.wait()
+            sizes = []
+            while sum(sizes) < count:
+                sizes.append(len(await other.receive()))
+            assert max(sizes) == 4
+            other.close()
 
     asyncio.run(scenario())
 

@@ -36,7 +36,10 @@ SYNC_BYTES = 16 << 20  # written before they are synced: one sync of a gigabyte 
 # What a file system that knows no locks says.
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
+DAMAGED, REWOUND = "damaged", "rewound"  # ends of the names of segments that nobody goes on from
+
 _NAME = re.compile(r"(\d{8,})_step_(\d+)\.log")
+_SET_ASIDE = re.compile(rf"(\d{{8,}})_step_(\d+)\.log\.(?:{DAMAGED}|{REWOUND})")
 _ANY_NAME = re.compile(r"(\d{8,})_step_\d+\.log.*")  # moved aside ones too
 
 
@@ -55,11 +58,20 @@ def segment_at(folder: Path, number: int, step: int) -> Segment:
 
 def segments(folder: Path) -> list[Segment]:
     """Oldest first; [] if there is no such folder."""
+    return _found(folder, _NAME)
+
+
+def set_aside(folder: Path) -> list[Segment]:
+    """Segments that nobody goes on from, oldest first."""
+    return _found(folder, _SET_ASIDE)
+
+
+def _found(folder: Path, wanted: re.Pattern[str]) -> list[Segment]:
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = ((m, name) for name in names if (m := _NAME.fullmatch(name)))
+    found = ((m, name) for name in names if (m := wanted.fullmatch(name)))
     return sorted(Segment(int(m[1]), int(m[2]), folder / name) for m, name in found)
 
 

@@ -302,13 +302,13 @@ def _recut(sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int)
         yield replace(cut, last=True, num_groups=num_groups) if is_last else cut
 
 
-def trim(folder: Path, used: Segment) -> None:
-    """What is newer than the segment that the run goes on from is moved aside as *.damaged. May raise
-    JournalError.
+def trim(folder: Path, used: Segment) -> list[str]:
+    """What is newer than the segment that the run goes on from is moved aside as *.damaged: these names.
+
+    May raise JournalError.
     """
-    for segment in reversed(segments(folder)):
-        if segment.number > used.number:
-            _move_aside(segment, "damaged")
+    newer = [segment for segment in reversed(segments(folder)) if segment.number > used.number]
+    return [_move_aside(segment, disk.DAMAGED) for segment in newer]
 
 
 def rewind(folder: Path, codec: Codec[Fact], step: int) -> Segment:
@@ -331,7 +331,7 @@ def rewind(folder: Path, codec: Codec[Fact], step: int) -> Segment:
         os.close(disk.create(copy, [codec.encode(fact) for fact in base])[0])
         for segment in reversed(known):  # from here on the copy is the newest, whatever happens
             if segment.number >= source.number:
-                _move_aside(segment, "rewound")
+                _move_aside(segment, disk.REWOUND)
         return copy
     except OSError as e:
         raise JournalError(f"{folder}: {e.strerror}") from None
@@ -350,8 +350,11 @@ def _base(segment: Segment, codec: Codec[T]) -> list[T] | None:
     return base if reading.base_is_whole and base else None
 
 
-def _move_aside(segment: Segment, why: str) -> None:
+def _move_aside(segment: Segment, why: str) -> str:
+    """Its name now."""
+    aside = segment.path.with_name(f"{segment.path.name}.{why}")
     try:
-        os.rename(segment.path, segment.path.with_name(f"{segment.path.name}.{why}"))
+        os.rename(segment.path, aside)
+        return aside.name
     except OSError as e:
         raise JournalError(f"{segment.path} cannot be moved aside: {e.strerror}") from None

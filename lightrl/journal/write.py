@@ -139,7 +139,7 @@ class JournalWriter(Generic[T]):
         return self._num_pending
 
     def drop_before(self, step: int) -> None:
-        """Removes segments begun when fewer steps were done, but never the newest."""
+        """Removes segments begun when fewer steps were done, also those set aside, but never the newest."""
         if self._keep_history:
             return
         with self._wake:
@@ -285,7 +285,7 @@ class JournalWriter(Generic[T]):
             return
         self._dropped_below = below
         with contextlib.suppress(OSError):
-            for segment in disk.segments(self._folder):
+            for segment in (*disk.segments(self._folder), *disk.set_aside(self._folder)):
                 if segment.step < below and segment.number < self._number:
                     os.unlink(segment.path)
 

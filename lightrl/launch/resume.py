@@ -22,7 +22,7 @@ from lightrl.launch.running import ask, final_snapshot, is_same
 from lightrl.node.durable import FOLDER
 from lightrl.run_file import load_config
 from lightrl.say import say
-from lightrl.trainer.saved import CHECKPOINTS, by_step, latest, newest_sound, step_of
+from lightrl.trainer.saved import CHECKPOINTS, REWOUND, by_step, latest, newest_sound, set_aside, step_of
 from lightrl.trainer.seal import damage
 
 # Nothing that is trained depends on these. All else was promised when the run began.
@@ -59,7 +59,7 @@ def prepare(target: str | None, overrides: Sequence[str] = (), from_checkpoint: 
     if moves:
         (run_dir / "address").unlink(missing_ok=True)  # the coordinator would listen there again
     if from_checkpoint:
-        say(f"from the checkpoint of step {_rewind(run_dir)}")
+        say(_rewind(run_dir))
     try:
         restore_keys(run_dir)
     except OSError as e:
@@ -151,19 +151,22 @@ def _require_free(config: Config, left: str | None) -> None:
         ) from None
 
 
-def _rewind(run_dir: Path) -> int:
-    """The step of the newest checkpoint that is as it was saved, to which the journal is cut back."""
+def _rewind(run_dir: Path) -> str:
+    """Cuts the journal back to the newest checkpoint that is as it was saved; a line that says to which, and
+    where the rest is."""
     try:
         path = newest_sound(run_dir / CHECKPOINTS, damage, say)
         if path is None:
             raise LightRLError(f"{shown(run_dir)}: has no checkpoint that is as it was saved")
         step = step_of(path)
         rewind(run_dir / FOLDER, FACTS, step)
-        for newer in [p for p in by_step(path.parent) if step_of(p) > step]:  # `latest` does not name it
-            newer.rename(newer.with_name(f"{newer.name}.rewound"))
+        newer = [p for p in by_step(path.parent) if step_of(p) > step]  # `latest` does not name them
+        for checkpoint in newer:
+            set_aside(checkpoint, REWOUND)
     except OSError as e:
         raise LightRLError(f"{e.filename or run_dir}: {e.strerror}") from None
-    return step
+    folders = " and ".join(shown(f) for f in [run_dir / FOLDER, *([path.parent] if newer else [])])
+    return f"from the checkpoint of step {step}; what came later is set aside as *.{REWOUND} in {folders}"
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:

@@ -24,9 +24,10 @@ FOLDER = "journal"  # in the run directory
 
 def last_stand(run_dir: Path) -> tuple[list[Fact], list[str]]:
     """The facts to go on from, and lines that say what is lost; newer segments that cannot be used are
-    moved aside. Raises JournalError if there is nothing to go on from."""
+    moved aside, and where to. Raises JournalError if there is nothing to go on from."""
     segment, facts, lines = read.newest(run_dir / FOLDER, read.FACTS)
-    read.trim(run_dir / FOLDER, segment)
+    if aside := read.trim(run_dir / FOLDER, segment):
+        lines.append(f"what cannot be used is set aside in {run_dir / FOLDER}: {', '.join(aside)}")
     return facts, lines
 
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from lightrl import files
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.trainer.model import Policy, full_parameters
-from lightrl.trainer.saved import STEP_FILE, SavedStep, by_step, point, remove, step_of
+from lightrl.trainer.saved import STEP_FILE, SavedStep, by_step, forget_set_aside, point, remove, step_of
 from lightrl.trainer.seal import EXPORT, sealed
 from lightrl.wire import from_json, to_json
 
@@ -54,7 +54,8 @@ def save(
     export_from: Path | None,
     keep_last: int,
 ) -> None:
-    """Writes the checkpoint `path` (.../step_N), makes it durable, removes all but the newest `keep_last`.
+    """Writes the checkpoint `path` (.../step_N), makes it durable, removes all but the newest `keep_last`
+    and what was set aside of earlier steps.
 
     Call on all ranks. `export_from`: also export to `path`/hf, with the small files of that model
     directory. Raises TrainerError, one line, on all ranks if one of them cannot; nothing has changed then.
@@ -93,6 +94,7 @@ def save(
         for p in others:  # what is newer is of steps that were undone
             if p not in kept:
                 remove(p)
+        forget_set_aside(path.parent, step_of(path))
 
 
 def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> SavedStep:

@@ -5,6 +5,7 @@ Owns the names in a run's folder of checkpoints. Must not import torch: daemons 
     checkpoints/latest              name of the newest complete checkpoint
     checkpoints/step_N/trainer.json SavedStep; what else is in there, `trainer.checkpoint` knows
     checkpoints/step_N.damaged      not what was saved any more; nobody uses it
+    checkpoints/step_N.rewound      of steps that `resume --from-checkpoint` has undone; nobody uses it
     checkpoints/.step_N.draft       being written
     checkpoints/.step_N.old         being replaced by a draft that is complete
     checkpoints/.step_N.gone        being removed
@@ -22,6 +23,9 @@ from lightrl.errors import TrainerError
 
 CHECKPOINTS = "checkpoints"  # in the run directory
 STEP_FILE = "trainer.json"  # in a checkpoint
+DAMAGED, REWOUND = "damaged", "rewound"  # why one was set aside
+
+_SET_ASIDE = re.compile(rf"step_(\d+)\.(?:{DAMAGED}|{REWOUND})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,8 @@ def newest_sound(
     Raises TrainerError if one cannot be moved.
     """
     while (path := _newest(checkpoints)) is not None and (problem := damage(path)):
-        aside = path.with_name(f"{path.name}.damaged")
         try:
-            shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
-            path.rename(aside)
+            aside = set_aside(path, DAMAGED)
             if (other := latest(checkpoints)) is not None:
                 point(checkpoints, other)
         except OSError as e:
@@ -88,6 +90,27 @@ def newest_sound(
         where = f"going back to {other.name}" if other is not None else "no other one is left"
         report(f"WARNING: {path}: {problem}; moved aside as {aside.name}, {where}")
     return path
+
+
+def set_aside(checkpoint: Path, why: str) -> Path:
+    """Where it lies now. Raises OSError."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.{why}")
+    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+    checkpoint.rename(aside)
+    return aside
+
+
+def forget_set_aside(checkpoints: Path, step: int) -> None:
+    """Removes what was set aside of steps before `step`, of which there is a sound checkpoint now.
+
+    Of later ones the newest of each kind stays: somebody may want to look at it.
+    """
+    for why in (DAMAGED, REWOUND):
+        paths = checkpoints.glob(f"step_*.{why}")
+        found = {int(m[1]): path for path in paths if (m := _SET_ASIDE.fullmatch(path.name))}
+        newest = max(found, default=0)
+        for old in [s for s in found if s < max(step, newest)]:
+            shutil.rmtree(found[old], ignore_errors=True)
 
 
 def point(checkpoints: Path, newest: Path) -> None:

@@ -169,7 +169,7 @@ def test_what_is_newer_than_the_segment_in_use_is_moved_aside(two):
     old, new = segments(two)
     os.truncate(new.path, disk.HEADER_BYTES + 3)
     segment, _, _ = newest(two, FACTS)
-    trim(two, segment)
+    assert trim(two, segment) == [f"{new.path.name}.damaged"]
     assert segments(two) == [old]
     assert (two / f"{new.path.name}.damaged").exists()
     asyncio.run(write(two, (2, [Resumed(step=2)], [])))

@@ -134,6 +134,32 @@ def test_old_segments_are_dropped_but_never_the_newest(tmp_path):
     within(story)
 
 
+def test_what_was_set_aside_is_dropped_with_the_segments_of_its_steps(tmp_path):
+    for name in ("00000001_step_1.log.damaged", "00000002_step_3.log.rewound", "00000003_step_0.log.mine"):
+        (tmp_path / name).write_text("?")
+
+    def left() -> list[str]:
+        return sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".log" and p.name != "lock")
+
+    async def story() -> None:
+        writer = writer_on(tmp_path)
+        writer.begin(4, [Resumed(step=4)])
+        await flushed(writer)
+        writer.drop_before(1)
+        await writer.close()
+        assert len(left()) == 3
+        writer = writer_on(tmp_path)
+        writer.begin(4, [Resumed(step=4)])
+        await flushed(writer)
+        writer.drop_before(3)
+        await until(lambda: left() == ["00000002_step_3.log.rewound", "00000003_step_0.log.mine"])
+        writer.drop_before(4)
+        await until(lambda: left() == ["00000003_step_0.log.mine"])
+        await writer.close()
+
+    within(story)
+
+
 def test_history_can_be_kept(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path, keep=True)

@@ -169,14 +169,21 @@ class Trainer:
         return step
 
     async def _where_to_start(self) -> int:
-        """Steps done in the newest checkpoint that is as it was saved; 0 if there is none: in the model."""
+        """Steps done in the newest checkpoint that is as it was saved; 0 if there is none: in the model.
+
+        Raises TrainerError if it cannot be told: one that cannot be read may be sound.
+        """
         find = partial(damage, is_wanted=lambda: not self._is_stopping)
 
         def look() -> Path | None:
             tidy(self._checkpoints)  # of many gigabytes, maybe
             return newest_sound(self._checkpoints, find, say)
 
-        path = await patiently(lambda: in_thread(look), "the trainer", say)
+        try:
+            path = await patiently(lambda: in_thread(look), "the trainer", say)
+        except OSError as e:
+            where = e.filename or self._checkpoints
+            raise TrainerError(f"{where}: cannot look for a checkpoint: {e.strerror or e}") from None
         return 0 if path is None else step_of(path)
 
     async def _live(self, step: int) -> None:

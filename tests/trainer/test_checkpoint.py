@@ -1,6 +1,7 @@
 import asyncio
 import errno
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -128,6 +129,32 @@ def test_what_a_killed_save_left_is_not_removed_in_the_event_loop(tmp_path, monk
     assert threading.get_ident() not in threads
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_one_line_and_stays_where_it_is(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoints" / "step_3"
+    path.mkdir(parents=True)
+    (path / "trainer.json").write_text("{}")
+    read = Path.read_bytes
+
+    def refuse(file):
+        if file == path / "trainer.json":  # and not by its mode: a test may run as root
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return read(file)
+
+    async def story():
+        trainer = Trainer(make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail)
+        try:
+            await trainer._where_to_start()
+        finally:
+            await trainer.close()
+
+    with monkeypatch.context() as lack:
+        lack.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(TrainerError) as raised:
+            asyncio.run(story())
+    assert str(raised.value) == f"{path}/trainer.json: cannot look for a checkpoint: Permission denied"
+    assert path.is_dir()
+
+
 def test_a_checkpoint_is_not_damaged_because_no_thread_can_look_at_it(tmp_path, monkeypatch):
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -217,6 +244,33 @@ def test_the_newest_sound_checkpoint_is_found_and_damaged_ones_are_moved_aside(t
     assert newest_sound(tmp_path, lambda path: "bad", lines.append) is None
     assert lines[-1].endswith("step_2: bad; moved aside as step_2.damaged, no other one is left")
     assert oldest_kept(tmp_path, 0, 2) == 0
+
+
+def test_what_was_set_aside_goes_when_a_later_step_is_saved(new_rank, samples, tmp_path):
+    rank = new_rank()
+    train(rank, samples, 0)
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (3, 5, 7, 9):
+        for why in ("damaged", "rewound"):
+            (folder / f"step_{step}.{why}" / "state").mkdir(parents=True)
+    others = {"step_1.mine", "step_x.damaged", "notes.damaged"}  # not ours to remove
+    for name in others:
+        (folder / name).mkdir()
+
+    def save_as(step):
+        rank.step = step
+        save(rank, tmp_path, step)
+
+    def left():
+        return {p.name for p in folder.iterdir()} - others - {"latest"}
+
+    save_as(5)
+    assert left() == {"step_5", "step_9.damaged", "step_9.rewound"}  # the newest of each kind
+    save_as(9)
+    assert {"step_9.damaged", "step_9.rewound"} < left()  # as far, but not beyond
+    save_as(10)
+    assert not [name for name in left() if "." in name]
+    assert others < {p.name for p in folder.iterdir()}
 
 
 def test_a_save_that_fails_changes_nothing_and_can_be_tried_again(new_rank, samples, tmp_path):

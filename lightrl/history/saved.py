@@ -117,7 +117,10 @@ class SavedHistory:
         if sum(waiting for _, waiting in self._waiting) > MAX_WAITING_BYTES:
             self._give_up("the disk is too slow")
             return
-        self._waiting.append((self._thread.submit(write, answers), size))
+        try:
+            self._waiting.append((self._thread.submit(write, answers), size))
+        except RuntimeError as e:  # no thread can be started
+            self._give_up(str(e))
 
     # In the thread
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+from lightrl.child import patiently
 from lightrl.config import Config
 from lightrl.core.state import RunState
 from lightrl.devices.plan import for_run
@@ -19,6 +20,7 @@ from lightrl.launch.resume import has_journal
 from lightrl.launch.running import final_snapshot
 from lightrl.say import never_fail, say
 from lightrl.signals import stop_signals
+from lightrl.threads import in_thread
 
 
 async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
@@ -30,7 +32,7 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     if not resume:
         require_files(config)
         require_new(config)
-    gpus = await asyncio.to_thread(for_run, config)
+    gpus = await patiently(lambda: in_thread(for_run, config), "the search for devices", say)
     for note in gpus.notes:
         say(note)
     stopped = asyncio.Event()

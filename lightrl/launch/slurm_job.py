@@ -31,6 +31,7 @@ from lightrl.launch.running import ask, final_snapshot
 from lightrl.run_file import load_config
 from lightrl.say import never_fail, say
 from lightrl.signals import stop_signals
+from lightrl.threads import in_thread
 
 LOOK_S = 1.0  # between two looks at files that another machine writes
 WAIT_S = 3600.0  # a node without a run gives its machine back after so long
@@ -205,7 +206,7 @@ async def _find_run(target: str, run_dir: Path | None, told: asyncio.Event) -> s
     deadline = asyncio.get_running_loop().time() + WAIT_S
     while not told.is_set() and not (run_dir is not None and _is_over(run_dir)):
         address = listening(run_dir) if run_dir is not None else target
-        if address is not None and await asyncio.to_thread(accepts, address):
+        if address is not None and await _answers(address):
             return address
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
@@ -242,9 +243,17 @@ async def _moves_away(run_dir: Path | None, address: str) -> None:
     while True:
         await asyncio.sleep(LOOK_S)
         now = listening(run_dir) if run_dir is not None else None
-        if now not in {None, address} and await asyncio.to_thread(accepts, str(now)):
+        if now not in {None, address} and await _answers(str(now)):
             _say(f"the run has moved to {now}")
             return
+
+
+async def _answers(address: str) -> bool:
+    """Without a thread to ask in, nobody does: it is asked again soon."""
+    try:
+        return await in_thread(accepts, address)
+    except OSError:
+        return False
 
 
 def _directory(target: str) -> Path | None:

@@ -17,6 +17,7 @@ from lightrl.core.state import Group, Response, Round
 from lightrl.history.saved import SavedHistory
 from lightrl.history.store import History, Past, answers, key_of
 from lightrl.messages import Generate, Hello, PromptHistory, WeightsFailed
+from lightrl.threads import in_thread
 
 MAX_RESPONSES = 16  # of one prompt
 MAX_PROMPT_BYTES = 1 << 20  # of one prompt
@@ -72,8 +73,13 @@ class Histories:
         return figures
 
     async def close(self) -> None:
-        if self._saved is not None:
-            await asyncio.to_thread(self._saved.close)
+        """Returns when all that was learnt is written, or cannot be."""
+        if self._saved is None:
+            return
+        try:
+            await in_thread(self._saved.close)
+        except OSError:  # there is no thread for it, and it does not wait
+            self._saved.close()
 
 
 def open_histories(config: Config, run_dir: Path, resume: bool, report: Callable[[str], None]) -> Histories:

@@ -135,9 +135,18 @@ class Records:
         self._num_migrations = core.ledger.counters.migrations
         self._closed[round.step] = _Closed(
             figures | history,
-            self._hashing.submit(digest_responses, round.step, trained),  # a gigabyte takes a second
+            self._hashed(round.step, trained),
             histogram([len(r.tokens) for r in trained], self._max_response_tokens),
         )
+
+    def _hashed(self, step: int, trained: list[Response]) -> Future[bytes]:
+        """In a thread, a gigabyte takes a second; here if none can be started."""
+        try:
+            return self._hashing.submit(digest_responses, step, trained)
+        except RuntimeError:
+            done: Future[bytes] = Future()
+            done.set_result(digest_responses(step, trained))
+            return done
 
     def _close_reward_figures(self, round: Round, trained: list[Response]) -> dict[str, float]:
         """Means over the trained responses that have the figure."""

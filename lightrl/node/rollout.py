@@ -40,6 +40,7 @@ from lightrl.messages import (
 from lightrl.node.kept import Kept
 from lightrl.node.link import WILDCARD, host_and_port
 from lightrl.say import say
+from lightrl.threads import in_thread
 from lightrl.weights.manifest import num_bytes
 from lightrl.weights.pull import pull
 
@@ -322,7 +323,8 @@ class Rollout:
                     with contextlib.suppress(OSError):
                         file.unlink()
 
-        await asyncio.to_thread(remove)
+        with contextlib.suppress(OSError):  # no thread to spare: the next version finds them
+            await in_thread(remove)
 
     def _file_of(self, offer: PublishWeights) -> Path:
         return self._scratch / f"version_{offer.manifest.policy_version}.bin"

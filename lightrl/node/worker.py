@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lightrl.child import patiently
 from lightrl.config import Config
 from lightrl.devices.assign import CPU, Assignment, Part
 from lightrl.devices.plan import for_daemon
@@ -47,6 +48,7 @@ from lightrl.node.scratch import scratch_dir
 from lightrl.node.trainer import Trainer
 from lightrl.node.welcome import config_of, write_model_files
 from lightrl.say import flush, say
+from lightrl.threads import in_thread
 
 WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
 TAKEN_PAUSE_S = 0.5  # before the next hello under a name that another process still has
@@ -254,7 +256,8 @@ class Worker:
             return Assignment(self._gpus.tokens, (self._gpus,))
         has_coordinator = not self._is_alone
         find = partial(for_daemon, config, self._roles, model_files, self._hello.slots, has_coordinator)
-        found = await asyncio.to_thread(find)  # nvidia-smi takes a second
+        # nvidia-smi takes a second
+        found = await patiently(lambda: in_thread(find), "the search for devices", say)
         for note in found.notes:
             say(note)
         return found
@@ -281,7 +284,8 @@ class Worker:
                 ]
                 await self._drained.wait()
                 if force is not None:
-                    force.start()
+                    with contextlib.suppress(RuntimeError):  # no thread to spare: it leaves without that
+                        force.start()
                 await self._leave(roles, config)
                 for task in background:  # until here the coordinator must see that this node lives
                     task.cancel()

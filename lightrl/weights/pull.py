@@ -97,7 +97,11 @@ async def pull(
     loop = asyncio.get_running_loop()
     try:
         with ThreadPoolExecutor(num_streams, thread_name_prefix="weights-pull") as threads:
-            runs = [loop.run_in_executor(threads, _Stream(fetch, k).run) for k in range(num_streams)]
+            try:
+                runs = [loop.run_in_executor(threads, _Stream(fetch, k).run) for k in range(num_streams)]
+            except RuntimeError as e:
+                fetch.end(str(e))
+                raise WeightsError(f"version {manifest.policy_version}: {e}") from e
             try:
                 await asyncio.gather(*(asyncio.shield(r) for r in runs))
             except BaseException:

@@ -1,0 +1,145 @@
+"""A daemon on a machine that has no thread to spare for a while: nothing ends because of that."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightrl import child
+from lightrl.errors import LightRLError, WeightsError
+from lightrl.history.saved import SavedHistory
+from lightrl.history.store import History
+from lightrl.hub import model_files
+from lightrl.launch import run, slurm_job
+from lightrl.messages import Message, WeightsReady
+from lightrl.node.histories import Histories
+from lightrl.node.records import Records, digest_responses
+from lightrl.node.worker import Worker
+from tests.weights.versions import SECRET, make_version, pull, serving
+
+from .harness import DEADLINE_S, a_run, make_config
+from .test_pulls import pulling
+
+NO_THREAD = "can't start new thread"
+OF_CALLS = ("ThreadPoolExecutor", "asyncio_")  # what their threads are named, in threads.py and in asyncio
+
+
+@pytest.fixture
+def lack(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """From its call on, threads are refused whose name begins so; returns the names of those that were."""
+    start, refused = threading.Thread.start, []
+
+    def begin(*names: str, times: int = 1 << 30) -> list[str]:
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name.startswith(names) and len(refused) < times:
+                refused.append(thread.name)
+                raise RuntimeError(NO_THREAD)
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(child, "START_AGAIN_S", 0.01)
+        return refused
+
+    return begin
+
+
+def test_a_node_that_cannot_remove_old_versions_serves_the_new_one(tmp_path: Path, lack):
+    manifests = {v: make_version(tmp_path / f"v{v}", v) for v in (1, 2)}
+
+    async def scenario() -> None:
+        one, two = (serving(manifest, tmp_path / f"v{v}") for v, manifest in manifests.items())
+        async with one as first, two as second, pulling(tmp_path) as node:
+            refused = lack(*OF_CALLS)
+            for (v, manifest), address in zip(manifests.items(), (first, second), strict=True):
+                node.offer(manifest, address)
+                said: Message | None = None
+                while not isinstance(said, WeightsReady):
+                    said = await node.said.get()
+                assert said.policy_version == v
+            assert refused
+
+    asyncio.run(scenario())
+
+
+def test_a_pull_without_threads_is_a_failed_pull(tmp_path: Path, lack):
+    manifest = make_version(tmp_path / "v1")
+
+    async def scenario() -> None:
+        async with serving(manifest, tmp_path / "v1") as address:
+            for num_given in (0, 2):
+                refused = lack(*(f"weights-pull_{k}" for k in range(num_given, 9)))
+                with pytest.raises(WeightsError, match=NO_THREAD):
+                    await pull(manifest, [address], SECRET, tmp_path / "got")
+                assert refused
+                lack("nothing")
+            await pull(manifest, [address], SECRET, tmp_path / "got")
+
+    asyncio.run(scenario())
+
+
+def test_a_node_waits_for_a_thread_to_look_for_devices_in(tmp_path: Path, lack, capsys):
+    config = make_config(tmp_path)
+    worker = Worker("a", ("rollout",), "tcp://127.0.0.1:1", "")
+    lack(*OF_CALLS, times=2)
+    found = asyncio.run(worker._find_gpus(config, model_files(config.model.path)))
+    assert len(found.engines) <= 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if NO_THREAD in line]
+    assert line == f"the search for devices cannot be started: {NO_THREAD}; trying again"
+
+
+def test_a_whole_run_waits_for_that_thread_too(tmp_path: Path, lack, monkeypatch, capsys):
+    def enough(*_: object) -> None:
+        raise LightRLError("far enough")
+
+    monkeypatch.setattr(run, "never_fail", lambda: None)
+    monkeypatch.setattr(run, "LocalRun", enough)
+    refused = lack(*OF_CALLS, times=2)
+    with pytest.raises(LightRLError, match="far enough"):
+        asyncio.run(run.run_here(make_config(tmp_path), tui=False))
+    assert len(refused) == 2
+    assert f"{NO_THREAD}; trying again" in capsys.readouterr().out
+
+
+def test_a_node_leaves_in_order_without_a_thread_that_would_end_it_by_force(tmp_path: Path, lack):
+    async def scenario() -> None:
+        async with a_run(tmp_path) as running:
+            worker = Worker("b", ("rollout",), running.head.address, running.key)
+            working = asyncio.create_task(worker.run())
+            await running.until(lambda s: any(n.name == "b" and n.state == "ready" for n in s.nodes))
+            refused = lack("Thread-")  # as timers are named
+            worker.drain("enough")
+            async with asyncio.timeout(DEADLINE_S):
+                await working
+            assert refused
+            lack("nothing")
+            await running.add_rollout("a")
+            await running.until_finished()
+            assert running.head.succeeded
+
+    asyncio.run(scenario())
+
+
+def test_a_job_asks_again_where_the_run_is(lack):
+    async def scenario() -> None:
+        listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        address = f"tcp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        lack(*OF_CALLS, times=1)
+        assert [await slurm_job._answers(address) for _ in range(2)] == [False, True]
+        listening.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_coordinator_ends_in_order_and_hashes_and_saves_what_it_can(tmp_path: Path, lack):
+    lines: list[str] = []
+    lack("")
+    saved = SavedHistory(tmp_path, History(), lines.append)
+    saved.append([])
+    assert lines == [
+        f"WARNING: history.bin: given up ({NO_THREAD}): a resumed run has less to draft from",
+    ]
+    asyncio.run(Histories(History(), saved).close())
+    records = Records("run", str(tmp_path), "head", "", 1, 10)
+    assert records._hashed(3, []).result(0) == digest_responses(3, [])

@@ -72,7 +72,7 @@ from lightrl.node.scratch import scratch_dir
 from lightrl.node.tasks import Tasks
 from lightrl.node.watchers import Watchers
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
-from lightrl.say import say
+from lightrl.say import plain, say
 from lightrl.wire import from_json, to_json
 
 MAX_TURN_S = 0.05  # of messages that are dealt with before other tasks get their turn
@@ -432,7 +432,7 @@ class Head:
 
     def _report(self, text: str) -> None:
         elapsed = time.monotonic() - self._core.started_at
-        text = "".join(c if c.isprintable() else " " for c in text)  # some of it nodes have said
+        text = plain(text)  # some of it nodes have said
         self._records.event(elapsed, text)
         say(f"{elapsed:8.2f} {text}")
 

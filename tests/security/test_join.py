@@ -52,7 +52,7 @@ from lightrl.messages import (
     WeightsReady,
     Welcome,
 )
-from lightrl.node.link import Hub, Link
+from lightrl.node.link import MAX_WELCOMES, Hub, Link
 from lightrl.node.zap import DOORKEEPER
 from lightrl.wire import from_json
 
@@ -298,6 +298,43 @@ def test_daemon_that_is_started_again_gets_its_name_when_the_one_before_is_lost(
             third = await run.add_rollout("a")
             await run.until(lambda s: any(n.pid == third.pid for n in s.nodes))
             run.trainer.may_publish.set()
+            await run.until_finished()
+            assert run.head.succeeded
+
+    asyncio.run(scenario())
+
+
+def test_what_a_node_says_is_shown_as_the_terminal_would_show_it(tmp_path: Path):
+    """Spelled like all else that is said, and on one line."""
+
+    async def scenario() -> None:
+        async with a_run(tmp_path) as run:
+            async with intruder(run, "b") as link:
+                assert not (await welcome(link, "b")).refused
+                link.send(Bye("\x1b[2J gone\nfor good \u202e"))
+                said = "b left (\\u001b[2J gone for good \\u202e)"
+                await run.until(lambda s: any(said in text for _, text in s.events))
+            await run.add_rollout("a")
+            await run.until_finished()
+            assert run.head.succeeded
+
+    asyncio.run(scenario())
+
+
+def test_whoever_says_hello_in_a_loop_is_cut_off_and_the_run_goes_on(tmp_path: Path):
+    async def scenario() -> None:
+        async with a_run(tmp_path) as run:
+            broke = asyncio.Event()
+            key = read_key(run.join_file)
+            link = await Link.connect(run.head.address, "b", key, on_break=broke.set)
+            hello = Hello("b", 7, ("rollout",), PROTOCOL, pid=0, host="elsewhere", slots=1)
+            for _ in range(5 * MAX_WELCOMES):  # and reads nothing
+                link.send(hello)
+            async with asyncio.timeout(DEADLINE_S):
+                await broke.wait()
+            link.close()
+            await run.until(lambda s: all(n.name != "b" for n in s.nodes))
+            await run.add_rollout("a")
             await run.until_finished()
             assert run.head.succeeded
 

@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from lightrl import config
+from lightrl.core.coordinator import Coordinator
 from lightrl.core.facts import Fact, Resumed, RoundOpened, TokensTaken
 from lightrl.errors import JournalError
 from lightrl.journal import disk
 from lightrl.journal.read import FACTS, newest, read_segment, segments
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import ResponseTokens
+from lightrl.node.durable import Durable
+from tests.core.conftest import SETTINGS
 from tests.journal.conftest import within
 
 
@@ -101,6 +105,26 @@ def test_what_a_segment_begins_with_is_made_as_it_is_written(tmp_path, may_write
         [reading] = [read_segment(segment.path, FACTS)]
         assert len(list(reading)) == 22
         assert reading.num_base == 21
+
+    within(story)
+
+
+def test_a_segment_is_not_begun_anew_while_its_base_is_not_written(tmp_path, may_write):
+    """However much comes meanwhile: how large the base is, against which it counts, is not known yet."""
+
+    async def story() -> None:
+        durable = Durable(tmp_path, config.Journal(segment_mb=1), pytest.fail)
+        durable.begin(Coordinator(SETTINGS, 0.0), b"note")
+        for k in range(3):
+            durable.record(big(k))
+        assert durable.pending_bytes > 2 << 20
+        assert not durable.is_due
+        may_write.release(1000)
+        written = asyncio.Event()
+        durable.when_durable(written.set)
+        await written.wait()
+        assert durable.is_due
+        await durable.close()
 
     within(story)
 

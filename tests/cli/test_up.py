@@ -6,6 +6,11 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from lightrl.keys import JOIN_FILE, KEY_FILE, write_keys
+from lightrl.launch.folder import create_run_dir
+from lightrl.run_file import load_config
 from tests.cli.harness import (
     DEADLINE_S,
     QUICKSTART,
@@ -37,6 +42,29 @@ def test_a_run_to_its_end(tmp_path):
     assert (tmp_path / "runs" / "latest").resolve() == run_dir
     status = subprocess.run(arguments("status"), cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "step      2/2" in status.stdout
+
+
+@pytest.mark.parametrize(
+    ("role", "file", "other"), [("rollout", JOIN_FILE, KEY_FILE), ("trainer", KEY_FILE, JOIN_FILE)]
+)
+def test_a_daemon_reads_the_key_that_it_needs_and_no_other(tmp_path, role, file, other):
+    run_dir = create_run_dir(load_config(QUICKSTART, [f"run.dir={tmp_path}", "run.name=one"]))
+    for name in (KEY_FILE, JOIN_FILE):
+        (run_dir / name).unlink(missing_ok=True)
+    write_keys(run_dir)
+
+    def last_words() -> str:
+        command = ("daemon", "--name", "n", "--role", role, "--run-dir", str(run_dir))
+        nowhere = ("--join", "tcp://127.0.0.1:1")
+        said = subprocess.run(
+            arguments(*command, *nowhere), capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        return said.stderr
+
+    (run_dir / other).unlink()
+    assert "nothing answers there" in last_words()
+    (run_dir / file).unlink()
+    assert f"{run_dir / file}: cannot read the key" in last_words()
 
 
 @linux_only

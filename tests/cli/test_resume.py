@@ -245,7 +245,8 @@ def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
     result = summary(tmp_path)
     assert (result["state"], result["steps"]) == ("finished", done + 1)
     assert result["trained_responses"] == 4 * (done + 1)
-    assert "moved aside as step_" in out
+    log = (tmp_path / "runs" / "one" / "logs" / "trainer-0.log").read_text()
+    assert f"moved aside as step_{newest}.damaged" in log
     assert not list(checkpoints.glob("*.damaged"))  # there is one of a later step now
 
 

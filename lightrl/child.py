@@ -243,7 +243,10 @@ class Pipe(Generic[Command, Event]):
         if commands:
             timeout_s = 0.0
         while select.select([self._sock], [], [], timeout_s)[0]:
-            data = self._sock.recv(1 << 20)
+            try:
+                data = self._sock.recv(1 << 20)
+            except ConnectionResetError:  # closed by a parent that had not read all that was sent to it
+                data = b""
             if not data:
                 if commands:
                     return commands

@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -96,6 +97,17 @@ def test_frames_of_any_size_arrive_whole_and_in_order():
             assert await process.stop() == 0
 
     asyncio.run(scenario())
+
+
+def test_a_parent_that_leaves_without_reading_is_gone_in_order():
+    """The kernel then resets the connection, which is no failure of the child."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        pipe = Pipe(theirs, COMMANDS, EVENTS)
+        pipe.send(Ready())
+        ours.close()
+        with pytest.raises(EOFError, match="the parent closed the pipe"):
+            pipe.receive()
 
 
 def test_what_lies_in_the_working_directory_is_not_imported(tmp_path, monkeypatch):

@@ -102,8 +102,10 @@ def resume(
 
     config = prepare(targets[0] if targets else None, overrides, from_checkpoint)
     if roles:
+        from lightrl.devices.plan import require_room
         from lightrl.launch.local import in_foreground
 
+        require_room(config, roles, slots)
         _exit(in_foreground(config, _coordinator(config, roles, name, slots, resume=True), resume=True))
     else:
         _whole_run(config, no_tui, resume=True)
@@ -328,10 +330,12 @@ def _foreground(
             raise typer.BadParameter("--role coordinator needs a CONFIG")
         if join:
             raise typer.BadParameter("a coordinator does not --join another one")
+        from lightrl.devices.plan import require_room
         from lightrl.launch.preflight import require_files, require_new
 
         require_files(config)
         require_new(config)
+        require_room(config, roles, slots)
         from lightrl.launch.local import in_foreground
 
         _exit(in_foreground(config, _coordinator(config, roles, name, slots)))

@@ -86,6 +86,14 @@ def for_daemon(
     return _patiently(some)
 
 
+def require_room(config: Config, roles: Sequence[Role], slots: int) -> None:
+    """Refuses, before anything is started, what `for_daemon` would refuse of a coordinator's daemon that has
+    these roles, too. Blocks; raises ConfigError."""
+    shape = memory.shape_of_folder(Path(config.model.path))
+    ranks = config.train.ranks if "trainer" in roles else 0
+    _patiently(wanted(config, ranks, int("rollout" in roles), shape, slots))
+
+
 def describe(config: Config) -> list[str]:
     """What a run here does with the GPUs, and the arithmetic behind it. Raises ConfigError as `for_run`."""
     shape, some = _of_run(config)

@@ -54,6 +54,28 @@ def test_refused_in_one_line_before_anything_starts(tmp_path, rows, overrides, s
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("rows", "overrides", "setting", "line"),
+    [
+        (smi_row(0), (), "3", "CUDA_VISIBLE_DEVICES = 3: there is no GPU 3 here, only 0"),
+        (smi_row(0), ("rollout.devices=[1]",), None, "rollout.devices: there is no GPU 1 to use here"),
+        (smi_row(0, driver="470.1"), (), None, "driver 470.1 is too old for torch 2.11.0 (CUDA 13.0)"),
+    ],
+)
+def test_a_coordinator_in_the_foreground_refuses_them_before_it_starts(
+    tmp_path, rows, overrides, setting, line
+):
+    environment = install(tmp_path / "fake", rows)
+    if setting is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = setting
+    command = ("up", str(QUICKSTART), "--role", "coordinator,trainer,rollout", *overrides)
+    done = lightrl(tmp_path, environment, *command)
+    assert done.returncode == 1
+    assert line in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
 def test_the_dry_run_shows_who_gets_what_and_why(tmp_path):
     environment = install(tmp_path / "fake", smi_row(0))
     done = lightrl(tmp_path, environment, "up", str(QUICKSTART), "--dry-run")

@@ -65,9 +65,10 @@ def load_policy(
         module.gradient_checkpointing_enable({"use_reentrant": False})
         module.train()  # transformers checkpoints in training mode only
         _drop_dropout(module)
-    module.to(device)  # pyright: ignore[reportArgumentType] - transformers' decorator hides the signature
     if world > 1:
         _shard(module, device, world)
+    else:
+        module.to(device)  # pyright: ignore[reportArgumentType] - transformers' decorator hides the signature
     return Policy(module, dtypes)
 
 
@@ -189,7 +190,11 @@ def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def _shard(module: PreTrainedModel, device: torch.device, world: int) -> None:
-    """FSDP2, one group per decoder layer. Gradients come out as the mean over ranks: see `loop`."""
+    """FSDP2, one group per decoder layer. Gradients come out as the mean over ranks: see `loop`.
+
+    The module is on the processor: each group is moved to the device when it is divided, so that a model of
+    which a GPU holds a share need not fit into it as a whole.
+    """
     mesh = init_device_mesh(device.type, (world,))
     precision = MixedPrecisionPolicy()
     if device.type == "cuda":

@@ -15,8 +15,10 @@ from lightrl.errors import ConfigError
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 NOTHING = {"", "-1", "NoDevFiles"}  # how CUDA, and Slurm for a job without GPUs, say that there is none
+KINDS = (("GPU-", "GPU"), ("MIG-", "MIG slice"))  # how a UUID begins
 ALONE = 0.92  # gpu_memory_utilization as vLLM has it
 SPARE = 0.01  # of a GPU's memory: what is free moves a little
+STARTED = 0.6 * GIB  # of a process that uses CUDA: vLLM counts it to no share, but asks what is free then
 
 
 class TooLittleMemory(ConfigError):
@@ -186,9 +188,9 @@ def _named(machine: Machine, part: str, setting: str, numbers: list[int], is_mix
                 "nvidia-smi -L"
             )
         return devices[0]
-    kind = "GPU" if part.startswith("GPU-") else "MIG slice"
+    kind = next((k for start, k in KINDS if part.startswith(start)), "GPU or MIG slice")
     every = [(i, device) for i in range(len(machine.gpus)) for device in _devices(machine, i)]
-    if kind == "GPU":
+    if part.startswith("GPU-"):
         meant = [
             device for i, device in every if machine.gpus[i].uuid.startswith(part) and not device.is_slice
         ]
@@ -293,16 +295,17 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
         return 1.0, ""
     left = device.free - rank
     each = left / len(on.engines) / device.total
+    spare = max(SPARE, STARTED / device.total)
     if (share := wanted.utilization) is not None:
         if share > each:
             raise TooLittleMemory(
                 f"{held}{_minus(rank)}: gpu_memory_utilization = {share:g} for {_engines(on)} is more than "
                 f"that; {_floor(each):g} is possible"
             )
-    elif not is_shared and each >= ALONE + SPARE:
+    elif not is_shared and each >= ALONE + spare:
         return 1.0, ""
     else:
-        share = _floor(min(each, (ALONE - rank / device.total) / len(on.engines)) - SPARE)
+        share = _floor(min(each - spare, (ALONE - rank / device.total) / len(on.engines) - SPARE))
     if share * device.total < wanted.least:
         raise TooLittleMemory(
             f"{held}{_minus(rank)}; an engine needs {_gib(wanted.least)} and would get "

@@ -146,9 +146,22 @@ def kv_bytes_per_token(shape: Shape) -> int:
 def working_bytes(shape: Shape, slots: int) -> int:
     """Of an engine besides weights and KV cache: one forward pass, logits and their sampling, CUDA."""
     step = ENGINE_STEP_TOKENS * (20 * shape.hidden + 8 * shape.intermediate)
+    return step + sampling_bytes(shape, slots) + CONTEXT_BYTES + GRAPHS_BYTES
+
+
+def sampling_bytes(shape: Shape, slots: int) -> int:
+    """Of logits, and of what is made of them, in a step that draws one token for each of `slots`."""
     values = slots * shape.vocabulary
-    sampled = (BF16 + 4) * values + SAMPLE_BYTES * min(values, SCORED_VALUES)
-    return step + sampled + CONTEXT_BYTES + GRAPHS_BYTES
+    return (BF16 + 4) * values + SAMPLE_BYTES * min(values, SCORED_VALUES)
+
+
+def draftable_values(room: float, most: int) -> int:
+    """Logits of one step with drafts that fit into `room` bytes, at most `most`: each is there once in
+    bfloat16, and those that are sampled from at once take more."""
+    sampled = SAMPLE_BYTES + BF16
+    if room < sampled * SCORED_VALUES:
+        return min(most, max(0, int(room)) // sampled)
+    return min(most, int(room - SAMPLE_BYTES * SCORED_VALUES) // BF16)
 
 
 def kv_cache_bytes(share: int, weights: int, shape: Shape, slots: int, max_length: int, gpus: int = 1) -> int:

@@ -34,7 +34,7 @@ from lightrl.history.draft import Drafter
 from lightrl.messages import Load, Manifest, PromptHistory, ResponseRequest, Sampling
 from lightrl.weights.tensors import read_tensors
 
-PREFILL_TOKENS = 16_384  # of one forward pass, padding included; bounds its activations
+PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS  # of one forward pass, padding included; bounds its activations
 UNEVEN = (
     "run.deterministic: kernels on a GPU round by the size of the batch, so the torch engine may draw "
     "another token where two are about equal; vLLM has kernels that do not"
@@ -58,7 +58,7 @@ class TorchEngine:
         self._vocabulary = int(text.vocab_size)
         self._windows = _windows(text)
         self._max_length = spec.max_model_length
-        self._slots = spec.slots
+        self._slots, self._draft_logits = spec.slots, DRAFT_LOGITS
         cache_bytes = spec.slots * spec.max_model_length * kv_bytes_per_token(config, dtype)
         if spec.kv_cache_gib:
             fits = int(spec.kv_cache_gib * 2**30 / cache_bytes * spec.slots)
@@ -67,7 +67,7 @@ class TorchEngine:
                 raise EngineError(f"kv_cache_gib = {spec.kv_cache_gib}: one sequence needs {one:.3f}")
             self._slots = min(self._slots, fits)
         elif self.device == "cuda":
-            self._slots = min(self._slots, _fitting(spec, config, cache_bytes // spec.slots))
+            self._slots, self._draft_logits = _fitting(spec, config, cache_bytes // spec.slots)
         self._cache = RowCache(text.num_hidden_layers, self._slots, spec.max_model_length)
         self._waiting: deque[Running] = deque()
         self._rows: list[Running] = []  # row i of the cache and of the arrays below belongs to response i
@@ -170,7 +170,7 @@ class TorchEngine:
         """What to try for each row. A draft leaves room for the token that is sampled after it."""
         if not self._rows:
             return ()
-        most = DRAFT_LOGITS // (len(self._rows) * self._vocabulary) - 1
+        most = max(0, self._draft_logits // (len(self._rows) * self._vocabulary) - 1)
         return drafter.drafts([(r.response, min(r.end - len(r.tokens) - 1, most)) for r in self._rows])
 
     def _joining(self) -> list[Running]:
@@ -343,21 +343,28 @@ class TorchEngine:
         del self._rows[remaining:]
 
 
-def _fitting(spec: EngineSpec, config: Any, sequence_bytes: int) -> int:
-    """Sequences whose KV cache fits beside the weights, which are there. Raises EngineError."""
+def _fitting(spec: EngineSpec, config: Any, sequence_bytes: int) -> tuple[int, int]:
+    """Of the slots as many as have room for their KV cache beside the weights, which are there, and the
+    logits that a step with drafts may have then. Raises EngineError."""
     free, total = torch.cuda.mem_get_info()
     room = 0.9 * free
     if spec.gpu_memory:
         room = min(room, spec.gpu_memory * total - torch.cuda.memory_allocated())
     shape = memory.shape_of(config.to_dict())
     room -= memory.working_bytes(shape, spec.slots) if shape else memory.CONTEXT_BYTES
+    if (
+        shape and shape.q_width > shape.kv_width
+    ):  # transformers repeats a layer's keys and values for each head
+        sequence_bytes += sequence_bytes * shape.q_width // (shape.kv_width * shape.layers)
     if room < sequence_bytes:
         gib = memory.GIB
         raise EngineError(
             f"the GPU has room for {max(0, room) / gib:.1f} GiB of KV cache, and one sequence needs "
             f"{sequence_bytes / gib:.1f}; see lightrl up --dry-run"
         )
-    return int(room // sequence_bytes)
+    slots = min(spec.slots, int(room // sequence_bytes))
+    left = room - slots * sequence_bytes + (memory.sampling_bytes(shape, spec.slots) if shape else 0)
+    return slots, memory.draftable_values(left, DRAFT_LOGITS)
 
 
 def _windows(config: object) -> dict[str, int | None]:

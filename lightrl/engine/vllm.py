@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightrl.devices.memory import ENGINE_STEP_TOKENS
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.requests import accept
 from lightrl.engine.vllm_versions import ENGINE, WINDOW, installed, lacking, torch_mismatch
@@ -175,7 +176,8 @@ class VllmEngine:
 
         reason = refusal(self._core, lacking(DRAFTS, self._api.found))
         if reason is None:
-            return Speculation(spec, self._core, self._vocabulary)
+            room = _left_on_gpu(spec) / 2 if self.device == "cuda" else None
+            return Speculation(spec, self._core, self._vocabulary, room)
         self.notes = (f"no speculation: {reason}",)
         return None
 
@@ -212,7 +214,10 @@ def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict
             "distributed_executor_backend": "uni",  # the worker lives in this process, too
             "kv_cache_memory_bytes": _cpu_kv_bytes(spec, config, dtype),
         }
-    elif spec.kv_cache_gib:
+        return args
+    # Its own default for an engine core is a quarter of this, and prompts take four times as many steps.
+    args["max_num_batched_tokens"] = max(ENGINE_STEP_TOKENS, spec.slots)
+    if spec.kv_cache_gib:
         args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * 2**30)
     return args
 
@@ -267,6 +272,16 @@ def shared_memory_args(
             f"{length:,} tokens; see lightrl up --dry-run"
         )
     return asked | {"kv_cache_memory_bytes": kv}
+
+
+def _left_on_gpu(spec: EngineSpec) -> float:
+    """Bytes that an engine may still take, once it is built and its KV cache is there."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    if spec.gpu_memory:
+        return max(0.0, min(free, spec.gpu_memory * total - torch.cuda.memory_reserved()))
+    return free
 
 
 class Api:

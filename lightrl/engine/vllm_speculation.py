@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightrl.devices.memory import draftable_values
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.history.draft import Drafter
 
@@ -56,12 +57,14 @@ def let_verify(runner: Any) -> None:
 class Speculation:
     """An engine's drafts: made after each step, for the responses that got tokens in it."""
 
-    def __init__(self, spec: EngineSpec, core: Any, vocabulary: int) -> None:
+    def __init__(self, spec: EngineSpec, core: Any, vocabulary: int, room: float | None = None) -> None:
+        """`room`: bytes of the GPU that are left for the logits of drafts; None: as much as is needed."""
         from vllm.v1.outputs import DraftTokenIds
 
         self.drafter = Drafter(spec.max_window, spec.prefer == "reward", vocabulary=vocabulary)
         self._scheduler = core.scheduler
-        self._max_step_tokens = min(core.scheduler.max_num_scheduled_tokens, MAX_LOGITS // vocabulary)
+        most = core.scheduler.max_num_scheduled_tokens
+        self._max_step_tokens = min(most, max_drafted_rows(vocabulary, spec.slots, room))
         self._as_drafts = DraftTokenIds
         self._left: dict[str, int] = {}  # tokens that may still be added to each response
         self._ready: dict[str, int] = {}  # responses that decode in the next step, and how much was drafted
@@ -105,13 +108,20 @@ class Speculation:
 
     def _hand_over(self, responses: list[str], ids: dict[str, str]) -> None:
         # The scheduler serves in order until its step is full: with longer drafts the last would starve.
-        share = self._max_step_tokens // len(responses) - 1
+        share = max(0, self._max_step_tokens // len(responses) - 1)
         left = self._left
         drafts = self.drafter.drafts([(r, min(left[r] - 1, share)) for r in responses])
         self._ready = {r: len(draft) for r, draft in zip(responses, drafts, strict=True)}
         drafted = [(ids[r], list(draft)) for r, draft in zip(responses, drafts, strict=True) if draft]
         if drafted:
             self._scheduler.update_draft_token_ids(self._as_drafts(*map(list, zip(*drafted, strict=True))))
+
+
+def max_drafted_rows(vocabulary: int, slots: int, room: float | None) -> int:
+    """Rows of logits that a step may have: those of a step without drafts at least, for which vLLM has kept
+    memory. It has kept none for drafts, as it knows of none."""
+    values = MAX_LOGITS if room is None else draftable_values(room, MAX_LOGITS)
+    return max(slots, values // vocabulary)
 
 
 class Rows:

@@ -87,6 +87,7 @@ ARGUMENTS = (
     *("model", "load_format", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs"),
     *("logprobs_mode", "worker_extension_cls", "async_scheduling", "disable_log_stats", "seed"),
     *("enforce_eager", "distributed_executor_backend", "kv_cache_memory_bytes", "gpu_memory_utilization"),
+    "max_num_batched_tokens",
 )
 SAMPLING = (
     *("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs"),

@@ -73,8 +73,11 @@ _found = installed(DRAFTS)
 if lacking(DRAFTS, _found) is None and decides_by_config(_found):
     let_verify(GPUModelRunner)
 
-# It warns at every reload of modules that have nothing to load, such as tied heads.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+# It warns at every reload of modules that have nothing to load, such as tied heads. A filter: levels are
+# set anew when vLLM configures its loggers.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: record.levelno >= logging.ERROR
+)
 
 if multiprocessing.parent_process() is not None:  # a tensor-parallel worker must not outlive its engine
     die_with(os.getppid())

@@ -80,6 +80,22 @@ RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEE
         pytest.param(SLICED, "MIG-bbb", {}, ("MIG-bbb",), (("MIG-bbb", 0.16),), id="one slice for both"),
         pytest.param(SLICED, None, {}, ("MIG-aaa",), (("MIG-bbb", 0.0),), id="slices are devices"),
         pytest.param(machine(gpu(0, free=50)), None, {"ranks": 0}, (), (("0", 0.61),), id="others use some"),
+        pytest.param(
+            machine(gpu(0, total=16, free=12)),
+            None,
+            {"ranks": 0},
+            (),
+            (("0", 0.71),),
+            id="small: 0.6 GiB apart",
+        ),
+        pytest.param(
+            machine(gpu(0, total=16, free=15)),
+            None,
+            {"ranks": 0},
+            (),
+            (("0", 0.9),),
+            id="alone, but not 0.92",
+        ),
         pytest.param(gpus(1), None, {"utilization": 0.4}, ("0",), (("0", 0.4),), id="as the config says"),
         pytest.param(gpus(1), None, {"utilization": 0.8, "ranks": 0}, (), (("0", 0.0),), id="alone, as well"),
         pytest.param(
@@ -111,8 +127,8 @@ def test_who_gets_what(found, setting, wanted, ranks, engines):
         (gpus(2), "0,2", {}, "CUDA_VISIBLE_DEVICES = 0,2: there is no GPU 2 here, only 0, 1"),
         (gpus(2), "1,1", {}, "names GPU 1 (NVIDIA H100 80GB HBM3) 2 times"),
         (gpus(2), "1,GPU-1abc", {}, "names GPU 1 (NVIDIA H100 80GB HBM3) 2 times"),
-        (gpus(2), "0,", {}, "'' is no MIG slice of this machine; nvidia-smi -L lists them"),
-        (gpus(2), "0,-1,1", {}, "'-1' is no MIG slice"),
+        (gpus(2), "0,", {}, "'' is no GPU or MIG slice of this machine; nvidia-smi -L lists them"),
+        (gpus(2), "0,-1,1", {}, "'-1' is no GPU or MIG slice"),
         (gpus(2), "GPU-7", {}, "'GPU-7' is no GPU of this machine"),
         (gpus(12), "GPU-1", {}, "'GPU-1' is no GPU of this machine"),  # of two
         (SLICED, "0", {}, "GPU 0 is divided into 2 MIG slices; name them by the UUIDs of nvidia-smi -L"),

@@ -6,8 +6,11 @@ import pytest
 
 from lightrl.devices.memory import (
     GIB,
+    SAMPLE_BYTES,
+    SCORED_VALUES,
     Shape,
     activation_bytes,
+    draftable_values,
     engine_bytes,
     kv_bytes_per_token,
     kv_cache_bytes,
@@ -84,6 +87,16 @@ def test_what_is_left_for_the_kv_cache():
     assert half == 20 * GIB - weights // 2 - working_bytes(llama_8b, 64)
     assert kv_cache_bytes(18 * GIB, weights, llama_8b, slots=64, max_length=8192) == 0
     assert engine_bytes(llama_8b, 64, 8191) + 1 >= 18 * GIB  # so it is not given so little
+
+
+def test_drafts_fit_into_their_room():
+    most = 1 << 28
+    for room in (0, 1000, GIB // 2, GIB, 2 * GIB, 2.2 * GIB, 3 * GIB):
+        values = draftable_values(room, most)
+        assert 2 * values + SAMPLE_BYTES * min(values, SCORED_VALUES) <= room
+        more = values + 100
+        assert values == most or 2 * more + SAMPLE_BYTES * min(more, SCORED_VALUES) > room
+    assert draftable_values(-GIB, most) == 0
 
 
 def test_a_rank_needs_less_with_others_and_with_checkpoints():

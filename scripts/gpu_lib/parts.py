@@ -3,7 +3,7 @@
 Needs nothing but the standard library. Starts nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,8 @@ def tests(name: str, what: str, target: str, needs: tuple[str, ...], limit_s: fl
     select = ("-k", words) if words else ()
     # A warning of a library in another version than the one in CI is no failure of ours.
     command = ("-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-p", "gpu_lib.notes")
-    return Part(name, what, (*command, f"tests/gpu/{file}", *select), (*needs, *TESTS), limit_s)
+    command = (*command, f"tests/gpu/{file}", *select)
+    return Part(name, what, command, (*needs, *TESTS), limit_s)
 
 
 def measured(name: str, what: str, script: str, needs: tuple[str, ...], limit_s: float) -> Part:
@@ -69,27 +70,37 @@ PARTS = (
         CHILD,
         150,
     ),
-    tests("loop/up", "lightrl up on the one GPU: 20 steps, the reward rises", "test_loop.py rises", RUN, 180),
+    tests("loop/up", "lightrl up on the one GPU: 20 steps, the reward rises", "test_loop.py rises", RUN, 300),
     tests(
         "engine/vllm",
         "vLLM: contract, CUDA graphs, reloads, speculation, sleep",
         "test_vllm_engine.py",
         (*CHILD, "vllm"),
-        300,
+        420,
     ),
     tests("trainer/nccl", "groups of NCCL beside gloo, of one and of two", "test_nccl.py", CHILD, 120),
     tests(
-        "loop/kills", "engine and rank killed, the run killed and resumed", "test_loop.py killed", RUN, 180
+        "loop/kills", "engine and rank killed, the run killed and resumed", "test_loop.py killed", RUN, 300
     ),
     tests(
         "loop/deterministic",
         "the same run twice gives the same digests",
         "test_loop.py deterministic",
         RUN,
-        240,
+        420,
+    ),
+    replace(
+        tests(
+            "trainer/timing",
+            "times are the device's, and taking them holds nothing up",
+            "test_timing.py",
+            ("torch",),
+            60,
+        ),
+        is_timed=True,
     ),
     measured(
-        "speed/engine-0.5b", "tokens/s of a 0.5B shape against a bare loop", "speed_engine 0.5b", CHILD, 150
+        "speed/engine-0.5b", "tokens/s of a 0.5B shape against a bare loop", "speed_engine 0.5b", CHILD, 400
     ),
     measured(
         "speed/step", "a training step of 0.5B against a bare PyTorch loop", "speed_step 0.5b", CHILD, 120
@@ -101,8 +112,8 @@ PARTS = (
         CHILD,
         120,
     ),
-    measured("speed/first-token", "from lightrl up to the first token", "speed_first_token", RUN, 90),
-    measured("speed/engine-3b", "tokens/s of a 3B shape against a bare loop", "speed_engine 3b", CHILD, 150),
+    measured("speed/first-token", "from lightrl up to the first token", "speed_first_token", RUN, 150),
+    measured("speed/engine-3b", "tokens/s of a 3B shape against a bare loop", "speed_engine 3b", CHILD, 400),
     measured("speed/spec", "history speculation off and on", "speed_spec", CHILD, 240),
 )
 

@@ -27,6 +27,8 @@ def table(machine: dict[str, Any], results: Sequence[Result]) -> str:
             else " " * 24
         )
         lines.append(f"{r.part.name:20} {r.state:8} {r.seconds:5.0f} {counts}  {r.why or r.part.what}")
+    if late := [r.part.name for r in results if r.lacked_time]:
+        lines.append(f"\nfor what had no time left: scripts/gpu --only {','.join(late)}")
     figures = [(r.part.name, name, value) for r in results for name, value in r.figures.items()]
     if figures:
         lines.append("\nfigures")

@@ -40,6 +40,7 @@ class Result:
     passed: int = 0  # tests
     failed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # test -> why
+    lacked_time: bool = False  # of all parts together, not by its own limit
 
 
 class Runner:
@@ -80,9 +81,8 @@ class Runner:
     def _one(self, part: Part) -> Result:
         limit_s = min(part.limit_s, self._end - time.monotonic())
         if limit_s < min(part.least_s, part.limit_s):
-            return Result(
-                part, "skipped", f"{max(0.0, limit_s):.0f} s were left, it needs {part.least_s:.0f}"
-            )
+            why = f"{max(0.0, limit_s):.0f} s were left, it needs {part.least_s:.0f}"
+            return Result(part, "skipped", why, lacked_time=True)
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="lightrl-gpu-") as folder:
             notes, output = Path(folder) / "notes.jsonl", Path(folder) / "output"
@@ -90,6 +90,7 @@ class Runner:
             text = output.read_text(errors="replace")
             result = read(part, status, notes, text, limit_s)
         result.seconds = time.monotonic() - started
+        result.lacked_time = status is None and limit_s < part.limit_s
         with self._writing, self._log.open("a") as log:
             log.write(f"\n{'=' * 20} {part.name}: {describe(result)}\n{text}")
         return result

@@ -16,7 +16,7 @@ from gpu_lib.notes import figure
 from gpu_lib.parts import ROOT
 from lightrl.journal.facts import PackedTokens
 
-LIMIT_S = 80.0
+LIMIT_S = 140.0
 EVERY_S = 0.05
 TOKENS = PackedTokens.__name__.encode()  # as a fact of the journal is named
 SETTINGS = ("run.name=one", "run.bind=tcp://127.0.0.1:*", "rollout.nodes=1", "train.steps=2", "eval.path=")

@@ -14,6 +14,7 @@ import pytest
 from gpu_lib.shapes import make_model
 
 from lightrl import metrics
+from tests.cli import harness
 from tests.cli.harness import (
     QUICKSTART,
     Victims,
@@ -39,6 +40,12 @@ QUICK = ("rollout.group_size=4", "train.prompts_per_step=8", "rollout.max_respon
 REWARD = (
     "def reward(sample):\n    return sum(t % 2 for t in sample.response_ids) / len(sample.response_ids)\n"
 )
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM compiles the model whenever an engine starts, which takes longer than a test on a CPU waits."""
+    monkeypatch.setattr(harness, "DEADLINE_S", DEADLINE_S)
 
 
 @pytest.fixture(scope="session")

@@ -81,9 +81,12 @@ def test_one_that_fails_hangs_or_cannot_run_does_not_keep_the_others_from_runnin
 def test_time_that_is_over_skips_what_is_left(tmp_path):
     waits = part("speed/first", "import time; time.sleep(2)", is_timed=True)
     late = part("speed/second", FIGURE, is_timed=True, least_s=30.0)
-    parts, _, _ = run(tmp_path, [waits, late], seconds=20.0)
+    hangs = part("speed/third", "import time; time.sleep(600)", is_timed=True)
+    parts, printed, _ = run(tmp_path, [waits, late, hangs], seconds=12.0)
     assert parts["speed/first"]["state"] == "passed"
     assert parts["speed/second"]["why"].endswith("s were left, it needs 30")
+    assert parts["speed/third"]["why"].startswith("not done within")
+    assert "for what had no time left: scripts/gpu --only speed/second,speed/third\n" in f"{printed}\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
@@ -136,6 +139,13 @@ def test_every_part_has_its_file():
         assert all((ROOT / file).is_file() for file in files)
         assert all((ROOT / "scripts" / f"{m.replace('.', '/')}.py").is_file() for m in modules)
         assert len(files) + len(modules) == 1
+
+
+def test_every_test_for_a_gpu_is_in_a_part():
+    run = {word for p in PARTS for word in p.command if word.endswith(".py")}
+    without_gpu = {"tests/gpu/test_script.py", "tests/gpu/test_boundary.py"}
+    there = {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert run == there - without_gpu
 
 
 def test_what_to_carry_is_said_in_one_line():

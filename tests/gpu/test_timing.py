@@ -19,7 +19,7 @@ def test_a_stretch_lasts_as_long_as_its_kernels_and_launching_it_does_not():
     from lightrl.devices.cuda import Stopwatch, now
 
     device = torch.device("cuda", 0)
-    torch.cuda._sleep(1000)
+    torch.cuda._sleep(CYCLES)  # an idle GPU counts slowly
     begun = now(device)
     torch.cuda._sleep(CYCLES)
     alone_s = now(device) - begun

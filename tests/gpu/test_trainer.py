@@ -18,6 +18,7 @@ import torch
 from gpu_lib.shapes import SHAPES, make_model, num_parameters
 from safetensors.torch import load_file
 
+from lightrl.devices import memory
 from lightrl.trainer.protocol import TrainSample
 from lightrl.wire import pack_f32, pack_i32, to_json
 
@@ -175,7 +176,6 @@ def test_a_checkpoint_goes_to_a_cpu_and_back(device, train, model, tmp_path):
 
 def test_peak_memory_is_what_the_dry_run_says(device, train, tmp_path, figure):
     """Of a 0.5B shape on a GPU, and two micro-batches of 4,096 tokens. On a CPU the body alone is tried."""
-    memory = pytest.importorskip("lightrl.devices.memory", reason="no arithmetic in this version")
     name, length, batch = ("0.5b", 504, 8) if device == "cuda" else ("small", 56, 8)
     model = make_model(tmp_path / "model", name, device)
     samples = samples_of(SHAPES[name]["vocab_size"], 2 * batch, length)

@@ -125,6 +125,7 @@ ENGINE: tuple[Part, ...] = (
     Call("vllm.v1.core.kv_cache_manager:KVCacheManager.usage"),
     Replaced(f"{_RUNNER}._sample", ("self", "logits", "spec_decode_metadata")),
     Call(f"{_RUNNER}.reload_weights", keywords=("weights_iterator",)),
+    Call("vllm.config.vllm:set_current_vllm_config", positional=1),
     Has(f"{_RUNNER}.__init__#names", ("input_batch", "requests")),
     Call(f"{_BATCH}.num_reqs"),
     Call(f"{_BATCH}.req_ids"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -86,6 +87,7 @@ if multiprocessing.parent_process() is not None:  # a tensor-parallel worker mus
 class WorkerExtension:
     """Methods that `collective_rpc` can call in every worker; vLLM mixes this class into its own."""
 
+    vllm_config: Any
     model_runner: Any
     device: torch.device
 
@@ -95,11 +97,10 @@ class WorkerExtension:
         Raises WeightsError before anything changed if a digest is wrong.
         """
         tensors = dict(read_tensors(Path(path), manifest))
-        self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-        self._refresh_tied_head()
-        if (
-            self.device.type == "cuda"
-        ):  # so that what goes wrong does so here, and the time is that of the load
+        with set_current_vllm_config(self.vllm_config):  # layers look up there how their weights are laid out
+            self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+            self._refresh_tied_head()
+        if self.device.type == "cuda":  # what goes wrong does so here, and the time is that of the load
             torch.cuda.synchronize(self.device)
         return manifest.digest
 

@@ -145,6 +145,8 @@ class TorchEngine:
         self._rows.clear()
         for name, tensor in read_tensors(path, manifest):
             targets[name].copy_(tensor)
+        if self.device == "cuda":  # the time is that of the load
+            torch.cuda.synchronize()
         return manifest.digest  # proved by read_tensors to be that of the bytes read
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""How much of a GPU the engines take, with a driver that was told how much memory there is."""
+"""What the engines ask of a GPU and how much of it they take, with a driver that was told what there is."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from lightrl.engine import vllm
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.checkpoint import build_model, kv_bytes_per_token, read_config, tensor_targets
 from lightrl.engine.vllm_speculation import MAX_LOGITS, max_drafted_rows
-from lightrl.errors import EngineError
+from lightrl.errors import EngineError, EngineUnusable
 
 QWEN = {  # Qwen2.5-7B: 28 heads share 4 heads of keys and values
     "model_type": "qwen2",
@@ -140,3 +141,21 @@ def test_drafts_take_no_more_than_is_left():
     assert SLOTS < rows < MAX_LOGITS // vocabulary
     assert rows * vocabulary * (memory.SAMPLE_BYTES + memory.BF16) <= 0.5 * GIB
     assert max_drafted_rows(vocabulary, SLOTS, 0) == SLOTS  # which a step without drafts has, too
+
+
+@pytest.mark.parametrize(("is_deterministic", "wanted"), [(True, "1"), (False, None)])
+def test_a_deterministic_run_asks_vllm_for_kernels_that_do_not_depend_on_the_batch(
+    config, tmp_path, monkeypatch, is_deterministic, wanted
+):
+    def api():
+        assert os.environ.get("VLLM_BATCH_INVARIANT") == wanted  # vLLM looks when it is imported
+        raise EngineUnusable("far enough")
+
+    for name in (*vllm.ENVIRONMENT, *vllm.CUDA_ENVIRONMENT, "VLLM_BATCH_INVARIANT"):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        del os.environ[name]
+    monkeypatch.setattr("lightrl.devices.cuda.has_cuda", lambda: True)
+    monkeypatch.setattr(vllm, "Api", api)
+    spec = EngineSpec("vllm", str(tmp_path), "auto", 256, 4, is_deterministic=is_deterministic)
+    with pytest.raises(EngineUnusable, match="far enough"):
+        vllm.VllmEngine(spec)

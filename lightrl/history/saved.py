@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
+from lightrl.core.arrays import decode, encode
 from lightrl.errors import ProtocolError
 from lightrl.growing import Growing
 from lightrl.history.store import Answered, History, Past
@@ -193,9 +194,9 @@ def _pieces(answers: Iterable[Answered]) -> Iterator[bytes]:
 
 def _encode(answered: Answered) -> bytes:
     known = [(index, past) for index, past in answered.responses if past.tokens]
-    responses = [(index, len(past.tokens), past.finished, past.reward) for index, past in known]
+    responses = [(index, past.num_bytes, past.finished, past.reward) for index, past in known]
     head = to_json(_Head(answered.prompt, answered.epoch, responses))
-    return b"".join([head, b"\n", *(past.tokens for _, past in known)])
+    return b"".join([head, b"\n", *(encode(past.tokens) for _, past in known)])
 
 
 def _decode(payload: bytes) -> Answered:
@@ -207,7 +208,7 @@ def _decode(payload: bytes) -> Answered:
     for index, size, finished, reward in head.responses:
         if size <= 0 or size % 4:
             raise ProtocolError("a record with a response that cannot be")
-        responses.append((index, Past(head.epoch, payload[at : at + size], finished, reward)))
+        responses.append((index, Past(head.epoch, decode("i", payload[at : at + size]), finished, reward)))
         at += size
     if at != len(payload):
         raise ProtocolError("a record is not as long as it says")

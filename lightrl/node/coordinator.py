@@ -211,9 +211,15 @@ class Head:
     def feed(self, event: Event) -> None:
         """Hands an event to the core and does what it says; failures met on the way go back in as events."""
         self._carry_out(self._core.handle(event, time.monotonic()))
-        if self._durable.is_due:
+        if self._durable.is_due and self._records.is_hashed:
             self._begin_segment()
         self._set_timer()
+
+    async def _begin_when_hashed(self) -> None:
+        """A segment begins with what the step's responses hash to."""
+        await self._records.hashed()
+        if self._durable.is_due:
+            self._begin_segment()
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         todo: deque[Event] = deque()
@@ -245,8 +251,8 @@ class Head:
                 task = self._tasks.get(prompt, source == "eval")
                 assert self._rewards is not None
                 assert r.finish_reason is not None
-                ids = r.tokens.tobytes()
-                self._rewards.submit(RewardJob(r.id, r.attempt, task.text, task.row, ids, r.finish_reason))
+                job = RewardJob(r.id, r.attempt, task.text, task.row, r.tokens, r.finish_reason)
+                self._rewards.submit(job)
             case CloseRound(round) if round.is_eval:
                 self._histories.learn(round)
                 record = self._records.close_eval(round)
@@ -258,6 +264,7 @@ class Head:
             case CloseStep(step):
                 self._durable.close_step()
                 record = self._records.close_step(command)
+                self._background.create_task(self._begin_when_hashed(), name="hashing")
                 self._metrics.write(step + 1, record)
                 for line in (*warnings(record, self._config.rollout), step_line(step + 1, record)):
                     self._report(line)
@@ -437,6 +444,7 @@ class Head:
         say(f"{elapsed:8.2f} {text}")
 
     async def _write_end(self) -> None:
+        await self._records.hashed()
         now = time.monotonic()
         summary = self._records.summary(self._core, self._reason, now - self._core.started_at)
         snapshot = self._records.snapshot(self._core, now, over=True)

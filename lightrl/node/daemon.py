@@ -5,6 +5,7 @@ coordinator, in worker.py beside this file.
 """
 
 import asyncio
+import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,8 @@ async def _main(options: DaemonOptions) -> int:
         elif worker is not None:
             worker.drain(reason)
 
+    gc.collect()
+    gc.freeze()  # what libraries and data hold lives as long as we do: scanning it again holds up the loop
     loop = asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, stop, number.name)

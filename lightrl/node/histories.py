@@ -45,12 +45,12 @@ class Histories:
         for group in groups.values():
             if group.id in sent:
                 continue
-            history = _history_of(self._history, group)
-            size = sum(map(len, history.responses))
+            newest = _newest(self._history, group)
+            size = sum(past.num_bytes for past in newest)
             if 0 < size <= left:
                 left -= size
                 sent.add(group.id)
-                histories.append(history)
+                histories.append(_history_of(group, newest))
         return replace(generate, histories=tuple(histories))
 
     def heard(self, identity: str, message: object) -> None:
@@ -102,19 +102,23 @@ def open_histories(config: Config, run_dir: Path, resume: bool, report: Callable
     return Histories(history, saved)
 
 
-def _history_of(history: History, group: Group) -> PromptHistory:
-    """Of what is known the newest within the bounds."""
+def _history_of(group: Group, pasts: list[Past]) -> PromptHistory:
+    return PromptHistory(group.id, tuple(encode(p.tokens) for p in pasts), tuple(p.reward for p in pasts))
+
+
+def _newest(history: History, group: Group) -> list[Past]:
+    """Of what is known, within the bounds. Nothing is copied: of many groups only a few fit in a message."""
     kept: list[Past] = []
     left = MAX_PROMPT_BYTES
     for past in reversed(_known(history, group)):
-        if len(kept) < MAX_RESPONSES and 0 < len(past.tokens) <= left:
-            left -= len(past.tokens)
+        if len(kept) < MAX_RESPONSES and 0 < past.num_bytes <= left:
+            left -= past.num_bytes
             kept.insert(0, past)
-    return PromptHistory(group.id, tuple(p.tokens for p in kept), tuple(p.reward for p in kept))
+    return kept
 
 
 def _known(history: History, group: Group) -> list[Past]:
     """Oldest first; of one epoch those that were given up come first, for least is lost with them."""
     earlier = sorted(history.of(key_of(group)), key=lambda past: past.finished)
     finished = (r for r in group.responses if r.finish_reason is not None)
-    return [*earlier, *(Past(group.prompt.epoch, encode(r.tokens), True, r.reward) for r in finished)]
+    return [*earlier, *(Past(group.prompt.epoch, r.tokens, True, r.reward) for r in finished)]

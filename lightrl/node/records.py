@@ -3,6 +3,7 @@
 Reads the core's rounds when they close; decides nothing and does no I/O.
 """
 
+import asyncio
 import hashlib
 import os
 import socket
@@ -70,7 +71,7 @@ class Records:
         self._num_steps = num_steps
         self._max_response_tokens = max_response_tokens
         self._hashing = ThreadPoolExecutor(1, "hashing")
-        self._digest = bytes(16)  # of all trained responses so far, each step's hashed onto those before
+        self._digest = _known(bytes(16))  # of all trained responses so far, each step's onto those before
         self._bias = Bias(max_response_tokens)
         self._bias_so_far = self._bias.figures()
         self._bias_steps = 0  # whose rounds it has counted
@@ -158,7 +159,7 @@ class Records:
         }
 
     def close_step(self, done: CloseStep) -> dict[str, float]:
-        """The record of a finished step, for metrics.jsonl. Its round is hashed by now."""
+        """The record of a finished step, for metrics.jsonl. Its round may still be hashed: see `hashed`."""
         closed = self._closed.pop(done.step)
         seconds = done.rollout_s + done.train_s + done.weights_s
         self._rl_wall_s += seconds
@@ -172,17 +173,28 @@ class Records:
             "timing_s/train_after_rollout": done.train_s,
             "timing_s/weights": done.weights_s,
         }
-        self._digest = hashlib.blake2b(self._digest + closed.digest.result(), digest_size=16).digest()
+        self._digest = self._hashing.submit(_hash_onto, self._digest, closed.digest)
         self._histogram = closed.histogram
         self._show(record)
         return record
 
+    @property
+    def is_hashed(self) -> bool:
+        """Whether all steps that are closed are: a gigabyte takes a second, and nobody waits for it here."""
+        return self._digest.done()
+
+    async def hashed(self) -> None:
+        """Returns when they are. Who is cancelled meanwhile leaves the hashing as it is."""
+        while not self.is_hashed:
+            await asyncio.wait([asyncio.wrap_future(self._digest)])
+
     # Across processes
 
     def note(self, elapsed_s: float, data: str) -> bytes:
+        """Of steps that are `hashed`."""
         return to_json(
             RecordsNote(
-                self._digest.hex(),
+                self._digest.result(0).hex(),
                 self.evals,
                 self._rl_wall_s,
                 elapsed_s,
@@ -194,7 +206,7 @@ class Records:
 
     def recall(self, known: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]) -> None:
         """Goes on from a note and the records of the steps before it."""
-        self._digest, self.evals = bytes.fromhex(known.digest), known.evals
+        self._digest, self.evals = _known(bytes.fromhex(known.digest)), known.evals
         self._rl_wall_s = known.rl_wall_s
         self._bias.recall(known.bias)
         self._bias_so_far = self._bias.figures()
@@ -214,7 +226,7 @@ class Records:
     # What is shown
 
     def summary(self, core: Coordinator, reason: str, elapsed_s: float) -> dict[str, object]:
-        """summary.json: equal digests mean equal final weights and equal trained responses."""
+        """summary.json: equal digests mean equal final weights and equal trained responses. When `hashed`."""
         c = core.ledger.counters
         return {
             "run": self._run,
@@ -240,7 +252,7 @@ class Records:
                 **{name: round(value, 6) for name, value in self._bias_so_far.items()},
             },
             "weights_digest": core.fleet.published.digest if core.fleet.published else None,
-            "responses_digest": self._digest.hex(),
+            "responses_digest": self._digest.result(0).hex(),
             "counters": self._counters(core),
         }
 
@@ -350,6 +362,17 @@ class Records:
             heard_s_ago=now - node.heard_at,
             loop_lag_ms=node.loop_lag_ms,
         )
+
+
+def _known(digest: bytes) -> Future[bytes]:
+    future: Future[bytes] = Future()
+    future.set_result(digest)
+    return future
+
+
+def _hash_onto(before: Future[bytes], of_step: Future[bytes]) -> bytes:
+    """In the thread, which has done both by now: one after the other."""
+    return hashlib.blake2b(before.result(0) + of_step.result(0), digest_size=16).digest()
 
 
 def _final(state: RunState) -> str:

@@ -10,6 +10,7 @@ it has to be killed, those that had not started go back to the head of the queue
 import asyncio
 import contextlib
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 
 from lightrl import config
 from lightrl.child import Child, ChildDied, patiently
+from lightrl.core.arrays import encode
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
 from lightrl.rewards.environment import inherited
@@ -39,16 +41,17 @@ RewardChild = Child[worker.WorkerCommand, worker.WorkerEvent]
 
 @dataclass(frozen=True, slots=True)
 class RewardJob:
-    """A finished response. `row` holds all columns of its prompt.
+    """A finished response. `row` holds all columns of its prompt; `tokens` is not copied before a worker gets
+    them: a whole round may wait.
 
-    Example: RewardJob("p7@0#3", 1, "39%3=", {"answer": "36"}, pack_i32([5, 8, 1]), "stop")
+    Example: RewardJob("p7@0#3", 1, "39%3=", {"answer": "36"}, array("i", [5, 8, 1]), "stop")
     """
 
     response: str
     attempt: int  # of the response; given back with the result, so that a late one can be told
     prompt_text: str
     row: dict[str, Any]
-    token_ids: bytes  # int32
+    tokens: "array[int]"
     finish_reason: str
 
 
@@ -239,7 +242,7 @@ class _Worker:
         self._child.send(
             Score(
                 tuple(
-                    worker.Job(first + k, j.prompt_text, to_json(j.row), j.token_ids, j.finish_reason)
+                    worker.Job(first + k, j.prompt_text, to_json(j.row), encode(j.tokens), j.finish_reason)
                     for k, j in enumerate(jobs)
                 )
             )

@@ -3,21 +3,21 @@
 import subprocess
 import sys
 import threading
+from array import array
 from pathlib import Path
 
 import pytest
 
 from lightrl.history.saved import FILE_NAME, SavedHistory, read
 from lightrl.history.store import Answered, History, Past
-from lightrl.wire import pack_i32
 
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
 
 
 def answered(prompt: str, epoch: int = 0, num_tokens: int = 3) -> Answered:
     """Two responses, one given up and without a reward."""
-    whole = Past(epoch, pack_i32(range(num_tokens)), True, 0.1 + epoch)
-    part = Past(epoch, pack_i32([-1, 1 << 20]), False)
+    whole = Past(epoch, array("i", range(num_tokens)), True, 0.1 + epoch)
+    part = Past(epoch, array("i", [-1, 1 << 20]), False)
     return Answered(prompt, epoch, ((0, whole), (5, part)))
 
 
@@ -59,9 +59,9 @@ def test_a_run_without_such_a_file_knows_nothing_and_a_new_run_ignores_one(tmp_p
 
 
 def test_responses_without_tokens_are_not_written(tmp_path):
-    save(tmp_path, [Answered("a", 0, ((0, Past(0, b"", False)), (1, Past(0, pack_i32([4]), True))))])
+    save(tmp_path, [Answered("a", 0, ((0, Past(0, array("i"), False)), (1, Past(0, array("i", [4]), True))))])
     [known], _ = recall(tmp_path)
-    assert known.responses == ((1, Past(0, pack_i32([4]), True)),)
+    assert known.responses == ((1, Past(0, array("i", [4]), True)),)
 
 
 def test_an_end_torn_anywhere_costs_the_last_record_only_and_is_repaired(tmp_path):
@@ -169,6 +169,7 @@ def test_a_disk_that_takes_only_a_part_leaves_whole_records(tmp_path):
     """The limit of a file's size stands for a disk with a few bytes left."""
     program = f"""
 import resource, signal
+from array import array
 from pathlib import Path
 from lightrl.history.saved import SavedHistory
 from lightrl.history.store import Answered, History, Past
@@ -177,7 +178,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (450, resource.RLIM_INFINITY))
 history = History()
 saved = SavedHistory(Path({str(tmp_path)!r}), history, print)
 for prompt in "abcd":
-    round = [Answered(prompt, 0, ((0, Past(0, bytes(100), True)),))]
+    round = [Answered(prompt, 0, ((0, Past(0, array("i", bytes(100)), True)),))]
     history.learn(round)
     saved.append(round)
 saved.close()

@@ -8,11 +8,10 @@ from lightrl.core.state import DrawnPrompt, Group, Response, Round, RoundKind, R
 from lightrl.history.lengths import LengthsLog
 from lightrl.history.store import Answered, History, Past, answers, key_of
 from lightrl.messages import Sampling
-from lightrl.wire import pack_i32
 
 
 def past(num_tokens: int, epoch: int = 0, finished: bool = True) -> Past:
-    return Past(epoch, pack_i32([epoch] * num_tokens), finished)
+    return Past(epoch, array("i", [epoch] * num_tokens), finished)
 
 
 def closed(epoch: int, *prompts: str, kind: RoundKind = "short") -> Round:
@@ -103,12 +102,21 @@ def test_a_round_brings_finished_and_given_up_responses_and_its_hits_are_counted
         "history/hit_rate": 0.0,
     }
     whole, part = history.of("a")
-    assert whole == Past(0, pack_i32([9] * 3), finished=True, reward=0.5)
-    assert part == Past(0, pack_i32([9] * 2), finished=False)
+    assert whole == Past(0, array("i", [9] * 3), finished=True, reward=0.5)
+    assert part == Past(0, array("i", [9] * 2), finished=False)
     assert history.learn(answers(closed(1, "b", "c")))["history/hit_rate"] == 0.5
     assert history.of("b")[0].epoch == 1
     assert history.learn(answers(closed(1, "d")))["history/evicted"] == 1.0
     assert history.of("a") == ()
+
+
+def test_a_round_is_learnt_without_a_copy_of_its_tokens():
+    """Of 8,192 responses of 32k tokens that would hold up the event loop for more than a second."""
+    history, round = History(), closed(0, "a", "b")
+    history.learn(answers(round))
+    for group in round.groups.values():
+        for past, response in zip(history.of(group.prompt.id), group.responses, strict=True):
+            assert past.tokens is response.tokens
 
 
 def test_evaluations_are_kept_beside_the_training_data_and_a_later_one_replaces_an_earlier_one():
@@ -130,7 +138,7 @@ def test_memory_beyond_the_tokens_is_as_said():
     try:
         history = History()
         for prompt in range(500):
-            responses = tuple((k, Past(prompt, pack_i32([k] * 20), True, k / 3)) for k in range(8))
+            responses = tuple((k, Past(prompt, array("i", [k] * 20), True, k / 3)) for k in range(8))
             history.add(Answered(f"prompt {prompt}", prompt, responses))
         del responses
         beyond = tracemalloc.get_traced_memory()[0] - history.num_bytes

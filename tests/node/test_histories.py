@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import tracemalloc
 from array import array
 from pathlib import Path
 
@@ -152,6 +153,23 @@ def test_a_message_stays_far_below_what_a_frame_may_have_and_the_rest_comes_with
     assert [each.group for each in first.histories] == ["p@1", "q@1"]
     assert len(first.requests) == 3
     assert [each.group for each in h.attach("a/1", order, by_name(now)).histories] == ["r@1"]
+
+
+def test_what_does_not_fit_into_a_message_is_not_copied_for_it(monkeypatch):
+    """An order may be for a thousand groups, of which eight fit."""
+    monkeypatch.setattr(histories, "MAX_MESSAGE_BYTES", 1 << 16)
+    prompts = [f"p{k}" for k in range(256)]
+    now = opened(0, *prompts)
+    for prompt in prompts:
+        finish(now, f"{prompt}@0#1", [7] * (1 << 14))
+    h, order = Histories(History()), generate(*(f"{prompt}@0#0" for prompt in prompts))
+    known = by_name(now)
+    tracemalloc.start()
+    try:
+        assert len(h.attach("a/1", order, known).histories) == 1
+        assert tracemalloc.get_traced_memory()[1] < 4 << 16
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_was_sent_is_forgotten_when_its_round_closes():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import threading
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from lightrl.core.backlog import PutOff
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
+from lightrl.core.facts import Noted
 from lightrl.core.state import (
     DrawnPrompt,
     Group,
@@ -23,11 +25,13 @@ from lightrl.core.state import (
     Settings,
     Tail,
 )
+from lightrl.journal.read import FACTS, segments
+from lightrl.journal.read import newest as read_newest
 from lightrl.messages import FinishReason, Sampling, Snapshot
 from lightrl.metrics import read
 from lightrl.node.bias import Bias, kaplan_meier
 from lightrl.node.figures import foresight_figures, rank_correlation, step_figures
-from lightrl.node.records import Records
+from lightrl.node.records import Records, RecordsNote
 from lightrl.wire import from_json
 
 from .harness import QUICKSTART, a_run
@@ -305,7 +309,7 @@ def test_the_digest_is_of_what_was_trained_not_of_what_was_sampled_for_it():
         for round in rounds:
             kept.close_round(round, core, {})
             kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}))
-        return kept.summary(core, "", 1.0)["responses_digest"]
+        return digest_of(kept, core)
 
     more = closed(
         "short",
@@ -315,6 +319,71 @@ def test_the_digest_is_of_what_was_trained_not_of_what_was_sampled_for_it():
         },
     )
     assert digest(SHORT) == digest(more) != digest(SHORT, LONG)
+
+
+def digest_of(kept: Records, core: Coordinator) -> object:
+    asyncio.run(kept.hashed())
+    return kept.summary(core, "", 1.0)["responses_digest"]
+
+
+def test_nobody_waits_until_a_step_is_hashed(tmp_path):
+    """Its thread is held up here, as gigabytes do it: steps close meanwhile, and come to the same digest."""
+    goes_on, digests = threading.Event(), list[object]()
+    for is_held_up in (True, False):
+        kept, core = records(), Coordinator(SETTINGS, 0.0)
+        if is_held_up:
+            kept._hashing.submit(goes_on.wait)
+        for round in (SHORT, LONG):
+            kept.close_round(round, core, {})
+            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}))
+        if is_held_up:
+            assert not kept.is_hashed
+            with pytest.raises(TimeoutError):  # rather than to wait, or to tell what is not known
+                kept.note(1.0, "")
+            goes_on.set()
+        digests.append(digest_of(kept, core))
+        assert digests[-1] == from_json(kept.note(1.0, ""), RecordsNote).digest
+    assert digests[0] == digests[1] != digest_of(records(), Coordinator(SETTINGS, 0.0))
+
+
+def test_who_stops_waiting_for_a_digest_leaves_it_to_others():
+    async def scenario() -> None:
+        kept, goes_on = records(), threading.Event()
+        kept._hashing.submit(goes_on.wait)
+        kept.close_round(SHORT, Coordinator(SETTINGS, 0.0), {})
+        kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}))
+        waiting = asyncio.create_task(kept.hashed())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        goes_on.set()
+        await kept.hashed()
+        assert kept.note(1.0, "")
+
+    asyncio.run(scenario())
+
+
+def test_a_run_goes_on_while_a_step_is_hashed_and_its_next_segment_begins_with_the_digest(tmp_path: Path):
+    goes_on = threading.Event()
+
+    async def scenario() -> None:
+        async with a_run(tmp_path) as run:
+            try:
+                run.head._records._hashing.submit(goes_on.wait)
+                await run.add_rollout("a")
+                await run.until(lambda s: s.step == 1 and s.responses_done > 0)
+                assert {s.step for s in segments(run.config.run_dir / "journal")} == {0}
+            finally:
+                goes_on.set()
+            await run.until_finished()
+            assert run.head.succeeded
+
+    asyncio.run(scenario())
+    summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
+    newest, facts, _ = read_newest(tmp_path / "test" / "journal", FACTS)
+    [noted] = [fact.data for fact in facts if isinstance(fact, Noted)]
+    assert newest.step == 2
+    assert from_json(noted, RecordsNote).digest == summary["responses_digest"]
 
 
 def test_figures_of_reward_functions_are_of_the_trained_responses():

@@ -1,12 +1,12 @@
 """A reward pool that scores a list of responses with functions given as text."""
 
 import asyncio
+from array import array
 from pathlib import Path
 from typing import Any
 
 from lightrl import config
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
-from lightrl.wire import pack_i32
 
 LETTERS = "abcdefghij"
 LIMIT_S = 40.0  # of a whole scenario; generous, since test machines are slow
@@ -14,7 +14,7 @@ LIMIT_S = 40.0  # of a whole scenario; generous, since test machines are slow
 
 def job(name: str, text: str = "abc", attempt: int = 1, **row: Any) -> RewardJob:
     return RewardJob(
-        name, attempt, "say abc", row, pack_i32([1 + LETTERS.index(c) for c in text] + [0]), "stop"
+        name, attempt, "say abc", row, array("i", [1 + LETTERS.index(c) for c in text] + [0]), "stop"
     )
 
 

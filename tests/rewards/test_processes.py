@@ -48,13 +48,13 @@ import asyncio, sys
 from pathlib import Path
 from lightrl import config
 from lightrl.rewards.runner import RewardJob, RewardPool
-from lightrl.wire import pack_i32
+from array import array
 
 async def main(folder, model_files):
     settings = config.Reward(functions=(f"{folder}/rewards.py:reward",))
     pool = RewardPool(settings, model_files, "answer", folder, lambda result: print(result, flush=True))
     await pool.start()
-    pool.submit(RewardJob("a", 1, "say abc", {}, pack_i32([1, 0]), "stop"))
+    pool.submit(RewardJob("a", 1, "say abc", {}, array("i", [1, 0]), "stop"))
     await pool.run()
 
 asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

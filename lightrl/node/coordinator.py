@@ -369,7 +369,7 @@ class Head:
             if self._is_taken(peer):
                 self._tell(peer, Welcome(self._config.run.name, refused=TAKEN))
                 return
-        if (why := self._why_no_room(hello)) is not None:
+        if (why := self._why_no_room(peer, hello)) is not None:
             self._tell(peer, Welcome(run="", refused=why))
             return
         if "trainer" in hello.roles:
@@ -385,9 +385,9 @@ class Head:
             else:
                 del self._peers[hello.node]
 
-    def _why_no_room(self, hello: Hello) -> str | None:
-        """In one line; None for whoever can be taken in, as one that is known can."""
-        is_new = hello.roles == ("rollout",) and hello.node not in self._core.fleet.nodes
+    def _why_no_room(self, peer: Peer, hello: Hello) -> str | None:
+        """In one line; None for whoever can be taken in, as a process that was once is."""
+        is_new = hello.roles == ("rollout",) and self._peers.get(hello.node) != peer
         return self._descriptors.why_no_room() if is_new else None
 
     def _is_taken(self, peer: Peer) -> bool:

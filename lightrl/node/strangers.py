@@ -24,9 +24,8 @@ MOST = 1024  # at once: 80 MiB, if each sends all it may
 LEAST = 8  # however few descriptors there are
 LOOK_S = 0.02  # connections that come within it are looked at together
 PATIENCE_S = 0.25  # nobody goes before: so long an honest peer may take on a busy machine
-MAX_TURN_S = (
-    2 * LOOK_S
-)  # so much of it passes between two looks: in a turn that took longer, nobody was heard
+MAX_TURN_S = 2 * LOOK_S  # of it passes between two looks: in a turn that took longer, nobody was heard
+MAX_UNREAD = 10  # looks at which nobody goes because messages wait to be read: theirs may be among them
 
 
 @dataclass(slots=True)
@@ -36,14 +35,15 @@ class _Stranger:
 
 
 class Strangers:
-    def __init__(self, sock: "zmq.Socket[bytes]", name: str, on_gone: Callable[[], None]) -> None:
+    def __init__(self, sock: "zmq.Socket[bytes]", name: str, wake: Callable[[], None]) -> None:
         """Watches the connections of `sock`, before it listens; `name` is unique in this process.
 
-        `on_gone` is called when something is added to `gone`.
+        `wake` is called when something is added to `gone`, or messages wait: looking for them has taken the
+        sign of it off the socket's descriptor.
         """
         self.gone: set[int] = set()  # connections that have ended, and all their messages have arrived
         self._sock = sock
-        self._on_gone = on_gone
+        self._wake = wake
         self._ending: set[int] = set()
         self._waiting: dict[int, _Stranger] = {}  # by descriptor, oldest first
         self._known: dict[int, int] = {}  # descriptor -> connection, of those that are strangers no more
@@ -54,6 +54,7 @@ class Strangers:
         self._loop = asyncio.get_running_loop()
         self._next_look: asyncio.TimerHandle | None = None
         self._looked_at = self._loop.time()
+        self._num_unread = 0  # looks in a row
         self._clock = 0.0  # how long this loop has turned while there was something to look at
         self._monitor: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._monitor.set(zmq.RCVHWM, 0)  # else ZeroMQ's thread would wait for this one
@@ -115,15 +116,24 @@ class Strangers:
         if self._ending:
             self.gone |= self._ending
             self._ending = set()
-            self._on_gone()
+            self._wake()
         self._read_events()
         if self._ending:
             self._look_soon()
         surplus = len(self._waiting) - self._most() if len(self._waiting) > LEAST else 0
         if surplus > 0:
-            for descriptor in list(self._greediest(surplus)):
-                self._shut(descriptor)
+            if not self._may_be_read_soon():
+                for descriptor in list(self._greediest(surplus)):
+                    self._shut(descriptor)
             self._look_soon()
+
+    def _may_be_read_soon(self) -> bool:
+        """Whether messages wait: who has sent one of them is no stranger."""
+        has_input = bool(self._sock.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        self._num_unread = self._num_unread + 1 if has_input and self._num_unread < MAX_UNREAD else 0
+        if has_input:
+            self._wake()
+        return self._num_unread > 0
 
     def _read_events(self) -> None:
         while True:

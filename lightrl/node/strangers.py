@@ -129,7 +129,7 @@ class Strangers:
 
     def _may_be_read_soon(self) -> bool:
         """Whether messages wait: who has sent one of them is no stranger."""
-        has_input = bool(self._sock.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        has_input = bool(int(self._sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
         self._num_unread = self._num_unread + 1 if has_input and self._num_unread < MAX_UNREAD else 0
         if has_input:
             self._wake()

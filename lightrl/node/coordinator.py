@@ -125,7 +125,7 @@ class Head:
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers = Watchers(self._send_snapshot)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
-        self._descriptors = Descriptors(self._report)
+        self._descriptors = Descriptors(self._report, self._hub.num_connections)
         self._peers: dict[str, Peer] = {}  # node -> the process that speaks for it
 
     @property
@@ -376,6 +376,9 @@ class Head:
             if self._is_taken(peer):
                 self._tell(peer, Welcome(self._config.run.name, refused=TAKEN))
                 return
+        if (why := self._why_no_room(peer, hello)) is not None:
+            self._tell(peer, Welcome(run="", refused=why))
+            return
         if "trainer" in hello.roles:
             self._replays.cancel()  # what it needs again is asked for when it says where it stands
         before = self._peers.get(hello.node)
@@ -388,6 +391,11 @@ class Head:
                 self._peers[hello.node] = before
             else:
                 del self._peers[hello.node]
+
+    def _why_no_room(self, peer: Peer, hello: Hello) -> str | None:
+        """In one line; None for whoever can be taken in, as a process that was once is."""
+        is_new = hello.roles == ("rollout",) and self._peers.get(hello.node) != peer
+        return self._descriptors.why_no_room() if is_new else None
 
     def _is_taken(self, peer: Peer) -> bool:
         """Whether another process speaks under this name and lives, as far as is known.

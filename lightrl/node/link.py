@@ -39,7 +39,7 @@ from lightrl.keys import Access, coordinator_public_key, coordinator_secret, joi
 from lightrl.messages import Hello, Message, TokenChunk, Welcome
 from lightrl.node.border import require_allowed, require_sane
 from lightrl.node.parts import Assembly, cut, in_pieces
-from lightrl.node.strangers import Strangers
+from lightrl.node.strangers import PATIENCE_S, Strangers
 from lightrl.node.zap import DOORKEEPER
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES
 
@@ -61,7 +61,9 @@ BACKLOG = 1024  # connections that the kernel holds until ZeroMQ accepts them
 HEARTBEAT_MS = 1000  # on an idle connection
 SILENCE_MS = 3000  # a connection without a sign of life is broken; as node.lease_s
 HANDSHAKE_MS = 3000
-MAX_FAILED_HANDSHAKES = 3  # fewer may be a coordinator that ended at that moment
+MAX_DOUBT = 12  # of the key, before it has worked once
+SOON_DOUBT = 4  # by a connection that was closed at once; a coordinator may just have ended, but not so often
+LATE_DOUBT = 1  # by one that was closed later: most likely too many came with us, and some had to go
 RECONNECT_MS = 100  # at first, then longer, up to
 MAX_RECONNECT_MS = 1000
 
@@ -192,6 +194,10 @@ class Hub(_Socket):
             raise ConfigError(f"run.bind = {address}: cannot listen there: {e}") from None
         self.address = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
         self._strangers.listens_on(host_and_port(self.address)[1])
+
+    def num_connections(self) -> tuple[int, int]:
+        """Of those who have said something, which takes a key; and of those who have not."""
+        return self._strangers.count()
 
     def send(self, peer: Peer, message: Message) -> None:
         """Raises PeerUnreachable if no such peer is connected; messages of it may still be received.
@@ -379,7 +385,8 @@ class Link(_Socket):
         self.is_up = False  # else what is sent waits for the connection
         self._address = address
         self._was_up = False
-        self._failed_handshakes = 0  # before the first that worked
+        self._doubt = 0  # whether the key is that of the run
+        self._connected_at = 0.0
         self._on_break, self._on_back = on_break, on_back
         public, secret = _key_pair(key)
         self._sock.set(zmq.CURVE_PUBLICKEY, public)
@@ -431,7 +438,7 @@ class Link(_Socket):
         super().close()
 
     def _raise_if_hopeless(self) -> None:
-        if self._failed_handshakes >= MAX_FAILED_HANDSHAKES:
+        if self._doubt >= MAX_DOUBT:
             raise WrongKey(f"{self._address}: the key is not that of this run")
 
     def _drain_monitor(self) -> None:
@@ -443,7 +450,9 @@ class Link(_Socket):
             self._notice(event)
 
     def _notice(self, event: int) -> None:
-        if event == _UP:
+        if event == zmq.EVENT_CONNECTED:
+            self._connected_at = self._loop.time()
+        elif event == _UP:
             returned, self.is_up, self._was_up = self._was_up, True, True
             if returned and self._on_back is not None:
                 self._on_back()
@@ -453,7 +462,8 @@ class Link(_Socket):
                 self._on_break()
         elif event in _FAILED_HANDSHAKES and not self._was_up:
             # Who was up before waits: its run comes back, whoever listens there meanwhile.
-            self._failed_handshakes += 1
+            is_late = self._loop.time() - self._connected_at >= PATIENCE_S
+            self._doubt += LATE_DOUBT if is_late else SOON_DOUBT
             self._readable.set()
 
 

@@ -24,23 +24,26 @@ MOST = 1024  # at once: 80 MiB, if each sends all it may
 LEAST = 8  # however few descriptors there are
 LOOK_S = 0.02  # connections that come within it are looked at together
 PATIENCE_S = 0.25  # nobody goes before: so long an honest peer may take on a busy machine
+MAX_TURN_S = 2 * LOOK_S  # of it passes between two looks: in a turn that took longer, nobody was heard
+MAX_UNREAD = 10  # looks at which nobody goes because messages wait to be read: theirs may be among them
 
 
 @dataclass(slots=True)
 class _Stranger:
-    since: float
+    since: float  # by the clock that stands still while this loop is busy
     address: str = ""  # not asked for yet
 
 
 class Strangers:
-    def __init__(self, sock: "zmq.Socket[bytes]", name: str, on_gone: Callable[[], None]) -> None:
+    def __init__(self, sock: "zmq.Socket[bytes]", name: str, wake: Callable[[], None]) -> None:
         """Watches the connections of `sock`, before it listens; `name` is unique in this process.
 
-        `on_gone` is called when something is added to `gone`.
+        `wake` is called when something is added to `gone`, or messages wait: looking for them has taken the
+        sign of it off the socket's descriptor.
         """
         self.gone: set[int] = set()  # connections that have ended, and all their messages have arrived
         self._sock = sock
-        self._on_gone = on_gone
+        self._wake = wake
         self._ending: set[int] = set()
         self._waiting: dict[int, _Stranger] = {}  # by descriptor, oldest first
         self._known: dict[int, int] = {}  # descriptor -> connection, of those that are strangers no more
@@ -50,6 +53,9 @@ class Strangers:
         self._spare = os.dup(self._null)  # for a look at a connection, when there is no other descriptor
         self._loop = asyncio.get_running_loop()
         self._next_look: asyncio.TimerHandle | None = None
+        self._looked_at = self._loop.time()
+        self._num_unread = 0  # looks in a row
+        self._clock = 0.0  # how long this loop has turned while there was something to look at
         self._monitor: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._monitor.set(zmq.RCVHWM, 0)  # else ZeroMQ's thread would wait for this one
         sock.monitor(f"inproc://strangers-{name}", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -63,6 +69,13 @@ class Strangers:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def count(self) -> tuple[int, int]:
+        """Connections that are strangers no more, and those that are, by now."""
+        self._read_events()
+        if self._ending:
+            self._look_soon()
+        return len(self._known), len(self._waiting)
 
     def spoke(self, descriptor: int) -> int:
         """A message has come through this connection; returns its number, which no other one ever has."""
@@ -96,19 +109,31 @@ class Strangers:
 
     def _look(self) -> None:
         self._next_look = None
+        now = self._loop.time()
+        self._clock += min(now - self._looked_at, MAX_TURN_S)
+        self._looked_at = now
         # ZeroMQ tells of an end before it hands on what came last: so this is believed one look later.
         if self._ending:
             self.gone |= self._ending
             self._ending = set()
-            self._on_gone()
+            self._wake()
         self._read_events()
         if self._ending:
             self._look_soon()
         surplus = len(self._waiting) - self._most() if len(self._waiting) > LEAST else 0
         if surplus > 0:
-            for descriptor in list(self._greediest(surplus)):
-                self._shut(descriptor)
+            if not self._may_be_read_soon():
+                for descriptor in list(self._greediest(surplus)):
+                    self._shut(descriptor)
             self._look_soon()
+
+    def _may_be_read_soon(self) -> bool:
+        """Whether messages wait: who has sent one of them is no stranger."""
+        has_input = bool(int(self._sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        self._num_unread = self._num_unread + 1 if has_input and self._num_unread < MAX_UNREAD else 0
+        if has_input:
+            self._wake()
+        return self._num_unread > 0
 
     def _read_events(self) -> None:
         while True:
@@ -121,7 +146,7 @@ class Strangers:
             if (connection := self._known.pop(descriptor, None)) is not None:
                 self._ending.add(connection)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._waiting[descriptor] = _Stranger(self._loop.time())
+                self._waiting[descriptor] = _Stranger(self._clock)
 
     def _most(self) -> int:
         """Half of the descriptors that are not needed for anything else."""
@@ -133,7 +158,7 @@ class Strangers:
         """The oldest connections of whoever has most, but none that has just come; up to `count`."""
         of_address: dict[str, list[int]] = {}
         for descriptor, stranger in self._waiting.items():
-            if self._loop.time() - stranger.since < PATIENCE_S:
+            if self._clock - stranger.since < PATIENCE_S:
                 break
             stranger.address = stranger.address or self._address(descriptor)
             of_address.setdefault(stranger.address, []).append(descriptor)

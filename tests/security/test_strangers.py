@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.keys import read_key
+from lightrl.errors import WrongKey
+from lightrl.keys import new_key, read_key
 from lightrl.messages import Watch
 from lightrl.node import link, strangers
 from lightrl.node.link import MAX_TO_HUB_BYTES, Hub, Link, host_and_port
@@ -156,6 +157,48 @@ def test_peers_that_have_spoken_are_never_too_many(monkeypatch: pytest.MonkeyPat
                 node.close()
 
     asyncio.run(scenario())
+
+
+def test_time_in_which_nobody_is_heard_counts_against_nobody(monkeypatch: pytest.MonkeyPatch):
+    """A loop that was busy has not answered yet whoever has come: those are not who must go."""
+    monkeypatch.setattr(strangers, "LEAST", 0)
+    monkeypatch.setattr(strangers, "MOST", 0)
+
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, _):
+            with stranger(hub) as sock:
+                await until(lambda: len(hub._strangers) == 1)
+                time.sleep(2 * strangers.PATIENCE_S)  # noqa: ASYNC251
+                hub._strangers._look()
+                assert len(hub._strangers) == 1
+                await until(lambda: is_shut(sock))
+
+    asyncio.run(scenario())
+
+
+async def closed_before_wrong_key(patience_s: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many connections that are closed at once make a link give up; late is what takes `patience_s`."""
+    monkeypatch.setattr(link, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(link, "MAX_RECONNECT_MS", 1)
+    monkeypatch.setattr(link, "RECONNECT_MS", 1)
+    count = 0
+
+    def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        writer.close()
+
+    async with await asyncio.start_server(close, "127.0.0.1", 0) as server, asyncio.timeout(LIMIT_S):
+        node = Link(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", "n/1", new_key())
+        with pytest.raises(WrongKey):
+            await node.receive()
+        node.close()
+    return count
+
+
+def test_who_had_to_go_because_many_came_does_not_doubt_its_key_soon(monkeypatch: pytest.MonkeyPatch):
+    assert asyncio.run(closed_before_wrong_key(3600.0, monkeypatch)) in {3, 4}
+    assert asyncio.run(closed_before_wrong_key(0.0, monkeypatch)) >= link.MAX_DOUBT
 
 
 # Descriptors

@@ -593,6 +593,13 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "no descriptors are set aside",
+        "open_files.py",
+        "SET_ASIDE = 8",
+        "SET_ASIDE = 0",
+        tests=("tests/test_open_files.py::test_limit_is_raised_and_what_is_set_aside_serves_files_alone",),
+    ),
+    Mutation(
         "children inherit the raised limit",
         "child.py",
         "open_files.restore_for(process.pid)",

@@ -547,8 +547,8 @@ MUTATIONS = [
     Mutation(
         "parts of a peer that has gone are kept",
         "node/link.py",
-        "self._forget_parts(gone)",
-        "pass",
+        "for identity in [i for i, (connection, _) in self._partial.items() if connection in gone]:",
+        "for identity in ():",
         tests=("tests/node/test_link.py::test_parts_of_a_peer_are_bounded_and_go_with_it",),
     ),
     Mutation(
@@ -989,7 +989,7 @@ MUTATIONS = [
         "loader may run code of a model",
         "engine/checkpoint.py",
         "local_files_only=True, trust_remote_code=False",
-        "local_files_only=True",
+        "local_files_only=True, trust_remote_code=True",
         tests=("tests/cli/test_text.py::test_no_loader_asks_for_or_runs_code_of_a_model",),
     ),
     Mutation(

@@ -280,7 +280,8 @@ class JournalWriter(Generic[T]):
         self._busy_since = time.monotonic()
 
     def _sweep(self) -> None:
-        """Removes old segments, oldest first. What cannot be removed stays until the next `drop_before`."""
+        """Removes old segments, oldest first. What cannot be removed stays until the next one is begun, or
+        the next `drop_before`."""
         below = self._drop_below
         if below == self._dropped_below:
             return

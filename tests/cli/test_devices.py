@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.harness import QUICKSTART, arguments, linux_only, running, until
 from tests.devices.fake_driver import install, smi_row
+from tests.support.paths import python_path
 
 TWO = smi_row(0) + smi_row(1)
 
@@ -117,7 +118,7 @@ BROKEN = 'raise ImportError("/x/vllm/_C.abi3.so: undefined symbol: _ZN3c106detai
 def with_broken_vllm(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "packages" / "vllm").mkdir(parents=True)
     (tmp_path / "packages" / "vllm" / "__init__.py").write_text(BROKEN)
-    return {"PYTHONPATH": str(tmp_path / "packages")}
+    return {"PYTHONPATH": python_path(tmp_path / "packages")}
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from lightrl.engine.vllm_versions import (
     torch_mismatch,
 )
 from tests.cli.harness import arguments
+from tests.support.paths import python_path
 
 READ = {f.stem: json.loads(f.read_text()) for f in Path(__file__).with_name("vllm_signatures").glob("*.json")}
 
@@ -146,7 +147,7 @@ def test_a_vllm_built_for_another_torch_is_told_by_its_package(tmp_path, monkeyp
 
 def test_check_names_the_window_and_what_lies_outside_it(tmp_path):
     package(tmp_path, "vllm", "0.19.1", "Requires-Dist: torch==2.10.0\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
     done = subprocess.run(
         arguments("check"), env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )

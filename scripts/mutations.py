@@ -384,10 +384,10 @@ MUTATIONS = [
         "last = False",
     ),
     Mutation(
-        "last shard is sent twice",
-        "core/steps.py",
-        "        self._send_accepted(round)\n        self.out.append(CloseRound(round))",
-        "        self._send_accepted(round)\n" * 2 + "        self.out.append(CloseRound(round))",
+        "last shard is sent again and again",
+        "core/trainee.py",
+        "round.is_handed_over = is_last",
+        "round.is_handed_over = False",
     ),
     Mutation(
         "groups are sent to the trainer again with the next shard",
@@ -547,8 +547,8 @@ MUTATIONS = [
     Mutation(
         "parts of a peer that has gone are kept",
         "node/link.py",
-        "self._forget_parts(gone)",
-        "pass",
+        "for identity in [i for i, (connection, _) in self._partial.items() if connection in gone]:",
+        "for identity in ():",
         tests=("tests/node/test_link.py::test_parts_of_a_peer_are_bounded_and_go_with_it",),
     ),
     Mutation(
@@ -591,6 +591,13 @@ MUTATIONS = [
         tests=(
             "tests/security/test_strangers.py::test_steps_go_on_and_nodes_join_while_strangers_take_all_descriptors",
         ),
+    ),
+    Mutation(
+        "no descriptors are set aside",
+        "open_files.py",
+        "SET_ASIDE = 8",
+        "SET_ASIDE = 0",
+        tests=("tests/test_open_files.py::test_limit_is_raised_and_what_is_set_aside_serves_files_alone",),
     ),
     Mutation(
         "children inherit the raised limit",
@@ -874,11 +881,115 @@ MUTATIONS = [
         "(signal.SIGTERM,)",
         tests=("tests/test_child.py::test_signals_that_are_for_the_daemon_do_not_end_a_child",),
     ),
+    # GPUs and the releases of what drives them
+    Mutation(
+        "one GPU is given to two ranks",
+        "config.py",
+        "            if twice:\n",
+        "            if False:\n",
+        tests=("tests/test_config.py::test_wrong_values_are_one_line_with_key_and_value",),
+    ),
+    Mutation(
+        "ranks and their GPUs need not be equally many",
+        "config.py",
+        "if self.train.devices and len(self.train.devices) != self.train.ranks:",
+        "if False:",
+        tests=("tests/test_config.py::test_wrong_values_are_one_line_with_key_and_value",),
+    ),
+    Mutation(
+        "no visible GPU is taken for all of them",
+        "devices/assign.py",
+        "    if setting is None:\n",
+        "    if not setting:\n",
+        tests=("tests/devices/test_assign.py::test_who_gets_what",),
+    ),
+    Mutation(
+        "engines begin at the trainer's GPUs",
+        "devices/assign.py",
+        "range(len(devices)) if d not in ranks]",
+        "range(len(devices))]",
+        tests=("tests/devices/test_assign.py::test_who_gets_what",),
+    ),
+    Mutation(
+        "tensor_parallel_size is ignored",
+        "devices/assign.py",
+        "size = wanted.per_engine",
+        "size = 1",
+        tests=("tests/devices/test_assign.py::test_who_gets_what",),
+    ),
+    Mutation(
+        "engine takes what is free on the last of its GPUs",
+        "devices/assign.py",
+        "shares[k] = min(shares[k], share)",
+        "shares[k] = share",
+        tests=("tests/devices/test_assign.py::test_who_gets_what",),
+    ),
+    Mutation(
+        "divided GPU counts as a whole one",
+        "devices/driver.py",
+        'mig == "Enabled"',
+        "False",
+        tests=("tests/devices/test_driver.py::test_a_gpu_that_is_divided_is_asked_for_its_slices",),
+    ),
+    Mutation(
+        "memory of the trainer is not set aside",
+        "devices/plan.py",
+        "rank_bytes=memory.trainer_bytes(iter(items))",
+        "rank_bytes=0",
+        tests=("tests/cli/test_devices.py::test_the_dry_run_shows_who_gets_what_and_why",),
+    ),
+    Mutation(
+        "every rank sees the GPUs of all",
+        "trainer/ranks.py",
+        "self._gpus[rank : rank + 1]",
+        "self._gpus",
+        tests=("tests/cli/test_devices.py::test_each_child_sees_its_own_gpu",),
+    ),
+    Mutation(
+        "engine sees all GPUs",
+        "node/rollout.py",
+        "devices = environment(self._gpus.tokens, os.environ)",
+        "devices = {}",
+        tests=("tests/cli/test_devices.py::test_each_child_sees_its_own_gpu",),
+    ),
+    Mutation(
+        "engine takes the whole of a GPU that it shares",
+        "node/rollout.py",
+        "gpu_memory=gpus.memory",
+        "gpu_memory=0.0",
+        tests=(
+            "tests/node/test_settings.py::test_an_engine_is_told_what_it_may_take_and_how_far_it_may_draft",
+        ),
+    ),
+    Mutation(
+        "newer vLLM than was tried passes in silence",
+        "engine/vllm_versions.py",
+        "OLDEST <= numbers <= NEWEST",
+        "OLDEST <= numbers",
+        tests=("tests/engine/test_vllm_versions.py::test_what_lies_outside_is_said",),
+    ),
+    Mutation(
+        "what a vLLM lacks is not noticed",
+        "engine/vllm_versions.py",
+        '        if part.name not in found:\n            return f"no {_plain(part.name)}"\n',
+        "        if part.name not in found:\n            continue\n",
+        tests=("tests/engine/test_vllm_versions.py::test_what_is_missing_is_named",),
+    ),
+    Mutation(
+        "vLLM that lacks something is used",
+        "engine/vllm.py",
+        "if (lack := lacking(ENGINE, self.found)) is not None:",
+        'if (lack := "") is None:',
+        tests=(
+            "tests/engine/test_vllm_versions.py"
+            "::test_the_installed_release_is_what_its_sources_say_and_no_use_without_a_part",
+        ),
+    ),
     Mutation(
         "loader may run code of a model",
         "engine/checkpoint.py",
         "local_files_only=True, trust_remote_code=False",
-        "local_files_only=True",
+        "local_files_only=True, trust_remote_code=True",
         tests=("tests/cli/test_text.py::test_no_loader_asks_for_or_runs_code_of_a_model",),
     ),
     Mutation(

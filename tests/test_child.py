@@ -76,7 +76,8 @@ def terminate_helpers(sock):
 
 @contextlib.asynccontextmanager
 async def child(target: str) -> AsyncIterator[Child]:
-    tests = {"PYTHONPATH": str(Path(__file__).parent)}
+    places = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))  # which scripts/mutate sets
+    tests = {"PYTHONPATH": os.pathsep.join(filter(None, places))}
     process = await Child.start(f"test_child:{target}", target, COMMANDS, EVENTS, env=tests)
     try:
         async with asyncio.timeout(LIMIT_S):

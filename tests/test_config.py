@@ -113,6 +113,14 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
             ("round.eta = 1.01", "'prompts'", "over-provisions nothing: ", "32 prompts x 8 responses"),
         ),
         ({"round": {"tail_batching": "prompts", "eta": [1, 2]}}, ("round.eta = (1.0, 2.0)", "nothing")),
+        ({"train": {"devices": [0, 0], "ranks": 2}}, ("train.devices = [0, 0]", "GPU 0 twice")),
+        ({"rollout": {"devices": [2, 1, 2]}}, ("rollout.devices = [2, 1, 2]", "GPU 2 twice")),
+        ({"train": {"devices": [0], "ranks": 2}}, ("train.devices = [0]", "train.ranks = 2")),
+        ({"train": {"devices": [0, 1]}}, ("train.devices = [0, 1]", "train.ranks = 1")),
+        (
+            {"rollout": {"devices": [0, 1, 2], "engine_args": {"tensor_parallel_size": 2}}},
+            ("rollout.devices = [0, 1, 2]", "takes 2 GPUs", "multiple"),
+        ),
         ({"async": {"max_staleness": -1}}, ("async.max_staleness = -1", "greater than or equal")),
         ({"async": {"max_staleness": "x"}}, ("async.max_staleness = 'x'", "integer")),
         ({"async": 1}, ("async = 1", "is a section")),
@@ -197,6 +205,19 @@ def test_stale_tokens_are_weighted_unless_another_cap_is_given():
     assert config(**{"async": {"max_staleness": 1}}).algorithm.tis_cap == 2.0
     assert config(**{"async": {"max_staleness": 1}}, algorithm={"clip_low": 0.3}).algorithm.tis_cap == 2.0
     assert config(**{"async": {"max_staleness": 1}}, algorithm={"tis_cap": 5.0}).algorithm.tis_cap == 5.0
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "gpus"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 4}, 4),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
+        ({"tensor_parallel_size": "two"}, 1),  # vLLM says what is wrong with it
+    ],
+)
+def test_how_many_gpus_an_engine_takes(engine_args, gpus):
+    assert config(rollout={"engine_args": engine_args}).gpus_per_engine == gpus
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import subprocess
 import sys
 import termios
@@ -54,9 +55,13 @@ say('read again')
     with subprocess.Popen([sys.executable, "-c", SAY + source], stdout=theirs, pass_fds=(mark,)) as process:
         for descriptor in (theirs, mark):
             os.close(descriptor)
-        assert os.read(done, 1) == b"x"  # although nothing was read
-        lines = read_all(ours).decode().splitlines()
-        assert process.wait(LIMIT_S) == 0
+        try:
+            assert select.select([done], [], [], LIMIT_S)[0], "it waits for a reader"
+            assert os.read(done, 1) == b"x"  # although nothing was read
+            lines = read_all(ours).decode().splitlines()
+            assert process.wait(LIMIT_S) == 0
+        finally:
+            process.kill()
     expected = num_missing = 0
     for line in lines[:-1]:
         if "were not read in time" in line:

@@ -272,6 +272,7 @@ class JournalWriter(Generic[T]):
                 os.close(self._file)
         self._file, self._end, self._torn, self._number = file, end, False, segment.number
         self.base_bytes = end
+        self._dropped_below = -1  # what was the newest when it was last looked at may go now
         with self._wake:
             self._num_begins -= 1
 
@@ -279,7 +280,8 @@ class JournalWriter(Generic[T]):
         self._busy_since = time.monotonic()
 
     def _sweep(self) -> None:
-        """Removes old segments, oldest first. What cannot be removed stays until the next `drop_before`."""
+        """Removes old segments, oldest first. What cannot be removed stays until the next one is begun, or
+        the next `drop_before`."""
         below = self._drop_below
         if below == self._dropped_below:
             return

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from lightrl.child import Child, ChildDied, patiently
 from lightrl.config import Config
@@ -48,6 +48,28 @@ MAX_DEATHS = 3  # of engine processes in a row that never loaded a version
 STOP_S = 2.0  # an engine holds nothing that must be saved
 FLUSH_S = 2.0  # for the last tokens of what runs here
 
+Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
+
+
+def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: Part) -> EngineSpec:
+    """What an engine of this node is told when it starts."""
+    rollout, speculation = config.rollout, config.speculation
+    return EngineSpec(
+        kind=kind,
+        model_dir=str(model_dir),
+        dtype=config.model.dtype,
+        max_model_length=config.max_model_length,
+        slots=slots,
+        kv_cache_gib=rollout.kv_cache_gib,
+        chunk_tokens=rollout.chunk_tokens,
+        chunk_ms=rollout.chunk_ms,
+        engine_args=rollout.engine_args,
+        max_window=speculation.max_window if config.speculates else 0,
+        prefer=speculation.prefer,
+        gpu_memory=gpus.memory,
+        is_deterministic=config.run.deterministic,
+    )
+
 
 class Rollout:
     def __init__(
@@ -75,7 +97,7 @@ class Rollout:
         self._scratch = scratch
         self._log = log
         self._gpus = gpus
-        self._kind: Literal["vllm", "torch", "emulated"] | None = None  # of the engine, once it is settled
+        self._kind: Kind | None = None  # of the engine, once it is settled
         self._coordinator_host, _ = host_and_port(coordinator)
         self._send = send
         self._engine: Child[EngineCommand, EngineEvent] | None = None  # once it has started
@@ -170,23 +192,8 @@ class Rollout:
         self._kept.end_all()
 
     async def _serve(self) -> None:
-        rollout, speculation = self._config.rollout, self._config.speculation
-        spec = EngineSpec(
-            kind=self._kind or resolve_engine(rollout.engine),
-            model_dir=str(self._model_dir),
-            dtype=self._config.model.dtype,
-            max_model_length=self._config.max_model_length,
-            slots=self._slots,
-            kv_cache_gib=rollout.kv_cache_gib,
-            chunk_tokens=rollout.chunk_tokens,
-            chunk_ms=rollout.chunk_ms,
-            engine_args=rollout.engine_args,
-            max_window=speculation.max_window if self._config.speculates else 0,
-            prefer=speculation.prefer,
-            gpu_memory=self._gpus.memory,
-            is_deterministic=self._config.run.deterministic,
-        )
-        self._kind = spec.kind
+        self._kind = self._kind or resolve_engine(self._config.rollout.engine)
+        spec = engine_spec(self._config, self._kind, self._model_dir, self._slots, self._gpus)
         engine = await self._start(spec)
         started = asyncio.Event()
         try:

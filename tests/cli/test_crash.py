@@ -17,6 +17,7 @@ from tests.cli.harness import (
     until,
     wait_for_step,
 )
+from tests.support.paths import python_path
 
 pytestmark = linux_only
 ENDLESS = ("train.steps=100000", "rollout.engine=emulated")
@@ -56,7 +57,7 @@ def test_a_run_whose_daemons_are_all_killed_at_once_finishes(tmp_path):
 
 def test_a_daemon_that_never_lives_is_given_up_after_five_more_attempts(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(NO_LUCK)
-    with running(tmp_path, *ENDLESS, PYTHONPATH=str(tmp_path)) as process:
+    with running(tmp_path, *ENDLESS, PYTHONPATH=python_path(tmp_path)) as process:
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert (

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.harness import QUICKSTART, arguments, linux_only, running, until
 from tests.devices.fake_driver import install, smi_row
+from tests.support.paths import python_path
 
 TWO = smi_row(0) + smi_row(1)
 
@@ -98,18 +99,17 @@ def test_check_names_what_is_wrong_and_goes_on(tmp_path):
 
 @linux_only
 def test_each_child_sees_its_own_gpu(tmp_path):
-    environment = install(tmp_path / "fake", TWO)
-    with running(tmp_path, "train.steps=500", **environment) as run:
+    environment = install(tmp_path / "fake", TWO + smi_row(2))
+    with running(tmp_path, "train.steps=500", "train.ranks=2", **environment) as run:
         said = until(run, "join it from elsewhere")
         assert any("rank 0: GPU 0" in line for line in said)
-        until(run, "s/step")  # rank and engine run
+        until(run, "s/step")  # ranks and engine run
         seen = {name: settings_of(pid) for name, pid in children(run.pid)}
         run.send_signal(signal.SIGINT)
         run.wait(90)
-    rank, engine = seen["lightrl-rank-0"], seen["torch-engine"]
-    assert rank["CUDA_VISIBLE_DEVICES"] == "0"
-    assert engine["CUDA_VISIBLE_DEVICES"] == "1"
-    assert rank["CUDA_DEVICE_ORDER"] == engine["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    children_seen = [seen[name] for name in ("lightrl-rank-0", "lightrl-rank-1", "torch-engine")]
+    assert [child["CUDA_VISIBLE_DEVICES"] for child in children_seen] == ["0", "1", "2"]
+    assert {child["CUDA_DEVICE_ORDER"] for child in children_seen} == {"PCI_BUS_ID"}
 
 
 BROKEN = 'raise ImportError("/x/vllm/_C.abi3.so: undefined symbol: _ZN3c106detail")\n'
@@ -118,7 +118,7 @@ BROKEN = 'raise ImportError("/x/vllm/_C.abi3.so: undefined symbol: _ZN3c106detai
 def with_broken_vllm(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "packages" / "vllm").mkdir(parents=True)
     (tmp_path / "packages" / "vllm" / "__init__.py").write_text(BROKEN)
-    return {"PYTHONPATH": str(tmp_path / "packages")}
+    return {"PYTHONPATH": python_path(tmp_path / "packages")}
 
 
 @pytest.mark.slow

@@ -127,16 +127,21 @@ def test_response_that_a_silent_node_finished_is_taken_when_it_comes_back(driver
     assert list(waiting.tokens) == [7, 8]
 
 
-def test_what_a_silent_node_finished_under_older_weights_is_ignored_and_costs_it_nothing(driver: Driver):
-    driver.start("a", slots=2)
-    driver.finish_round()
-    driver.train(0)
-    driver.confirm("a", 1)
-    waiting = next(r for r in driver.core.ledger.responses.values() if r.state == "queued")
+def test_what_a_silent_node_finished_under_older_weights_is_ignored_and_costs_it_nothing():
+    d = Driver(prompts_per_step=1, group_size=1, tail=Tail(2.0, 1.0), num_prompts=2)
+    d.start("a", slots=4)
+    d.finish("p0@0#0")
+    d.tokens("p1@0#0", 3)  # it loses the race, and the node does not hear that it is to stop
+    d.train(0)
+    d.join("b", slots=4)
+    d.confirm("b", 1)
+    d.feed(NodeLost("b", "killed"))
+    waiting = d.held("p1@0#0")  # in the long round, where its attempts go on
+    assert (d.round.kind, waiting.state, waiting.attempt > 1) == ("long", "queued", True)
     item = ResponseTokens(waiting.id, 1, 0, ids(7, 8), logprobs(2), "stop")
-    driver.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
-    assert (list(waiting.tokens), driver.core.ledger.counters.chunks_ignored) == ([], 1)
-    assert "a" in driver.core.fleet.nodes
+    d.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
+    assert (list(waiting.tokens), d.core.ledger.counters.chunks_ignored) == ([], 1)
+    assert "a" in d.core.fleet.nodes
 
 
 def test_what_a_silent_node_finished_is_refused_if_others_went_on_differently():

@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from tests.support.paths import python_path
+
 SMI = """#!{python} -S
 import json, sys
 answers = json.load(open({answers!r}))
@@ -53,4 +55,4 @@ def install(
     (packages / "torch" / "version.py").write_text(
         f"from typing import Optional\n__version__ = '2.11.0'\ncuda: Optional[str] = {built}\n"
     )
-    return {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(packages)}
+    return {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path(packages)}

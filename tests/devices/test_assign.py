@@ -63,6 +63,14 @@ RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEE
             (("1", 0.29), ("1", 0.29), ("1", 0.29)),
             id="more engines than GPUs: beside each other, not beside the rank",
         ),
+        pytest.param(
+            gpus(2),
+            None,
+            {"per_engine": 2},
+            ("0",),
+            (("0,1", 0.53),),
+            id="of both its GPUs an engine takes what there is on the one that it shares",
+        ),
         pytest.param(gpus(4), "2,3", {}, ("2",), (("3", 0.0),), id="a restriction holds"),
         pytest.param(gpus(4), " 3 , 1 ", {}, ("3",), (("1", 0.0),), id="and its order"),
         pytest.param(

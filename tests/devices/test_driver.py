@@ -99,6 +99,15 @@ def test_gpus_are_counted_where_the_drivers_tools_are_missing(tmp_path):
     assert [(g.index, g.total) for g in found.gpus] == [(0, None), (1, None)]
 
 
+def test_a_gpu_that_is_divided_is_asked_for_its_slices(tmp_path, monkeypatch):
+    rows = smi_row(0, mig="Enabled") + smi_row(1)
+    for name, value in install(tmp_path, rows, L=LISTED).items():
+        monkeypatch.setenv(name, value)
+    divided, whole = look().gpus
+    assert (divided.is_mig, [s.uuid for s in divided.slices]) == (True, ["MIG-6f1d", "MIG-7a2e"])
+    assert (whole.is_mig, whole.slices) == (False, ())
+
+
 @pytest.mark.parametrize(
     ("rows", "code", "problem"),
     [

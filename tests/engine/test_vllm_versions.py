@@ -25,6 +25,7 @@ from lightrl.engine.vllm_versions import (
     torch_mismatch,
 )
 from tests.cli.harness import arguments
+from tests.support.paths import python_path
 
 READ = {f.stem: json.loads(f.read_text()) for f in Path(__file__).with_name("vllm_signatures").glob("*.json")}
 
@@ -72,11 +73,30 @@ def test_which_signatures_a_call_suits(part, parameters, suits):
     assert part.suits(parameters) == suits
 
 
+LOOK = """
+import json, sys
+from lightrl.engine.vllm import Api
+from lightrl.engine.vllm_versions import installed
+from lightrl.errors import EngineUnusable
+found = installed()
+from vllm.v1.engine.core import EngineCore
+del EngineCore.preprocess_add_request  # as in a release that we do not know
+try:
+    Api()
+except EngineUnusable as e:
+    json.dump([found, str(e)], open(sys.argv[1], "w"))
+"""
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_the_installed_release_is_what_its_sources_say():
-    code = "import json, sys; from lightrl.engine.vllm_versions import *; json.dump(installed(), sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    found = json.loads(done.stderr[done.stderr.rindex('{"vllm') :])
+def test_the_installed_release_is_what_its_sources_say_and_no_use_without_a_part(tmp_path):
+    answers = tmp_path / "answers.json"
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, str(answers)], capture_output=True, text=True, check=False
+    )
+    assert answers.exists(), done.stderr
+    found, unusable = json.loads(answers.read_text())
+    assert "has no vllm.v1.engine.core.EngineCore.preprocess_add_request: install one of" in unusable
     assert lacking(ENGINE, found) is None
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "vllm_signatures"))
     (place,) = importlib.util.find_spec("vllm").submodule_search_locations
@@ -127,7 +147,7 @@ def test_a_vllm_built_for_another_torch_is_told_by_its_package(tmp_path, monkeyp
 
 def test_check_names_the_window_and_what_lies_outside_it(tmp_path):
     package(tmp_path, "vllm", "0.19.1", "Requires-Dist: torch==2.10.0\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
     done = subprocess.run(
         arguments("check"), env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )

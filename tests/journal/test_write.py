@@ -160,6 +160,22 @@ def test_what_was_set_aside_is_dropped_with_the_segments_of_its_steps(tmp_path):
     within(story)
 
 
+def test_what_was_the_newest_when_it_was_to_be_dropped_goes_with_the_next_segment(tmp_path):
+    async def story() -> None:
+        writer = writer_on(tmp_path)
+        writer.begin(0, [Resumed()])
+        await flushed(writer)
+        writer.drop_before(1)
+        for _ in range(2):  # the thread sweeps between them
+            await flushed(writer)
+        assert [s.step for s in segments(tmp_path)] == [0]
+        writer.begin(1, [Resumed(step=1)])
+        await writer.close()
+        assert [s.step for s in segments(tmp_path)] == [1]
+
+    within(story)
+
+
 def test_history_can_be_kept(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path, keep=True)

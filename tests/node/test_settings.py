@@ -1,4 +1,4 @@
-"""The config as the core sees it."""
+"""The config as the core sees it, and as an engine does."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from lightrl.core.state import Settings, Tail
+from lightrl.devices.assign import Part
 from lightrl.errors import DataError
+from lightrl.node.rollout import engine_spec
 from lightrl.node.settings import core_settings
 
 from .harness import make_config
@@ -51,3 +53,19 @@ def test_the_data_must_hold_as_many_prompts_as_a_round_launches(tmp_path):
         "train.jsonl: 5 prompts are fewer than train.prompts_per_step = 4 x round.eta = 1.5: "
         "a short round launches 6"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"speculation": {"max_window": 5}}, 5),
+        ({"speculation": {"max_window": 5, "enabled": False}}, 0),
+        ({"speculation": {"max_window": 5}, "run": {"deterministic": True}}, 0),
+    ],
+)
+def test_an_engine_is_told_what_it_may_take_and_how_far_it_may_draft(tmp_path, changes, window):
+    config = make_config(tmp_path, **changes)
+    spec = engine_spec(config, "torch", tmp_path, 3, Part(("0",), 0.26))
+    assert (spec.slots, spec.gpu_memory, spec.max_window) == (3, 0.26, window)
+    assert spec.is_deterministic == config.run.deterministic
+    assert spec.max_model_length == config.max_model_length

@@ -134,7 +134,11 @@ def test_nothing_is_left_of_a_worker_however_it_ends(model_files, tmp_path, do, 
 
 @linux_only
 def test_a_worker_dies_with_its_reaper_and_is_replaced(model_files, tmp_path):
-    source = "import os\ndef reward(sample):\n    return {'reward': 1.0, 'parent': os.getppid()}\n"
+    source = (
+        "import os\n"
+        "def reward(sample):\n"
+        "    return {'reward': 1.0, 'parent': os.getppid(), 'worker': os.getpid()}\n"
+    )
     (tmp_path / "rewards.py").write_text(source)
     settings = config.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
     results: asyncio.Queue = asyncio.Queue()
@@ -144,11 +148,11 @@ def test_a_worker_dies_with_its_reaper_and_is_replaced(model_files, tmp_path):
         await pool.start()
         serving = asyncio.create_task(pool.run())
         pool.submit(job("a"))
-        first = (await results.get()).metrics["parent"]
-        os.kill(int(first), signal.SIGKILL)
+        first = (await results.get()).metrics
+        os.kill(int(first["parent"]), signal.SIGKILL)
         for k in itertools.count():  # until it has died
             pool.submit(job(f"b{k}"))
-            if (await results.get()).metrics.get("parent", first) != first:
+            if (await results.get()).metrics.get("worker", first["worker"]) != first["worker"]:
                 break
         await pool.stop()
         serving.cancel()

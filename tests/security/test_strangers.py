@@ -5,7 +5,6 @@ import contextlib
 import json
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from lightrl.errors import WrongKey
 from lightrl.keys import new_key, read_key
 from lightrl.messages import Watch
-from lightrl.node import link, strangers
+from lightrl.node import strangers
 from lightrl.node.link import MAX_TO_HUB_BYTES, Hub, Link, host_and_port
 from lightrl.run_file import to_toml
 
@@ -60,7 +59,7 @@ def test_a_frame_may_have_so_many_bytes_and_one_more_is_cut_off():
                             greeting += sock.recv(64 - len(greeting))
                     within.sendall(announce(MAX_TO_HUB_BYTES) + bytes(MAX_TO_HUB_BYTES - 7))
                     beyond.sendall(announce(MAX_TO_HUB_BYTES + 1))
-                    beyond.settimeout(link.HANDSHAKE_MS / 2000)  # not only when its time is up
+                    beyond.settimeout(1.5)  # not only when its time is up, after three seconds
                     with contextlib.suppress(ConnectionError):
                         assert beyond.recv(1000) == b""
                     within.settimeout(0.05)
@@ -75,7 +74,7 @@ def test_a_frame_may_have_so_many_bytes_and_one_more_is_cut_off():
 def test_a_hundred_strangers_who_send_all_they_may_cost_less_than_128_mib():
     async def scenario() -> None:
         async with hub_and_key() as (hub, _):
-            before, begin = resident_bytes(), time.monotonic()
+            before = resident_bytes()
             with contextlib.ExitStack() as stack:
                 everyone = [stack.enter_context(stranger(hub)) for _ in range(100)]
 
@@ -86,8 +85,8 @@ def test_a_hundred_strangers_who_send_all_they_may_cost_less_than_128_mib():
 
                 await asyncio.to_thread(talk)
                 assert resident_bytes() - before < 128 * MIB
-                await until(lambda: len(hub._strangers) == 0)
-                assert time.monotonic() - begin < 8  # three seconds for each, and a busy machine
+                async with asyncio.timeout(8):  # three seconds for each, and a busy machine
+                    await until(lambda: len(hub._strangers) == 0)
 
     asyncio.run(scenario())
 

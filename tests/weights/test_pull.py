@@ -372,7 +372,7 @@ def test_peers_that_never_read_do_not_keep_others_waiting(tmp_path):
                     ticket = pull_ticket(SECRET, f"bad-{k}", 1)
                     sock.sendall(Request(1, 0, 16 << 20, f"bad-{k}".encode(), ticket.encode()).pack())
                 stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
-            assert stats.seconds < IDLE_LIMIT_S
+            assert stats.seconds < IDLE_LIMIT_S / 2  # a second until they have stalled, and a busy machine
 
     asyncio.run(scenario())
 

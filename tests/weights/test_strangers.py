@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from lightrl.weights.door import FEW_PLACES, GREETING_S, Door
+from lightrl.weights.door import FEW_PLACES, Door
 from lightrl.weights.request import Request
 
 from .versions import SECRET, make_version, pull, serving
@@ -65,14 +65,15 @@ def test_silent_peers_that_always_come_back_keep_nobody_out(tmp_path, num_source
 def test_who_says_too_little_is_cut_off_soon(tmp_path):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1", num_buckets=1)
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(DEADLINE_S):
+        # Two seconds, and a busy machine. Not by the server's own constant: that may be what is wrong.
+        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(10):
             host, _, port = address.rpartition(":")
             begun = time.monotonic()
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(Request(1, 0, 1, b"n", b"t").pack()[:-1])
             with pytest.raises(ConnectionResetError):  # and not as one whose ticket is wrong
                 await reader.read()
-            assert GREETING_S / 2 < time.monotonic() - begun < 3 * GREETING_S
+            assert time.monotonic() - begun > 1  # a slow line has time to say it
             writer.close()
 
     asyncio.run(scenario())

@@ -128,10 +128,10 @@ class AlgorithmSection(Section):
     clip_high: float = Field(default=0.2, ge=0, description="ratio is clipped above at 1 + clip_high")
     kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
     kl_type: Literal["k1", "k2", "k3"] = "k3"
-    loss_norm: LossNorm | None = Field(default=None, description="default: what the algorithm prescribes")
-    loss_constant: Positive | None = Field(
+    loss_norm: LossNorm | Positive | None = Field(
         default=None,
-        description='tokens per response that loss_norm = "constant" divides by; default max_response_length',
+        description="default: what the algorithm prescribes; a number: so many tokens for each response,"
+        ' as which "constant" takes rollout.max_response_length',
     )
     tis_cap: float = Field(
         default=0.0,

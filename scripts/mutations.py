@@ -775,14 +775,14 @@ MUTATIONS = [
     ),
     Mutation(
         "files of a checkpoint are not synced",
-        "trainer/checkpoint.py",
+        "trainer/saved.py",
         "files.sync(entry)",
         "pass",
         tests=("tests/trainer/test_power_loss.py",),
     ),
     Mutation(
         "name of a checkpoint is not synced",
-        "trainer/checkpoint.py",
+        "trainer/saved.py",
         "files.sync(path.parent)",
         "pass",
         tests=("tests/trainer/test_power_loss.py",),

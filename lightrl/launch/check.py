@@ -57,6 +57,10 @@ def findings(config: Config | None) -> Iterator[Finding]:
     yield _open_files()
     yield _clock()
     if config is not None:
+        if config.train.engine == "emulated":
+            yield Finding(
+                "training", "warn", "nothing is learnt, and no model comes out: train.engine = emulated"
+            )
         yield _files(config)
 
 

@@ -58,9 +58,7 @@ def findings(config: Config | None) -> Iterator[Finding]:
     yield _clock()
     if config is not None:
         if config.train.engine == "emulated":
-            yield Finding(
-                "training", "warn", "nothing is learnt, and no model comes out: train.engine = emulated"
-            )
+            yield Finding("training", "warn", "train.engine = emulated: nothing is learnt, there is no model")
         yield _files(config)
 
 

@@ -293,10 +293,8 @@ class Trainer:
 
     async def _accumulate(self, ranks: Ranks, step: int, groups: list[list[TrainSample]]) -> None:
         train = self._config.train
-        useful = groups
-        if (
-            train.engine != "emulated"
-        ):  # which takes in what has no signal, too, or nobody would see that it came
+        useful = groups  # an emulated rank shows all that came, with a signal or without
+        if train.engine != "emulated":
             useful = [trainable(samples, self._config.algorithm.kl_coef) for samples in groups]
         deterministic = self._config.run.deterministic
         batches_R = streamed(useful, len(ranks), train.max_tokens_per_gpu, deterministic)

@@ -291,7 +291,7 @@ def test_check_passes_here_and_fails_for_a_missing_file(capsys):
     assert "model, data and reward files are there" in out
     assert "nothing is learnt" not in out
     assert lightrl("check", QUICKSTART, "rollout.engine=emulated", "train.engine=emulated") == 0
-    assert "train.engine = emulated: nothing is learnt, no model comes out" in capsys.readouterr().out
+    assert "train.engine = emulated: nothing is learnt, there is no model" in capsys.readouterr().out
     assert lightrl("check", QUICKSTART, "data.path=none.jsonl") == 1
     assert "fail  config" in capsys.readouterr().out
 

@@ -37,6 +37,7 @@ Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(one
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++"]
 LossNorm = Literal["token", "sequence", "constant"]
 EngineKind = Literal["auto", "vllm", "torch", "emulated"]
+TrainKind = Literal["torch", "emulated"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Backend = Literal["jsonl", "tensorboard", "wandb"]
 TailBatching = Literal["off", "prompts", "both"]
@@ -76,7 +77,10 @@ class Data(Section):
 
 
 class Rollout(Section):
-    engine: EngineKind = Field(default="auto", description="auto = vllm where it is installed, else torch")
+    engine: EngineKind = Field(
+        default="auto",
+        description="auto = vllm where it is installed, else torch; emulated = arbitrary tokens, no model",
+    )
     nodes: Annotated[int, Field(ge=0)] = Field(
         default=1, description="rollout daemons that `lightrl up` starts here"
     )
@@ -96,7 +100,9 @@ class Rollout(Section):
     )
     chunk_tokens: Positive = Field(default=16, description="tokens of a response after which a chunk is sent")
     chunk_ms: Positive = Field(default=50, description="milliseconds after which a chunk is sent anyway")
-    engine_args: dict[str, Any] = Field(default_factory=dict, description="handed to vLLM as they are")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="handed to vLLM as they are; what takes how long if emulated"
+    )
     devices: Devices = Field(
         default=(),
         description="GPU indices of the engines that `lightrl up` starts; default: the next",
@@ -112,6 +118,10 @@ class Optim(Section):
 
 
 class Train(Section):
+    engine: TrainKind = Field(
+        default="torch",
+        description="emulated = nothing is learnt: weights are a digest of what was trained; for tests",
+    )
     steps: Positive = Field(default=100, description="optimizer steps of the run")
     prompts_per_step: Positive = Field(default=32, description="groups that feed one optimizer step")
     ranks: Positive = Field(default=1, description="training processes on the trainer node")
@@ -128,10 +138,10 @@ class AlgorithmSection(Section):
     clip_high: float = Field(default=0.2, ge=0, description="ratio is clipped above at 1 + clip_high")
     kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
     kl_type: Literal["k1", "k2", "k3"] = "k3"
-    loss_norm: LossNorm | None = Field(default=None, description="default: what the algorithm prescribes")
-    loss_constant: Positive | None = Field(
+    loss_norm: LossNorm | Positive | None = Field(
         default=None,
-        description='tokens per response that loss_norm = "constant" divides by; default max_response_length',
+        description="default: what the algorithm prescribes; a number: so many tokens for each response,"
+        ' as which "constant" takes rollout.max_response_length',
     )
     tis_cap: float = Field(
         default=0.0,
@@ -317,6 +327,11 @@ class Config(Section):
             raise ValueError(
                 f"round.eta = {self.round.eta}: with round.tail_batching = {mode!r} this over-provisions "
                 f"nothing: {prompts} prompts x {responses} responses are needed and launched; raise it"
+            )
+        if self.train.engine == "emulated" and self.rollout.engine != "emulated":
+            raise ValueError(
+                f"rollout.engine = {self.rollout.engine!r}: only 'emulated' can load what "
+                "train.engine = 'emulated' publishes, which is no model"
             )
         if self.async_.max_staleness and not self.algorithm.tis_cap:
             raise ValueError(

@@ -782,14 +782,14 @@ MUTATIONS = [
     ),
     Mutation(
         "files of a checkpoint are not synced",
-        "trainer/checkpoint.py",
+        "trainer/saved.py",
         "files.sync(entry)",
         "pass",
         tests=("tests/trainer/test_power_loss.py",),
     ),
     Mutation(
         "name of a checkpoint is not synced",
-        "trainer/checkpoint.py",
+        "trainer/saved.py",
         "files.sync(path.parent)",
         "pass",
         tests=("tests/trainer/test_power_loss.py",),
@@ -998,5 +998,43 @@ MUTATIONS = [
         'os.environ["GLOO_SOCKET_IFNAME"] = _loopback()',
         "pass",
         tests=("tests/trainer/test_loopback.py::test_no_socket_of_two_ranks_is_open_beyond_loopback",),
+    ),
+    # The emulated rank: what its digest must show
+    Mutation(
+        "emulated weights are those of the last step alone",
+        "trainer/emulated.py",
+        "[self._trained.hex(), totals, all_R]",
+        "[totals, all_R]",
+        tests=("tests/trainer/test_emulated.py::test_order_and_cut_and_number_make_another_version",),
+    ),
+    Mutation(
+        "emulated weights are those of rank 0 alone",
+        "trainer/emulated.py",
+        "all_R = self._meeting.exchange(mine)",
+        "all_R = self._meeting.exchange(mine)[:1]",
+        tests=("tests/trainer/test_emulated.py::test_two_ranks_publish_what_both_were_given",),
+    ),
+    Mutation(
+        "emulated rank keeps what it had of a step that begins anew",
+        "trainer/emulated.py",
+        "                self._clear()\n                yield Cleared(step)",
+        "                yield Cleared(step)",
+        tests=(
+            "tests/trainer/test_emulated.py::test_what_was_given_before_the_step_began_anew_does_not_count",
+        ),
+    ),
+    Mutation(
+        "emulated rank begins with other weights than were saved",
+        "trainer/emulated.py",
+        "if saved and self.manifest and saved.digest != self.manifest.digest:",
+        "if False:",
+        tests=("tests/trainer/test_emulated.py::test_a_restored_rank_goes_on_with_the_same_versions",),
+    ),
+    Mutation(
+        "emulated rank is not sent what has no signal",
+        "node/trainer.py",
+        'if train.engine != "emulated":',
+        "if True:",
+        tests=("tests/trainer/test_emulated.py::test_a_group_without_signal_counts_as_well",),
     ),
 ]

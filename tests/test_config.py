@@ -90,6 +90,13 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ({"train": 3}, ("train = 3", "is a section")),
         ({"model": {}}, ("model.path: is required",)),
         ({"rollout": {"engine": "sglang"}}, ("rollout.engine = 'sglang'", "'vllm'")),
+        ({"train": {"engine": "vllm"}}, ("train.engine = 'vllm'", "'torch'", "'emulated'")),
+        (
+            {"train": {"engine": "emulated"}},
+            ("rollout.engine = 'auto'", "train.engine = 'emulated'", "no model"),
+        ),
+        ({"algorithm": {"loss_norm": "mean"}}, ("algorithm.loss_norm = 'mean'", "'constant'")),
+        ({"algorithm": {"loss_norm": -1}}, ("algorithm.loss_norm = -1",)),
         ({"rollout": {"engine_args": {"a": [{"b": float("inf")}]}}}, ("rollout.engine_args", "inf")),
         ({"rollout": {"engine_args": {"a": object}}}, ("rollout.engine_args", "type")),
         ({"reward": {"on_failure": "ignore"}}, ("reward.on_failure = 'ignore'",)),

@@ -24,6 +24,8 @@ def wanted(
 ) -> Wanted:
     """`ranks` and `engines`: how many of them are to run here. `slots`: of this node, 0 = as configured."""
     train, rollout = config.train, config.rollout
+    if train.engine == "emulated":
+        ranks = 0
     if rollout.engine == "emulated":
         engines = 0
     args = rollout.engine_args
@@ -99,6 +101,8 @@ def describe(config: Config) -> list[str]:
     shape, some = _of_run(config)
     found = assign(look(), os.environ, some)
     lines = list(found.notes) or ["no GPU here: everything runs on the CPU"]
+    if config.train.engine == "emulated":
+        return lines
     if shape is None:
         return [*lines, f"{config.model.path}: its files are not here, so the memory it needs is not known"]
     if found.ranks:

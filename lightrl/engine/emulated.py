@@ -3,10 +3,7 @@
 For tests of everything around an engine and for trying a fleet on one machine: it takes as long as
 a latency model says. Needs neither torch nor vLLM.
 
-`engine_args`: t0_ms (time of a decode step at batch 1; 0 = no waiting), half_batch (batch at which a
-step takes twice t0, 107 as measured on an H100 with a 7B model), mean_length (of a response, tokens;
-0 = always to the length limit), runaway_share (of responses that run to the limit whatever mean_length
-says: the long tail of reasoning models).
+`engine_args`: see emulation.py.
 """
 
 import math
@@ -16,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightrl.emulation import arguments
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.requests import Running, accept, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
@@ -34,11 +32,10 @@ class EmulatedEngine:
     notes = ()
 
     def __init__(self, spec: EngineSpec) -> None:
-        args = {"t0_ms": 0.0, "half_batch": 107.0, "mean_length": 0.0, "runaway_share": 0.0}
-        for key, value in spec.engine_args.items():
-            if key not in args or not isinstance(value, int | float) or value < 0:
-                raise EngineError(f"engine_args.{key} = {value!r}: known are {', '.join(args)}, all numbers")
-            args[key] = float(value)
+        try:
+            args = arguments(spec.engine_args)
+        except ValueError as e:
+            raise EngineError(str(e)) from None
         self._t0_s, self._half_batch = args["t0_ms"] / 1000, args["half_batch"] or math.inf
         self._mean_length, self._runaway_share = args["mean_length"], args["runaway_share"]
         self._vocabulary = vocabulary_size(Path(spec.model_dir))

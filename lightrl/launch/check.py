@@ -57,6 +57,8 @@ def findings(config: Config | None) -> Iterator[Finding]:
     yield _open_files()
     yield _clock()
     if config is not None:
+        if config.train.engine == "emulated":
+            yield Finding("training", "warn", "train.engine = emulated: nothing is learnt, there is no model")
         yield _files(config)
 
 

@@ -143,6 +143,8 @@ def _rollout(config: Config, slots: int) -> str:
 
 def _training(config: Config, responses: int) -> str:
     train = config.train
+    if train.engine == "emulated":
+        return "emulated: NOTHING IS LEARNT and no model comes out; weights are a digest of what was trained"
     tokens = responses * config.max_model_length
     micro = ceil(tokens / (train.max_tokens_per_gpu * train.ranks))
     ranks = "1 rank" if train.ranks == 1 else f"{train.ranks} ranks"

@@ -300,7 +300,9 @@ class Trainer:
 
     async def _accumulate(self, ranks: Ranks, step: int, groups: list[list[TrainSample]]) -> None:
         train = self._config.train
-        useful = [trainable(samples, self._config.algorithm.kl_coef) for samples in groups]
+        useful = groups  # an emulated rank shows all that came, with a signal or without
+        if train.engine != "emulated":
+            useful = [trainable(samples, self._config.algorithm.kl_coef) for samples in groups]
         deterministic = self._config.run.deterministic
         batches_R = streamed(useful, len(ranks), train.max_tokens_per_gpu, deterministic)
         if not batches_R[0]:  # as many for each rank

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from lightrl import files
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.trainer.model import Policy, full_parameters
-from lightrl.trainer.saved import STEP_FILE, SavedStep, by_step, forget_set_aside, point, remove, step_of
+from lightrl.trainer.saved import STEP_FILE, SavedStep, put_in_place
 from lightrl.trainer.seal import EXPORT, sealed
 from lightrl.wire import from_json, to_json
 
@@ -81,20 +81,11 @@ def save(
         with _together(world):
             if first:
                 (draft / STEP_FILE).write_bytes(to_json(sealed(saved, draft)))
-                _replace(draft, path)
-                point(path.parent, path)
+                put_in_place(draft, path, keep_last)
     except TrainerError:
         if first:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    if first:
-        others = [p for p in by_step(path.parent) if p != path]
-        older = [p for p in others if step_of(p) < step_of(path)]
-        kept = older[1 - keep_last :] if keep_last > 1 else []
-        for p in others:  # what is newer is of steps that were undone
-            if p not in kept:
-                remove(p)
-        forget_set_aside(path.parent, step_of(path))
 
 
 def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> SavedStep:
@@ -133,21 +124,6 @@ def _export(folder: Path, policy: Policy, tensors: dict[str, torch.Tensor], mode
     for file in sorted(model_dir.iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(file, folder / file.name)
-
-
-def _replace(draft: Path, path: Path) -> None:
-    """Renames a directory into place once everything in it is on the disk."""
-    for entry in [*draft.rglob("*"), draft]:
-        files.sync(entry)
-    if not path.exists():
-        draft.rename(path)  # its name lasts once `latest` does, in the same folder
-        return
-    old = path.with_name(f".{path.name}.old")  # the same step saved again, after a resume
-    shutil.rmtree(old, ignore_errors=True)
-    path.rename(old)
-    draft.rename(path)
-    files.sync(path.parent)  # else the old files may be gone and still have the name
-    shutil.rmtree(old)
 
 
 @contextlib.contextmanager

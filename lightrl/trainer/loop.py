@@ -8,9 +8,7 @@ not depend, but for rounding, on how its samples were split or in which order th
 import ctypes
 import os
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import assert_never
@@ -21,10 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.utils.logging import disable_progress_bar
 
-from lightrl.child import Pipe
 from lightrl.config import Config
 from lightrl.devices.cuda import Stopwatch, has_cuda, now
-from lightrl.errors import LightRLError, TrainerError
+from lightrl.errors import TrainerError
 from lightrl.hub import weights_folder
 from lightrl.messages import Manifest
 from lightrl.trainer import checkpoint, loss
@@ -38,9 +35,8 @@ from lightrl.trainer.model import (
     load_policy,
     response_logprobs,
 )
+from lightrl.trainer.process import serve
 from lightrl.trainer.protocol import (
-    RANK_COMMANDS,
-    RANK_EVENTS,
     Accumulate,
     Accumulated,
     Cleared,
@@ -50,7 +46,6 @@ from lightrl.trainer.protocol import (
     Published,
     RankCommand,
     RankEvent,
-    RankFailed,
     RankStarted,
     Save,
     Saved,
@@ -59,11 +54,10 @@ from lightrl.trainer.protocol import (
     StepFinished,
 )
 from lightrl.trainer.saved import CHECKPOINTS, SavedStep, checkpoint_path
+from lightrl.trainer.versions import Versions
 from lightrl.weights.tensors import write_tensors
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
-VERSIONS_KEPT = 2  # a node may still be pulling the one before
 
 # Sums over the micro-batches of a step, in this order in `Rank.sums`.
 SUMS = (
@@ -82,37 +76,13 @@ SUMS = (
 
 def main(sock: socket.socket) -> None:
     """The child process: serves commands until the daemon closes the pipe."""
-    pipe: Pipe[RankCommand, RankEvent] = Pipe(sock, RANK_COMMANDS, RANK_EVENTS)
     _reuse_memory()
     disable_progress_bar()  # the end of the log is shown when a rank dies
     try:
-        serve(pipe)
+        serve(sock, Rank)
     except EOFError:
         if dist.is_initialized():
             dist.destroy_process_group()
-    except (LightRLError, OSError, RuntimeError, ValueError) as e:
-        # What torch raises for out of memory and lost peers. Anything else is a bug: the daemon sees the
-        # process end with a traceback.
-        traceback.print_exc(file=sys.stderr)
-        lines = str(e).strip().splitlines() or [type(e).__name__]
-        is_final = isinstance(e, LightRLError)
-        pipe.send(RankFailed(lines[0] if is_final else f"{type(e).__name__}: {lines[0]}", is_final))
-        raise SystemExit(1) from None
-
-
-def serve(pipe: Pipe[RankCommand, RankEvent]) -> None:
-    """Raises EOFError when the daemon is gone."""
-    rank: Rank | None = None
-    while True:
-        for command in pipe.receive():
-            if rank is not None:
-                for event in rank.perform(command):
-                    pipe.send(event)
-            elif isinstance(command, StartRank):
-                rank = Rank(command)
-                pipe.send(rank.started)
-            else:
-                raise TrainerError(f"{type(command).__name__} before StartRank")
 
 
 class Rank:
@@ -124,7 +94,7 @@ class Rank:
         self.algorithm = self.config.algorithm
         self.start = start
         self.step = start.start_step
-        self._published: list[Path] = []  # by this process; others are served from before
+        self._versions = Versions(Path(start.publish_dir))
         self.device = _device(start)
         torch.set_num_threads(self.config.train.threads)
         _order_sums(self.config.run.deterministic)
@@ -150,7 +120,6 @@ class Rank:
         self.started = RankStarted(str(self.device), time.monotonic() - begun, self.manifest, self.path)
 
     def perform(self, command: RankCommand) -> Iterator[RankEvent]:
-        """Carries the command out; each event is to be sent as soon as it comes out."""
         match command:
             case Accumulate(step, batches):
                 self._expect(step, command)
@@ -333,14 +302,9 @@ class Rank:
             for _ in full_parameters(self.policy):
                 pass
             return
-        folder = Path(self.start.publish_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        draft, path = folder / ".draft", folder / f"version_{policy_version}.bin"
-        self.manifest = write_tensors(draft, policy_version, full_parameters(self.policy))
-        self.path = str(draft.replace(path))
-        self._published = [*self._published[1 - VERSIONS_KEPT :], path]  # a version may come again
-        for old in set(folder.glob("version_*.bin")) - set(self._published):
-            old.unlink()
+        self.manifest, self.path = self._versions.publish(
+            policy_version, lambda file: write_tensors(file, policy_version, full_parameters(self.policy))
+        )
 
     def _restore(self) -> SavedStep:
         """All that makes the next steps exact: no random number is drawn, rates follow from the step."""

@@ -207,7 +207,8 @@ def losses(
 
 
 def loss_norm(algorithm: AlgorithmSection) -> LossNorm:
-    return algorithm.loss_norm or ALGORITHM[algorithm.name].norm
+    chosen = algorithm.loss_norm or ALGORITHM[algorithm.name].norm
+    return "constant" if isinstance(chosen, int) else chosen
 
 
 def denominator(
@@ -224,7 +225,8 @@ def denominator(
         case "sequence":
             return max(1, num_responses)
         case "constant":
-            return max(1, num_responses) * (algorithm.loss_constant or max_response_length)
+            chosen = algorithm.loss_norm
+            return max(1, num_responses) * (chosen if isinstance(chosen, int) else max_response_length)
 
 
 def advantage_scale(algorithm: AlgorithmSection, sum_squares: float, num_responses: int) -> float:

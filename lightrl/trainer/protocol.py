@@ -15,6 +15,7 @@ from lightrl.messages import FinishReason, Manifest
 from lightrl.wire import Codec
 
 RANK_TARGET = "lightrl.trainer.loop:main"
+EMULATED_TARGET = "lightrl.trainer.emulated:main"
 
 
 @dataclass(frozen=True, slots=True)

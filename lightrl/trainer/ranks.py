@@ -18,6 +18,7 @@ from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError
 from lightrl.say import say
 from lightrl.trainer.protocol import (
+    EMULATED_TARGET,
     RANK_COMMANDS,
     RANK_EVENTS,
     RANK_TARGET,
@@ -82,7 +83,7 @@ class Ranks:
         name = f"lightrl-rank-{command.rank}"
         start = partial(
             Child[RankCommand, RankEvent].start,
-            RANK_TARGET,
+            EMULATED_TARGET if self._config.train.engine == "emulated" else RANK_TARGET,
             name,
             RANK_COMMANDS,
             RANK_EVENTS,

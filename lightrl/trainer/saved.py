@@ -118,6 +118,31 @@ def point(checkpoints: Path, newest: Path) -> None:
     files.write_whole(checkpoints / "latest", f"{newest.name}\n".encode())
 
 
+def put_in_place(draft: Path, path: Path, keep_last: int) -> None:
+    """The draft becomes the newest checkpoint, `path`, once everything in it is on the disk; all but the
+    newest `keep_last` are removed, and what was set aside of earlier steps. Raises OSError.
+    """
+    for entry in [*draft.rglob("*"), draft]:
+        files.sync(entry)
+    if path.exists():  # the same step saved again, after a resume
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        draft.rename(path)
+        files.sync(path.parent)  # else the old files may be gone and still have the name
+        shutil.rmtree(old)
+    else:
+        draft.rename(path)  # its name lasts once `latest` does, in the same folder
+    point(path.parent, path)
+    others = [p for p in by_step(path.parent) if p != path]
+    older = [p for p in others if step_of(p) < step_of(path)]
+    kept = older[1 - keep_last :] if keep_last > 1 else []
+    for p in others:  # what is newer is of steps that were undone
+        if p not in kept:
+            remove(p)
+    forget_set_aside(path.parent, step_of(path))
+
+
 def remove(checkpoint: Path) -> None:
     """In two steps, so that half of a checkpoint never has the name of a whole one."""
     gone = checkpoint.with_name(f".{checkpoint.name}.gone")

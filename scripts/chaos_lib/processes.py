@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightrl.trainer.protocol import EMULATED_TARGET, RANK_TARGET
+
 MARK = "CHAOS_RUN"
 END_S = 20.0  # for all to be gone once the run is over
 LOOK_S = 0.05
+KINDS = {RANK_TARGET: "rank", EMULATED_TARGET: "rank", "lightrl.rewards.worker:main": "reward"}  # of child
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,7 @@ class Process:
         if "from lightrl.child import run; run()" not in self.words:
             return ""
         target = self.words[-3]
-        return {"lightrl.trainer.loop:main": "rank", "lightrl.rewards.worker:main": "reward"}.get(
-            target, "engine"
-        )
+        return KINDS.get(target, "engine")
 
 
 class Processes:

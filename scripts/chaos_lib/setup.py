@@ -22,8 +22,13 @@ SETTINGS = (
     "node.grace_s=10",
     f"reward.env={MARK}",  # by which its workers are found
 )
-# Arbitrary tokens, hence an arbitrary reward: one that tells them apart, or no weight would ever change.
-EMULATED = ("rollout.engine_args={t0_ms=8.0,mean_length=25.0}", "algorithm.name=grpo")
+# Arbitrary tokens, hence an arbitrary reward: one that tells them apart, or no advantage would.
+# Ranks are emulated with the engines; a step of 1,600 tokens takes them as long as it takes a real one.
+EMULATED = (
+    "rollout.engine_args={t0_ms=8.0,mean_length=25.0,train_token_ms=0.1,train_step_ms=60.0}",
+    "train.engine=emulated",
+    "algorithm.name=grpo",
+)
 REWARD = "def reward(sample):\n    return sum(sample.response_ids) % 11 / 10\n"
 
 

@@ -105,7 +105,7 @@ def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str,
     from lightrl.trainer.protocol import Accumulate, FinishStep, StartRank, TrainSample
     from lightrl.wire import pack_f32, pack_i32
 
-    algorithm = {"name": "dr_grpo", "loss_constant": RESPONSE_TOKENS}
+    algorithm = {"name": "dr_grpo", "loss_norm": RESPONSE_TOKENS}
     config = parse_config({"model": {"path": str(model)}, "data": {"path": "unused"}, "algorithm": algorithm})
     publish = str(scratch / "weights")
     rank = Rank(StartRank(config.model_dump_json(), str(model), 0, 1, "", publish, str(scratch)))

@@ -27,6 +27,8 @@ SMALL = (
     "run.bind=tcp://127.0.0.1:*",
     "node.grace_s=10",
 )
+# No process imports torch. A step takes about as long as one of the real rank: no run is over too soon.
+EMULATED = ("rollout.engine=emulated", "train.engine=emulated", "rollout.engine_args={train_step_ms=30}")
 DEADLINE_S = 90.0
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="finds and awaits processes by /proc and pidfd"

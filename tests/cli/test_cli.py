@@ -110,6 +110,10 @@ def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_
             """note        data.path holds fewer prompts (256) than a short round launches (312)
             note        the 6 slots here are fewer than the 8 responses of one prompt""",
         ),
+        (
+            "rollout.engine=emulated train.engine=emulated",
+            "training    emulated: NOTHING IS LEARNT and no model comes out",
+        ),
     ],
 )
 def test_dry_run_tells_what_rounds_launch_and_what_that_does_to_lengths(capsys, overrides, lines):
@@ -285,6 +289,9 @@ def test_check_passes_here_and_fails_for_a_missing_file(capsys):
     out = capsys.readouterr().out
     assert "ok    torch" in out
     assert "model, data and reward files are there" in out
+    assert "nothing is learnt" not in out
+    assert lightrl("check", QUICKSTART, "rollout.engine=emulated", "train.engine=emulated") == 0
+    assert "train.engine = emulated: nothing is learnt, there is no model" in capsys.readouterr().out
     assert lightrl("check", QUICKSTART, "data.path=none.jsonl") == 1
     assert "fail  config" in capsys.readouterr().out
 

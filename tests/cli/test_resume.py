@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl import metrics
 from lightrl.cli import main
 from lightrl.errors import LightRLError
 from lightrl.keys import join_key, read_key
@@ -22,6 +23,7 @@ from lightrl.trainer.seal import sealed
 from lightrl.wire import to_json
 from tests.cli.harness import (
     DEADLINE_S,
+    EMULATED,
     QUICKSTART,
     SMALL,
     Victims,
@@ -40,7 +42,7 @@ from tests.cli.harness import (
 from tests.cli.journals import left_behind
 
 FROM_0 = "from the checkpoint of step 0; what came later is set aside as *.rewound"
-ENDLESS = ("train.steps=100000", "rollout.engine=emulated")
+ENDLESS = ("train.steps=100000", *EMULATED)
 
 
 @pytest.fixture(autouse=True)
@@ -210,9 +212,7 @@ def damaged(file: Path) -> None:
 
 @linux_only
 def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
-    with running(
-        tmp_path, "train.steps=100000", "rollout.engine=emulated", "checkpoint.interval=2"
-    ) as process:
+    with running(tmp_path, *ENDLESS, "checkpoint.interval=2") as process:
         until(process, "reward")
         below = descendants(process.pid)
         victims = Victims(process)
@@ -238,7 +238,7 @@ def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
     newest, done = newest_checkpoint(tmp_path / "runs" / "one"), done + 4
     assert newest == done
     checkpoints = tmp_path / "runs" / "one" / "checkpoints"
-    damaged(next((checkpoints / f"step_{newest}" / "state").glob("*.distcp")))
+    damaged(checkpoints / f"step_{newest}" / "state" / "digest")
     with running(tmp_path, f"train.steps={done + 1}", resume=True) as process:
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, out
@@ -285,7 +285,8 @@ def test_a_coordinator_in_the_foreground_comes_back_to_a_node_that_kept_generati
                 until(process, "step 3: ")
                 process.kill()
                 process.wait(DEADLINE_S)
-                again = arguments("resume", "one", "train.steps=40", *roles)
+                last = int(metrics.read(tmp_path / "runs" / "one")[-1]["step"]) + 20
+                again = arguments("resume", "one", f"train.steps={last}", *roles)
                 done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=False)
                 assert done.returncode == 0, done.stdout + done.stderr
                 assert spot.wait(DEADLINE_S) == 0
@@ -294,4 +295,4 @@ def test_a_coordinator_in_the_foreground_comes_back_to_a_node_that_kept_generati
             process.kill()
     assert "resumed at step" in done.stdout
     result = summary(tmp_path)
-    assert (result["state"], result["steps"], result["trained_responses"]) == ("finished", 40, 160)
+    assert (result["state"], result["steps"], result["trained_responses"]) == ("finished", last, 4 * last)

@@ -13,6 +13,7 @@ from lightrl.launch.folder import create_run_dir
 from lightrl.run_file import load_config
 from tests.cli.harness import (
     DEADLINE_S,
+    EMULATED,
     QUICKSTART,
     SMALL,
     all_end,
@@ -69,7 +70,7 @@ def test_a_daemon_reads_the_key_that_it_needs_and_no_other(tmp_path, role, file,
 
 @linux_only
 def test_an_interrupted_run_stops_its_daemons_and_says_so(tmp_path):
-    with running(tmp_path, "train.steps=100000", "rollout.engine=emulated") as process:
+    with running(tmp_path, "train.steps=100000", *EMULATED) as process:
         until(process, "reward")
         below = descendants(process.pid)
         assert len(below) >= 6  # three daemons, an engine, a training rank, a reward worker
@@ -84,7 +85,7 @@ def test_an_interrupted_run_stops_its_daemons_and_says_so(tmp_path):
 
 
 def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
-    with running(tmp_path, "train.steps=100000", "rollout.engine=emulated") as process:
+    with running(tmp_path, "train.steps=100000", *EMULATED) as process:
         until(process, "reward")
         ours, theirs = pty.openpty()
         with started(tmp_path, "top", "one", terminal=theirs) as top:
@@ -107,7 +108,7 @@ def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
 
 
 def test_a_run_of_joined_nodes_only(tmp_path):
-    with running(tmp_path, "train.steps=2", "rollout.engine=emulated", "rollout.nodes=0") as process:
+    with running(tmp_path, "train.steps=2", *EMULATED, "rollout.nodes=0") as process:
         join = joining(until(process, "--join "))
         with started(tmp_path, *join) as far:
             out, _ = process.communicate(timeout=DEADLINE_S)
@@ -118,7 +119,7 @@ def test_a_run_of_joined_nodes_only(tmp_path):
 
 @linux_only
 def test_daemons_leave_when_the_process_that_started_them_is_killed(tmp_path):
-    with running(tmp_path, "train.steps=100000", "rollout.engine=emulated") as process:
+    with running(tmp_path, "train.steps=100000", *EMULATED) as process:
         until(process, "reward")
         below = descendants(process.pid)
         process.kill()

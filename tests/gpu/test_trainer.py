@@ -85,7 +85,7 @@ def config_of(model: Path, **train: Any) -> str:
 
     sections = {
         "train": {"optim": {"lr": 1e-4}, **train},
-        "algorithm": {"name": "dr_grpo", "loss_constant": 64},
+        "algorithm": {"name": "dr_grpo", "loss_norm": 64},
     }
     return parse_config(
         {"model": {"path": str(model)}, "data": {"path": "unused"}, **sections}

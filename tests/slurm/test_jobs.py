@@ -22,6 +22,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "slurm"
 STEPS = 10
 SMALL = (
     "rollout.engine=emulated",
+    "train.engine=emulated",
     "rollout.group_size=2",
     "rollout.slots=4",
     "train.prompts_per_step=4",
@@ -197,7 +198,8 @@ def test_cancelled_jobs_stay_cancelled(cluster, tmp_path):
 
 
 def test_the_scripts_by_hand_with_an_address_and_a_key(cluster, tmp_path):
-    what = (str(QUICKSTART), "run.name=one", *SMALL, FAST, "rollout.nodes=0")
+    real = "train.engine=torch"  # a rank of a Slurm job that computes
+    what = (str(QUICKSTART), "run.name=one", *SMALL, FAST, real, "rollout.nodes=0")
     python = f"--export=ALL,LIGHTRL={Path(sys.executable).with_name('lightrl')}"
     head = cluster.submit(python, str(SCRIPTS / "reserved.sbatch"), *what, cwd=tmp_path)
     run_dir = tmp_path / "runs" / "one"

@@ -122,11 +122,11 @@ def new_rank(start: Callable[..., StartRank]) -> Callable[..., Rank]:
 @pytest.fixture
 def processes(
     tmp_path: Path,
-) -> Callable[[StartRank, int], "contextlib.AbstractAsyncContextManager[list[Child]]"]:
+) -> Callable[..., "contextlib.AbstractAsyncContextManager[list[Child]]"]:
     """`world` rank processes that were told to start."""
 
     @contextlib.asynccontextmanager
-    async def launch(start: StartRank, world: int) -> AsyncIterator[list[Child]]:
+    async def launch(start: StartRank, world: int, target: str = RANK_TARGET) -> AsyncIterator[list[Child]]:
         rendezvous = str(tmp_path / f".ranks-{secrets.token_hex(8)}")
         environment = {"OMP_NUM_THREADS": "1"}
         names = [f"rank-{rank}" for rank in range(world)]
@@ -136,7 +136,7 @@ def processes(
                 for rank, name in enumerate(names):
                     log = tmp_path / f"{name}.log"
                     child = await Child.start(
-                        RANK_TARGET, name, RANK_COMMANDS, RANK_EVENTS, env=environment, log=log
+                        target, name, RANK_COMMANDS, RANK_EVENTS, env=environment, log=log
                     )
                     ranks.append(child)
                     child.send(

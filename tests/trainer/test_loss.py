@@ -169,7 +169,7 @@ def test_the_kl_term_is_normalised_like_the_loss_and_weighted():
         ({"name": "reinforce++"}, 100),
         ({"name": "dr_grpo"}, 8 * 512),
         ({"name": "rloo"}, 8 * 512),
-        ({"name": "dr_grpo", "loss_constant": 20}, 160),
+        ({"name": "dr_grpo", "loss_norm": 20}, 160),
         ({"name": "grpo", "loss_norm": "token"}, 100),
     ],
 )

@@ -1,0 +1,216 @@
+"""The emulated training rank: no model, nothing is learnt; its weights are a digest of all it was ever given.
+
+For tests of everything around a trainer and for trying a fleet on one machine: it speaks, publishes, saves
+and dies as a real rank does, and takes as long as `emulation.py` says. Two runs have equal versions only if
+each trained the same samples, cut and ordered in the same way, each of them once. Must not import torch.
+
+    step_N/state/digest  all that a checkpoint holds besides SavedStep
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import assert_never
+
+from lightrl import files
+from lightrl.config import Config
+from lightrl.emulation import arguments
+from lightrl.errors import ProtocolError, TrainerError
+from lightrl.messages import Manifest
+from lightrl.trainer.batch import trainable
+from lightrl.trainer.meeting import Meeting
+from lightrl.trainer.process import serve
+from lightrl.trainer.protocol import (
+    Accumulate,
+    Accumulated,
+    Cleared,
+    ClearStep,
+    FinishStep,
+    MicroBatch,
+    Published,
+    RankCommand,
+    RankEvent,
+    RankStarted,
+    Save,
+    Saved,
+    SaveFailed,
+    StartRank,
+    StepFinished,
+    TrainSample,
+)
+from lightrl.trainer.saved import CHECKPOINTS, STEP_FILE, SavedStep, checkpoint_path, put_in_place
+from lightrl.trainer.seal import sealed
+from lightrl.trainer.versions import Versions
+from lightrl.weights.manifest import TensorBytes, write_version
+from lightrl.wire import from_json, to_json
+
+STATE = Path("state", "digest")  # in a checkpoint
+TENSOR = "emulated.weight"  # no model has one of that name
+TENSOR_BYTES = 4096  # of which the first ones are the digest
+UNTRAINED = hashlib.blake2b(b"emulated", digest_size=16).digest()
+
+
+def main(sock: socket.socket) -> None:
+    """The child process: serves commands until the daemon closes the pipe."""
+    with contextlib.suppress(EOFError):  # it holds nothing that must be saved
+        serve(sock, EmulatedRank)
+
+
+class EmulatedRank:
+    """Implements `process.AnyRank`: one rank of a run, from its first published version on."""
+
+    def __init__(self, start: StartRank) -> None:
+        begun = time.monotonic()
+        self.config = Config.model_validate_json(start.config_json)
+        self.start = start
+        self.step = start.start_step
+        try:
+            times = arguments(self.config.rollout.engine_args)
+        except ValueError as e:
+            raise TrainerError(f"rollout.{e}") from None
+        self._token_s, self._step_s = times["train_token_ms"] / 1000, times["train_step_ms"] / 1000
+        self._meeting = Meeting(start.rank, start.world, Path(start.rendezvous))
+        self._versions = Versions(Path(start.publish_dir))
+        self._clear()
+        saved = None
+        self._trained = UNTRAINED
+        if start.start_step > 0:
+            saved, self._trained = _restore(
+                checkpoint_path(Path(start.run_dir) / CHECKPOINTS, start.start_step)
+            )
+        self._publish(start.start_step)
+        if saved and self.manifest and saved.digest != self.manifest.digest:
+            raise TrainerError(f"checkpoint of step {saved.step}: the restored weights have another digest")
+        self.started = RankStarted("emulated", time.monotonic() - begun, self.manifest, self.path)
+
+    def perform(self, command: RankCommand) -> Iterator[RankEvent]:
+        match command:
+            case Accumulate(step, batches):
+                self._expect(step, command)
+                self._accumulate(batches)
+                yield Accumulated(step)
+            case ClearStep(step):
+                self._expect(step, command)
+                self._clear()
+                yield Cleared(step)
+            case FinishStep(step):
+                self._expect(step, command)
+                metrics = self._update(command)
+                begun = time.monotonic()
+                self._publish(command.policy_version)
+                if self.manifest:  # first of all: rollout nodes wait for it
+                    yield Published(command.policy_version, self.manifest, self.path)
+                metrics["timing_s/publish"] = time.monotonic() - begun
+                self.step += 1
+                yield StepFinished(step, metrics)
+            case Save(step, path):
+                self._expect(step, command)
+                problem = self._save(Path(path))
+                yield SaveFailed(path, problem) if problem else Saved(path)
+            case StartRank():
+                raise TrainerError("StartRank, but the rank has started")
+            case _:
+                assert_never(command)
+
+    def _expect(self, step: int, command: RankCommand) -> None:
+        if step != self.step:
+            raise TrainerError(
+                f"{type(command).__name__} of step {step}, but the rank is at step {self.step}"
+            )
+
+    def _clear(self) -> None:
+        self._seen = hashlib.blake2b(digest_size=16)  # of the step
+        self._num_tokens = 0
+        self._num_batches = 0
+        self._computing_s = 0.0
+
+    def _accumulate(self, batches: Sequence[MicroBatch]) -> None:
+        begun = time.monotonic()
+        for samples in batches:
+            self._seen.update(struct.pack("<Q", len(samples)))
+            for sample in samples:
+                for part in _parts(sample):
+                    self._seen.update(struct.pack("<Q", len(part)) + part)
+            num_tokens = sum(len(s.token_ids) // 4 for s in trainable(samples, self.config.algorithm.kl_coef))
+            self._num_tokens += num_tokens
+            if self._token_s:
+                time.sleep(self._token_s * num_tokens)
+        self._num_batches += len(batches)
+        self._computing_s += time.monotonic() - begun
+
+    def _update(self, finish: FinishStep) -> dict[str, float]:
+        """What has been given to all ranks becomes part of the weights. Returns the metrics of the step."""
+        begun = time.monotonic()
+        if self._step_s:
+            time.sleep(self._step_s)
+        mine = json.dumps([self._seen.hexdigest(), self._num_tokens])
+        all_R = self._meeting.exchange(mine)
+        totals = [finish.step, finish.num_responses, finish.num_tokens]
+        said = json.dumps([self._trained.hex(), totals, all_R])
+        self._trained = hashlib.blake2b(said.encode(), digest_size=16).digest()
+        metrics = {
+            "num_tokens": float(finish.num_tokens),
+            "num_trained_tokens": float(sum(json.loads(theirs)[1] for theirs in all_R)),
+            "num_micro_batches": float(self._num_batches),
+            "timing_s/forward_backward": self._computing_s,
+            "timing_s/optimizer": time.monotonic() - begun,
+        }
+        self._clear()
+        return metrics
+
+    def _publish(self, policy_version: int) -> None:
+        """Rank 0 writes the version to a file that appears when complete."""
+        self.policy_version = policy_version
+        self.manifest: Manifest | None = None
+        self.path = ""
+        if self.start.rank == 0:
+            write = partial(_write, policy_version=policy_version, trained=self._trained)
+            self.manifest, self.path = self._versions.publish(policy_version, write)
+
+    def _save(self, path: Path) -> str:
+        """Why there is no such checkpoint, on all ranks; "" if there is. Nothing can be exported."""
+        problem = ""
+        if self.start.rank == 0:
+            draft = path.with_name(f".{path.name}.draft")
+            digest = self.manifest.digest if self.manifest else ""
+            try:
+                files.make_folder(path.parent)
+                shutil.rmtree(draft, ignore_errors=True)
+                (draft / STATE).parent.mkdir(parents=True)
+                (draft / STATE).write_bytes(self._trained)
+                saved = sealed(SavedStep(self.step, self.policy_version, digest), draft)
+                (draft / STEP_FILE).write_bytes(to_json(saved))
+                put_in_place(draft, path, self.config.checkpoint.keep_last)
+            except OSError as e:
+                problem = str(e).splitlines()[0]
+                shutil.rmtree(draft, ignore_errors=True)
+        return self._meeting.exchange(problem)[0]
+
+
+def _parts(sample: TrainSample) -> Iterator[bytes]:
+    yield sample.response.encode()
+    yield sample.prompt
+    yield sample.token_ids
+    yield sample.rollout_logprobs
+    yield struct.pack("<d", sample.advantage)
+    yield sample.finish_reason.encode()
+
+
+def _write(file: Path, policy_version: int, trained: bytes) -> Manifest:
+    data = memoryview(trained.ljust(TENSOR_BYTES, b"\0"))
+    tensor = TensorBytes(TENSOR, "uint8", (TENSOR_BYTES,), data)
+    return write_version(file, policy_version, [tensor])
+
+
+def _restore(path: Path) -> tuple[SavedStep, bytes]:
+    try:
+        return from_json((path / STEP_FILE).read_bytes(), SavedStep), (path / STATE).read_bytes()
+    except (OSError, ProtocolError) as e:
+        raise TrainerError(f"{path}: no complete checkpoint: {e}") from None

@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from lightrl.errors import WrongKey
 from lightrl.keys import new_key, read_key
 from lightrl.messages import Watch
-from lightrl.node import strangers
+from lightrl.node import link, strangers
 from lightrl.node.link import MAX_TO_HUB_BYTES, Hub, Link, host_and_port
 from lightrl.run_file import to_toml
 

@@ -114,8 +114,8 @@ class ScriptedRollout:
         """Nothing runs here: what was on its way, the coordinator hands out again."""
         assert self._link is not None
         self.num_hellos += 1
-        whose = (self.name, 1, ("rollout",), PROTOCOL)
-        self._said = Hello(*whose, pid=0, host="test", slots=self.slots, serves=self._serves)
+        name, slots, serves = self.name, self.slots, self._serves
+        self._said = Hello(name, 1, ("rollout",), PROTOCOL, pid=0, host="test", slots=slots, serves=serves)
         self._said_at = time.monotonic()
         self._link.send(self._said)
 

@@ -119,8 +119,8 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Tell what the journal of a run holds: rounds, tokens, scores, versions, damage."""
-    from lightrl.launch.address import find
-    from lightrl.launch.retell import replay_json, replay_lines
+    from lightrl.client.address import find
+    from lightrl.replay.report import replay_json, replay_lines
 
     _, run_dir = find(run)
     if run_dir is None:
@@ -134,8 +134,8 @@ def replay(
 @app.command()
 def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) -> None:
     """Show the nodes, the round and the step of a run."""
+    from lightrl.client.find_run import meant, one_snapshot
     from lightrl.launch.report import status_lines
-    from lightrl.launch.running import meant, one_snapshot
     from lightrl.wire import to_json
 
     snapshot = _wait_for(one_snapshot(meant(addr, key)))
@@ -145,7 +145,7 @@ def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) ->
 @app.command()
 def top(addr: Target = None, key: KeyFile = None) -> None:
     """Watch a running or finished run on a live screen (q leaves, ? shows the keys)."""
-    from lightrl.launch.running import OVER, meant, one_snapshot
+    from lightrl.client.find_run import OVER, meant, one_snapshot
     from lightrl.tui.app import show_finished, watch_live
 
     if not sys.stdout.isatty():
@@ -161,12 +161,12 @@ def top(addr: Target = None, key: KeyFile = None) -> None:
 @app.command()
 def down(addr: Target = None, key: KeyFile = None) -> None:
     """Stop a run: no new work, a checkpoint of the steps done, all daemons leave."""
-    from lightrl.launch.running import live_run, meant
-    from lightrl.node import client
+    from lightrl.client import ask
+    from lightrl.client.find_run import live_run, meant
 
     target = meant(addr, key)
     address, _ = _wait_for(live_run(target))
-    _wait_for(client.drain(address, "*", "lightrl down", target.key()))
+    _wait_for(ask.drain(address, "*", "lightrl down", target.key()))
     print("the run is stopping; lightrl status shows when it is over")
 
 
@@ -177,13 +177,13 @@ def drain(
     key: KeyFile = None,
 ) -> None:
     """Let one rollout node go: its responses continue on others."""
-    from lightrl.launch.running import live_run, meant, require_drainable
-    from lightrl.node import client
+    from lightrl.client import ask
+    from lightrl.client.find_run import live_run, meant, require_drainable
 
     target = meant(addr, key)
     address, snapshot = _wait_for(live_run(target))
     require_drainable(snapshot, node)
-    _wait_for(client.drain(address, node, "lightrl drain", target.key()))
+    _wait_for(ask.drain(address, node, "lightrl drain", target.key()))
     show([f"{node} is leaving"])
 
 
@@ -260,7 +260,7 @@ def slurm(
     config = arguments.config(settings or [])
     if config is None:
         raise typer.BadParameter("give a CONFIG")
-    from lightrl.launch.slurm import Wishes, submit
+    from lightrl.launch.slurm.scripts import Wishes, submit
 
     wishes = Wishes(nodes, partition_reserved, partition_spot, time, reserved_args, spot_args)
     print("\n".join(submit(config, wishes, dry_run)))
@@ -269,7 +269,7 @@ def slurm(
 @app.command("slurm-job", hidden=True)
 def slurm_job(part: str, what: list[str], slots: Slots = 0) -> None:
     """What the scripts run: head CONFIG [section.key=value ...], node RUN_DIR, node ADDRESS KEY_FILE."""
-    from lightrl.launch.slurm_job import run_part
+    from lightrl.launch.slurm.job import run_part
 
     _exit(_wait_for(run_part(part, what, slots)))
 
@@ -299,11 +299,11 @@ def daemon(
     gpu_memory: Annotated[float, typer.Option(help="share of them that its engine may take")] = 0.0,
 ) -> None:
     """One daemon of a run on this machine, started by `lightrl up`."""
+    from lightrl.daemon.main import DaemonOptions, run
+    from lightrl.daemon.parent import leave_when_stdin_closes
     from lightrl.devices.assign import Part
     from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
     from lightrl.launch.daemons import NOT_FINISHED
-    from lightrl.launch.tie import leave_when_stdin_closes
-    from lightrl.node.daemon import DaemonOptions, run
     from lightrl.run_file import load_config
 
     config = load_config(run_dir / "config.toml")
@@ -342,8 +342,8 @@ def _foreground(
     elif not join:
         raise typer.BadParameter(f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator")
     else:
+        from lightrl.client.address import parse, require_reachable
         from lightrl.keys import find_key, require_full
-        from lightrl.launch.address import parse, require_reachable
 
         join = "tcp://" + join.removeprefix("tcp://")
         parse(join)
@@ -351,7 +351,7 @@ def _foreground(
         if roles != ("rollout",):
             require_full(text, f"--role {','.join(roles)} needs")
         require_reachable(join)
-        from lightrl.node.daemon import DaemonOptions, run
+        from lightrl.daemon.main import DaemonOptions, run
 
         _exit(run(DaemonOptions(name or arguments.default_name(), roles, join=join, slots=slots, key=text)))
 
@@ -360,8 +360,8 @@ def _coordinator(
     config: "Config", roles: "tuple[Role, ...]", name: str, slots: int, resume: bool = False
 ) -> Callable[[Path], int]:
     """Runs a daemon with that role, given its run directory."""
+    from lightrl.daemon.main import DaemonOptions, run
     from lightrl.keys import KEY_FILE, read_key
-    from lightrl.node.daemon import DaemonOptions, run
 
     def daemon(run_dir: Path) -> int:
         key = read_key(run_dir / KEY_FILE)

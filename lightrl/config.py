@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from lightrl.values import eta_or_pair, not_plain, one_or_many, one_or_several
+from lightrl.config_values import eta_or_pair, not_plain, one_or_many, one_or_several
 
 
 class Section(BaseModel):

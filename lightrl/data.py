@@ -17,7 +17,7 @@ from typing import Any
 
 from lightrl import config
 from lightrl.errors import DataError
-from lightrl.hub import HUB_ID, first_line
+from lightrl.model_files import HUB_ID, first_line
 from lightrl.wire import to_json
 
 _TOKENIZE_BATCH = 1024

@@ -3,7 +3,7 @@
 Owns the form of the keys and of what is derived from them. Opens no connection.
 
 There are two, each in a file of the run directory that only its owner can read (mode 0600). They never
-travel: both ends of a connection compute their key pairs from them (node/link.py).
+travel: both ends of a connection compute their key pairs from them (transport/link.py).
 
 - `key`, 32 random bytes as 64 hexadecimal digits, is for the operator, the trainer and tools. All else is
   derived from it.
@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from lightrl.errors import ConfigError
-from lightrl.files import sync
+from lightrl.system.files import sync
 
 KEY_BYTES = 32
 KEY_FILE = "key"  # in the run directory

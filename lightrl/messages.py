@@ -6,7 +6,7 @@ as float32 (see `wire.pack_i32`, `wire.pack_f32`).
 
 The types say how long a field may be, and numbers within which range: wire.py looks at the length that a
 frame announces before it makes anything of what follows, so a frame costs a bounded multiple of its size,
-whoever sent it. What types cannot say is in node/border.py and node/welcome.py.
+whoever sent it. What types cannot say is in transport/validate.py and daemon/admission.py.
 
 Who says what to whom (node = any daemon, head = the coordinator's daemon):
 

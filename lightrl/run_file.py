@@ -14,8 +14,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lightrl.config import SECTIONS, Config, keys
+from lightrl.config_values import one_or_many, shortened
 from lightrl.errors import ConfigError
-from lightrl.values import one_or_many, shortened
 
 PATH_KEYS = (("model", "path"), ("data", "path"), ("eval", "path"))
 

@@ -15,52 +15,55 @@ MUTATIONS = [
     # What comes from nodes
     Mutation(
         "news of an attempt that was given up is taken",
-        "core/ledger.py",
+        "core/responses.py",
         "response.node is node and response.attempt == item.attempt",
         "response.node is node",
     ),
     Mutation(
         "tokens of a node where the response does not run are taken",
-        "core/ledger.py",
+        "core/responses.py",
         "response.node is node and response.attempt == item.attempt",
         "response.node is not None and response.attempt == item.attempt",
     ),
     Mutation(
-        "overlap is not trimmed", "core/ledger.py", "            if known:\n", "            if known > 99:\n"
+        "overlap is not trimmed",
+        "core/responses.py",
+        "            if known:\n",
+        "            if known > 99:\n",
     ),
     Mutation(
         "hole is accepted",
-        "core/ledger.py",
+        "core/responses.py",
         "        if known < 0:  # a hole",
         "        if known < -99:  # a hole",
     ),
     Mutation(
         "attempt with a hole is not told to stop",
-        "core/ledger.py",
+        "core/responses.py",
         "self.counters.holes += 1\n            self._abort(response, out)\n",
         "self.counters.holes += 1\n",
     ),
     Mutation(
         "digest of a chunk is not checked",
-        "core/ledger.py",
+        "core/responses.py",
         "if chunk.digest != ",
         "if False and chunk.digest != ",
     ),
     Mutation(
         "version of tokens is not checked",
-        "core/ledger.py",
+        "core/responses.py",
         "if not round.step - settings.max_staleness <= version <= round.step:",
         "if not 0 <= version <= round.step + 99:",
     ),
     Mutation(
         "tokens one version too old are taken",
-        "core/ledger.py",
+        "core/responses.py",
         "if not round.step - settings.max_staleness <= version",
         "if not round.step - settings.max_staleness - 1 <= version",
     ),
     Mutation(
         "one token more than allowed is taken",
-        "core/ledger.py",
+        "core/responses.py",
         "if held + num_new > settings.max_response_tokens:",
         "if held + num_new > settings.max_response_tokens + 1:",
     ),
@@ -78,32 +81,32 @@ MUTATIONS = [
     ),
     Mutation(
         "late score of an earlier attempt counts",
-        "core/ledger.py",
+        "core/responses.py",
         "if response is None or response.attempt != attempt or response.scored:",
         "if response is None or response.scored:",
     ),
     Mutation(
         "second score replaces the first",
-        "core/ledger.py",
+        "core/responses.py",
         "if response is None or response.attempt != attempt or response.scored:",
         "if response is None or response.attempt != attempt:",
     ),
     Mutation(
         "placing a response does not begin a new attempt",
-        "core/ledger.py",
+        "core/responses.py",
         "response.attempt += 1",
         "response.attempt += 0",
     ),
     # Where work is
     Mutation(
         "what is resumed goes to the end of the queue",
-        "core/ledger.py",
+        "core/responses.py",
         "self._enqueue(response, resumed=True)",
         "self._enqueue(response)",
     ),
     Mutation(
         "responses of a lost node are dropped",
-        "core/ledger.py",
+        "core/responses.py",
         "        for response in leaving:\n            self._requeue(response)\n",
         "        node.running.clear()\n",
     ),
@@ -127,7 +130,7 @@ MUTATIONS = [
     ),
     Mutation(
         "first node to load takes the work of those that still load",
-        "core/ledger.py",
+        "core/responses.py",
         "min(sum(n.free for n in nodes), self._unreserved(nodes))",
         "sum(n.free for n in nodes)",
     ),
@@ -139,28 +142,31 @@ MUTATIONS = [
     ),
     Mutation(
         "idle node is looked at once and never again",
-        "core/ledger.py",
+        "core/responses.py",
         "if busy and not n.running}",
         "if False}",
     ),
     Mutation(
-        "moved response loses its tokens", "core/ledger.py", "prefix=encode(response.tokens),", 'prefix=b"",'
+        "moved response loses its tokens",
+        "core/responses.py",
+        "prefix=encode(response.tokens),",
+        'prefix=b"",',
     ),
     Mutation(
         "moved response may run as long as a new one",
-        "core/ledger.py",
+        "core/responses.py",
         "max_new_tokens=self._settings.max_response_tokens - len(response.tokens),",
         "max_new_tokens=self._settings.max_response_tokens,",
     ),
     Mutation(
         "rebalancing moves to nodes that do not serve",
-        "core/ledger.py",
+        "core/responses.py",
         "nodes = [n for n in self._fleet.ready.values() if n.speed",
         "nodes = [n for n in self._fleet.nodes.values() if n.speed",
     ),
     Mutation(
         "rebalancing does not abort at the old node",
-        "core/ledger.py",
+        "core/responses.py",
         "            self._abort(response, out)\n            self._release(response)\n"
         "            response.move(R",
         "            self._release(response)\n            response.move(R",
@@ -206,7 +212,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sibling is aborted one token too early while it decodes",
-        "core/ledger.py",
+        "core/responses.py",
         "if held >= group.bound or held >= round.cut:",
         "if held + 1 >= group.bound or held >= round.cut:",
     ),
@@ -218,7 +224,7 @@ MUTATIONS = [
     ),
     Mutation(
         "loser goes on one token too long",
-        "core/ledger.py",
+        "core/responses.py",
         "if held >= group.bound or held >= round.cut:",
         "if held > group.bound or held > round.cut:",
     ),
@@ -248,26 +254,26 @@ MUTATIONS = [
     ),
     Mutation(
         "groups of one event are certified one by one",
-        "core/steps.py",
+        "core/round_scheduler.py",
         "            elif race.is_out(group):\n                self._take_out(group)\n",
         "            elif race.is_out(group):\n                self._take_out(group)\n"
         "            self._certify(group.round)\n",
     ),
     Mutation(
         "response without a reward counts as finished",
-        "core/ledger.py",
+        "core/responses.py",
         "if reward is not None or group.round.is_eval:",
         "if True:",
     ),
     Mutation(
         "siblings that cannot matter any more go on",
-        "core/ledger.py",
+        "core/responses.py",
         "if not group.num_open or race.is_out(group):",
         "if not group.num_open:",
     ),
     Mutation(
         "group with too few rewards is dropped by a race",
-        "core/steps.py",
+        "core/round_scheduler.py",
         "        if not group.round.races:\n            self._drop(group)\n            return\n",
         "        if not group.round.races or not race.has_lost(group.responses[0]):\n"
         "            self._drop(group)\n            return\n",
@@ -299,7 +305,7 @@ MUTATIONS = [
     ),
     Mutation(
         "prompt that waits is drawn again",
-        "core/steps.py",
+        "core/round_scheduler.py",
         "{g.prompt.id for g in round.groups.values()} | {p.prompt.id for p in self.backlog.put_off}",
         "{g.prompt.id for g in round.groups.values()}",
     ),
@@ -324,7 +330,7 @@ MUTATIONS = [
     ),
     Mutation(
         "attempts of a prompt put off begin anew",
-        "core/steps.py",
+        "core/round_scheduler.py",
         "attempts = max(r.attempt for r in group.responses)",
         "attempts = 0",
     ),
@@ -349,7 +355,7 @@ MUTATIONS = [
     # Steps
     Mutation(
         "two rounds are open in synchronous mode",
-        "core/steps.py",
+        "core/round_scheduler.py",
         "            if self._ledger.rounds and not self._settings.max_staleness:\n                return\n",
         "",
     ),
@@ -373,37 +379,37 @@ MUTATIONS = [
     ),
     Mutation(
         "training does not wait for an evaluation",
-        "core/steps.py",
+        "core/round_scheduler.py",
         "                    return  # the evaluation waits",
         "                    pass  # the evaluation waits",
     ),
     Mutation(
         "last shard is never sent",
-        "core/trainee.py",
+        "core/trainer_feed.py",
         "last = round.state is RoundState.CLOSED",
         "last = False",
     ),
     Mutation(
         "last shard is sent again and again",
-        "core/trainee.py",
+        "core/trainer_feed.py",
         "round.is_handed_over = is_last",
         "round.is_handed_over = False",
     ),
     Mutation(
         "groups are sent to the trainer again with the next shard",
-        "core/trainee.py",
+        "core/trainer_feed.py",
         "round.num_sent += len(groups)",
         "round.num_sent = len(groups)",
     ),
     Mutation(
         "steps of later rounds are sent before their turn",
-        "core/steps.py",
+        "core/round_scheduler.py",
         "        if round is self.training():\n            self.trainee.send(",
         "        if True:\n            self.trainee.stands_at = round.step\n            self.trainee.send(",
     ),
     Mutation(
         "stopped run sends the trainer the next step",
-        "core/steps.py",
+        "core/round_scheduler.py",
         "        if self._is_trained():\n            self._close_step(now)\n\n",
         "        if self._is_trained():\n            self._close_step(now)\n"
         "            if (upcoming := self.training()) is not None:\n"
@@ -454,25 +460,25 @@ MUTATIONS = [
     ),
     Mutation(
         "response whose tokens come back after its race is lost goes on",
-        "core/ledger.py",
+        "core/responses.py",
         "        elif race.has_lost(response):\n            self.give_up(response, out)\n",
         "",
     ),
     Mutation(
         "response that runs elsewhere is taken back as well",
-        "core/ledger.py",
+        "core/responses.py",
         "waits = fits and response is not None and response.state is ResponseState.QUEUED",
         "waits = fits and response is not None and not response.settled",
     ),
     Mutation(
         "order that was lost with the connection is waited for",
-        "core/ledger.py",
+        "core/responses.py",
         "if claims.get(response.id) != response.attempt:",
         "if False:",
     ),
     Mutation(
         "what a silent node finished is taken whatever its version",
-        "core/ledger.py",
+        "core/responses.py",
         "or not 0 <= staleness <= self._settings.max_staleness:",
         "or False:",
     ),
@@ -491,19 +497,19 @@ MUTATIONS = [
     # A trainer that was lost
     Mutation(
         "step that was published is trained again as it comes",
-        "core/trainee.py",
+        "core/trainer_feed.py",
         "if self.stands_at < published.policy_version:",
         "if False:",
     ),
     Mutation(
         "trainer that is back does not get what the lost one had",
-        "core/trainee.py",
+        "core/trainer_feed.py",
         "round.num_sent = round.num_shards = 0",
         "pass",
     ),
     Mutation(
         "run forgets that it waits for its trainer",
-        "core/trainee.py",
+        "core/trainer_feed.py",
         "        self.missing_since = now\n",
         "        self.missing_since = None\n",
     ),
@@ -528,7 +534,7 @@ MUTATIONS = [
     # Limits on strangers, on holders of the join key, on what waits; what makes files last
     Mutation(
         "stranger may send a frame of 32 MiB",
-        "node/link.py",
+        "transport/link.py",
         "MAX_TO_HUB_BYTES = 64 << 10",
         "MAX_TO_HUB_BYTES = 32 << 20",
         tests=(
@@ -537,7 +543,7 @@ MUTATIONS = [
     ),
     Mutation(
         "stranger has ten minutes for the handshake",
-        "node/link.py",
+        "transport/link.py",
         "HANDSHAKE_MS = 3000",
         "HANDSHAKE_MS = 600_000",
         tests=(
@@ -546,28 +552,28 @@ MUTATIONS = [
     ),
     Mutation(
         "parts of a peer that has gone are kept",
-        "node/link.py",
+        "transport/link.py",
         "for identity in [i for i, (connection, _) in self._partial.items() if connection in gone]:",
         "for identity in ():",
         tests=("tests/node/test_link.py::test_parts_of_a_peer_are_bounded_and_go_with_it",),
     ),
     Mutation(
         "parts may be put together to any size",
-        "node/parts.py",
+        "transport/parts.py",
         "if size > self._max_bytes:",
         "if False:",
         tests=("tests/node/test_parts.py::test_what_is_no_part_or_too_large_is_refused",),
     ),
     Mutation(
         "peer that comes back is declared lost",
-        "node/link.py",
+        "transport/link.py",
         "self._unheard.pop(peer, None)",
         "pass",
         tests=("tests/node/test_link.py::test_a_peer_that_comes_back_with_a_hello_is_not_lost",),
     ),
     Mutation(
         "peer that cannot be reached is lost before it is heard out",
-        "node/coordinator.py",
+        "coordinator/daemon.py",
         "            self._hub.hear_out(peer)",
         '            self._inbox.put_nowait(NodeLost(node, "connection lost"))',
         tests=(
@@ -576,7 +582,7 @@ MUTATIONS = [
     ),
     Mutation(
         "number of strangers is not bounded",
-        "node/strangers.py",
+        "transport/strangers.py",
         "if surplus > 0:",
         "if False:",
         tests=(
@@ -585,7 +591,7 @@ MUTATIONS = [
     ),
     Mutation(
         "daemon keeps its soft limit of descriptors",
-        "node/daemon.py",
+        "daemon/main.py",
         "    open_files.raise_limit()\n",
         "",
         tests=(
@@ -594,14 +600,14 @@ MUTATIONS = [
     ),
     Mutation(
         "no descriptors are set aside",
-        "open_files.py",
+        "system/open_files.py",
         "SET_ASIDE = 8",
         "SET_ASIDE = 0",
         tests=("tests/test_open_files.py::test_limit_is_raised_and_what_is_set_aside_serves_files_alone",),
     ),
     Mutation(
         "children inherit the raised limit",
-        "child.py",
+        "system/child.py",
         "open_files.restore_for(process.pid)",
         "pass",
         tests=("tests/test_open_files.py::test_children_have_the_limit_that_the_daemon_was_started_with",),
@@ -652,14 +658,14 @@ MUTATIONS = [
     ),
     Mutation(
         "overtaken pull leaves its part",
-        "node/rollout.py",
+        "rollout/agent.py",
         '"version_*.bin.part"',
         '"none"',
         tests=("tests/node/test_pulls.py::test_pulls_that_are_overtaken_leave_nothing",),
     ),
     Mutation(
         "join key may say everything",
-        "node/link.py",
+        "transport/link.py",
         "if access is not Access.FULL:",
         "if False:",
         tests=(
@@ -668,14 +674,14 @@ MUTATIONS = [
     ),
     Mutation(
         "join key lets one be a trainer",
-        "node/border.py",
+        "transport/validate.py",
         'if hello.roles != ("rollout",):',
         "if False:",
         tests=("tests/security/test_join.py::test_with_join_one_is_a_rollout_node_or_nothing",),
     ),
     Mutation(
         "join key takes the name of a living node",
-        "node/coordinator.py",
+        "coordinator/daemon.py",
         "if self._is_taken(peer):",
         "if False:",
         tests=(
@@ -684,7 +690,7 @@ MUTATIONS = [
     ),
     Mutation(
         "identity can be guessed",
-        "node/link.py",
+        "transport/link.py",
         "RANDOM_BYTES = 16",
         "RANDOM_BYTES = 4",
         tests=(
@@ -715,14 +721,14 @@ MUTATIONS = [
     ),
     Mutation(
         "shards do not wait for the disk",
-        "core/trainee.py",
+        "core/trainer_feed.py",
         ">= MAX_UNWRITTEN",
         ">= 10**9",
         tests=("tests/core/test_trainee.py",),
     ),
     Mutation(
         "step that is replayed is sent at once",
-        "node/replays.py",
+        "coordinator/replays.py",
         "await self._room_for(shard)",
         "pass",
         tests=(
@@ -754,14 +760,14 @@ MUTATIONS = [
     ),
     Mutation(
         "names in the journal's folder are not synced",
-        "files.py",
+        "system/files.py",
         "os.fsync(descriptor)",
         "pass",
         tests=("tests/journal/test_power_loss.py",),
     ),
     Mutation(
         "config is not synced before it has its name",
-        "files.py",
+        "system/files.py",
         "os.fsync(file.fileno())",
         "pass",
         tests=("tests/journal/test_power_loss.py",),
@@ -805,7 +811,7 @@ MUTATIONS = [
     ),
     Mutation(
         "journal is pruned to the newest checkpoint",
-        "node/coordinator.py",
+        "coordinator/daemon.py",
         "drop_before(message.oldest)",
         "drop_before(message.step)",
         tests=(
@@ -837,14 +843,14 @@ MUTATIONS = [
     ),
     Mutation(
         "what a reward has started is not ended",
-        "reaper.py",
+        "system/reaper.py",
         "last = _end_all(child)",
         "last = None",
         tests=("tests/rewards/test_processes.py::test_nothing_is_left_of_a_worker_however_it_ends",),
     ),
     Mutation(
         "worker outlives its reaper",
-        "reaper.py",
+        "system/reaper.py",
         "_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
         "pass",
         tests=("tests/rewards/test_processes.py::test_a_worker_dies_with_its_reaper_and_is_replaced",),
@@ -867,7 +873,7 @@ MUTATIONS = [
     ),
     Mutation(
         "SIGHUP ends a daemon at once",
-        "signals.py",
+        "system/signals.py",
         "signal.SIGUSR1, signal.SIGHUP)",
         "signal.SIGUSR1)",
         tests=(
@@ -876,7 +882,7 @@ MUTATIONS = [
     ),
     Mutation(
         "SIGHUP ends a child",
-        "child.py",
+        "system/child.py",
         "(signal.SIGTERM, signal.SIGHUP)",
         "(signal.SIGTERM,)",
         tests=("tests/test_child.py::test_signals_that_are_for_the_daemon_do_not_end_a_child",),
@@ -940,21 +946,21 @@ MUTATIONS = [
     ),
     Mutation(
         "every rank sees the GPUs of all",
-        "trainer/ranks.py",
+        "trainer/rank_processes.py",
         "self._gpus[rank : rank + 1]",
         "self._gpus",
         tests=("tests/cli/test_devices.py::test_each_child_sees_its_own_gpu",),
     ),
     Mutation(
         "engine sees all GPUs",
-        "node/rollout.py",
+        "rollout/agent.py",
         "devices = environment(self._gpus.tokens, os.environ)",
         "devices = {}",
         tests=("tests/cli/test_devices.py::test_each_child_sees_its_own_gpu",),
     ),
     Mutation(
         "engine takes the whole of a GPU that it shares",
-        "node/rollout.py",
+        "rollout/agent.py",
         "gpu_memory=gpus.memory",
         "gpu_memory=0.0",
         tests=(
@@ -1032,7 +1038,7 @@ MUTATIONS = [
     ),
     Mutation(
         "emulated rank is not sent what has no signal",
-        "node/trainer.py",
+        "trainer/supervisor.py",
         'if train.engine != "emulated":',
         "if True:",
         tests=("tests/trainer/test_emulated.py::test_a_group_without_signal_counts_as_well",),

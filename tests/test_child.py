@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl import child as child_module
-from lightrl.child import LOOKS, Child, ChildDied, Pipe, patiently
+from lightrl.system import child as child_module
+from lightrl.system.child import LOOKS, Child, ChildDied, Pipe, patiently
 from lightrl.wire import Codec
 
 LIMIT_S = 30.0  # of a whole scenario

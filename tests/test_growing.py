@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.growing import Growing
+from lightrl.system.append_file import Growing
 
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
 
@@ -54,7 +54,7 @@ def test_a_piece_that_fits_only_in_part_is_not_there_at_all(tmp_path):
     program = f"""
 import resource, signal
 from pathlib import Path
-from lightrl.growing import Growing
+from lightrl.system.append_file import Growing
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
 file = Growing(Path({str(tmp_path / "records")!r}), print)

@@ -6,22 +6,22 @@ import math
 
 import pytest
 
-from lightrl import metrics
 from lightrl.errors import ConfigError
+from lightrl.metrics import sinks
 from lightrl.run_file import parse_config
 
 CONFIG = parse_config({"model": {"path": "m"}, "data": {"path": "d"}})
 
 
 def write(run_dir, *records, backends=("jsonl",)):
-    log = metrics.MetricsLog(run_dir, backends, CONFIG)
+    log = sinks.MetricsLog(run_dir, backends, CONFIG)
     for step, record in records:
         log.write(step, record)
     log.close()
 
 
 def test_records_are_on_disk_at_once_one_json_object_per_line(tmp_path):
-    log = metrics.MetricsLog(tmp_path, ("jsonl",), CONFIG)
+    log = sinks.MetricsLog(tmp_path, ("jsonl",), CONFIG)
     log.write(1, {"reward/mean": 0.5, "lr": 1e-6})
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "reward/mean": 0.5, "lr": 1e-6}
@@ -31,7 +31,7 @@ def test_records_are_on_disk_at_once_one_json_object_per_line(tmp_path):
 def test_values_that_are_not_finite_are_null_in_the_file_and_nan_when_read(tmp_path):
     write(tmp_path, (1, {"loss": math.inf}))
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None}
-    assert math.isnan(metrics.read(tmp_path)[0]["loss"])
+    assert math.isnan(sinks.read(tmp_path)[0]["loss"])
 
 
 def test_a_resumed_run_appends_and_its_records_replace_repeated_steps(tmp_path):
@@ -39,20 +39,20 @@ def test_a_resumed_run_appends_and_its_records_replace_repeated_steps(tmp_path):
     with (tmp_path / "metrics.jsonl").open("ab") as f:
         f.write(b'{"step": 4, "a"')  # torn by a crash
     write(tmp_path, (2, {"a": 20.0}), (3, {"a": 30.0}))
-    assert metrics.read(tmp_path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}, {"step": 3, "a": 30.0}]
+    assert sinks.read(tmp_path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}, {"step": 3, "a": 30.0}]
 
 
 def test_an_evaluation_takes_nothing_from_the_step_before_it(tmp_path):
     write(tmp_path, (0, {"eval/x": 0.1}), (1, {"a": 1.0}), (1, {"eval/x": 0.2}))
-    assert metrics.read(tmp_path) == [{"step": 0, "eval/x": 0.1}, {"step": 1, "a": 1.0, "eval/x": 0.2}]
+    assert sinks.read(tmp_path) == [{"step": 0, "eval/x": 0.1}, {"step": 1, "a": 1.0, "eval/x": 0.2}]
     write(tmp_path, (1, {"a": 2.0}))  # trained again, not yet evaluated
-    assert metrics.read(tmp_path)[1:] == [{"step": 1, "a": 2.0}]
+    assert sinks.read(tmp_path)[1:] == [{"step": 1, "a": 2.0}]
 
 
 def test_a_run_without_records(tmp_path):
-    assert metrics.read(tmp_path) == []
+    assert sinks.read(tmp_path) == []
     write(tmp_path)
-    assert metrics.read(tmp_path) == []
+    assert sinks.read(tmp_path) == []
 
 
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb"])
@@ -69,4 +69,4 @@ def test_tensorboard_gets_every_value(tmp_path):
     [file] = (tmp_path / "tensorboard").iterdir()
     events = [e for e in loader.EventFileLoader(str(file)).Load() if e.summary.value]
     assert [(e.step, e.summary.value[0].tag) for e in events] == [(1, "reward/mean"), (2, "reward/mean")]
-    assert len(metrics.read(tmp_path)) == 2  # metrics.jsonl is always written
+    assert len(sinks.read(tmp_path)) == 2  # sinks.jsonl is always written

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from lightrl import open_files
+from lightrl.coordinator.descriptors import require_room
 from lightrl.errors import ConfigError
 from lightrl.launch.preflight import require_files
-from lightrl.node.descriptors import require_room
+from lightrl.system import open_files
 
 from .node.harness import make_config
 
 EXHAUST = """
 import errno, os, resource
-from lightrl import open_files
+from lightrl.system import open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (32, 64))
 open_files.raise_limit()
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (56, 64)
@@ -35,9 +35,9 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (56, 64)
 
 CHILD = """
 import asyncio, resource
-from lightrl import open_files
+from lightrl.system import open_files
 from lightrl.rewards.worker import COMMANDS, EVENTS
-from lightrl.child import Child
+from lightrl.system.child import Child
 resource.setrlimit(resource.RLIMIT_NOFILE, (50, 90))
 open_files.raise_limit()
 async def main():

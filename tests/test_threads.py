@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightrl.threads import in_thread
+from lightrl.system.threads import in_thread
 
 
 def refuse(thread: threading.Thread) -> None:

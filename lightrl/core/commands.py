@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightrl.core.facts import Fact
+from lightrl.core.log_entries import Fact
 from lightrl.core.state import Response, Round, RunState
 from lightrl.messages import Message
 

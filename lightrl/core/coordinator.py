@@ -39,17 +39,17 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.core.facts import VersionPublished
 from lightrl.core.fleet import Fleet
-from lightrl.core.foresight import Foresight
 from lightrl.core.invariants import check
-from lightrl.core.ledger import Ledger
+from lightrl.core.length_predictor import Foresight
+from lightrl.core.log_entries import VersionPublished
+from lightrl.core.responses import Ledger
+from lightrl.core.round_scheduler import Steps
 from lightrl.core.state import (
     NodeState,
     RunState,
     Settings,
 )
-from lightrl.core.steps import Steps
 from lightrl.messages import (
     ENDING,
     Abort,

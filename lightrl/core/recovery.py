@@ -16,7 +16,7 @@ from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, Command, DrawPrompts, Report, Score
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import PromptsDrawn, ResponseScored
-from lightrl.core.facts import (
+from lightrl.core.log_entries import (
     Fact,
     Noted,
     Restated,

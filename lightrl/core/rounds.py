@@ -24,7 +24,7 @@ need not be, which shortens what is trained. (`fresh_noise` keeps it for compari
 from collections.abc import Iterable
 
 from lightrl.core.backlog import Backlog, PutOff
-from lightrl.core.foresight import Foresight
+from lightrl.core.length_predictor import Foresight
 from lightrl.core.state import (
     DrawnPrompt,
     Group,

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeAlias, assert_never
 
-from lightrl.child import Child, Pipe
 from lightrl.config import EngineKind
 from lightrl.engine.base import (
     Delta,
@@ -31,6 +30,7 @@ from lightrl.engine.base import (
 )
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
 from lightrl.messages import Abort, FinishReason, Generate, Load, ResponseTokens, TokenChunk
+from lightrl.system.child import Child, Pipe
 from lightrl.wire import Codec, pack_f32, pack_i32
 
 LOAD_EVERY_S = 0.5

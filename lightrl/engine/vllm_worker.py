@@ -17,11 +17,11 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from lightrl.child import die_with
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
 from lightrl.messages import Manifest
+from lightrl.system.child import die_with
 from lightrl.weights.tensors import read_tensors
 
 SEED = "lightrl_seed"  # in SamplingParams.extra_args, because that reaches workers in other processes too

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lightrl.core.state import Round
 from lightrl.errors import ProtocolError
-from lightrl.growing import Growing
 from lightrl.say import say
+from lightrl.system.append_file import Growing
 from lightrl.wire import from_json, to_json
 
 FILE_NAME = "lengths.jsonl"

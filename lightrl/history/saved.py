@@ -23,8 +23,8 @@ from zlib import crc32
 
 from lightrl.core.arrays import decode, encode
 from lightrl.errors import ProtocolError
-from lightrl.growing import Growing
 from lightrl.history.store import Answered, History, Past
+from lightrl.system.append_file import Growing
 from lightrl.wire import from_json, to_json
 
 FILE_NAME = "history.bin"

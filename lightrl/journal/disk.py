@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from lightrl import files, open_files
 from lightrl.errors import JournalError
+from lightrl.system import files, open_files
 
 MAGIC = b"lightrl\n"
 FORMAT = 1

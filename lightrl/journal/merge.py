@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrl.core.events import ResponseScored
-from lightrl.core.facts import Fact, TokensTaken
-from lightrl.journal.facts import PackedTokens, pack
+from lightrl.core.log_entries import Fact, TokensTaken
+from lightrl.journal.codec import PackedTokens, pack
 from lightrl.messages import FinishReason, ResponseTokens
 
 Ints: TypeAlias = NDArray[np.int64]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from zlib import crc32
 
-from lightrl.core.facts import Fact, Noted, Restated, Resumed, ShardSent, VersionPublished
+from lightrl.core.log_entries import Fact, Noted, Restated, Resumed, ShardSent, VersionPublished
 from lightrl.errors import JournalError, ProtocolError
 from lightrl.journal import disk
+from lightrl.journal.codec import FACTS, FactCodec
 from lightrl.journal.disk import Segment, is_in_use, segments
-from lightrl.journal.facts import FACTS, FactCodec
 from lightrl.journal.merge import merge
 from lightrl.messages import TrainGroup, TrainShard
 from lightrl.wire import MAX_FRAME_BYTES, Codec

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
-from lightrl import files
 from lightrl.errors import JournalError
 from lightrl.journal import disk
+from lightrl.system import files
 from lightrl.wire import MAX_FRAME_BYTES, Codec
 
 T = TypeVar("T")

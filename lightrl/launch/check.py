@@ -13,15 +13,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from lightrl import open_files
+from lightrl.client.address import require_free
 from lightrl.config import Config, Run
 from lightrl.devices.assign import visible
 from lightrl.devices.driver import look
 from lightrl.devices.plan import assigned
 from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
 from lightrl.errors import ConfigError, LightRLError
-from lightrl.launch.address import require_free
 from lightrl.launch.preflight import require_files
+from lightrl.system import open_files
 
 GIB = 1 << 30
 REQUIRED = ("torch", "transformers", "pyzmq", "msgspec", "pydantic", "safetensors")

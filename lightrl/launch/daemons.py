@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightrl.client.address import shown
 from lightrl.errors import LightRLError
-from lightrl.launch.address import shown
 from lightrl.messages import Role
 
 NOT_FINISHED = 3  # exit status of a coordinator whose run has ended in order, but stopped or failed

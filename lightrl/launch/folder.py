@@ -7,13 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
-from lightrl import files
 from lightrl.config import Config
+from lightrl.coordinator.journaling import FOLDER
 from lightrl.errors import ConfigError
 from lightrl.journal.read import is_blank
 from lightrl.keys import write_keys
-from lightrl.node.durable import FOLDER
 from lightrl.run_file import to_toml
+from lightrl.system import files
 from lightrl.trainer.saved import CHECKPOINTS
 
 CONFIG_FILE = "config.toml"

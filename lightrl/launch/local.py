@@ -14,20 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightrl import metrics
-from lightrl.child import patiently
+from lightrl.client import ask as client
+from lightrl.client.address import accepts, listening, reachable, shown, written_at
+from lightrl.client.find_run import ask, final_snapshot
 from lightrl.config import Config
 from lightrl.core.state import RunState
 from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
-from lightrl.launch.address import accepts, listening, reachable, shown, written_at
 from lightrl.launch.daemons import Daemon, RunFailed
 from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
-from lightrl.launch.running import ask, final_snapshot
 from lightrl.messages import Role
-from lightrl.node import client
+from lightrl.metrics import sinks
 from lightrl.say import say
+from lightrl.system.child import patiently
 
 LISTENS_WITHIN_S = 60.0  # from its start to the coordinator's address; it imports and reads the data
 FOLLOWS_WITHIN_S = 1.0  # other daemons may end for the same reason: wait so long for the first cause
@@ -321,6 +321,6 @@ def join_line(address: str, run_dir: Path) -> str:
 def _record_of_steps(run_dir: Path) -> int:
     """Grows with every step that is done, one that was done before a resume, too."""
     try:
-        return (run_dir / metrics.FILE_NAME).stat().st_size
+        return (run_dir / sinks.FILE_NAME).stat().st_size
     except FileNotFoundError:
         return 0

@@ -9,12 +9,12 @@ import shutil
 from pathlib import Path
 from typing import cast
 
+from lightrl.client.address import parse, require_free, require_weights_port
 from lightrl.config import Config
+from lightrl.coordinator.descriptors import require_room
 from lightrl.errors import ConfigError
-from lightrl.hub import require_no_code
-from lightrl.launch.address import parse, require_free, require_weights_port
 from lightrl.launch.folder import is_new
-from lightrl.node.descriptors import require_room
+from lightrl.model_files import require_no_code
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightrl.client import ask
+from lightrl.client.find_run import OVER
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
-from lightrl.launch.running import OVER
 from lightrl.messages import NodeRow, Snapshot
-from lightrl.node import client
-from lightrl.tui.figures import count, duration, speculation
+from lightrl.metrics.display import count, duration, speculation
 from lightrl.wire import from_json
 
 SNAPSHOT_EVERY_S = 0.5
@@ -29,7 +29,7 @@ async def print_progress(address: str, key: str, say: Callable[[str], None] = pr
     progress = Progress()
     while True:
         try:
-            async with contextlib.aclosing(client.watch(address, SNAPSHOT_EVERY_S, key)) as snapshots:
+            async with contextlib.aclosing(ask.watch(address, SNAPSHOT_EVERY_S, key)) as snapshots:
                 async for snapshot in snapshots:
                     for line in progress.lines(snapshot, time.monotonic()):
                         say(line)

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl import metrics
+from lightrl.client.address import accepts, find, listening, require_free, require_weights_port, shown
+from lightrl.client.find_run import ask, final_snapshot, is_same
 from lightrl.config import Config
+from lightrl.coordinator.journaling import FOLDER
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import is_in_use, segments
 from lightrl.journal.read import FACTS, rewind
 from lightrl.keys import KEY_FILE, read_key, restore_keys
-from lightrl.launch.address import accepts, find, listening, require_free, require_weights_port, shown
 from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
-from lightrl.launch.running import ask, final_snapshot, is_same
-from lightrl.node.durable import FOLDER
+from lightrl.metrics import sinks
 from lightrl.run_file import load_config
 from lightrl.say import say
 from lightrl.trainer.saved import CHECKPOINTS, REWOUND, by_step, latest, newest_sound, set_aside, step_of
@@ -104,7 +104,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _require_unfinished(run_dir: Path, config: Config) -> None:
     last, steps = final_snapshot(run_dir), config.train.steps
-    records = metrics.read(run_dir)
+    records = sinks.read(run_dir)
     done = int(records[-1]["step"]) if records else 0
     if last is not None and last.state == RunState.FINISHED and last.step >= steps:
         raise LightRLError(f"{shown(run_dir)}: finished; train.steps above {steps} would extend it")

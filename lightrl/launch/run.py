@@ -7,20 +7,20 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from lightrl.child import patiently
+from lightrl.client.address import shown
+from lightrl.client.find_run import final_snapshot
 from lightrl.config import Config
 from lightrl.core.state import RunState
 from lightrl.devices.plan import for_run
-from lightrl.launch.address import shown
 from lightrl.launch.daemons import RunFailed
 from lightrl.launch.local import LocalRun, join_line
 from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.report import print_progress, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
-from lightrl.launch.running import final_snapshot
 from lightrl.say import never_fail, say
-from lightrl.signals import stop_signals
-from lightrl.threads import in_thread
+from lightrl.system.child import patiently
+from lightrl.system.signals import stop_signals
+from lightrl.system.threads import in_thread
 
 
 async def run_here(config: Config, tui: bool, resume: bool = False) -> int:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from lightrl import config
-from lightrl.child import Child, ChildDied, patiently
 from lightrl.core.arrays import encode
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
 from lightrl.rewards.environment import inherited
 from lightrl.rewards.worker import COMMANDS, EVENTS, Score, Scored, Setup, Started, WorkerFailed, WorkerReady
 from lightrl.say import say
+from lightrl.system.child import Child, ChildDied, patiently
 from lightrl.wire import to_json
 
 START_LIMIT_S = 120.0  # importing user code may load a model

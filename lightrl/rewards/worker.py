@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightrl.child import Pipe
 from lightrl.data import answer_of
 from lightrl.errors import RewardError
 from lightrl.rewards.base import RewardFunction, Sample, score
 from lightrl.rewards.builtin import load_function
+from lightrl.system.child import Pipe
 from lightrl.wire import Codec, from_json, unpack_i32
 
 MAX_TEXT = 2000  # characters of a response that are kept for people to read

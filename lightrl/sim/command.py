@@ -7,14 +7,14 @@ from pathlib import Path
 from rich.console import Console
 
 from lightrl.config import Config
+from lightrl.core_settings import settings_of
 from lightrl.errors import SimError
 from lightrl.say import show
-from lightrl.settings import settings_of
-from lightrl.sim import retelling
 from lightrl.sim.baselines import compare, configured, simulate, synchronous
+from lightrl.sim.calibration import report
+from lightrl.sim.calibration.reproduce import reproduce
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.report import as_json, comparison, tables
-from lightrl.sim.reproduce import reproduce
 from lightrl.sim.scenario import PRESETS, find_scenario
 from lightrl.sim.traces import read_trace
 from lightrl.sim.workload import LengthModel
@@ -78,11 +78,11 @@ def reproduce_published(*, json_line: bool = False) -> None:
     """Prints published figures beside those of the simulator, and LightRL on the same workloads."""
     results = reproduce()
     if json_line:
-        print(json.dumps(retelling.as_json(results)))
+        print(json.dumps(report.as_json(results)))
         return
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
     acceptance = PRESETS[results[0].workload]().speculation.acceptance
-    console.print(retelling.NOTES.format(acceptance=acceptance) + "\n")
+    console.print(report.NOTES.format(acceptance=acceptance) + "\n")
     for result in results:
-        for part in retelling.tables(result):
+        for part in report.tables(result):
             console.print(part)

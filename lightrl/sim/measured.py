@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from lightrl.metrics import FILE_NAME
+from lightrl.metrics.sinks import FILE_NAME
 from lightrl.sim.engine import Speculation
 
 ACCEPTANCE = "speculation/acceptance"  # accepted / drafted tokens

@@ -43,7 +43,8 @@ from lightrl.messages import (
     TrainShard,
     WeightsReady,
 )
-from lightrl.sim.afterwards import Afterwards
+from lightrl.sim.colocation import Sharing
+from lightrl.sim.deferred_rewards import Afterwards
 from lightrl.sim.engine import Attempt, Speculation
 from lightrl.sim.machines import SPOT, Machine, NodeSpec, new_machine
 from lightrl.sim.messages import TRAINER, blank, digest_of, hello, publication
@@ -51,7 +52,6 @@ from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome
 from lightrl.sim.scenario import DEFAULT, Scenario, Switches
 from lightrl.sim.scoring import Scoring, reward
-from lightrl.sim.sharing import Sharing
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.trainer import TrainerModel
 from lightrl.sim.workload import Cursor, uniforms

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from lightrl import files
 from lightrl.errors import ProtocolError, TrainerError
+from lightrl.system import files
 from lightrl.trainer.model import Policy, full_parameters
 from lightrl.trainer.saved import STEP_FILE, SavedStep, put_in_place
 from lightrl.trainer.seal import EXPORT, sealed

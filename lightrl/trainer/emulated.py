@@ -19,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import assert_never
 
-from lightrl import files
 from lightrl.config import Config
 from lightrl.emulation import arguments
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.messages import Manifest
+from lightrl.system import files
 from lightrl.trainer.batch import trainable
 from lightrl.trainer.meeting import Meeting
-from lightrl.trainer.process import serve
 from lightrl.trainer.protocol import (
     Accumulate,
     Accumulated,
@@ -45,6 +44,7 @@ from lightrl.trainer.protocol import (
     StepFinished,
     TrainSample,
 )
+from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, STEP_FILE, SavedStep, checkpoint_path, put_in_place
 from lightrl.trainer.seal import sealed
 from lightrl.trainer.versions import Versions

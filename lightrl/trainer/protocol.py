@@ -14,7 +14,7 @@ from typing import TypeAlias
 from lightrl.messages import FinishReason, Manifest
 from lightrl.wire import Codec
 
-RANK_TARGET = "lightrl.trainer.loop:main"
+RANK_TARGET = "lightrl.trainer.rank:main"
 EMULATED_TARGET = "lightrl.trainer.emulated:main"
 
 

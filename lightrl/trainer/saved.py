@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightrl import files
 from lightrl.errors import TrainerError
+from lightrl.system import files
 
 CHECKPOINTS = "checkpoints"  # in the run directory
 STEP_FILE = "trainer.json"  # in a checkpoint

@@ -1,6 +1,6 @@
 """The live screen: draws snapshots as they arrive and reads single keys. Owns the terminal while it runs.
 
-All that is shown is decided in `render.py`; where snapshots come from in `node/client.py`.
+All that is shown is decided in `render.py`; where snapshots come from in `client/ask.py`.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from lightrl.client import ask
+from lightrl.client.find_run import OVER, final_snapshot, require_same
 from lightrl.errors import PeerUnreachable
-from lightrl.launch.running import OVER, final_snapshot, require_same
 from lightrl.messages import Snapshot
-from lightrl.node import client
 from lightrl.say import flush, is_behind, never_fail
 from lightrl.tui.render import PAGES, View, render
 
@@ -150,7 +150,7 @@ async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) 
     """Returns when the run is over; a lost connection is said and tried again."""
     while True:
         try:
-            async with contextlib.aclosing(client.watch(address, EVERY_S, key)) as snapshots:
+            async with contextlib.aclosing(ask.watch(address, EVERY_S, key)) as snapshots:
                 async for snapshot in snapshots:
                     require_same(snapshot, run_dir, address)
                     screen.show(snapshot)

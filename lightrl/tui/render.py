@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lightrl.messages import NodeRow, Snapshot
-from lightrl.tui.figures import (
+from lightrl.metrics.display import (
     bar,
     columns,
     count,

@@ -34,7 +34,7 @@ class Process:
     @property
     def child(self) -> str:
         """What kind of child: "engine", "rank", "reward", or ""."""
-        if "from lightrl.child import run; run()" not in self.words:
+        if "from lightrl.system.child import run; run()" not in self.words:
             return ""
         target = self.words[-3]
         return KINDS.get(target, "engine")

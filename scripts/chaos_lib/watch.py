@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_lib.plan import Phase
+from lightrl.client import ask
+from lightrl.client.address import accepts, listening, reachable
 from lightrl.errors import LightRLError
 from lightrl.keys import KEY_FILE, read_key
-from lightrl.launch.address import accepts, listening, reachable
 from lightrl.messages import Snapshot
-from lightrl.node import client
 
 EVERY_S = 0.05
 SILENT_S = 1.0  # then the connection is made again
@@ -50,7 +50,7 @@ class Watch:
             await asyncio.sleep(AGAIN_S)
 
     async def _look(self, address: str, key: str) -> None:
-        async with contextlib.aclosing(client.watch(address, EVERY_S, key)) as snapshots:
+        async with contextlib.aclosing(ask.watch(address, EVERY_S, key)) as snapshots:
             while True:
                 async with asyncio.timeout(SILENT_S):
                     snapshot = await anext(snapshots)

@@ -18,10 +18,10 @@ from typing import Any
 from chaos_lib.plan import Event
 from chaos_lib.processes import Process, Processes, send
 from chaos_lib.watch import Mark, Watch
+from lightrl.client import ask
+from lightrl.client.address import listening, reachable
 from lightrl.errors import LightRLError
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
-from lightrl.launch.address import listening, reachable
-from lightrl.node import client
 
 VICTIM_S = 60.0  # for the victim to be there: it may just be starting
 DOWN_S = 40.0  # after `lightrl up` was killed, for its daemons to leave
@@ -203,7 +203,7 @@ class World:
     async def _drain(self, name: str) -> str:
         address = reachable(listening(self._run_dir) or "")
         try:
-            await client.drain(address, name, "chaos", read_key(self._run_dir / KEY_FILE))
+            await ask.drain(address, name, "chaos", read_key(self._run_dir / KEY_FILE))
         except LightRLError as e:
             return str(e)
         return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gpu_lib.notes import figure
 from gpu_lib.parts import ROOT
-from lightrl.journal.facts import PackedTokens
+from lightrl.journal.codec import PackedTokens
 
 LIMIT_S = 140.0
 EVERY_S = 0.05

@@ -101,8 +101,8 @@ def bare_steps(model: Path, shape: str) -> float:
 def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str, float]]:
     """Seconds of a step without writing the version, and what the rank says of its parts."""
     from lightrl.run_file import parse_config
-    from lightrl.trainer.loop import Rank
     from lightrl.trainer.protocol import Accumulate, FinishStep, StartRank, TrainSample
+    from lightrl.trainer.rank import Rank
     from lightrl.wire import pack_f32, pack_i32
 
     algorithm = {"name": "dr_grpo", "loss_norm": RESPONSE_TOKENS}

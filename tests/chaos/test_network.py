@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from lightrl.client.address import listening
 from lightrl.keys import KEY_FILE
-from lightrl.launch.address import listening
-from lightrl.metrics import read
+from lightrl.metrics.sinks import read
 from tests.chaos.conftest import LIMIT_S, STEPS
 from tests.chaos.network import Network, why_not
 

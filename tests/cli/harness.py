@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightrl import metrics
+from lightrl.metrics import sinks
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 SMALL = (
@@ -134,7 +134,7 @@ def summary(tmp_path: Path) -> dict[str, Any]:
 
 def step(tmp_path: Path) -> int:
     """How many are done, as the run has written down."""
-    return int(metrics.read(tmp_path / "runs" / "one")[-1]["step"])
+    return int(sinks.read(tmp_path / "runs" / "one")[-1]["step"])
 
 
 def wait_for_step(tmp_path: Path, wanted: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightrl.core.backlog import PutOff
 from lightrl.core.events import PromptsDrawn, ResponseScored
-from lightrl.core.facts import (
+from lightrl.core.log_entries import (
     Fact,
     Restated,
     Resumed,

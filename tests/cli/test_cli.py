@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from lightrl.cli import main
+from lightrl.client.address import listening, parse, reachable
+from lightrl.client.find_run import final_snapshot
+from lightrl.coordinator import run_files
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key, write_key
-from lightrl.launch.address import listening, parse, reachable
 from lightrl.launch.report import exported_model
-from lightrl.launch.running import final_snapshot
 from lightrl.messages import Message, NodeRow, Snapshot, Watch
-from lightrl.node import left
-from lightrl.node.link import Hub
 from lightrl.run_file import load_config
+from lightrl.transport.link import Hub
 from lightrl.wire import to_json
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
@@ -408,7 +408,7 @@ def test_whether_a_run_is_over_is_told_by_no_clock(tmp_path):
         last = final_snapshot(tmp_path)
         assert last is not None
         assert last.state == "finished"
-    left.go_on(tmp_path)
+    run_files.go_on(tmp_path)
     assert final_snapshot(tmp_path) is None
 
 

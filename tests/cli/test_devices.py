@@ -184,11 +184,11 @@ def node(tmp_path: Path, environment: dict[str, str], role: str, overrides, sett
 
 
 def children(pid: int) -> list[tuple[str, int]]:
-    """(name, pid) of the children that daemons below `pid` have: name is what `lightrl.child` was given."""
+    """(name, pid) of the children that daemons below `pid` have: name is what `lightrl.system.child` was given."""
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
-        if "from lightrl.child import run; run()" in command:
+        if "from lightrl.system.child import run; run()" in command:
             found.append((command[command.index("-c") + 2], int(child)))
         found += children(int(child))
     return found

@@ -6,11 +6,11 @@ import socket
 import pytest
 
 from lightrl.cli import main
-from lightrl.core.facts import Noted
+from lightrl.core.log_entries import Noted
 from lightrl.journal.read import segments
-from lightrl.launch import replay
 from lightrl.messages import Snapshot
-from lightrl.node.records import Records
+from lightrl.metrics.rounds import Records
+from lightrl.replay import log as replay
 from lightrl.tui.render import View
 from tests.cli.journals import FIRST, SECOND, left_behind
 from tests.tui.test_render import screen

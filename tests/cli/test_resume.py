@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from lightrl import metrics
 from lightrl.cli import main
 from lightrl.errors import LightRLError
 from lightrl.keys import join_key, read_key
 from lightrl.launch.resume import MAY_CHANGE, newest_checkpoint, prepare
 from lightrl.messages import Snapshot
+from lightrl.metrics import sinks
 from lightrl.run_file import load_config
 from lightrl.trainer.saved import SavedStep, point
 from lightrl.trainer.seal import sealed
@@ -285,7 +285,7 @@ def test_a_coordinator_in_the_foreground_comes_back_to_a_node_that_kept_generati
                 until(process, "step 3: ")
                 process.kill()
                 process.wait(DEADLINE_S)
-                last = int(metrics.read(tmp_path / "runs" / "one")[-1]["step"]) + 20
+                last = int(sinks.read(tmp_path / "runs" / "one")[-1]["step"]) + 20
                 again = arguments("resume", "one", f"train.steps={last}", *roles)
                 done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=False)
                 assert done.returncode == 0, done.stdout + done.stderr

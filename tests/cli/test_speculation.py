@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightrl import metrics
+from lightrl.metrics import sinks
 
 from .harness import DEADLINE_S, QUICKSTART, running
 
@@ -26,7 +26,7 @@ def finished(folder: Path, *overrides: str) -> tuple[dict[str, Any], list[dict[s
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, out
     run_dir = folder / "runs" / "one"
-    return json.loads((run_dir / "summary.json").read_text()), metrics.read(run_dir)
+    return json.loads((run_dir / "summary.json").read_text()), sinks.read(run_dir)
 
 
 def test_a_run_with_drafts_has_the_responses_of_one_without(tmp_path: Path):

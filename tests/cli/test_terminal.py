@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrl import metrics
-from lightrl.launch.address import listening
-from lightrl.signals import stop_signals
+from lightrl.client.address import listening
+from lightrl.metrics import sinks
+from lightrl.system.signals import stop_signals
 from tests.cli.harness import (
     DEADLINE_S,
     QUICKSTART,
@@ -53,7 +53,7 @@ def wait_for_steps(tmp_path: Path, more: int) -> None:
 
 
 def _steps(tmp_path: Path) -> int:
-    file = tmp_path / "runs" / "one" / metrics.FILE_NAME
+    file = tmp_path / "runs" / "one" / sinks.FILE_NAME
     return len(file.read_bytes().splitlines()) if file.exists() else 0
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from lightrl.errors import ConfigError
-from lightrl.hub import load_tokenizer
 from lightrl.keys import new_key, write_key
 from lightrl.messages import Hello, Snapshot, Welcome
-from lightrl.node.link import Hub
+from lightrl.model_files import load_tokenizer
 from lightrl.say import plain
+from lightrl.transport.link import Hub
 from tests.cli.harness import DEADLINE_S, QUICKSTART, arguments
 from tests.cli.test_cli import answering, complaint, lightrl, made_run
 

@@ -21,7 +21,7 @@ from lightrl.core.events import (
     WeightsConfirmed,
     WeightsPublished,
 )
-from lightrl.core.facts import Fact, ShardSent
+from lightrl.core.log_entries import Fact, ShardSent
 from lightrl.core.recovery import recover, restate
 from lightrl.core.state import DrawnPrompt, Response, Round, Settings
 from lightrl.messages import (

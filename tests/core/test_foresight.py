@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.core.foresight import Foresight
+from lightrl.core.length_predictor import Foresight
 from lightrl.core.state import Tail
 from lightrl.messages import Generate
 

@@ -8,7 +8,7 @@ from lightrl.core.attempts import MAX_UNRECORDED
 from lightrl.core.commands import CloseRound, DrawPrompts, Score
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost, TokensArrived
-from lightrl.core.facts import Fact, Resumed, TokensTaken
+from lightrl.core.log_entries import Fact, Resumed, TokensTaken
 from lightrl.core.recovery import recover, restate
 from lightrl.core.state import Tail
 from lightrl.errors import InvariantViolation, JournalError

@@ -8,7 +8,7 @@ import pytest
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, Score
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.facts import Restated, Resumed
+from lightrl.core.log_entries import Restated, Resumed
 from lightrl.core.recovery import recover
 from lightrl.core.state import Counters, DrawnPrompt, Tail, sample_seed
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.core import trainee
+from lightrl.core import trainer_feed as trainee
 from lightrl.core.commands import Finish, Record, ReplayShards, Report
 from lightrl.core.events import (
     DrainRequested,
@@ -16,7 +16,7 @@ from lightrl.core.events import (
     StepTrained,
     WeightsPublished,
 )
-from lightrl.core.facts import ShardSent, VersionPublished
+from lightrl.core.log_entries import ShardSent, VersionPublished
 from lightrl.messages import (
     PROTOCOL,
     Bucket,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.core import trainee
+from lightrl.core import trainer_feed as trainee
 from lightrl.core.events import DrainRequested, HeadFailed, NodeLeft
 from lightrl.core.state import Tail
 

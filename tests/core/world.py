@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any
 
-from lightrl.core import trainee
+from lightrl.core import trainer_feed
 from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
@@ -24,7 +24,7 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.core.facts import Restated, ShardSent
+from lightrl.core.log_entries import Restated, ShardSent
 from lightrl.core.staleness import staleness
 from lightrl.core.state import Node, Response, Round
 from lightrl.messages import (
@@ -117,7 +117,7 @@ class World:
             earlier.append(shard)
             self.untaken.append(shard)
             untaken = sum(map(num_tokens, self.untaken))
-            assert untaken <= trainee.MAX_UNTAKEN_TOKENS or untaken == num_tokens(shard)
+            assert untaken <= trainer_feed.MAX_UNTAKEN_TOKENS or untaken == num_tokens(shard)
             if shard.last:
                 assert shard.num_groups == sum(len(s.groups) for s in earlier)
                 assert len(self.to_train) == 0, "a step before the one at the trainer is done"

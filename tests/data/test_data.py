@@ -14,7 +14,7 @@ import pytest
 from lightrl import config
 from lightrl.data import PromptCursor, answer_of, load_prompts
 from lightrl.errors import ConfigError, DataError
-from lightrl.hub import load_tokenizer, model_files, stop_token_ids, weights_folder
+from lightrl.model_files import load_tokenizer, model_files, stop_token_ids, weights_folder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz:|# "
 VOCAB = {"<bos>": 0, "<eos>": 1, "<pad>": 2, **{c: i for i, c in enumerate(LETTERS, 3)}}

@@ -7,7 +7,7 @@ CODE = """
 import sys
 for name in ("zmq", "uvloop", "rich", "typer", "jinja2", "vllm", "pynvml"):
     sys.modules[name] = None
-import lightrl.engine.process, lightrl.engine.torch, lightrl.trainer.loop
+import lightrl.engine.process, lightrl.engine.torch, lightrl.trainer.rank
 """
 DAEMON = """
 import sys

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrl.child import ChildDied
 from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSpec, EngineStarted, LoadWeights
 from lightrl.engine.process import start_engine
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.messages import Abort, Generate, Load, Manifest, ResponseRequest, Sampling, TokenChunk
+from lightrl.system.child import ChildDied
 from lightrl.weights.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from gpu_lib.shapes import make_model
 
-from lightrl import metrics
+from lightrl.metrics import sinks
 from tests.cli import harness
 from tests.cli.harness import (
     QUICKSTART,
@@ -91,7 +91,7 @@ def ended(process: "subprocess.Popen[str]", tmp_path: Path) -> str:
 
 
 def rewards(tmp_path: Path) -> list[float]:
-    return [r["reward/mean"] for r in metrics.read(tmp_path / "runs" / "one") if "reward/mean" in r]
+    return [r["reward/mean"] for r in sinks.read(tmp_path / "runs" / "one") if "reward/mean" in r]
 
 
 def summary(tmp_path: Path) -> dict:
@@ -108,7 +108,7 @@ def test_the_reward_of_the_quickstart_rises(device, engine, tmp_path, figure):
     figure(f"quickstart, {engine} engine: reward of steps 1-5", first)
     figure(f"quickstart, {engine} engine: reward of the last 5 of {STEPS}", last)
     assert device == "cpu" or last > first + 0.03
-    steps = [r for r in metrics.read(tmp_path / "runs" / "one") if "timing_s/step" in r]
+    steps = [r for r in sinks.read(tmp_path / "runs" / "one") if "timing_s/step" in r]
     figure(
         f"quickstart, {engine} engine: s/step, median",
         sorted(r["timing_s/step"] for r in steps)[len(steps) // 2],
@@ -162,7 +162,7 @@ def test_a_run_whose_engine_and_rank_are_killed_goes_on_and_is_resumed(device, e
 
 
 def last_step(tmp_path: Path) -> int:
-    return int(metrics.read(tmp_path / "runs" / "one")[-1]["step"])
+    return int(sinks.read(tmp_path / "runs" / "one")[-1]["step"])
 
 
 def kill_child(daemon: int, word: str) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gpu_lib.shapes import SHAPES, make_model
 
-from lightrl.child import Child
+from lightrl.system.child import Child
 from lightrl.trainer.batch import micro_batches
 from lightrl.trainer.group import join
 from lightrl.trainer.protocol import (

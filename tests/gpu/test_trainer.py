@@ -30,7 +30,7 @@ RANK = """
 import json, sys
 from pathlib import Path
 import torch
-from lightrl.trainer.loop import Rank
+from lightrl.trainer.rank import Rank
 from lightrl.trainer.protocol import Accumulate, FinishStep, Save, StartRank, TrainSample
 from lightrl.trainer.saved import checkpoint_path
 from lightrl.wire import from_json

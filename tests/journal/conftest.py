@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.facts import Fact, Resumed, RoundOpened, ShardSent, TokensTaken, VersionPublished
+from lightrl.core.log_entries import Fact, Resumed, RoundOpened, ShardSent, TokensTaken, VersionPublished
 from lightrl.journal.read import FACTS
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import ResponseTokens, TrainGroup, TrainShard

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.facts import Fact, Resumed, RoundOpened, RoundStood, TokensTaken
+from lightrl.core.log_entries import Fact, Resumed, RoundOpened, RoundStood, TokensTaken
 from lightrl.errors import JournalError
 from lightrl.journal import disk
-from lightrl.journal.facts import FACTS
+from lightrl.journal.codec import FACTS
 from lightrl.journal.read import newest, read_segment, rewind, segments, shards, trim
 from tests.journal.conftest import small_story, write
 

@@ -5,10 +5,10 @@ import random
 import pytest
 
 from lightrl.core.events import ResponseScored
-from lightrl.core.facts import Fact, RoundOpened, TokensTaken
+from lightrl.core.log_entries import Fact, RoundOpened, TokensTaken
 from lightrl.errors import ProtocolError
 from lightrl.journal import merge as merging
-from lightrl.journal.facts import FACTS, PackedTokens
+from lightrl.journal.codec import FACTS, PackedTokens
 from lightrl.journal.merge import merge
 from lightrl.messages import ResponseTokens
 from tests.journal.conftest import item, tokens_of

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from lightrl.core.facts import Fact, Resumed, RoundOpened
+from lightrl.core.log_entries import Fact, Resumed, RoundOpened
 from lightrl.errors import ConfigError, JournalError
 from lightrl.journal.read import FACTS, newest, rewind, segments
 from lightrl.journal.write import JournalWriter

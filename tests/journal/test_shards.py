@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.facts import Fact, Resumed, ShardSent, VersionPublished
+from lightrl.core.log_entries import Fact, Resumed, ShardSent, VersionPublished
 from lightrl.errors import JournalError
 from lightrl.journal.read import FACTS, recut, segments, shards
 from lightrl.messages import TrainShard

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lightrl import config
+from lightrl.coordinator.journaling import Durable
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.facts import Fact, Resumed, RoundOpened, TokensTaken
+from lightrl.core.log_entries import Fact, Resumed, RoundOpened, TokensTaken
 from lightrl.errors import JournalError
 from lightrl.journal import disk
 from lightrl.journal.read import FACTS, newest, read_segment, segments
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import ResponseTokens
-from lightrl.node.durable import Durable
 from tests.core.conftest import SETTINGS
 from tests.journal.conftest import within
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.facts import Fact, Resumed, RoundOpened, TokensTaken
+from lightrl.core.log_entries import Fact, Resumed, RoundOpened, TokensTaken
 from lightrl.errors import JournalError
 from lightrl.journal import disk
 from lightrl.journal.read import FACTS, is_in_use, newest, read_segment, segments
@@ -230,7 +230,7 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from lightrl.core.facts import Resumed, TokensTaken, RoundOpened
+from lightrl.core.log_entries import Resumed, TokensTaken, RoundOpened
 from lightrl.journal.read import FACTS
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import ResponseTokens

@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Self
 
+from lightrl.client import ask
 from lightrl.config import Config
+from lightrl.coordinator.daemon import Head
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.journal.write import MAX_TROUBLE_S
@@ -31,10 +33,8 @@ from lightrl.messages import (
     TrainShard,
     Welcome,
 )
-from lightrl.node import client
-from lightrl.node.coordinator import Head
-from lightrl.node.link import Link, host_and_port
 from lightrl.run_file import parse_config
+from lightrl.transport.link import Link, host_and_port
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 
@@ -155,7 +155,7 @@ class Running:
     async def until(self, holds: Callable[[Snapshot], bool]) -> Snapshot:
         """The first snapshot for which `holds`."""
         async with asyncio.timeout(DEADLINE_S):
-            async for snapshot in client.watch(self.head.address, 0.05, self.key):
+            async for snapshot in ask.watch(self.head.address, 0.05, self.key):
                 if holds(snapshot):
                     return snapshot
         raise AssertionError("the coordinator stopped answering")

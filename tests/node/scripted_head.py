@@ -9,7 +9,6 @@ from typing import Self, TypeVar
 
 from lightrl.config import Config
 from lightrl.errors import ConfigError, PeerUnreachable
-from lightrl.hub import model_files
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key, write_keys
 from lightrl.messages import (
     REJOIN,
@@ -25,8 +24,9 @@ from lightrl.messages import (
     TokenChunk,
     Welcome,
 )
-from lightrl.node.link import Hub, Peer
+from lightrl.model_files import model_files
 from lightrl.tickets import pull_ticket
+from lightrl.transport.link import Hub, Peer
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 from lightrl.wire import pack_i32, unpack_i32

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import time
 
+from lightrl.daemon.worker import WELCOME_S
 from lightrl.errors import PeerUnreachable
 from lightrl.messages import (
     ENDING,
@@ -28,8 +29,7 @@ from lightrl.messages import (
     WeightsReady,
     Welcome,
 )
-from lightrl.node.link import Link
-from lightrl.node.worker import WELCOME_S
+from lightrl.transport.link import Link
 from lightrl.wire import pack_f32, pack_i32
 
 MAX_TOKENS = 12  # of a response, its end included

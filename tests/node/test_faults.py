@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from lightrl.config import Config
+from lightrl.coordinator.daemon import Head
 from lightrl.core.state import RunState
 from lightrl.errors import RewardError
 from lightrl.history.lengths import FILE_NAME as LENGTHS
 from lightrl.journal.disk import segments
 from lightrl.keys import read_key
 from lightrl.launch.local import in_foreground
-from lightrl.metrics import FILE_NAME as METRICS
-from lightrl.metrics import read
-from lightrl.node.coordinator import Head
+from lightrl.metrics.sinks import FILE_NAME as METRICS
+from lightrl.metrics.sinks import read
 from lightrl.wire import from_json
 
 from .harness import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run, make_config

@@ -13,7 +13,7 @@ import pytest
 from lightrl.core.commands import Send
 from lightrl.errors import PeerUnreachable
 from lightrl.messages import PROTOCOL, Bye, Heartbeat, Hello
-from lightrl.node.link import Link
+from lightrl.transport.link import Link
 
 from .harness import Running, a_run
 from .hubs import until

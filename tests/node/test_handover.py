@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from lightrl import child
 from lightrl.config import Journal
-from lightrl.core import trainee
+from lightrl.coordinator.journaling import FOLDER, Durable
+from lightrl.coordinator.replays import Replays
+from lightrl.core import trainer_feed as trainee
 from lightrl.core.commands import Command, Record, ReplayShards, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost, ShardLeft, ShardsDelivered
-from lightrl.core.facts import Fact, Resumed, ShardSent, VersionPublished
+from lightrl.core.log_entries import Fact, Resumed, ShardSent, VersionPublished
 from lightrl.core.recovery import recover
 from lightrl.journal import disk
 from lightrl.journal.read import FACTS, newest
 from lightrl.messages import ShardsTaken, TrainShard
-from lightrl.node.durable import FOLDER, Durable
-from lightrl.node.replays import Replays
+from lightrl.system import child
 from tests.core.conftest import Driver
 from tests.journal.conftest import shard, write
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.coordinator import history_sync as histories
+from lightrl.coordinator.history_sync import Histories
 from lightrl.core.state import DrawnPrompt, Group, Response, Round, RoundKind
 from lightrl.errors import ProtocolError
 from lightrl.history.saved import FILE_NAME
@@ -31,11 +33,9 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
-from lightrl.node import histories
-from lightrl.node.border import require_sane
-from lightrl.node.histories import Histories
-from lightrl.node.link import Link, host_and_port
-from lightrl.node.speculation import Speculation
+from lightrl.metrics.speculation import Speculation
+from lightrl.transport.link import Link, host_and_port
+from lightrl.transport.validate import require_sane
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES, pack_f32, pack_i32
 
 from .harness import DEADLINE_S, QUICKSTART, Running, a_run

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrl.messages import ResponseRequest, ResponseTokens, TokenChunk
-from lightrl.node.kept import CHUNK_BYTES, Kept
+from lightrl.rollout.resend_buffer import CHUNK_BYTES, Kept
 from lightrl.wire import pack_f32, pack_i32, unpack_i32
 
 

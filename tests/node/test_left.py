@@ -4,7 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from lightrl.node import left
+from lightrl.coordinator import run_files
 
 
 def test_the_address_is_written_as_soon_as_it_can_be(tmp_path: Path):
@@ -12,10 +12,10 @@ def test_the_address_is_written_as_soon_as_it_can_be(tmp_path: Path):
 
     async def scenario():
         told: list[str] = []
-        announcing = asyncio.create_task(left.announce(run_dir, "tcp://127.0.0.1:5600", told.append))
+        announcing = asyncio.create_task(run_files.announce(run_dir, "tcp://127.0.0.1:5600", told.append))
         while not told:  # noqa: ASYNC110 - a line tells nobody
             await asyncio.sleep(0.01)
-        assert left.old_address(run_dir) == ""
+        assert run_files.old_address(run_dir) == ""
         run_dir.mkdir()
         await asyncio.wait_for(announcing, 20)
         assert told == [
@@ -23,7 +23,7 @@ def test_the_address_is_written_as_soon_as_it_can_be(tmp_path: Path):
         ]
 
     asyncio.run(scenario())
-    assert left.old_address(run_dir) == "tcp://127.0.0.1:5600"
+    assert run_files.old_address(run_dir) == "tcp://127.0.0.1:5600"
     assert [f.name for f in run_dir.iterdir()] == ["address"]
 
 
@@ -32,7 +32,9 @@ def test_an_address_that_is_being_written_is_not_left_to_come_later(tmp_path: Pa
     os.mkfifo(draft)  # opening it to write does not return before somebody reads
 
     async def scenario():
-        announcing = asyncio.create_task(left.announce(tmp_path, "tcp://127.0.0.1:5600", lambda line: None))
+        announcing = asyncio.create_task(
+            run_files.announce(tmp_path, "tcp://127.0.0.1:5600", lambda line: None)
+        )
         await asyncio.sleep(0)
         announcing.cancel()
         for _ in range(10):
@@ -50,12 +52,12 @@ def test_an_address_that_is_being_written_is_not_left_to_come_later(tmp_path: Pa
 
 def test_an_end_that_cannot_be_written_leaves_nothing_half(tmp_path: Path):
     told: list[str] = []
-    asyncio.run(left.end(tmp_path, b"{}", b"{}", told.append))
+    asyncio.run(run_files.end(tmp_path, b"{}", b"{}", told.append))
     assert told == []
     assert sorted(f.name for f in tmp_path.iterdir()) == ["snapshot.json", "summary.json"]
-    left.go_on(tmp_path)
+    run_files.go_on(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    asyncio.run(left.end(tmp_path / "gone", b"{}", b"{}", told.append))
+    asyncio.run(run_files.end(tmp_path / "gone", b"{}", b"{}", told.append))
     assert [line.partition(":")[2].partition(":")[0] for line in told] == [" summary.json", " snapshot.json"]
 
 
@@ -64,7 +66,7 @@ def test_the_end_is_written_beside_the_event_loop_and_also_when_cancelled(tmp_pa
     os.mkfifo(draft)  # opening it to write does not return before somebody reads
 
     async def scenario():
-        ending = asyncio.create_task(left.end(tmp_path, b"{}", b"{}", lambda line: None))
+        ending = asyncio.create_task(run_files.end(tmp_path, b"{}", b"{}", lambda line: None))
         await asyncio.sleep(0)
         ending.cancel()
         for _ in range(10):

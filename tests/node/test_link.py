@@ -29,9 +29,9 @@ from lightrl.messages import (
     Watch,
     Welcome,
 )
-from lightrl.node import link
-from lightrl.node.link import Link
-from lightrl.node.parts import HEADER
+from lightrl.transport import link
+from lightrl.transport.link import Link
+from lightrl.transport.parts import HEADER
 from lightrl.wire import MESSAGES
 
 from .hubs import hub_and_key, received, until

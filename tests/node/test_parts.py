@@ -6,7 +6,7 @@ import pytest
 
 from lightrl.errors import ProtocolError
 from lightrl.messages import ResponseTokens, TokenChunk
-from lightrl.node.parts import HEADER, Assembly, cut, in_pieces
+from lightrl.transport.parts import HEADER, Assembly, cut, in_pieces
 from lightrl.wire import MESSAGES
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from lightrl.messages import Manifest, Message, PublishWeights, WeightsFailed, WeightsReady
-from lightrl.node.rollout import Rollout
+from lightrl.rollout.agent import Rollout
 from lightrl.tickets import pull_ticket
 from lightrl.weights.request import DATA, Request
 from tests.weights.holder import holder, part

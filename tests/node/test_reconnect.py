@@ -276,7 +276,7 @@ def test_node_that_is_not_welcomed_at_all_can_be_told_to_leave(tmp_path: Path):
 
 def test_who_hangs_is_ended_by_force():
     code = (
-        "import threading, time; from lightrl.node.worker import end_by_force; "
+        "import threading, time; from lightrl.daemon.worker import end_by_force; "
         "threading.Timer(0.1, end_by_force).start(); [None for _ in iter(lambda: time.sleep(1), 0)]"
     )
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, timeout=DEADLINE_S)

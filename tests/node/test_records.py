@@ -13,7 +13,7 @@ import pytest
 from lightrl.core.backlog import PutOff
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.facts import Noted
+from lightrl.core.log_entries import Noted
 from lightrl.core.state import (
     DrawnPrompt,
     Group,
@@ -28,10 +28,10 @@ from lightrl.core.state import (
 from lightrl.journal.read import FACTS, segments
 from lightrl.journal.read import newest as read_newest
 from lightrl.messages import FinishReason, Sampling, Snapshot
-from lightrl.metrics import read
-from lightrl.node.bias import Bias, kaplan_meier
-from lightrl.node.figures import foresight_figures, rank_correlation, step_figures
-from lightrl.node.records import Records, RecordsNote
+from lightrl.metrics.round_figures import foresight_figures, rank_correlation, step_figures
+from lightrl.metrics.rounds import Records, RecordsNote
+from lightrl.metrics.selection_bias import Bias, kaplan_meier
+from lightrl.metrics.sinks import read
 from lightrl.wire import from_json
 
 from .harness import QUICKSTART, a_run

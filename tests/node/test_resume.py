@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.facts import PromptsDrawn, RoundOpened
+from lightrl.coordinator.journaling import FOLDER
+from lightrl.core.log_entries import PromptsDrawn, RoundOpened
 from lightrl.core.state import RunState
 from lightrl.errors import DataError
 from lightrl.journal.disk import segments
 from lightrl.journal.read import FACTS, read_segment
 from lightrl.journal.write import JournalWriter
-from lightrl.node.durable import FOLDER
 from lightrl.wire import from_json
 
 from .harness import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run

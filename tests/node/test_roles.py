@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.client import ask
 from lightrl.keys import read_key
-from lightrl.node import client
 from lightrl.wire import from_json
 
 from .harness import DEADLINE_S, QUICKSTART
@@ -72,13 +72,13 @@ def test_run_that_is_stopped_leaves_a_checkpoint_of_the_steps_done(tmp_path: Pat
             async with daemon(*joining) as joiner:
                 key = read_key(key_file)
                 async with asyncio.timeout(DEADLINE_S):
-                    async for snapshot in client.watch(address, 0.1, key):
+                    async for snapshot in ask.watch(address, 0.1, key):
                         if snapshot.step >= 2:
                             break
                 [row] = [n for n in snapshot.nodes if n.name == "joiner"]
                 assert row.slots == 5
                 if how == "down":
-                    await client.drain(address, "*", "lightrl down", key)
+                    await ask.drain(address, "*", "lightrl down", key)
                 else:
                     head.terminate()
                 output, _ = await asyncio.wait_for(head.communicate(), DEADLINE_S)

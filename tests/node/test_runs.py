@@ -11,8 +11,8 @@ from zmq.utils import z85
 from lightrl.core.state import sample_seed
 from lightrl.keys import coordinator_public_key
 from lightrl.messages import Snapshot
-from lightrl.metrics import read
-from lightrl.node.link import _key_pair
+from lightrl.metrics.sinks import read
+from lightrl.transport.link import _key_pair
 from lightrl.wire import from_json, unpack_f32, unpack_i32
 
 from .harness import DEADLINE_S, Proxy, Running, a_run, expected_tokens

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.node import scratch
-from lightrl.node.scratch import scratch_dir
+from lightrl.weights import scratch
+from lightrl.weights.scratch import scratch_dir
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from lightrl.coordinator.settings import core_settings
 from lightrl.core.state import Settings, Tail
 from lightrl.devices.assign import Part
 from lightrl.errors import DataError
-from lightrl.node.rollout import engine_spec
-from lightrl.node.settings import core_settings
+from lightrl.rollout.agent import engine_spec
 
 from .harness import make_config
 

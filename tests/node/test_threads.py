@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from lightrl import child
+from lightrl.coordinator.history_sync import Histories
+from lightrl.daemon.worker import Worker
 from lightrl.errors import LightRLError, WeightsError
 from lightrl.history.saved import SavedHistory
 from lightrl.history.store import History
-from lightrl.hub import model_files
-from lightrl.launch import run, slurm_job
+from lightrl.launch import run
+from lightrl.launch.slurm import job
 from lightrl.messages import Message, WeightsReady
-from lightrl.node.histories import Histories
-from lightrl.node.records import Records, digest_responses
-from lightrl.node.worker import Worker
+from lightrl.metrics.rounds import Records, digest_responses
+from lightrl.model_files import model_files
+from lightrl.system import child
 from tests.weights.versions import SECRET, make_version, pull, serving
 
 from .harness import DEADLINE_S, a_run, make_config
@@ -126,7 +127,7 @@ def test_a_job_asks_again_where_the_run_is(lack):
         listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
         address = f"tcp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         lack(*OF_CALLS, times=1)
-        assert [await slurm_job._answers(address) for _ in range(2)] == [False, True]
+        assert [await job._answers(address) for _ in range(2)] == [False, True]
         listening.close()
 
     asyncio.run(scenario())

@@ -16,7 +16,7 @@ import zmq
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key, read_key
 from lightrl.messages import PROTOCOL, Drain, Heartbeat, Hello, Snapshot, Watch
-from lightrl.node.link import Hub, Link, host_and_port
+from lightrl.transport.link import Hub, Link, host_and_port
 from lightrl.weights.request import MAGIC, REQUEST
 from lightrl.wire import MESSAGES
 

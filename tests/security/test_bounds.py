@@ -12,11 +12,11 @@ import pytest
 
 import lightrl
 from lightrl import messages as m
+from lightrl.daemon.admission import MAX_FILES_BYTES, config_of, write_model_files
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.keys import new_key
-from lightrl.node.border import require_sane
-from lightrl.node.link import HANDSHAKE_MS, Hub, Link, host_and_port
-from lightrl.node.welcome import MAX_FILES_BYTES, config_of, write_model_files
+from lightrl.transport.link import HANDSHAKE_MS, Hub, Link, host_and_port
+from lightrl.transport.validate import require_sane
 from lightrl.weights import pull as pulling
 from lightrl.weights.manifest import digest_version, verify
 from lightrl.weights.pull import parse_address, pull

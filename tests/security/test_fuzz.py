@@ -11,10 +11,10 @@ import pytest
 import zmq
 
 from lightrl.errors import ProtocolError
-from lightrl.hub import model_files
 from lightrl.keys import write_key
 from lightrl.messages import Abort, Drain, Generate, Heartbeat, Hello, PublishWeights, TrainShard, Welcome
-from lightrl.node.link import Hub
+from lightrl.model_files import model_files
+from lightrl.transport.link import Hub
 from lightrl.wire import MESSAGES
 
 from ..node.harness import DEADLINE_S, Running, a_run, make_config

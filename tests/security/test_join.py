@@ -52,8 +52,8 @@ from lightrl.messages import (
     WeightsReady,
     Welcome,
 )
-from lightrl.node.link import MAX_WELCOMES, Hub, Link
-from lightrl.node.zap import DOORKEEPER
+from lightrl.transport.link import MAX_WELCOMES, Hub, Link
+from lightrl.transport.zap import DOORKEEPER
 from lightrl.wire import from_json
 
 from ..node.harness import DEADLINE_S, Running, a_run

@@ -12,6 +12,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from lightrl.client import ask
 from lightrl.errors import ConfigError, WrongKey
 from lightrl.keys import (
     ENVIRONMENT,
@@ -22,9 +23,9 @@ from lightrl.keys import (
     write_key,
 )
 from lightrl.messages import Drain, Heartbeat, ResponseTokens, TokenChunk, Watch
-from lightrl.node import client, link
-from lightrl.node.link import Hub, Link
 from lightrl.tickets import pull_ticket
+from lightrl.transport import link
+from lightrl.transport.link import Hub, Link
 from lightrl.wire import MESSAGES
 
 from ..node.harness import Proxy
@@ -118,7 +119,7 @@ def test_wrong_key_is_said_soon_and_nothing_of_what_was_sent_arrives():
         right = await Link.connect(hub.address, "right", key)
         start = time.monotonic()
         with pytest.raises(WrongKey, match="the key is not that of this run"):
-            await client.drain(hub.address, "*", "stranger", new_key())
+            await ask.drain(hub.address, "*", "stranger", new_key())
         assert time.monotonic() - start < 3.0
         async with asyncio.timeout(LIMIT_S):
             right.send(Heartbeat())
@@ -177,7 +178,7 @@ def test_two_runs_in_one_process_have_their_own_keys():
                 node.close()
             hubs[0].close()
             with pytest.raises(WrongKey):
-                await client.drain(hubs[1].address, "*", "", keys[0])
+                await ask.drain(hubs[1].address, "*", "", keys[0])
         hubs[1].close()
         hub = Hub(ANY, keys[0])  # the first after the last is let in, too
         node = await Link.connect(hub.address, "n", keys[0])
@@ -280,7 +281,7 @@ def test_link_that_was_up_waits_for_its_own_run_whoever_listens_there_meanwhile(
             other = await _hub_at(address, new_key())
             receiving = asyncio.create_task(node.receive())
             with pytest.raises(WrongKey):  # long enough for the node's own attempts to have failed, too
-                await client.drain(address, "*", "", new_key())
+                await ask.drain(address, "*", "", new_key())
             assert not receiving.done()
             other.close()
             hub = await _hub_at(address, key)

@@ -16,7 +16,7 @@ import pytest
 
 from lightrl import messages as m
 from lightrl.errors import ProtocolError
-from lightrl.node.border import require_sane
+from lightrl.transport.validate import require_sane
 from lightrl.wire import MESSAGES
 
 FRAME_BYTES = 1 << 20  # the most that the coordinator takes at once

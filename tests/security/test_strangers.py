@@ -14,9 +14,9 @@ import pytest
 from lightrl.errors import WrongKey
 from lightrl.keys import new_key, read_key
 from lightrl.messages import Watch
-from lightrl.node import link, strangers
-from lightrl.node.link import MAX_TO_HUB_BYTES, Hub, Link, host_and_port
 from lightrl.run_file import to_toml
+from lightrl.transport import link, strangers
+from lightrl.transport.link import MAX_TO_HUB_BYTES, Hub, Link, host_and_port
 
 from ..node.harness import ScriptedTrainer, make_config
 from ..node.hubs import LIMIT_S, hub_and_key, received, until

@@ -8,9 +8,9 @@ import pytest
 
 from lightrl.cli import main
 from lightrl.core.state import Tail
-from lightrl.sim.published import ETA, PERIOD, STUDIES
-from lightrl.sim.reproduce import Check, Job, Reproduction, Rival, play, systems
-from lightrl.sim.retelling import as_json, tables
+from lightrl.sim.calibration.published import ETA, PERIOD, STUDIES
+from lightrl.sim.calibration.report import as_json, tables
+from lightrl.sim.calibration.reproduce import Check, Job, Reproduction, Rival, play, systems
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
 from lightrl.sim.world import World

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightrl.launch.slurm import reserved_script, spot_script
+from lightrl.launch.slurm.scripts import reserved_script, spot_script
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart" / "run.toml"

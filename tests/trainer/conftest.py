@@ -13,11 +13,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from lightrl.child import Child
 from lightrl.config import Config
 from lightrl.run_file import parse_config
-from lightrl.trainer.loop import Rank
+from lightrl.system.child import Child
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RANK_TARGET, StartRank, TrainSample
+from lightrl.trainer.rank import Rank
 from lightrl.wire import pack_f32, pack_i32
 
 VOCABULARY = 24

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightrl.journal.read import recut
 from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
-from lightrl.node.trainer import Trainer
+from lightrl.trainer.supervisor import Trainer
 
 DEADLINE_S = 280
 TURNS = 20  # of the event loop between shards, so that some are computed while others wait

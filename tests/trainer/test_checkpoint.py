@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.errors import TrainerError
-from lightrl.node.trainer import Trainer
 from lightrl.trainer.model import full_parameters
 from lightrl.trainer.protocol import Accumulate, Cleared, ClearStep, FinishStep, Save, Saved, SaveFailed
 from lightrl.trainer.saved import SavedStep, latest, newest_sound, oldest_kept, point, remove, tidy
 from lightrl.trainer.seal import PIECE_BYTES, damage, sealed
+from lightrl.trainer.supervisor import Trainer
 from lightrl.wire import to_json
 from tests.node.harness import make_config
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.child import ChildDied
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.errors import TrainerError
 from lightrl.messages import Checkpointed, PublishWeights, TrainGroup, TrainResponse
 from lightrl.run_file import parse_config
+from lightrl.system.child import ChildDied
 from lightrl.trainer.emulated import EmulatedRank
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
@@ -67,7 +67,7 @@ def digest(rank, batches, step=0):
 
 
 def test_neither_it_nor_its_daemon_needs_torch():
-    code = "import sys, lightrl.trainer.emulated, lightrl.node.trainer; print('torch' in sys.modules)"
+    code = "import sys, lightrl.trainer.emulated, lightrl.trainer.supervisor; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.child import ChildDied, Pipe
+from lightrl.system.child import ChildDied, Pipe
 from lightrl.trainer.batch import micro_batches
-from lightrl.trainer.loop import main
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
@@ -24,6 +23,7 @@ from lightrl.trainer.protocol import (
     Saved,
     StepFinished,
 )
+from lightrl.trainer.rank import main
 from lightrl.trainer.saved import latest
 from lightrl.weights.tensors import read_tensors
 from lightrl.wire import pack_f32, pack_i32

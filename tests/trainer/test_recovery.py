@@ -11,11 +11,11 @@ import pytest
 
 from lightrl.errors import TrainerError
 from lightrl.messages import Checkpointed, PublishWeights, StepDone, TrainGroup, TrainResponse, TrainShard
-from lightrl.node.trainer import train_samples
 from lightrl.run_file import parse_config
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import Accumulate, FinishStep
 from lightrl.trainer.saved import latest
+from lightrl.trainer.supervisor import train_samples
 
 from .coordinator import Coordinator, kill, pid_of, turns, until
 

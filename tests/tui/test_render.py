@@ -9,8 +9,8 @@ from rich.console import Console
 
 from lightrl.launch.report import status_lines
 from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
+from lightrl.metrics.display import bar, columns, count, cut, duration, shrink, sparkline, speculation
 from lightrl.say import plain
-from lightrl.tui.figures import bar, columns, count, cut, duration, shrink, sparkline, speculation
 from lightrl.tui.render import View, render
 
 SIZES = [(80, 24), (120, 40)]

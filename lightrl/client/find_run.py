@@ -1,0 +1,139 @@
+"""Which run a user means, whether it is over, and whether it is the one that answers.
+
+An address outlives a coordinator that was killed, and another run may listen there by now: whoever
+named a run gets that run or an error. Changes nothing.
+"""
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightrl.client import ask as client
+from lightrl.client.address import accepts, find, shown
+from lightrl.core.state import RunState
+from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
+from lightrl.keys import KEY_FILE, find_key, read_key, require_full
+from lightrl.messages import Snapshot
+from lightrl.replay.log import interrupted
+from lightrl.wire import from_json
+
+OVER = frozenset({str(RunState.FINISHED), str(RunState.STOPPED), str(RunState.FAILED)})
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whom a user means by ADDR and --key FILE."""
+
+    address: str | None  # None: it has never listened, or is over
+    run_dir: Path | None  # None: only its address is known
+    key_file: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return shown(self.run_dir) if self.run_dir is not None else str(self.address)
+
+    def key(self) -> str:
+        """Who names a run means the key in it, whatever the environment says. Raises ConfigError."""
+        if self.key_file is None and self.run_dir is not None and os.access(self.run_dir / KEY_FILE, os.R_OK):
+            return read_key(self.run_dir / KEY_FILE)
+        return require_full(find_key(self.key_file, self.run_dir), "status, top, drain and down need")
+
+    def last(self) -> Snapshot | None:
+        return final_snapshot(self.run_dir) if self.run_dir is not None else None
+
+
+def meant(addr: str | None, key_file: Path | None = None) -> Target:
+    """By an address, a run directory, a name or nothing (the latest run). Raises ConfigError."""
+    return Target(*find(addr), key_file)
+
+
+async def one_snapshot(target: Target) -> Snapshot:
+    """How the run stands. One whose coordinator is gone is "interrupted", and stands where its journal ends.
+
+    Raises LightRLError if it neither answers nor has left anything.
+    """
+    return target.last() or await _ask(target, or_journal=True)
+
+
+async def live_run(target: Target) -> tuple[str, Snapshot]:
+    """The address of a run that is not over, and how it stands. Raises LightRLError if there is none."""
+    if target.last() is not None:
+        raise LightRLError(f"{target.name}: this run is over")
+    snapshot = await _ask(target)
+    if target.address is None or snapshot.state in OVER:
+        raise LightRLError(f"{snapshot.run}: this run is over")
+    return target.address, snapshot
+
+
+async def ask(address: str, key: str) -> Snapshot:
+    """One snapshot from whoever listens at `address`. Raises PeerUnreachable or WrongKey."""
+    async with contextlib.aclosing(client.watch(address, 0.0, key)) as snapshots:
+        async for snapshot in snapshots:
+            return snapshot
+    raise PeerUnreachable(f"{address}: closed the connection without an answer")
+
+
+async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
+    """The snapshot of just this run."""
+    address, run_dir = target.address, target.run_dir
+    if address is None:
+        if or_journal and run_dir is not None and (left := interrupted(run_dir)) is not None:
+            return left
+        raise PeerUnreachable(f"{target.name}: this run never listened; see {target.name}/logs")
+    why = f"nobody answers at {address}"
+    if run_dir is None or accepts(address):  # else no key is needed to say so
+        try:
+            snapshot = await ask(address, target.key())
+        except PeerUnreachable:
+            if run_dir is None:
+                raise
+        except WrongKey:
+            if run_dir is None or target.key_file is not None:
+                raise
+            why = f"another run answers at {address}"
+        else:
+            if run_dir is None or is_same(snapshot, run_dir):
+                return snapshot
+            why = f"another run answers at {address}"
+    assert run_dir is not None
+    if (last := final_snapshot(run_dir)) is not None:  # it ended at this moment
+        return last
+    left = interrupted(run_dir)
+    if or_journal and left is not None:
+        return left
+    hint = f"; lightrl resume {target.name} goes on with it" if left is not None else ""
+    raise PeerUnreachable(f"{target.name}: its coordinator is gone ({why}){hint}")
+
+
+def is_same(snapshot: Snapshot, run_dir: Path) -> bool:
+    return Path(snapshot.run_dir).resolve() == run_dir.resolve()
+
+
+def require_same(snapshot: Snapshot, run_dir: Path | None, address: str) -> None:
+    """Raises LightRLError if `address` belongs to another run than the one in `run_dir` by now."""
+    if run_dir is not None and not is_same(snapshot, run_dir):
+        raise LightRLError(f"{shown(run_dir)}: its coordinator is gone (another run answers at {address})")
+
+
+def require_drainable(snapshot: Snapshot, node: str) -> None:
+    """Raises LightRLError if the run has no such node or cannot go on without it."""
+    roles = {n.name: n.roles for n in snapshot.nodes if n.state != "gone"}
+    if node not in roles:
+        raise LightRLError(f"{node}: no such node; there are {', '.join(roles) or 'none'}")
+    for role in ("coordinator", "trainer"):
+        if role in roles[node]:
+            raise LightRLError(f"{node} is the {role}: lightrl down stops the run")
+
+
+def final_snapshot(run_dir: Path) -> Snapshot | None:
+    """The snapshot left at the end of a run; None while it runs (again). Raises LightRLError."""
+    file = run_dir / "snapshot.json"  # a coordinator that goes on with the run takes it away
+    try:
+        return from_json(file.read_bytes(), Snapshot)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise LightRLError(f"{file}: cannot be read: {e.strerror}") from None
+    except ProtocolError as e:
+        raise LightRLError(f"{file}: {e}") from None

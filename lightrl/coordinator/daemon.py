@@ -1,0 +1,461 @@
+"""The coordinator role of a daemon: feeds events to the core and carries out its commands.
+
+Owns the hub, the reward pool and the run's files. Decides nothing: what happens next is said in
+core/coordinator.py, what is on the disk in `durable`.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.coordinator import run_files
+from lightrl.coordinator.descriptors import Descriptors
+from lightrl.coordinator.history_sync import open_histories
+from lightrl.coordinator.journaling import Durable, last_stand, noted
+from lightrl.coordinator.prompts import Tasks
+from lightrl.coordinator.replays import Replays
+from lightrl.coordinator.watchers import Watchers
+from lightrl.core.commands import (
+    Admit,
+    CloseRound,
+    CloseStep,
+    Command,
+    DrawPrompts,
+    Finish,
+    Record,
+    ReplayShards,
+    Report,
+    Score,
+    Send,
+)
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.events import (
+    DrainRequested,
+    Event,
+    HeadFailed,
+    NodeJoined,
+    NodeLost,
+    PromptsDrawn,
+    ResponseScored,
+    ShardLeft,
+    TimerFired,
+)
+from lightrl.core.recovery import recover
+from lightrl.core.state import ResponseState, RunState
+from lightrl.errors import DataError, JournalError, LightRLError, PeerUnreachable, ProtocolError, first_error
+from lightrl.history.lengths import LengthsLog
+from lightrl.journal.write import MAX_TROUBLE_S
+from lightrl.keys import Access
+from lightrl.messages import (
+    REJOIN,
+    TAKEN,
+    Bye,
+    Checkpointed,
+    Drain,
+    Generate,
+    Heartbeat,
+    Hello,
+    Message,
+    ShardsTaken,
+    TrainShard,
+    Watch,
+    Welcome,
+)
+from lightrl.metrics.round_figures import sample_of, step_line, warnings
+from lightrl.metrics.rounds import Records, RecordsNote
+from lightrl.metrics.sinks import MetricsLog
+from lightrl.metrics.sinks import read as read_metrics
+from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
+from lightrl.say import plain, say
+from lightrl.transport.link import Hub, Peer
+from lightrl.transport.validate import as_event, why_unwelcome
+from lightrl.weights.scratch import scratch_dir
+from lightrl.wire import from_json, to_json
+
+MAX_TURN_S = 0.05  # of messages that are dealt with before other tasks get their turn
+
+
+class Head:
+    """Listens from its construction on, so that nodes may connect while the data is still being read."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        name: str,
+        key: str,
+        resume: bool = False,
+        max_trouble_s: float = MAX_TROUBLE_S,
+    ) -> None:
+        """With `resume` it goes on from the journal in `run_dir`, at the address that it had. The run ends
+        when the disk has refused the journal for `max_trouble_s`.
+
+        Raises ConfigError, DataError or JournalError, one line, for anything that is wrong with the input.
+        """
+        self._config = config
+        self._run_dir = run_dir
+        self._name = name
+        self._hub = Hub((run_files.old_address(run_dir) if resume else "") or config.run.bind, key)
+        self.address = self._hub.address
+        self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
+        self._tasks = Tasks(config)
+        self._core = Coordinator(self._tasks.settings, time.monotonic())
+        eval_set = Path(config.eval.path).stem
+        self._records = Records(
+            config.run.name,
+            str(run_dir),
+            name,
+            eval_set,
+            config.train.steps,
+            config.rollout.max_response_length,
+        )
+        self._histories = open_histories(config, run_dir, resume, self._report)
+        self._durable = Durable(run_dir, config.journal, self._report, max_trouble_s)
+        self._replays = Replays(self._durable, self._send_shard, lambda why: self.feed(HeadFailed(why)))
+        self._to_do = self._recover() if resume else []  # before anything else
+        self._lengths = LengthsLog(run_dir, self._core.step, self._report)
+        if resume:
+            run_files.go_on(run_dir)
+        self._rewards: RewardPool | None = None
+        self._reason = "ended before it was over"
+        self._timer: asyncio.TimerHandle | None = None
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watchers = Watchers(self._send_snapshot)
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
+        self._descriptors = Descriptors(self._report, self._hub.num_connections)
+        self._peers: dict[str, Peer] = {}  # node -> the process that speaks for it
+
+    @property
+    def succeeded(self) -> bool:
+        return self._core.state is RunState.FINISHED
+
+    def stop(self, reason: str) -> None:
+        """Ends the run in order: every node is asked to leave."""
+        self._inbox.put_nowait(DrainRequested("*", reason))
+
+    async def run(self) -> None:
+        """Returns when the run is over. Raises RewardError if the reward functions cannot be used."""
+        with scratch_dir("head") as scratch:
+            for name, data in self._tasks.model_files.items():
+                (scratch / name).write_bytes(data)
+            logs = self._run_dir / "logs"
+            logs.mkdir(exist_ok=True)
+            rewards = self._rewards = RewardPool(
+                self._config.reward, scratch, self._config.data.answer_key, logs, self._scored, self._report
+            )
+            try:
+                self._durable.close_step()  # what is recorded now stands in the segment that follows
+                self._carry_out(self._to_do)
+                self._begin_segment()
+                async with asyncio.TaskGroup() as tasks:
+                    self._background = tasks
+                    background = [
+                        tasks.create_task(self._receive(tasks), name="receive"),
+                        tasks.create_task(self._feed_inbox(), name="inbox"),
+                        tasks.create_task(self._beat(), name="heartbeat"),
+                        tasks.create_task(self._serve_rewards(rewards), name="rewards"),
+                    ]
+                    await self._finished
+                    self._watchers.cancel()
+                    self._replays.cancel()
+                    for task in background:
+                        task.cancel()
+            except* LightRLError as errors:
+                await self._write_end()
+                raise first_error(errors) from None
+            else:
+                await self._write_end()
+            finally:  # a coordinator that is killed, or has a bug, leaves all as it is, to be resumed
+                await rewards.stop()
+                await self._durable.close()
+                self._metrics.close()
+                self._lengths.close()
+                self._hub.close()
+                await self._histories.close()
+
+    def _recover(self) -> list[Command]:
+        """What is left to be done of the run whose journal is here."""
+        facts, lines = last_stand(self._run_dir)
+        for line in lines:
+            self._report(f"WARNING: {line}")
+        commands = recover(self._core, facts, time.monotonic())
+        self._tasks.go_on_from(self._core.backlog.num_drawn)
+        if (note := noted(facts)) is not None:
+            steps = [r for r in read_metrics(self._run_dir) if r["step"] <= self._core.step]
+            known = from_json(note, RecordsNote)
+            if known.data != self._tasks.digest:
+                raise DataError(
+                    f"data.path = {self._config.data.path}: these are not the prompts that the run began with"
+                )
+            self._records.recall(known, self._core, steps)
+            self._core.started_at -= known.elapsed_s
+        return commands
+
+    def _begin_segment(self) -> None:
+        elapsed_s = time.monotonic() - self._core.started_at
+        self._durable.begin(self._core, self._records.note(elapsed_s, self._tasks.digest))
+        self._set_timer()
+
+    async def _serve_rewards(self, rewards: RewardPool) -> None:
+        """Nodes may come while the workers start; that all input is good is said by the address file."""
+        await rewards.start()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run_files.announce(self._run_dir, self.address, self._report), name="announce")
+            tasks.create_task(rewards.run(), name="scores")
+
+    # Events in, commands out
+
+    def feed(self, event: Event) -> None:
+        """Hands an event to the core and does what it says; failures met on the way go back in as events."""
+        self._carry_out(self._core.handle(event, time.monotonic()))
+        if self._durable.is_due and self._records.is_hashed:
+            self._begin_segment()
+        self._set_timer()
+
+    async def _begin_when_hashed(self) -> None:
+        """A segment begins with what the step's responses hash to."""
+        await self._records.hashed()
+        if self._durable.is_due:
+            self._begin_segment()
+
+    def _carry_out(self, commands: Iterable[Command]) -> None:
+        todo: deque[Event] = deque()
+        while True:
+            for command in commands:
+                if (consequence := self._perform(command)) is not None:
+                    todo.append(consequence)
+            if not todo:
+                return
+            commands = self._core.handle(todo.popleft(), time.monotonic())
+
+    def _perform(self, command: Command) -> Event | None:
+        match command:
+            case Record(fact):
+                self._durable.record(fact)
+            case Send(node, TrainShard() as shard):
+                hello = self._core.trainee.num_hellos
+                self._durable.when_durable(lambda: self._send_shard(node, shard, hello))
+            case Send(node, message):
+                self._send(node, message)
+            case ReplayShards():
+                self._replays.start(self._background, command)
+            case Admit(node):
+                config_json = self._config.model_dump_json()
+                self._send(node, Welcome(self._config.run.name, config_json, self._tasks.model_files))
+            case DrawPrompts(source, count):
+                return PromptsDrawn(self._tasks.draw(source, count))
+            case Score(r, prompt, source):
+                task = self._tasks.get(prompt, source == "eval")
+                assert self._rewards is not None
+                assert r.finish_reason is not None
+                job = RewardJob(r.id, r.attempt, task.text, task.row, r.tokens, r.finish_reason)
+                self._rewards.submit(job)
+            case CloseRound(round) if round.is_eval:
+                self._histories.learn(round)
+                record = self._records.close_eval(round)
+                self._metrics.write(round.step, record)
+                self._report(f"evaluation at step {round.step}: {self._records.evals[-1][1]:.3f}")
+            case CloseRound(round):
+                self._records.close_round(round, self._core, self._histories.learn(round))
+                self._lengths.write(round)
+            case CloseStep(step):
+                self._durable.close_step()
+                record = self._records.close_step(command)
+                self._background.create_task(self._begin_when_hashed(), name="hashing")
+                self._metrics.write(step + 1, record)
+                for line in (*warnings(record, self._config.rollout), step_line(step + 1, record)):
+                    self._report(line)
+            case Report(text):
+                self._report(text)
+            case Finish():
+                self._report(f"run {command.state}: {command.reason}")
+                self._reason = command.reason
+                if not self._finished.done():
+                    self._finished.set_result(None)
+        return None
+
+    def _send(self, node: str, message: Message) -> None:
+        """To a node; one that cannot be reached is lost, once all is heard that it has said before."""
+        peer = self._peers.get(node)
+        if peer is None:
+            if node in self._core.fleet.nodes:
+                self._inbox.put_nowait(NodeLost(node, "connection lost"))
+            return
+        if isinstance(message, Generate):
+            message = self._histories.attach(peer.identity, message, self._core.ledger.responses)
+        if not self._tell(peer, message):
+            self._hub.hear_out(peer)
+
+    def _tell(self, peer: Peer, message: Message) -> bool:
+        """Whether there is such a peer."""
+        try:
+            self._hub.send(peer, message)
+        except PeerUnreachable:
+            return False
+        return True
+
+    def _send_shard(self, node: str, shard: TrainShard, hello: int) -> bool:
+        """What a trainer was to get before it said hello again, it gets anew: False."""
+        if self._core.trainee.num_hellos != hello:
+            return False
+        self._send(node, shard)
+        sent = ShardLeft(shard.step, shard.index)  # to nobody: then the trainer is lost and says hello anew
+        asyncio.get_running_loop().call_soon(self._inbox.put_nowait, sent)  # others get their turn first
+        return True
+
+    def _scored(self, result: RewardResult) -> None:
+        response = self._core.ledger.responses.get(result.response)
+        done = response is not None and response.state is ResponseState.DONE
+        if response is not None and done and response.attempt == result.attempt:  # else it came too late
+            self._records.reward_figures(response, result.metrics)
+            task = self._tasks.get(response.group.prompt.id, response.group.round.is_eval)
+            self._records.sample(sample_of(response, task.text, result.text, result.reward))
+        self.feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))
+
+    def _send_snapshot(self, peer: Peer) -> bool:
+        return self._tell(peer, self._records.snapshot(self._core, time.monotonic()))
+
+    async def _feed_inbox(self) -> None:
+        """In a task of its own, so that an error ends the run instead of a callback."""
+        while True:
+            self.feed(await self._inbox.get())
+
+    def _set_timer(self) -> None:
+        deadline = self._core.next_deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None and not self._finished.done():
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._time_out, deadline)
+
+    def _time_out(self, deadline: float) -> None:
+        """If this process was late itself, heartbeats wait in its socket: they come first."""
+        grace_s = 2 * self._config.node.heartbeat_s
+        if time.monotonic() - deadline > grace_s:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(grace_s, self._inbox.put_nowait, TimerFired())
+        else:
+            self._inbox.put_nowait(TimerFired())
+
+    # Peers
+
+    async def _receive(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            turn_ends = time.monotonic() + MAX_TURN_S
+            for peer, message in await self._hub.receive():
+                if time.monotonic() > turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + MAX_TURN_S
+                if isinstance(message, Watch):
+                    self._watchers.renew(peer, message.every_s, tasks)
+                elif isinstance(message, Hello) and message.node == peer.name:
+                    self._greet(peer, message)
+                elif isinstance(message, Drain) and message.node != peer.name:
+                    self.feed(DrainRequested(message.node, message.reason))
+                elif isinstance(message, PeerUnreachable):
+                    if self._peers.get(peer.name) == peer:
+                        self.feed(NodeLost(peer.name, "connection lost"))
+                elif self._peers.get(peer.name) == peer:
+                    self._take(peer, message)
+                elif isinstance(message, Heartbeat):  # given up while it was silent, or taken over
+                    self._tell(peer, Welcome(self._config.run.name, refused=REJOIN))
+                elif isinstance(message, ProtocolError):
+                    self._records.bad_frames += 1
+
+    def _greet(self, peer: Peer, hello: Hello) -> None:
+        """The process that says hello speaks for its node from now on, if it may and the core agrees."""
+        if peer.access is not Access.FULL:
+            if (why := why_unwelcome(self._name, hello)) is not None:
+                self._report(f"{hello.node} refused: {why}")
+                self._tell(peer, Welcome(run="", refused=why))
+                return
+            if self._is_taken(peer):
+                self._tell(peer, Welcome(self._config.run.name, refused=TAKEN))
+                return
+        if (why := self._why_no_room(peer, hello)) is not None:
+            self._tell(peer, Welcome(run="", refused=why))
+            return
+        if "trainer" in hello.roles:
+            self._replays.cancel()  # what it needs again is asked for when it says where it stands
+        before = self._peers.get(hello.node)
+        self._peers[hello.node] = peer
+        self._histories.heard(peer.identity, hello)
+        self.feed(NodeJoined(hello))
+        known = self._core.fleet.nodes.get(hello.node)
+        if known is None or known.incarnation != hello.incarnation:
+            if before is not None:
+                self._peers[hello.node] = before
+            else:
+                del self._peers[hello.node]
+
+    def _why_no_room(self, peer: Peer, hello: Hello) -> str | None:
+        """In one line; None for whoever can be taken in, as a process that was once is."""
+        is_new = hello.roles == ("rollout",) and self._peers.get(hello.node) != peer
+        return self._descriptors.why_no_room() if is_new else None
+
+    def _is_taken(self, peer: Peer) -> bool:
+        """Whether another process speaks under this name and lives, as far as is known.
+
+        Only with the full key one takes over from it: who may join could else end any node. A daemon that was
+        started again gets its name when the connection of the one before is gone, or its lease is over.
+        """
+        before = self._peers.get(peer.name)
+        if before in {None, peer} or peer.name not in self._core.fleet.nodes:
+            return False
+        self._send(peer.name, Heartbeat())  # one that has gone is found out, and its name free soon
+        return True
+
+    def _take(self, peer: Peer, message: Message | ProtocolError) -> None:
+        node = peer.name
+        if isinstance(message, Heartbeat) and node not in self._core.fleet.nodes:
+            self._send(node, Welcome(self._config.run.name, refused=REJOIN))
+        elif isinstance(message, Checkpointed):
+            stands_at = self._core.trainee.stands_at
+            if node == self._core.fleet.trainer and stands_at is not None and message.step <= stands_at:
+                self._durable.drop_before(message.oldest)
+        else:
+            event = as_event(node, message)
+            if isinstance(event, NodeLost):
+                self._records.bad_frames += 1
+            else:
+                self._histories.heard(peer.identity, message)
+                self._records.speculation.heard(peer.identity, message)
+            if isinstance(message, ShardsTaken):
+                self._replays.taken(message)
+            self.feed(event)
+            if isinstance(message, Bye) and self._peers.get(node) == peer:
+                del self._peers[node]
+
+    async def _beat(self) -> None:
+        """Lets every node know that the coordinator lives, and measures how fast they are."""
+        while True:
+            try:
+                self._durable.check()
+            except JournalError as e:
+                self.feed(HeadFailed(str(e)))
+            self._descriptors.look()
+            self._records.measure_rates(self._core, time.monotonic())
+            for name in self._core.fleet.nodes:
+                self._send(name, Heartbeat())
+            await asyncio.sleep(self._config.node.heartbeat_s)
+
+    # Files
+
+    def _report(self, text: str) -> None:
+        elapsed = time.monotonic() - self._core.started_at
+        text = plain(text)  # some of it nodes have said
+        self._records.event(elapsed, text)
+        say(f"{elapsed:8.2f} {text}")
+
+    async def _write_end(self) -> None:
+        await self._records.hashed()
+        now = time.monotonic()
+        summary = self._records.summary(self._core, self._reason, now - self._core.started_at)
+        snapshot = self._records.snapshot(self._core, now, over=True)
+        await run_files.end(self._run_dir, to_json(summary), to_json(snapshot), self._report)
+        for peer in self._watchers.peers:  # the last word to whoever looks on
+            self._tell(peer, snapshot)

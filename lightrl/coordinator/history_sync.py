@@ -1,0 +1,124 @@
+"""What the coordinator remembers of earlier responses on its way to the nodes, to be drafted from.
+
+Owns which node has been sent which group's history. A history travels with the first request of its group
+to a node, so that a node that has just come can draft at once, and so does a response that moves. A node
+that may have lost what it was sent, because it says hello (again) or its engine died, is sent it anew.
+Nothing but speed depends on it: what does not fit is left out.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.core.arrays import encode
+from lightrl.core.state import Group, Response, Round
+from lightrl.history.saved import SavedHistory
+from lightrl.history.store import History, Past, answers, key_of
+from lightrl.messages import Generate, Hello, PromptHistory, WeightsFailed
+from lightrl.system.threads import in_thread
+
+MAX_RESPONSES = 16  # of one prompt
+MAX_PROMPT_BYTES = 1 << 20  # of one prompt
+MAX_MESSAGE_BYTES = 8 << 20  # of one message: what comes after it on the line must not wait long
+
+
+class Histories:
+    """Example: attach("a/0f", Generate(...), {"p7@1#0": r}).histories == (PromptHistory("p7@1", ...),)"""
+
+    def __init__(self, history: History | None, saved: SavedHistory | None = None) -> None:
+        """Without a history nothing is kept, and nothing travels."""
+        self._history = history
+        self._saved = saved
+        self._sent: dict[str, set[str]] = {}  # identity of a node -> open groups
+
+    def attach(self, identity: str, generate: Generate, responses: Mapping[str, Response]) -> Generate:
+        """With the histories that this node lacks; `responses` are those of the open rounds."""
+        if self._history is None:
+            return generate
+        known = (responses.get(request.response) for request in generate.requests)
+        groups = {r.group.id: r.group for r in known if r is not None}
+        sent = self._sent.setdefault(identity, set())
+        histories: list[PromptHistory] = []
+        left = MAX_MESSAGE_BYTES
+        for group in groups.values():
+            if group.id in sent:
+                continue
+            newest = _newest(self._history, group)
+            size = sum(past.num_bytes for past in newest)
+            if 0 < size <= left:
+                left -= size
+                sent.add(group.id)
+                histories.append(_history_of(group, newest))
+        return replace(generate, histories=tuple(histories))
+
+    def heard(self, identity: str, message: object) -> None:
+        """A node that has started again, or whose engine has, knows nothing of what was sent to it."""
+        if isinstance(message, Hello | WeightsFailed):
+            self._sent.pop(identity, None)
+
+    def learn(self, round: Round) -> dict[str, float]:
+        """Takes in a round that has closed; returns the figures of the store."""
+        if self._history is None:
+            return {}
+        for identity, sent in list(self._sent.items()):
+            sent.difference_update(round.groups)
+            if not sent:
+                del self._sent[identity]
+        brought = answers(round)
+        figures = self._history.learn(brought)
+        if self._saved is not None:
+            self._saved.append(brought)
+        return figures
+
+    async def close(self) -> None:
+        """Returns when all that was learnt is written, or cannot be."""
+        if self._saved is None:
+            return
+        try:
+            await in_thread(self._saved.close)
+        except OSError:  # there is no thread for it, and it does not wait
+            self._saved.close()
+
+
+def open_histories(config: Config, run_dir: Path, resume: bool, report: Callable[[str], None]) -> Histories:
+    """With `resume` it knows what an earlier process has saved. `report` is called on the running loop."""
+    if not config.speculates:
+        return Histories(None)
+    history = History(config.speculation.history_mb << 20)
+    if not config.journal.enabled:
+        return Histories(history)  # such a run cannot be resumed
+    loop = asyncio.get_running_loop()
+
+    def tell(text: str) -> None:
+        loop.call_soon_threadsafe(report, text)
+
+    saved = SavedHistory(run_dir, history, tell)
+    if resume:
+        saved.recall()
+    else:
+        saved.begin()
+    return Histories(history, saved)
+
+
+def _history_of(group: Group, pasts: list[Past]) -> PromptHistory:
+    return PromptHistory(group.id, tuple(encode(p.tokens) for p in pasts), tuple(p.reward for p in pasts))
+
+
+def _newest(history: History, group: Group) -> list[Past]:
+    """Of what is known, within the bounds. Nothing is copied: of many groups only a few fit in a message."""
+    kept: list[Past] = []
+    left = MAX_PROMPT_BYTES
+    for past in reversed(_known(history, group)):
+        if len(kept) < MAX_RESPONSES and 0 < past.num_bytes <= left:
+            left -= past.num_bytes
+            kept.insert(0, past)
+    return kept
+
+
+def _known(history: History, group: Group) -> list[Past]:
+    """Oldest first; of one epoch those that were given up come first, for least is lost with them."""
+    earlier = sorted(history.of(key_of(group)), key=lambda past: past.finished)
+    finished = (r for r in group.responses if r.finish_reason is not None)
+    return [*earlier, *(Past(group.prompt.epoch, r.tokens, True, r.reward) for r in finished)]

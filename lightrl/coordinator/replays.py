@@ -1,0 +1,66 @@
+"""Steps that the trainer trains again: their shards, from the journal to the trainer as it takes them.
+
+Owns how much of such a step is under way. Which step it is, is decided in core/trainer_feed.py.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+
+from lightrl.coordinator.journaling import Durable
+from lightrl.core.commands import ReplayShards
+from lightrl.core.trainer_feed import Window
+from lightrl.errors import JournalError
+from lightrl.messages import ShardsTaken, TrainShard
+
+
+class Replays:
+    def __init__(
+        self,
+        durable: Durable,
+        send: Callable[[str, TrainShard, int], bool],
+        fail: Callable[[str], None],
+    ) -> None:
+        """`send` sends to a node whose trainer has said so many hellos. False: it is gone, or has said
+        another. `fail` is told why a step cannot be trained again.
+        """
+        self._durable = durable
+        self._send = send
+        self._fail = fail
+        self._step = -1
+        self._window = Window()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, tasks: asyncio.TaskGroup, wanted: ReplayShards) -> None:
+        """In place of any other: a trainer stands at one step."""
+        self.cancel()
+        self._step = wanted.step
+        self._window = Window()
+        self._task = tasks.create_task(self._replay(wanted), name="replay")
+
+    def taken(self, taken: ShardsTaken) -> None:
+        if taken.step == self._step:
+            self._window.take(taken.index)
+            self._changed.set()
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _replay(self, wanted: ReplayShards) -> None:
+        try:
+            async with aclosing(self._durable.shards(wanted.step)) as shards:
+                async for shard in shards:
+                    await self._room_for(shard)
+                    if not self._send(wanted.node, shard, wanted.hello):
+                        return
+        except JournalError as e:
+            self._fail(str(e))
+
+    async def _room_for(self, shard: TrainShard) -> None:
+        num_tokens = sum(len(r.token_ids) // 4 for group in shard.groups for r in group.responses)
+        while not self._window.has_room(num_tokens):
+            self._changed.clear()
+            await self._changed.wait()
+        self._window.add(shard.index, num_tokens)

@@ -1,0 +1,50 @@
+"""What the core's settings take from data and model, and whether these fit the config. No policy."""
+
+from lightrl.config import Config
+from lightrl.core.state import Settings
+from lightrl.core_settings import settings_of
+from lightrl.data import Prompt
+from lightrl.errors import ConfigError, DataError
+from lightrl.wire import from_json
+
+
+def core_settings(
+    config: Config, vocabulary: int, stop_ids: tuple[int, ...], num_prompts: int, num_eval_prompts: int
+) -> Settings:
+    """Raises DataError if the data holds fewer prompts than a round launches."""
+    _require_enough(config, num_prompts)
+    return settings_of(config, num_prompts, num_eval_prompts, vocabulary, stop_ids)
+
+
+def _require_enough(config: Config, num_prompts: int) -> None:
+    needed, (launched, _) = config.train.prompts_per_step, config.launched
+    if num_prompts >= launched:
+        return
+    short_round = f" x round.eta = {config.round.etas[0]:g}" if launched > needed else ""
+    rounds_to = f": a short round launches {launched}" if launched > needed else ""
+    raise DataError(
+        f"{config.data.path}: {num_prompts} prompts are fewer than "
+        f"train.prompts_per_step = {needed}{short_round}{rounds_to}"
+    )
+
+
+def vocabulary(files: dict[str, bytes], prompts: dict[str, Prompt], config: Config) -> int:
+    """The model's, from its config.json. Raises DataError for a prompt with tokens that it does not have."""
+    tree = from_json(files["config.json"], dict)
+    text = tree.get("text_config") or tree  # of models that read more than text
+    size = text.get("vocab_size")
+    if not isinstance(size, int):
+        raise ConfigError(f"{config.model.path}: config.json has no vocab_size")
+    longest = text.get("max_position_embeddings")
+    if isinstance(longest, int) and config.max_model_length > longest:
+        raise ConfigError(
+            f"data.max_prompt_length + rollout.max_response_length = {config.max_model_length}: "
+            f"the model's context (max_position_embeddings) is {longest} tokens"
+        )
+    for prompt in prompts.values():
+        if max(prompt.token_ids, default=0) >= size:
+            raise DataError(
+                f"prompt {prompt.id}: the tokenizer's token {max(prompt.token_ids)} is outside the model's "
+                f"vocabulary of {size}"
+            )
+    return size

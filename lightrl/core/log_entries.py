@@ -1,0 +1,104 @@
+"""What must outlive the coordinator: facts, in the order in which the core took them.
+
+Owns the vocabulary of the journal. From a `Resumed` and all facts after it `Coordinator.recover` makes
+the same run again, without any node: where work ran is no fact, nodes say so themselves when they come
+back. Facts are emitted as commands (`Record`); who writes them, and when, is the shell's business.
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lightrl.core.backlog import PutOff
+from lightrl.core.events import PromptsDrawn, ResponseScored
+from lightrl.core.length_predictor import Memory
+from lightrl.core.state import Counters, DrawnPrompt, RoundKind
+from lightrl.messages import ResponseTokens, StepDone, TrainShard
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run stands, its open rounds left out: the first fact of every segment of a journal.
+
+    Example: Resumed(step=3, num_drawn=96, version=3, digests={3: "9f3a..."})
+    """
+
+    step: int = 0  # optimizer steps done
+    num_drawn: int = 0  # prompts, over all epochs: the position in the data
+    put_off: tuple[PutOff, ...] = ()
+    spare: tuple[DrawnPrompt, ...] = ()
+    last_cut: int = 0
+    evaluated: int | None = None  # the policy version evaluated last
+    version: int | None = None  # the one published last
+    digests: dict[int, str] = field(default_factory=dict[int, str])  # of the newest versions
+    counters: Counters = field(default_factory=Counters)
+    memory: Memory = field(default_factory=Memory)  # of lengths
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStood:
+    """A round that is open when a segment begins; its tokens and scores follow. See `recovery.restate`."""
+
+    step: int
+    kind: RoundKind
+    prompts_launched: int
+    prompts: tuple[PutOff, ...]  # in the order of their groups
+    is_closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restated:
+    """What stood when the segment began is told; from here on things happen."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOpened:
+    """What it holds follows from the backlog and the facts before; its prompts come as PromptsDrawn."""
+
+    step: int
+    kind: RoundKind
+
+
+@dataclass(frozen=True, slots=True)
+class TokensTaken:
+    """Tokens of one policy version that were accepted; what an item holds already is known, is skipped."""
+
+    version: int
+    items: tuple[ResponseTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """A version appeared at the trainer; `portions` as in PublishWeights."""
+
+    version: int
+    digest: str
+    portions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSent:
+    """A trainer gets it when this is durable, not before. Index 0 begins its step anew."""
+
+    shard: TrainShard
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What the shell wants to find again; the core does not read it. Example: Noted(b'{"evals": []}')."""
+
+    data: bytes
+
+
+Fact: TypeAlias = (
+    Resumed
+    | RoundStood
+    | Restated
+    | RoundOpened
+    | PromptsDrawn
+    | TokensTaken
+    | ResponseScored
+    | VersionPublished
+    | ShardSent
+    | StepDone
+    | Noted
+)

@@ -1,0 +1,354 @@
+"""The order of rounds and steps: what is opened, closed and handed to the trainer, and when.
+
+Owns the open rounds' way through their states, and the prompts between rounds. What a round holds is
+decided in `rounds`, who wins it in `race`; which node does the work is no concern of this file.
+What is to be done goes to `out`.
+"""
+
+from collections import deque
+from typing import Literal
+
+from lightrl.core import race, rounds, staleness
+from lightrl.core.backlog import Backlog, PutOff
+from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Record
+from lightrl.core.events import PromptsDrawn
+from lightrl.core.fleet import Fleet
+from lightrl.core.length_predictor import Foresight
+from lightrl.core.log_entries import RoundOpened
+from lightrl.core.responses import Ledger
+from lightrl.core.state import DrawnPrompt, Group, GroupState, Round, RoundState, Settings
+from lightrl.core.trainer_feed import Trainee
+from lightrl.messages import StepDone
+
+DRAWS_PER_ROUND = 32  # of replacements, about; each looks at all prompts of the round
+
+
+class Steps:
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        ledger: Ledger,
+        foresight: Foresight,
+        now: float,
+    ) -> None:
+        self.out: list[Command] = []  # of the event at hand
+        self.step = 0  # optimizer steps done
+        self.evaluated: int | None = None  # the policy version evaluated last
+        self.backlog = Backlog(settings.num_prompts)
+        self.finished = False  # nothing is left to be opened
+        self.trainee = Trainee(fleet)
+        self._settings = settings
+        self._fleet = fleet
+        self._ledger = ledger
+        self._foresight = foresight
+        self.opened = 0  # training rounds
+        self.last_cut = 0  # tokens, of the newest short round that closed
+        self._step_began = now
+        self.draws: deque[Round] = deque()  # rounds that asked for prompts, in order
+        self._step_done: StepDone | None = None
+
+    def judge(self) -> None:
+        """Groups in which nothing goes on any more are complete, or have lost the race of their round."""
+        if not self._ledger.decided:
+            return
+        touched: dict[int, Round] = {}
+        while self._ledger.decided:
+            group = self._ledger.decided.pop()
+            touched[id(group.round)] = group.round
+            if group.state is not GroupState.OPEN:
+                continue
+            if race.is_won(group):
+                self._complete(group)
+            elif race.is_out(group):
+                self._take_out(group)
+        for round in touched.values():  # only now: a group that waited above may be ahead of others
+            if round.state is RoundState.RUNNING and self._draws_now(round):
+                self._draw_more(round)
+            self._certify(round)
+
+    def _complete(self, group: Group) -> None:
+        round = group.round
+        group.move(GroupState.COMPLETE)
+        if self._settings.dynamic_sampling and not round.is_eval and race.is_flat(group):
+            if not round.races:  # in a race it is dropped only if it would have won
+                self._drop(group)
+        elif race.take_group(self._settings, round, group):
+            for response in race.losers(round):
+                self._ledger.give_up(response, self.out)
+
+    def _take_out(self, group: Group) -> None:
+        """It will not be complete. A race puts it off, whether it is too long or has too few scores.
+
+        Which of the two is known first would depend on time; in a round that does not race it is dropped.
+        """
+        if not group.round.races:
+            self._drop(group)
+            return
+        for response in group.responses:
+            self._ledger.give_up(response, self.out)
+
+    def _drop(self, group: Group) -> None:
+        self._ledger.counters.groups_dropped += 1
+        self._ledger.counters.groups_flat += group.state is GroupState.COMPLETE  # else it lacks scores
+        self._ledger.drop(group, GroupState.DROPPED, self.out)
+
+    def _certify(self, round: Round) -> None:
+        """Hands to the trainer what is certain to belong to the step, while others still generate."""
+        if round.is_eval or not race.certify_now(round):
+            return
+        accepted = race.certain(self._settings, round)
+        for group in accepted:
+            group.move(GroupState.ACCEPTED)
+        round.accepted += accepted
+        self._send_accepted(round)
+
+    def published(self, now: float) -> None:
+        """A new version has appeared."""
+        if (round := self.training()) is not None:
+            round.published_at = now
+
+    # Rounds
+
+    def advance(self, now: float) -> None:
+        """Closes what is complete and opens what comes next, as far as it can be done now."""
+        self.settle(now)
+        published = self._fleet.published
+        if published is None:
+            return
+        version = published.policy_version
+        if self._is_trained() and (
+            self._fleet.ready or self._settings.max_staleness or self._ends_with(version)
+        ):
+            self._close_step(now)
+            if (upcoming := self.training()) is not None:  # it may have closed before its turn
+                self._send_accepted(upcoming)
+        self._open_next(version, now)
+
+    def settle(self, now: float) -> None:
+        """Closes the rounds that are over; opens nothing."""
+        self.judge()
+        for round in tuple(self._ledger.rounds):
+            if round.state is RoundState.RUNNING and not round.num_open and not self.num_missing(round):
+                self.close_round(round, now)
+
+    def finish_step(self, now: float) -> None:
+        """The run is ending; the trainer may still have finished the step that it was at."""
+        if self._is_trained():
+            self._close_step(now)
+
+    def _ends_with(self, version: int) -> bool:
+        """Nothing is generated any more once this version is published."""
+        return version == self._settings.num_steps and not rounds.is_eval_due(
+            self._settings, version, self.evaluated
+        )
+
+    def _open_next(self, version: int, now: float) -> None:
+        """Opens every round that may start: evaluations between steps, training up to max_staleness ahead."""
+        while not self.draws:  # what the next round is, depends on what this one takes
+            if self._ledger.rounds and not self._settings.max_staleness:
+                return
+            step = self.opened
+            if rounds.is_eval_due(self._settings, step, self.evaluated):
+                if self._ledger.rounds or version != step or not self._fleet.ready:
+                    return  # the evaluation waits for its version, and the next round for the evaluation
+                self.open(rounds.new_round(self._settings, "eval", step, now))
+                return
+            if step == self._settings.num_steps:
+                self.finished = not self._ledger.rounds
+                return
+            batch = self._settings.prompts_per_step
+            if staleness.admissible(self._settings.max_staleness, version, batch, step * batch) < batch:
+                return
+            if not self._fleet.ready:
+                return
+            kind = rounds.next_kind(self._settings, self.backlog)
+            self.open(rounds.new_round(self._settings, kind, step, now))
+
+    def open(self, round: Round) -> None:
+        """Lets a round begin: what waits for it, and what is yet to be drawn."""
+        self.out.append(Record(RoundOpened(round.step, round.kind)))
+        self.opened += not round.is_eval
+        self._ledger.open(round)
+        if len(self._ledger.rounds) == 1:
+            self._step_began = round.opened_at
+        if round.is_eval:
+            self._draw(round, "eval", round.needed)
+            return
+        waiting = rounds.first_prompts(round, self.backlog)
+        self._start(round, waiting)
+        self._draw_more(round)
+
+    def _draw_more(self, round: Round) -> None:
+        """Asks for the prompts that a round still needs; starts it when it has all."""
+        if round.is_eval or round in self.draws:
+            return
+        missing = self.num_missing(round)
+        if missing > 0:
+            spare = self.backlog.take_spare(missing, self._busy(round))
+            self._start(round, [PutOff(p, 0, round.step) for p in spare])
+            missing -= len(spare)
+        if missing > 0:
+            self._draw(round, "train", missing)
+        elif round.state is RoundState.FILLING:
+            round.move(RoundState.RUNNING)
+
+    def _draw(self, round: Round, source: Literal["train", "eval"], count: int) -> None:
+        self.draws.append(round)
+        self.out.append(DrawPrompts(source, count))
+
+    def fill(self, prompts: tuple[DrawnPrompt, ...]) -> None:
+        """The answer to the oldest DrawPrompts."""
+        self.out.append(Record(PromptsDrawn(prompts)))
+        round = self.draws.popleft()
+        if round.is_eval:
+            self._start(round, [PutOff(p, 0, round.step) for p in prompts])
+            round.move(RoundState.RUNNING)
+            return
+        usable = self.backlog.draw(prompts, self._busy(round))
+        if round.state is RoundState.FILLING:
+            unseen = rounds.put_off_unseen(self._settings, round, usable, self._foresight, self.last_cut)
+            for prompt in unseen:
+                usable.remove(prompt)
+                self._put_off(PutOff(prompt, 0, round.step))
+            round.prompts_launched -= len(unseen)
+        self._start(round, [PutOff(p, 0, round.step) for p in usable])
+        self._draw_more(round)
+
+    def _draws_now(self, round: Round) -> bool:
+        """Not for every single group that is dropped; how many are drawn in the end does not change."""
+        missing = rounds.num_missing(self._settings, round)
+        return missing >= max(1, round.needed // DRAWS_PER_ROUND) or (missing > 0 and not round.num_open)
+
+    def num_missing(self, round: Round) -> int:
+        """Prompts that it must still draw, as far as there are any that it may have."""
+        missing = rounds.num_missing(self._settings, round)
+        return min(missing, self._settings.num_prompts - len(self._busy(round))) if missing else 0
+
+    def _busy(self, round: Round) -> set[str]:
+        """Prompts that this round must not draw: it has them already, or they wait from the last epoch."""
+        return {g.prompt.id for g in round.groups.values()} | {p.prompt.id for p in self.backlog.put_off}
+
+    def _start(self, round: Round, prompts: list[PutOff]) -> None:
+        self._ledger.start(rounds.add(self._settings, round, prompts, self._foresight))
+
+    def _put_off(self, prompt: PutOff) -> None:
+        self.backlog.put_off.append(prompt)
+        self._ledger.counters.prompts_put_off += 1
+
+    def close_round(self, round: Round, now: float) -> None:
+        round.closed_at = now
+        if round.is_eval:
+            self.evaluated = round.step
+            round.move(RoundState.CLOSED)
+            self.out.append(CloseRound(round))
+            self._ledger.retire()
+            return
+        self._certify(round)
+        for group in round.groups.values():
+            if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
+                self._lay_aside(group)
+        round.move(RoundState.CLOSED)
+        self._ledger.count_aborted(round)
+        self._foresight.learn(round)
+        if round.races:
+            self.last_cut = round.finishing_tokens
+        self._send_accepted(round)
+        self.out.append(CloseRound(round))
+
+    def _lay_aside(self, group: Group) -> None:
+        """The round ends without it."""
+        if race.is_surplus_flat(self._settings, group):
+            self._drop(group)
+            return
+        self._ledger.drop(group, GroupState.PUT_OFF, self.out)
+        attempts = max(r.attempt for r in group.responses)
+        self._put_off(PutOff(group.prompt, attempts, group.round.step))
+
+    def _close_step(self, now: float) -> None:
+        round, done = self._ledger.rounds[0], self._step_done
+        assert done is not None
+        for group in round.accepted:
+            group.move(GroupState.TRAINED)
+            self._ledger.counters.groups_trained += 1
+            self._ledger.counters.trained_responses += len(group.kept)
+        round.move(RoundState.TRAINED)
+        self.step = round.step + 1
+        self._step_done = None
+        closed_at = max(round.closed_at, self._step_began)
+        self.out.append(
+            CloseStep(
+                step=round.step,
+                rollout_s=closed_at - self._step_began,
+                train_s=round.published_at - closed_at,
+                weights_s=now - round.published_at,
+                metrics=done.metrics,
+            )
+        )
+        self._step_began = now
+        self._ledger.retire()
+
+    def training(self) -> Round | None:
+        """The round that the trainer is at; rounds of later steps wait for it."""
+        round = self._ledger.round
+        return round if round is not None and not round.is_eval and round.step == self.step else None
+
+    def _is_trained(self) -> bool:
+        """Nothing more will come of the step: its round is closed, trained, and its version published."""
+        round, published = self.training(), self._fleet.published
+        if round is None or published is None or round.state is not RoundState.CLOSED:
+            return False
+        return published.policy_version == round.step + 1 and self._step_done is not None
+
+    # The trainer
+
+    def take_step(self, done: StepDone) -> None:
+        """The trainer has finished a step; news of any other than the one it is at is ignored."""
+        round = self.training()
+        if round is not None and round.state is RoundState.CLOSED and done.step == round.step:
+            if self._step_done is None:
+                self.out.append(Record(done))
+            self._step_done = done
+
+    def has_closed(self, step: int) -> bool:
+        """Whether the trainer is at this step and has been sent all of it."""
+        round = self.training()
+        return round is not None and round.step == step and round.state is RoundState.CLOSED
+
+    def why_not_at(self, version: int) -> str | None:
+        """Why a trainer cannot stand there that has come, in one line; None if it can."""
+        published = self._fleet.published
+        newest = published.policy_version if published is not None else -1
+        if version <= newest or (newest < 0 and version == self.step):
+            return None
+        if version == newest + 1 == self.step + 1 and self.has_closed(self.step):
+            return None  # it trained the step, and the coordinator was gone when it said so
+        return (
+            f"the trainer stands at step {version}, the run at step {self.step}: its checkpoints are not of "
+            "this journal"
+        )
+
+    @property
+    def is_handing_over(self) -> bool:
+        """All groups of the step are known, and the trainer has not been sent all of them."""
+        round = self.training()
+        is_closed = round is not None and round.state is RoundState.CLOSED
+        return round is not None and is_closed and self.trainee.is_owed(round)
+
+    def feed_trainer(self, has_come: bool) -> None:
+        """The trainer stands at another step, or `has_come` and has said where it stands."""
+        stands_at, round = self.trainee.stands_at, self.training()
+        if has_come and stands_at is not None and round is not None and stands_at > round.step:
+            # What it said of the step is lost if it, or we, were gone then; if not, it says it again.
+            self._step_done = self._step_done or StepDone(round.step, stands_at, {})
+        self.trainee.feed(round, self.out)
+
+    def shards_taken(self, step: int, index: int) -> None:
+        self.trainee.taken(self.training(), step, index, self.out)
+
+    def shard_left(self, step: int, index: int) -> None:
+        self.trainee.left(self.training(), step, index, self.out)
+
+    def _send_accepted(self, round: Round) -> None:
+        if round is self.training():
+            self.trainee.send(round, self.out)

@@ -1,0 +1,145 @@
+"""The trainer node as the core sees it: where it stands, and which shards it gets next.
+
+Owns what was sent to it since its last hello, and how much of it may be under way: a step may be gigabytes,
+and neither a slow disk nor a slow trainer may pile them up. A trainer that comes back begins where its
+checkpoint, or its memory, says; what it has trained before is sent again as it was. Which groups belong to a
+step is decided in `race` and `steps`.
+"""
+
+from collections import deque
+from itertools import islice
+
+from lightrl.core.arrays import encode
+from lightrl.core.commands import Command, Record, ReplayShards, Send
+from lightrl.core.fleet import Fleet
+from lightrl.core.log_entries import ShardSent
+from lightrl.core.state import Group, Round, RoundState
+from lightrl.messages import TrainGroup, TrainResponse, TrainShard
+
+MAX_SHARD_TOKENS = 1 << 18  # some 2 MiB with their logprobs
+MAX_UNWRITTEN = 2  # shards on their way to the journal; the event loop waits while that many are made
+MAX_UNTAKEN_TOKENS = 1 << 22  # some 32 MiB: what a trainer with many ranks has to spread
+
+
+class Window:
+    """The shards of a step that were sent and that the trainer has not taken. One that is larger than all of
+    them may be goes alone.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._untaken: deque[tuple[int, int]] = deque()  # (index of a shard, its tokens)
+
+    def has_room(self, num_tokens: int) -> bool:
+        return not self.num_tokens or self.num_tokens + num_tokens <= MAX_UNTAKEN_TOKENS
+
+    def add(self, index: int, num_tokens: int) -> None:
+        self._untaken.append((index, num_tokens))
+        self.num_tokens += num_tokens
+
+    def take(self, index: int) -> None:
+        """The trainer has taken this shard and those before it."""
+        while self._untaken and self._untaken[0][0] <= index:
+            self.num_tokens -= self._untaken.popleft()[1]
+
+
+class Trainee:
+    def __init__(self, fleet: Fleet) -> None:
+        self.stands_at: int | None = None  # it trains this step next; None: it has not said so yet
+        self.missing_since: float | None = None  # when it was lost; None: it is here, or was never
+        self.num_hellos = 0
+        self.has_left = False  # in order, with nothing left to do
+        self._fleet = fleet
+        self._window = Window()
+        self._num_left = 0  # shards of the step it stands at that are durable and were sent
+
+    def hello(self) -> None:
+        """It has come, or come back: what it held of a step that is not done, it holds no more."""
+        self.num_hellos += 1
+        self.stands_at = None
+        self.missing_since = None
+
+    def lost(self, now: float) -> None:
+        self.stands_at = None
+        self.missing_since = now
+
+    def feed(self, round: Round | None, out: list[Command]) -> None:
+        """It stands at a new step: that step's shards, of this round or, if it was trained before, again."""
+        published = self._fleet.published
+        if self.stands_at is None or self._fleet.trainer is None or published is None:
+            return
+        self._window, self._num_left = Window(), 0
+        if self.stands_at < published.policy_version:
+            out.append(ReplayShards(self._fleet.trainer, self.stands_at, self.num_hellos))
+        elif round is not None and round.step == self.stands_at:
+            round.num_sent = round.num_shards = 0
+            round.is_handed_over = False
+            self.send(round, out)
+
+    def taken(self, round: Round | None, step: int, index: int, out: list[Command]) -> None:
+        """It has this shard and those before it: there is room for more."""
+        if round is not None and step == round.step == self.stands_at:
+            self._window.take(index)
+            self.send(round, out)
+
+    def left(self, round: Round | None, step: int, index: int, out: list[Command]) -> None:
+        """This shard is durable and was sent: another one may be made."""
+        if round is not None and step == round.step == self.stands_at:
+            self._num_left = max(self._num_left, index + 1)
+            self.send(round, out)
+
+    def is_owed(self, round: Round) -> bool:
+        """Whether it stands at this step and lacks some of it; one trained before comes by ReplayShards."""
+        published = self._fleet.published
+        is_new = published is None or published.policy_version <= round.step
+        return is_new and self.stands_at == round.step and not round.is_handed_over
+
+    def send(self, round: Round, out: list[Command]) -> None:
+        """What it has not had yet of the round it is at, as far as it may; the last shard closes the step."""
+        last = round.state is RoundState.CLOSED
+        if self._fleet.trainer is None or not self.is_owed(round):
+            return
+        while not round.is_handed_over and ((groups := _next_groups(round)) or last):
+            num_tokens = sum(map(_num_tokens, groups))
+            is_held_up = round.num_shards - self._num_left >= MAX_UNWRITTEN
+            if is_held_up or not self._window.has_room(num_tokens):
+                return
+            is_last = last and round.num_sent + len(groups) == len(round.accepted)
+            shard = TrainShard(
+                step=round.step,
+                index=round.num_shards,
+                policy_version=round.step,
+                groups=tuple(_train_group(g) for g in groups),
+                last=is_last,
+                num_groups=len(round.accepted),
+            )
+            self._window.add(round.num_shards, num_tokens)
+            round.num_sent += len(groups)
+            round.num_shards += 1
+            round.is_handed_over = is_last
+            out += [Record(ShardSent(shard)), Send(self._fleet.trainer, shard)]
+
+
+def _next_groups(round: Round) -> list[Group]:
+    """As many as one message should carry: a whole step may be due at once."""
+    groups: list[Group] = []
+    num_tokens = 0
+    for group in islice(round.accepted, round.num_sent, None):
+        num_tokens += _num_tokens(group)
+        if groups and num_tokens > MAX_SHARD_TOKENS:
+            break
+        groups.append(group)
+    return groups
+
+
+def _num_tokens(group: Group) -> int:
+    return sum(len(r.tokens) for r in group.kept)
+
+
+def _train_group(group: Group) -> TrainGroup:
+    responses: list[TrainResponse] = []
+    for r in group.kept:
+        assert r.reward is not None
+        assert r.finish_reason is not None
+        responses.append(TrainResponse(r.id, encode(r.tokens), encode(r.logprobs), r.reward, r.finish_reason))
+    return TrainGroup(group.id, group.prompt.tokens, tuple(responses))

@@ -1,0 +1,97 @@
+"""One daemon: the roles of a node in one event loop, started together and asked to stop by a signal.
+
+Owns which roles run here. What they do is in coordinator.py and, for what a node does as a client of the
+coordinator, in worker.py beside this file.
+"""
+
+import asyncio
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from lightrl.config import Config
+from lightrl.coordinator.daemon import Head
+from lightrl.daemon.worker import Worker
+from lightrl.devices.assign import Part
+from lightrl.errors import LightRLError, first_error
+from lightrl.keys import ENVIRONMENT
+from lightrl.messages import Role
+from lightrl.say import never_fail, say
+from lightrl.system import open_files
+from lightrl.system.signals import stop_signals
+
+
+@dataclass(frozen=True)
+class DaemonOptions:
+    """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that role.
+
+    `slots` 0 = as the run's config says.
+    """
+
+    name: str
+    roles: tuple[Role, ...]
+    run_dir: Path | None = None
+    config: Config | None = None
+    join: str | None = None
+    slots: int = 0
+    key: str = ""  # of the run, as text
+    resume: bool = False  # the coordinator goes on from the journal in `run_dir`
+    gpus: Part | None = None  # settled by who started this daemon; None: it looks for itself
+
+
+def run(options: DaemonOptions) -> int:
+    """Runs a daemon until it is done; returns the exit status. Raises LightRLError, one line, if it fails."""
+    never_fail()
+    open_files.raise_limit()
+    os.environ.pop(ENVIRONMENT, None)  # no child that runs others' code inherits the key
+    return uvloop.run(_main(options))
+
+
+async def _main(options: DaemonOptions) -> int:
+    head: Head | None = None
+    address = options.join
+    if "coordinator" in options.roles:
+        assert options.config is not None
+        assert options.run_dir is not None
+        head = Head(options.config, options.run_dir, options.name, options.key, options.resume)
+        address = head.address
+    worker_roles: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
+    worker: Worker | None = None
+    if worker_roles and address:
+        place = (options.run_dir, options.slots)
+        is_alone, gpus = head is None, options.gpus
+        worker = Worker(options.name, worker_roles, address, options.key, *place, is_alone, gpus)
+
+    def stop(reason: str) -> None:
+        if head is not None:
+            head.stop(reason)
+        elif worker is not None:
+            worker.drain(reason)
+
+    gc.collect()
+    gc.freeze()  # what libraries and data hold lives as long as we do: scanning it again holds up the loop
+    loop = asyncio.get_running_loop()
+    for number in stop_signals():
+        loop.add_signal_handler(number, stop, number.name)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            if head is not None:
+                tasks.create_task(head.run())
+            if worker is not None:
+                tasks.create_task(_work(worker, beside=head))
+    except* LightRLError as errors:
+        raise first_error(errors) from None
+    return 0 if head is None or head.succeeded else 1
+
+
+async def _work(worker: Worker, beside: Head | None) -> None:
+    """A worker that fails has told the coordinator why; it ends its daemon unless that is here, too."""
+    try:
+        await worker.run()
+    except LightRLError as e:
+        if beside is None:
+            raise
+        say(f"lightrl: {e}")

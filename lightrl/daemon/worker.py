@@ -1,0 +1,403 @@
+"""The trainer and rollout roles of a node, as a client of the coordinator: hello, heartbeat, drain and bye.
+
+Owns whether the coordinator hears this node, and what is said when it does again; what a role does is in
+rollout.py and trainer.py beside this file. Must never block the loop.
+
+A node that is not heard goes on with its work. Nothing but a hello leaves before the coordinator has
+answered it with a welcome: it says what still runs here, and whatever arrives before the answer was sent
+by someone who did not know that.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.daemon.admission import config_of, write_model_files
+from lightrl.devices.assign import CPU, Assignment, Part
+from lightrl.devices.plan import for_daemon
+from lightrl.errors import LightRLError, PeerUnreachable, first_error
+from lightrl.messages import (
+    ENDING,
+    MAX_TEXT,
+    PROTOCOL,
+    REJOIN,
+    TAKEN,
+    Abort,
+    Bye,
+    Drain,
+    Generate,
+    Heartbeat,
+    Hello,
+    Load,
+    Message,
+    PublishWeights,
+    Role,
+    TrainShard,
+    Welcome,
+)
+from lightrl.rollout.agent import FLUSH_S, Rollout
+from lightrl.say import flush, say
+from lightrl.system.child import patiently
+from lightrl.system.threads import in_thread
+from lightrl.trainer.supervisor import Trainer
+from lightrl.transport.link import Link, own_address
+from lightrl.weights.scratch import scratch_dir
+
+WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
+TAKEN_PAUSE_S = 0.5  # before the next hello under a name that another process still has
+TAKEN_S = 120.0  # a process that is gone has lost its name by then: longer than any lease that makes sense
+
+
+class Worker:
+    def __init__(
+        self,
+        name: str,
+        roles: tuple[Role, ...],
+        address: str,
+        key: str,
+        run_dir: Path | None = None,
+        slots: int = 0,
+        is_alone: bool = True,
+        gpus: Part | None = None,
+    ) -> None:
+        """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
+
+        `gpus`: of its ranks, or of its engine; None: the driver is asked.
+        """
+        self._name = name
+        self._roles = roles
+        self._address = address
+        self._key = key
+        self._run_dir = run_dir
+        self._is_alone = is_alone
+        self._gpus = gpus
+        self._hello = Hello(
+            node=name,
+            incarnation=time.time_ns(),
+            roles=roles,
+            protocol=PROTOCOL,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            slots=slots,
+        )
+        self._link: Link | None = None
+        self._said: Hello | None = None  # and not answered yet
+        self._said_at = 0.0
+        self._taken_since: float | None = None  # when we heard first that another process has our name
+        self._heard_at = 0.0
+        self._config_json = ""
+        self._admitted = asyncio.Event()  # welcomed, and nothing has happened since that makes it untrue
+        self._rollout: Rollout | None = None
+        self._trainer: Trainer | None = None
+        self._drained = asyncio.Event()
+        self._reason = "drained"
+
+    def drain(self, reason: str) -> None:
+        """Leave in order: take no more work, say what remains to be said, go."""
+        if not self._drained.is_set():
+            self._reason = reason
+            self._drained.set()
+            self._send(Drain(self._name, reason))
+
+    async def run(self) -> None:
+        """Returns when the node has left. Raises LightRLError if it failed."""
+        link = self._link = await Link.connect(
+            self._address, self._name, self._key, on_break=self._lose_touch, on_back=self._say_hello
+        )
+        force: threading.Timer | None = None
+        try:
+            joined = await self._join(link)
+            if joined is not None:
+                welcome, early = joined
+                self._config_json = welcome.config_json
+                config = config_of(welcome)
+                if self._is_alone and "trainer" not in self._roles:  # a checkpoint is worth waiting for
+                    force = threading.Timer(config.node.grace_s, end_by_force)
+                    force.daemon = True
+                gpus = await self._find_gpus(config, welcome.model_files)
+                with scratch_dir(self._name) as scratch:
+                    await self._serve(link, config, welcome.model_files, early, scratch, force, gpus)
+            link.send(Bye(self._reason))
+        except LightRLError as e:
+            link.send(Bye(str(e)[:MAX_TEXT], ok=False))
+            raise
+        finally:
+            link.close()
+            if force is not None:
+                force.cancel()
+
+    # What is said to the coordinator
+
+    def _send(self, message: Message) -> None:
+        """Lost if the coordinator does not hear us: rollout and trainer say it again when it does."""
+        if self._link is not None and self._admitted.is_set():
+            self._link.send(message)
+
+    def _lose_touch(self) -> None:
+        """Messages may have been lost, in both directions, and nothing may be said until the next welcome."""
+        was_heard = self._admitted.is_set()
+        self._admitted.clear()
+        self._said = self._taken_since = None
+        if self._rollout is not None:
+            self._rollout.lose_touch()
+        if self._trainer is not None:
+            self._trainer.pause()
+        if was_heard and not self._drained.is_set():
+            say("lost touch with the coordinator; the work goes on")
+
+    def _say_hello(self) -> None:
+        if self._link is not None:
+            self._said, self._said_at = self._hello_now(), time.monotonic()
+            self._link.send(self._said)
+
+    def _hello_now(self) -> Hello:
+        rollout = self._rollout
+        if rollout is None:
+            return self._hello
+        return replace(self._hello, serves=rollout.serves, running=rollout.claims)
+
+    def _rejoin(self) -> None:
+        """The connection stands, but the coordinator does not know this node any more as it is."""
+        if self._said is not None or self._link is None:
+            return  # it will be compared with what is true when the answer comes
+        self._lose_touch()
+        if self._link.is_up:  # else on_back says hello
+            self._say_hello()
+
+    def _restarted(self) -> None:
+        """What was trained since the last checkpoint is gone: this is another trainer."""
+        self._hello = replace(self._hello, incarnation=max(time.time_ns(), self._hello.incarnation + 1))
+        self._rejoin()
+
+    def _take_welcome(self, welcome: Welcome) -> None:
+        said, self._said = self._said, None
+        if said is None:
+            return  # the connection has broken meanwhile, or it came twice
+        if welcome.refused == ENDING:
+            self.drain(ENDING)
+            return
+        if welcome.refused == TAKEN and self._may_wait_for_name():
+            self._said = said  # `_beat` says it again
+            return
+        _raise_if_refused(welcome)
+        if self._trainer is not None and welcome.config_json != self._config_json:
+            self.drain("the run has another config now: start this trainer again")
+            return
+        now = self._hello_now()
+        if (said.incarnation, said.serves) != (now.incarnation, now.serves):
+            self._say_hello()  # it has become untrue
+            return
+        self._admitted.set()
+        self._taken_since = None
+        say("the coordinator hears this node again")
+        if self._rollout is not None:
+            self._rollout.resend()
+        if self._trainer is not None:
+            self._trainer.rejoin()
+        if self._drained.is_set():
+            self._send(Drain(self._name, self._reason))
+
+    def _may_wait_for_name(self) -> bool:
+        """Another process has our name: most likely the one before us, which is gone but not yet given up."""
+        now = time.monotonic()
+        if self._taken_since is None:
+            self._taken_since = now
+            say(f"{self._name}: {TAKEN}; waiting until it is gone")
+        return now - self._taken_since < TAKEN_S
+
+    # Its life
+
+    async def _join(self, link: Link) -> tuple[Welcome, list[Message]] | None:
+        """The first welcome, and what came with it and is yet to be handled. None if drained before."""
+        self._say_hello()
+        joining = asyncio.ensure_future(self._first_welcome(link))
+        drained = asyncio.ensure_future(self._drained.wait())
+        try:
+            waited = {joining, drained}
+            await asyncio.wait(waited, timeout=WELCOME_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._taken_since is not None:
+                await asyncio.wait(waited, timeout=TAKEN_S, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                return joining.result()
+        finally:
+            joining.cancel()
+            drained.cancel()
+        if self._drained.is_set():
+            return None
+        raise PeerUnreachable(f"{self._address}: no welcome within {WELCOME_S:.0f} s")
+
+    async def _first_welcome(self, link: Link) -> tuple[Welcome, list[Message]]:
+        while True:
+            messages = await link.receive()
+            for i, message in enumerate(messages):
+                if isinstance(message, Welcome) and self._said is not None:
+                    if message.refused == ENDING:
+                        self.drain(ENDING)
+                        continue
+                    if message.refused == TAKEN and self._may_wait_for_name():
+                        await asyncio.sleep(TAKEN_PAUSE_S)
+                        self._say_hello()
+                        continue
+                    _raise_if_refused(message)
+                    self._said = self._taken_since = None
+                    self._admitted.set()
+                    return message, messages[i + 1 :]
+
+    async def _find_gpus(self, config: Config, model_files: dict[str, bytes]) -> Assignment:
+        """For its ranks and its engine. Raises ConfigError, one line, if there is no room for them."""
+        if self._gpus is not None:
+            return Assignment(self._gpus.tokens, (self._gpus,))
+        has_coordinator = not self._is_alone
+        find = partial(for_daemon, config, self._roles, model_files, self._hello.slots, has_coordinator)
+        # nvidia-smi takes a second
+        found = await patiently(lambda: in_thread(find), "the search for devices", say)
+        for note in found.notes:
+            say(note)
+        return found
+
+    async def _serve(
+        self,
+        link: Link,
+        config: Config,
+        model_files: dict[str, bytes],
+        early: list[Message],
+        scratch: Path,
+        force: threading.Timer | None,
+        gpus: Assignment,
+    ) -> None:
+        self._heard_at = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                roles = self._start_roles(tasks, config, model_files, scratch, gpus)
+                for message in early:
+                    self._handle(message)
+                background = [
+                    tasks.create_task(self._receive(link), name="receive"),
+                    tasks.create_task(self._beat(link, config), name="heartbeat"),
+                ]
+                await self._drained.wait()
+                if force is not None:
+                    with contextlib.suppress(RuntimeError):  # no thread to spare: it leaves without that
+                        force.start()
+                await self._leave(roles, config)
+                for task in background:  # until here the coordinator must see that this node lives
+                    task.cancel()
+        except* LightRLError as errors:
+            raise first_error(errors) from None
+        finally:
+            if self._trainer is not None:
+                await self._trainer.close()
+
+    def _start_roles(
+        self,
+        tasks: asyncio.TaskGroup,
+        config: Config,
+        model_files: dict[str, bytes],
+        scratch: Path,
+        gpus: Assignment,
+    ) -> list[asyncio.Task[None]]:
+        started: list[asyncio.Task[None]] = []
+        if "rollout" in self._roles:
+            # A node that joined from elsewhere has no run directory: its engine writes where the daemon does.
+            log = self._run_dir / "logs" / f"{self._name}-engine.log" if self._run_dir is not None else None
+            model_dir, pulled = scratch / "model", scratch / "pulled"
+            write_model_files(model_dir, model_files)
+            pulled.mkdir()
+            slots = self._hello.slots or config.rollout.slots
+            places = (model_dir, pulled, log)
+            part = gpus.engines[0] if gpus.engines else CPU
+            self._rollout = Rollout(self._name, config, slots, *places, self._address, self._send, part)
+            started.append(tasks.create_task(self._rollout.run(), name="rollout"))
+        if "trainer" in self._roles:
+            run_dir = self._run_dir or _run_dir_here(config)
+            published = scratch / "published"
+            published.mkdir()
+            host = own_address(self._address)
+            told = (self._send, self._restarted)
+            self._trainer = Trainer(config, run_dir, published, host, *told, gpus.ranks)
+            started.append(tasks.create_task(self._trainer.run(), name="trainer"))
+        return started
+
+    async def _leave(self, roles: list[asyncio.Task[None]], config: Config) -> None:
+        """The last tokens are sent and a checkpoint is written before the roles end."""
+        grace_s = config.node.grace_s
+        if self._rollout is not None:
+            if not self._admitted.is_set():  # nobody would hear what is sent now
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._admitted.wait(), grace_s / 4)
+            await self._rollout.flush(min(FLUSH_S, grace_s / 4))
+        if self._trainer is not None:
+            limit_s = None if self._trainer.all_steps_done else grace_s
+            self._trainer.stop()
+            await asyncio.wait([t for t in roles if t.get_name() == "trainer"], timeout=limit_s)
+        for task in roles:
+            task.cancel()
+        await asyncio.wait(roles)
+
+    async def _receive(self, link: Link) -> None:
+        while True:
+            for message in await link.receive():
+                self._heard_at = time.monotonic()
+                self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Generate() if self._drained.is_set() or not self._admitted.is_set():
+                pass  # sent before the coordinator knew; it hands it to another node, or sends it once more
+            case Generate() | Abort() | PublishWeights() if self._rollout is not None:
+                self._rollout.handle(message)
+            case TrainShard() if self._trainer is not None and self._admitted.is_set():
+                self._trainer.handle(message)
+            case Drain(_, reason):
+                self.drain(reason)
+            case Welcome(refused=refused) if refused == REJOIN:
+                self._rejoin()
+            case Welcome():
+                self._take_welcome(message)
+            case _:
+                pass  # a heartbeat, or news for a role that this daemon does not have
+
+    async def _beat(self, link: Link, config: Config) -> None:
+        """Says that this node lives and how late its loop is; loses patience with a silent coordinator."""
+        period, patience_s = config.node.heartbeat_s, config.node.patience_s
+        due = time.monotonic()
+        while True:
+            now = time.monotonic()
+            lag = now - due
+            parts = [part for part in (self._rollout, self._trainer) if part is not None]
+            load = self._rollout.load if self._rollout is not None else Load()
+            self._send(Heartbeat(load, lag * 1000, next((p.device for p in parts if p.device), "")))
+            silent_s = now - self._heard_at
+            if silent_s > patience_s and lag < period:  # else it is this process that was stopped
+                raise PeerUnreachable(f"{self._address}: coordinator not heard of for {silent_s:.1f} s")
+            pause_s = WELCOME_S if self._taken_since is None else TAKEN_PAUSE_S
+            if self._said is not None and now - self._said_at > pause_s and link.is_up:
+                self._say_hello()  # it may have been too busy to keep it
+            due = now + period
+            await asyncio.sleep(period)
+
+
+def end_by_force() -> None:
+    """From a thread: whatever hangs, event loop included, must not outlast the grace of who leaves."""
+    say("did not end in time: ended by force")
+    flush()  # nothing else does before such an end
+    os._exit(1)  # the kernel ends the children; the next daemon removes what is left in scratch
+
+
+def _run_dir_here(config: Config) -> Path:
+    """On a machine that does not share the coordinator's: checkpoints and logs under the same name."""
+    run_dir = config.run_dir.resolve()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
+def _raise_if_refused(welcome: Welcome) -> None:
+    if welcome.refused:
+        raise PeerUnreachable(f"the coordinator refuses this node: {welcome.refused}")

@@ -1,0 +1,147 @@
+"""`lightrl slurm`: the batch scripts of a run on a Slurm cluster, written and submitted.
+
+Owns the text of the scripts, scripts/slurm/ included. What happens inside a job is in slurm_job.py.
+"""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightrl.client.address import shown
+from lightrl.config import Config
+from lightrl.errors import ConfigError, LightRLError
+from lightrl.launch.folder import SLURM_FOLDER
+from lightrl.launch.preflight import require_files, require_new
+from lightrl.launch.resume import has_journal
+from lightrl.run_file import to_toml
+
+SBATCH_S = 60.0
+
+ABOUT_RESERVED = """\
+# The coordinator and the trainer of a run, on one node that is not taken away every hour.
+#
+#   sbatch scripts/slurm/reserved.sbatch run.toml [section.key=value ...]
+#
+# Submitted again, or requeued by Slurm, the run goes on where it was. USR1 comes that many seconds before
+# the time limit: time for a checkpoint, after which the job puts itself back into the queue.
+"""
+ABOUT_SPOT = """\
+# Rollout nodes that may be taken away at any moment: each task of the array is one.
+#
+#   sbatch --array=1-32 scripts/slurm/preemptible.sbatch RUN_DIR      (on a file system that all nodes see)
+#   sbatch --array=1-32 scripts/slurm/preemptible.sbatch tcp://HOST:PORT KEY_FILE     (a copy of RUN_DIR/join)
+#
+# A task waits for the run, works for it, leaves when Slurm wants the node back and returns to the queue.
+# It ends with 0 when the run is over.
+"""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user says of the cluster; empty: what Slurm does without being told."""
+
+    nodes: int = 1
+    partition_reserved: str = ""
+    partition_spot: str = ""
+    time: str = ""
+    reserved_args: str = ""
+    spot_args: str = ""
+
+
+def reserved_script(
+    arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl"
+) -> str:
+    """The script that runs coordinator and trainer. `options` are lines for sbatch, "--time=1:00:00"."""
+    return _script("lightrl", ("--signal=B:USR1@180", *options), ABOUT_RESERVED, lightrl, "head", arguments)
+
+
+def spot_script(arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl") -> str:
+    """The script of which every array task is one rollout node."""
+    return _script("rollout", ("--signal=B:USR1@60", *options), ABOUT_SPOT, lightrl, "node", arguments)
+
+
+def _script(
+    name: str, options: Sequence[str], about: str, lightrl: str, part: str, arguments: Sequence[str]
+) -> str:
+    lines = [f"--job-name={name}", "--nodes=1", "--ntasks=1", "--requeue", "--open-mode=append", *options]
+    settings = "\n".join(f"#SBATCH {line}" for line in lines)
+    words = " ".join(shlex.quote(a) for a in arguments)
+    # exec: Slurm signals the batch shell alone, which must be the process that knows what to do about it.
+    command = f'exec "${{LIGHTRL:-{lightrl}}}" slurm-job {part}{" " + words if words else ""} "$@"'
+    return f"#!/bin/bash\n{settings}\n\n{about}\n{command}\n"
+
+
+def submit(config: Config, wishes: Wishes, dry_run: bool = False) -> list[str]:
+    """Writes both scripts into the run directory and submits them; returns what was done, in lines.
+
+    The config is fixed now: later edits of the user's file change nothing. Raises LightRLError.
+    """
+    require_files(config)
+    run_dir = config.run_dir.resolve()
+    if not has_journal(run_dir):
+        require_new(config)
+    folder = run_dir / SLURM_FOLDER
+    scripts = _scripts(config, wishes, folder)
+    if dry_run:
+        return [line for file, text in scripts.items() for line in (f"== {shown(file)}", text)]
+    _write(folder, {**scripts, folder / "run.toml": to_toml(_anchored(config, run_dir))})
+    head, spot = scripts
+    job = _sbatch(str(head))
+    done = [f"job {job}: coordinator and trainer ({shown(head)})"]
+    if wishes.nodes:
+        array = (f"--array=1-{wishes.nodes}", f"--dependency=after:{job}")
+        nodes = _sbatch(*array, str(spot))
+        done.append(f"job {nodes}: {wishes.nodes} rollout nodes, once job {job} has begun ({shown(spot)})")
+    return [*done, f"what they say is in {shown(folder)}; lightrl top {shown(run_dir)} shows the run"]
+
+
+def _scripts(config: Config, wishes: Wishes, folder: Path) -> dict[Path, str]:
+    lightrl = str(Path(sys.executable).with_name("lightrl"))
+    time = [f"--time={wishes.time}"] if wishes.time else []
+    head = [*_partition(wishes.partition_reserved), *time, f"--output={folder}/%x-%j.out"]
+    spot = [*_partition(wishes.partition_spot), *time, f"--output={folder}/%x-%A_%a.out"]
+    return {
+        folder / "reserved.sbatch": reserved_script(
+            [str(folder / "run.toml")], [*head, *shlex.split(wishes.reserved_args)], lightrl
+        ),
+        folder / "preemptible.sbatch": spot_script(
+            [str(config.run_dir.resolve())], [*spot, *shlex.split(wishes.spot_args)], lightrl
+        ),
+    }
+
+
+def _partition(name: str) -> list[str]:
+    return [f"--partition={name}"] if name else []
+
+
+def _anchored(config: Config, run_dir: Path) -> Config:
+    """The same run, whatever directory a job starts in."""
+    run = config.run.model_copy(update={"dir": str(run_dir.parent)})
+    return config.model_copy(update={"run": run})
+
+
+def _write(folder: Path, files: dict[Path, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            file.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{e.filename}: cannot be written: {e.strerror}") from None
+
+
+def _sbatch(*arguments: str) -> str:
+    """The id of the submitted job. Raises LightRLError with what sbatch says."""
+    try:
+        done = subprocess.run(
+            ("sbatch", "--parsable", *arguments), capture_output=True, text=True, check=True, timeout=SBATCH_S
+        )
+    except FileNotFoundError:
+        raise LightRLError("there is no sbatch here: run this where jobs are submitted") from None
+    except subprocess.CalledProcessError as e:
+        raise LightRLError(f"sbatch refuses: {e.stderr.strip() or f'exit status {e.returncode}'}") from None
+    except subprocess.TimeoutExpired:
+        raise LightRLError(f"sbatch does not answer within {SBATCH_S:.0f} s") from None
+    return done.stdout.strip().partition(";")[0]  # "42;cluster" where there are several clusters

@@ -1,0 +1,408 @@
+"""What a run has to show: figures of rounds and steps, histories for the TUI, the summary at the end.
+
+Reads the core's rounds when they close; decides nothing and does no I/O.
+"""
+
+import asyncio
+import hashlib
+import os
+import socket
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+
+from lightrl.core.commands import CloseStep
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.state import (
+    GroupState,
+    NodeState,
+    Response,
+    ResponseState,
+    Round,
+    RoundState,
+    RunState,
+    Settings,
+)
+from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
+from lightrl.metrics.round_figures import digest_responses, histogram, mean, step_figures
+from lightrl.metrics.selection_bias import Bias, BiasNote
+from lightrl.metrics.speculation import Speculation
+from lightrl.wire import to_json
+
+HISTORY_STEPS = 500
+NUM_EVENTS = 200
+NUM_SAMPLES = 64
+SCORED = {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """What a round that is closed brings to its step."""
+
+    figures: dict[str, float]
+    digest: Future[bytes]
+    histogram: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsNote:
+    """What a coordinator that is started again must find of what was shown so far."""
+
+    digest: str
+    evals: list[tuple[int, float]]
+    rl_wall_s: float
+    elapsed_s: float
+    data: str  # digest of the prompts
+    bias: BiasNote
+    bias_steps: int  # whose rounds are in it
+
+
+class Records:
+    def __init__(
+        self, run: str, run_dir: str, head: str, eval_set: str, num_steps: int, max_response_tokens: int
+    ) -> None:
+        """`head` is the name of the coordinator's daemon, `eval_set` that of the evaluation set."""
+        self._run = run
+        self._head = head
+        self._eval_set = eval_set
+        self._run_dir = run_dir
+        self._num_steps = num_steps
+        self._max_response_tokens = max_response_tokens
+        self._hashing = ThreadPoolExecutor(1, "hashing")
+        self._digest = _known(bytes(16))  # of all trained responses so far, each step's onto those before
+        self._bias = Bias(max_response_tokens)
+        self._bias_so_far = self._bias.figures()
+        self._bias_steps = 0  # whose rounds it has counted
+        self._closed: dict[int, _Closed] = {}  # step -> its round, closed but not yet trained
+        self._num_migrations = 0
+        self._reward_figures: dict[str, dict[str, float]] = {}  # response of an open round -> figures
+        self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._lengths: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._seconds: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._histogram: tuple[tuple[int, int], ...] = ()
+        self._metrics: dict[str, float] = {}
+        self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)
+        self._samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
+        self._rl_wall_s = 0.0
+        self._rates: dict[str, _Rate] = {}
+        self.evals: list[tuple[int, float]] = []
+        self.speculation = Speculation()
+        self.bad_frames = 0
+
+    # What happens
+
+    def event(self, elapsed_s: float, text: str) -> None:
+        self._events.append((elapsed_s, text))
+
+    def sample(self, sample: Sample) -> None:
+        self._samples.appendleft(sample)
+
+    def reward_figures(self, response: Response, figures: dict[str, float]) -> None:
+        """What a reward function said about a response besides its reward."""
+        round = response.group.round
+        if figures and not round.is_eval and round.state is not RoundState.CLOSED:
+            self._reward_figures[response.id] = figures
+
+    def close_eval(self, round: Round) -> dict[str, float]:
+        """The record of an evaluation. A response without a score counts as 0.
+
+        avg@k is the mean reward, pass@k the share of prompts with a response of reward 1 or more.
+        """
+        groups_GR = [[r.reward or 0.0 for r in g.responses] for g in round.groups.values()]
+        score = statistics.fmean(reward for group in groups_GR for reward in group)
+        passed = statistics.fmean(float(max(group) >= 1.0) for group in groups_GR)
+        self.evals.append((round.step, score))
+        k = round.group_size
+        return {
+            f"eval/{self._eval_set}/avg@{k}": score,
+            f"eval/{self._eval_set}/pass@{k}": passed,
+        }
+
+    def close_round(self, round: Round, core: Coordinator, history: dict[str, float]) -> None:
+        """`history`: the figures of the store of earlier responses."""
+        trained = [r for group in round.accepted for r in group.kept]
+        figures = {**step_figures(round), **self._close_reward_figures(round, trained)}
+        # After a restart a round that had closed is told once more.
+        bias = self._bias.add(round, core.backlog, count=round.step >= self._bias_steps)
+        self._bias_steps = max(self._bias_steps, round.step + 1)
+        self._bias_so_far = self._bias.figures()
+        if core.settings.tail.races:
+            figures |= {f"tail/{name}": value for name, value in bias.items()}
+            figures |= {f"tail_run/{name}": value for name, value in self._bias_so_far.items()}
+            figures |= {f"round/is_{kind}": float(round.kind == kind) for kind in ("short", "long", "flush")}
+        figures["migration/moves"] = float(core.ledger.counters.migrations - self._num_migrations)
+        self._num_migrations = core.ledger.counters.migrations
+        self._closed[round.step] = _Closed(
+            figures | history,
+            self._hashed(round.step, trained),
+            histogram([len(r.tokens) for r in trained], self._max_response_tokens),
+        )
+
+    def _hashed(self, step: int, trained: list[Response]) -> Future[bytes]:
+        """In a thread, a gigabyte takes a second; here if none can be started."""
+        try:
+            return self._hashing.submit(digest_responses, step, trained)
+        except RuntimeError:
+            done: Future[bytes] = Future()
+            done.set_result(digest_responses(step, trained))
+            return done
+
+    def _close_reward_figures(self, round: Round, trained: list[Response]) -> dict[str, float]:
+        """Means over the trained responses that have the figure."""
+        said = {r.id: self._reward_figures.pop(r.id, {}) for g in round.groups.values() for r in g.responses}
+        names = {name: None for r in trained for name in said[r.id]}
+        return {
+            f"reward/{name}": mean([said[r.id][name] for r in trained if name in said[r.id]])
+            for name in names
+        }
+
+    def close_step(self, done: CloseStep) -> dict[str, float]:
+        """The record of a finished step, for metrics.jsonl. Its round may still be hashed: see `hashed`."""
+        closed = self._closed.pop(done.step)
+        seconds = done.rollout_s + done.train_s + done.weights_s
+        self._rl_wall_s += seconds
+        record = {
+            "step": float(done.step + 1),
+            **closed.figures,
+            **self.speculation.figures(),
+            **done.metrics,
+            "timing_s/step": seconds,
+            "timing_s/rollout": done.rollout_s,
+            "timing_s/train_after_rollout": done.train_s,
+            "timing_s/weights": done.weights_s,
+        }
+        self._digest = self._hashing.submit(_hash_onto, self._digest, closed.digest)
+        self._histogram = closed.histogram
+        self._show(record)
+        return record
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether all steps that are closed are: a gigabyte takes a second, and nobody waits for it here."""
+        return self._digest.done()
+
+    async def hashed(self) -> None:
+        """Returns when they are. Who is cancelled meanwhile leaves the hashing as it is."""
+        while not self.is_hashed:
+            await asyncio.wait([asyncio.wrap_future(self._digest)])
+
+    # Across processes
+
+    def note(self, elapsed_s: float, data: str) -> bytes:
+        """Of steps that are `hashed`."""
+        return to_json(
+            RecordsNote(
+                self._digest.result(0).hex(),
+                self.evals,
+                self._rl_wall_s,
+                elapsed_s,
+                data,
+                self._bias.note(),
+                self._bias_steps,
+            )
+        )
+
+    def recall(self, known: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]) -> None:
+        """Goes on from a note and the records of the steps before it."""
+        self._digest, self.evals = _known(bytes.fromhex(known.digest)), known.evals
+        self._rl_wall_s = known.rl_wall_s
+        self._bias.recall(known.bias)
+        self._bias_so_far = self._bias.figures()
+        for record in steps:
+            if "reward/mean" in record:
+                self._show(record)
+        self._bias_steps = known.bias_steps
+        self._num_migrations = core.ledger.counters.migrations
+
+    def _show(self, record: dict[str, float]) -> None:
+        self._rewards.append(record["reward/mean"])
+        self._lengths.append(record["response_length/mean"])
+        self._seconds.append(record["timing_s/step"])
+        self._metrics = record
+        self.speculation.count(record)
+
+    # What is shown
+
+    def summary(self, core: Coordinator, reason: str, elapsed_s: float) -> dict[str, object]:
+        """summary.json: equal digests mean equal final weights and equal trained responses. When `hashed`."""
+        c = core.ledger.counters
+        return {
+            "run": self._run,
+            "state": _final(core.state),
+            "reason": reason,
+            "steps": core.step,
+            "eval_start": self.evals[0][1] if self.evals else None,
+            "eval_end": self.evals[-1][1] if self.evals else None,
+            "evals": self.evals,
+            "rl_wall_s": round(self._rl_wall_s, 3),
+            "total_wall_s": round(elapsed_s, 3),
+            "rollout_tokens": c.rollout_tokens,
+            "eval_tokens": c.eval_tokens,
+            "trained_responses": c.trained_responses,
+            "aborted_tokens": c.aborted_tokens,
+            "speculation": {k.partition("/")[2]: round(v, 6) for k, v in self.speculation.whole().items()},
+            "tail": {
+                "mode": _tail_mode(core.settings),
+                "rounds": dict(self._bias.num_rounds),
+                "prompts_put_off": c.prompts_put_off,
+                "queue": len(core.backlog.put_off),
+                "max_wait_steps": self._bias.max_wait_steps,
+                **{name: round(value, 6) for name, value in self._bias_so_far.items()},
+            },
+            "weights_digest": core.fleet.published.digest if core.fleet.published else None,
+            "responses_digest": self._digest.result(0).hex(),
+            "counters": self._counters(core),
+        }
+
+    def snapshot(self, core: Coordinator, now: float, over: bool = False) -> Snapshot:
+        """`over`: nothing will follow, in whatever state the core is."""
+        elapsed = now - core.started_at
+        round = core.ledger.round
+        scored = sum(g.state in SCORED for g in round.groups.values()) if round is not None else 0
+        states = [r.state for r in core.ledger.responses.values()]
+        rows = self._rows(core, now)
+        return Snapshot(
+            run=self._run,
+            run_dir=self._run_dir,
+            state=str(core.state) if not over else _final(core.state),
+            step=core.step,
+            num_steps=self._num_steps,
+            policy_version=core.fleet.published.policy_version if core.fleet.published else None,
+            elapsed_s=elapsed,
+            nodes=rows,
+            round_kind=round.kind if round is not None else "",
+            round_accepted=min(scored, round.needed) if round is not None else 0,
+            round_needed=round.needed if round is not None else 0,
+            responses_running=states.count(ResponseState.RUNNING),
+            responses_queued=states.count(ResponseState.QUEUED),
+            responses_done=states.count(ResponseState.DONE),
+            tail=self._tail(core) if core.settings.tail.races else None,
+            max_staleness=core.settings.max_staleness,
+            rollout_tokens=core.ledger.counters.rollout_tokens + core.ledger.counters.eval_tokens,
+            tokens_per_s=sum(r.tokens_per_s for r in rows),
+            rewards=tuple(self._rewards),
+            lengths=tuple(self._lengths),
+            step_seconds=tuple(self._seconds),
+            evals=tuple(self.evals),
+            length_histogram=self._histogram,
+            metrics=self._metrics,
+            counters=self._counters(core),
+            events=tuple(self._events),
+            samples=tuple(self._samples),
+        )
+
+    def _tail(self, core: Coordinator) -> TailRow:
+        figures, rounds = self._bias_so_far, self._bias.num_rounds
+        return TailRow(
+            mode=_tail_mode(core.settings),
+            queue=len(core.backlog.put_off),
+            num_short=rounds["short"],
+            num_long=rounds["long"] + rounds["flush"],
+            kept_length=figures["kept_length"],
+            launched_length=figures["launched_length_km"],
+            kept_reward=figures["kept_reward"],
+            scored_reward=figures["scored_reward"],
+        )
+
+    def _counters(self, core: Coordinator) -> dict[str, int]:
+        return {
+            **asdict(core.ledger.counters),
+            "nodes_joined": core.fleet.num_joined,
+            "weights_failed": core.fleet.num_weights_failed,
+            "bad_frames": self.bad_frames,
+        }
+
+    def measure_rates(self, core: Coordinator, now: float) -> None:
+        """Tokens per second of every node, smoothed; called every second or so."""
+        for name, node in core.fleet.nodes.items():
+            self._rates.setdefault(name, _Rate(now, node.num_tokens)).update(now, node.num_tokens)
+        for name in self._rates.keys() - core.fleet.nodes.keys():
+            del self._rates[name]
+
+    def _rows(self, core: Coordinator, now: float) -> tuple[NodeRow, ...]:
+        """The coordinator's daemon first, whether or not it has other roles too."""
+        rows = {name: self._row(core, name, now) for name in sorted(core.fleet.nodes)}
+        head = rows.pop(self._head, None) or NodeRow(
+            self._head,
+            (),
+            str(NodeState.READY),
+            socket.gethostname(),
+            os.getpid(),
+            "",
+            None,
+            0,
+            0,
+            0.0,
+            0.0,
+            0.0,
+        )
+        return (replace(head, roles=("coordinator", *head.roles)), *rows.values())
+
+    def _row(self, core: Coordinator, name: str, now: float) -> NodeRow:
+        node = core.fleet.nodes[name]
+        is_rollout = "rollout" in node.roles
+        rate = self._rates.get(name)
+        version = node.policy_version
+        if not is_rollout and core.fleet.published is not None and node.state is NodeState.READY:
+            version = core.fleet.published.policy_version
+        return NodeRow(
+            name=name,
+            roles=node.roles,
+            state=str(node.state),
+            host=node.host,
+            pid=node.pid,
+            device=node.device,
+            policy_version=version,
+            running=len(node.running),
+            slots=node.slots if is_rollout else 0,
+            tokens_per_s=rate.per_s if rate is not None else 0.0,
+            kv_usage=node.load.kv_usage,
+            heard_s_ago=now - node.heard_at,
+            loop_lag_ms=node.loop_lag_ms,
+        )
+
+
+def _known(digest: bytes) -> Future[bytes]:
+    future: Future[bytes] = Future()
+    future.set_result(digest)
+    return future
+
+
+def _hash_onto(before: Future[bytes], of_step: Future[bytes]) -> bytes:
+    """In the thread, which has done both by now: one after the other."""
+    return hashlib.blake2b(before.result(0) + of_step.result(0), digest_size=16).digest()
+
+
+def _final(state: RunState) -> str:
+    """A coordinator that ends in any other state has failed."""
+    ends = {RunState.FINISHED, RunState.STOPPED, RunState.FAILED}
+    return str(state if state in ends else RunState.FAILED)
+
+
+def _tail_mode(settings: Settings) -> str:
+    """As in `round.tail_batching`, by what is over-provisioned."""
+    if not settings.tail.races:
+        return "off"
+    return "both" if settings.tail.eta_responses > 1 else "prompts"
+
+
+class _Rate:
+    """Exponentially smoothed rate of a counter; half of it forgotten in HALF_LIFE_S."""
+
+    HALF_LIFE_S = 2.0
+
+    def __init__(self, now: float, count: int) -> None:
+        self.per_s = 0.0
+        self._at = now
+        self._count = count
+
+    def update(self, now: float, count: int) -> None:
+        seconds = now - self._at
+        if seconds <= 0:
+            return
+        kept = 0.5 ** (seconds / self.HALF_LIFE_S)
+        # A node that restarted counts from zero again.
+        self.per_s = kept * self.per_s + (1 - kept) * max(0, count - self._count) / seconds
+        self._at, self._count = now, count

@@ -1,0 +1,142 @@
+"""Where a run's figures go: one JSON object per step in metrics.jsonl, and the trackers people use.
+
+Owns the files and sinks, not the names or values of metrics. Must not import a tracker that was not
+asked for.
+"""
+
+import importlib.util
+import io
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightrl.config import Config
+from lightrl.errors import ConfigError, ProtocolError
+from lightrl.say import say
+from lightrl.system.append_file import Growing
+from lightrl.wire import from_json, to_json
+
+FILE_NAME = "metrics.jsonl"
+
+
+class Sink(Protocol):
+    def write(self, step: int, record: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class MetricsLog:
+    """Writes every record to all backends.
+
+    Raises ConfigError if a backend is not installed, with what to install. metrics.jsonl is always
+    written, since the other views of a run read it. What the disk refuses is left out, and `report` is told.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        backends: tuple[str, ...],
+        config: Config,
+        report: Callable[[str], None] = say,
+    ) -> None:
+        for backend in backends:
+            if backend != "jsonl" and importlib.util.find_spec(backend) is None:
+                raise ConfigError(f"logging.backends = {backend!r}: not installed: pip install {backend}")
+        self._sinks: list[Sink] = [_Jsonl(run_dir, report)]
+        if "tensorboard" in backends:
+            self._sinks.append(_Tensorboard(run_dir, report))
+        if "wandb" in backends:
+            self._sinks.append(_Wandb(run_dir, config))
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        """`step` counts optimizer steps. Example: write(4, {"reward/mean": 0.61, "lr": 1e-6})."""
+        for sink in self._sinks:
+            sink.write(step, record)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def read(run_dir: Path) -> list[dict[str, float]]:
+    """All records of a run with their "step", in order of steps; [] if there are none.
+
+    A step and an evaluation after it are one. A resumed run repeats steps: the later record counts. A torn
+    last line is left out. Values that were not finite are NaN.
+    """
+    try:
+        lines = (run_dir / FILE_NAME).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    records: dict[float, dict[str, float]] = {}
+    for line in lines:
+        try:
+            record = from_json(line, dict[str, float | None])
+        except ProtocolError:
+            continue
+        values = {k: math.nan if v is None else v for k, v in record.items()}
+        if "step" in values:
+            step = values["step"] = int(values["step"])
+            is_evaluation = all(k == "step" or k.startswith("eval/") for k in values)
+            records[step] = {**records.get(step, {}), **values} if is_evaluation else values
+    return [records[step] for step in sorted(records)]
+
+
+class _Jsonl:
+    def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
+        self._file = Growing(run_dir / FILE_NAME, report, torn_by=b"\n")
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        self._file.append(to_json({"step": step, **record}) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Tensorboard:
+    """Event files in tensorboard's own format. Torch's writer would load torch into the daemon; tensorboard's
+    has a thread, which a full disk ends."""
+
+    def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer import record_writer  # pyright: ignore[reportMissingImports]
+
+        self._event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
+        self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+        self._framing: Any = record_writer.RecordWriter
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = Growing(run_dir / "tensorboard" / name, report)
+        self._is_begun = False
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        events = [self._event(wall_time=time.time(), file_version="brain.Event:2")] * (not self._is_begun)
+        values = [self._summary.Value(tag=k, simple_value=v) for k, v in record.items()]
+        events += [self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))]
+        piece = io.BytesIO()
+        for event in events:
+            self._framing(piece).write(event.SerializeToString())
+        self._is_begun = self._file.append(piece.getvalue()) or self._is_begun
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Wandb:
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run: Any = wandb.init(
+            project="lightrl",
+            name=config.run.name,
+            dir=str(run_dir),
+            config=config.model_dump(mode="json"),
+        )
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        self._run.log(record, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

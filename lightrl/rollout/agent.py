@@ -1,0 +1,341 @@
+"""The rollout role of a daemon: an engine process, its weights, its tokens on their way to the coordinator.
+
+Decides nothing about which responses run here, nor whether the coordinator can be reached: the engine
+goes on when it cannot. Never touches a tensor.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from lightrl.config import Config
+from lightrl.devices.assign import CPU, Part, environment
+from lightrl.engine.base import (
+    EngineCommand,
+    EngineEvent,
+    EngineFailed,
+    EngineLoaded,
+    EngineSpec,
+    EngineStarted,
+    LoadWeights,
+)
+from lightrl.engine.process import resolve_engine, start_engine
+from lightrl.errors import EngineError, EngineUnusable, WeightsError, first_error
+from lightrl.messages import (
+    MAX_TEXT,
+    Abort,
+    Generate,
+    Load,
+    Message,
+    PublishWeights,
+    TokenChunk,
+    WeightsFailed,
+    WeightsReady,
+)
+from lightrl.rollout.resend_buffer import Kept
+from lightrl.say import say
+from lightrl.system.child import Child, ChildDied, patiently
+from lightrl.system.threads import in_thread
+from lightrl.transport.link import WILDCARD, host_and_port
+from lightrl.weights.manifest import num_bytes
+from lightrl.weights.pull import pull
+
+MAX_DEATHS = 3  # of engine processes in a row that never loaded a version
+STOP_S = 2.0  # an engine holds nothing that must be saved
+FLUSH_S = 2.0  # for the last tokens of what runs here
+
+Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
+
+
+def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: Part) -> EngineSpec:
+    """What an engine of this node is told when it starts."""
+    rollout, speculation = config.rollout, config.speculation
+    return EngineSpec(
+        kind=kind,
+        model_dir=str(model_dir),
+        dtype=config.model.dtype,
+        max_model_length=config.max_model_length,
+        slots=slots,
+        kv_cache_gib=rollout.kv_cache_gib,
+        chunk_tokens=rollout.chunk_tokens,
+        chunk_ms=rollout.chunk_ms,
+        engine_args=rollout.engine_args,
+        max_window=speculation.max_window if config.speculates else 0,
+        prefer=speculation.prefer,
+        gpu_memory=gpus.memory,
+        is_deterministic=config.run.deterministic,
+    )
+
+
+class Rollout:
+    def __init__(
+        self,
+        node: str,
+        config: Config,
+        slots: int,
+        model_dir: Path,
+        scratch: Path,
+        log: Path | None,
+        coordinator: str,
+        send: Callable[[Message], None],
+        gpus: Part = CPU,
+    ) -> None:
+        """`scratch` is for pulled versions alone; `coordinator` is its address.
+
+        What `send` is given may be lost if `lose_touch` is called; `resend` makes up for it.
+        """
+        self.load = Load()
+        self.device = ""
+        self._node = node
+        self._config = config
+        self._slots = slots
+        self._model_dir = model_dir
+        self._scratch = scratch
+        self._log = log
+        self._gpus = gpus
+        self._kind: Kind | None = None  # of the engine, once it is settled
+        self._coordinator_host, _ = host_and_port(coordinator)
+        self._send = send
+        self._engine: Child[EngineCommand, EngineEvent] | None = None  # once it has started
+        self._running: dict[str, int] = {}  # response -> attempt
+        self._kept = Kept(config.async_.max_staleness)
+        self._all_out = asyncio.Event()  # nothing runs here
+        self._all_out.set()
+        self._wanted: PublishWeights | None = None
+        self._wanted_changed = asyncio.Event()
+        self._loading: asyncio.Future[EngineLoaded | EngineFailed] | None = None
+        self._held: PublishWeights | None = None  # the version whose file is complete
+        self._served: tuple[int, str] | None = None  # version and digest; None also while one is loaded
+        self._has_served = False  # this engine process
+        self._in_touch = True  # with the coordinator, as far as we know
+
+    @property
+    def serves(self) -> tuple[int, str] | None:
+        """The version that the engine has loaded, and its digest."""
+        return self._served
+
+    @property
+    def claims(self) -> tuple[tuple[str, int], ...]:
+        """(response, attempt): all that the coordinator may count on; `resend` gives account of them."""
+        return self._kept.claims()
+
+    def lose_touch(self) -> None:
+        """Messages may have been lost, and more will be until `resend`."""
+        self._in_touch = False
+
+    def resend(self) -> None:
+        """The coordinator listens again, and knows `serves` and `claims`: all tokens that it may lack."""
+        self._in_touch = True
+        for chunk in self._kept.chunks():
+            self._send(chunk)
+
+    async def run(self) -> None:
+        """Serves until cancelled. Raises EngineError when the engine cannot be kept alive."""
+        deaths = 0
+        while True:
+            self._has_served = False
+            try:
+                await self._serve()
+            except* EngineUnusable as failed:
+                reason = str(first_error(failed))
+                if self._kind != "vllm" or self._config.rollout.engine != "auto":
+                    raise EngineError(reason) from None
+                self._kind = "torch"
+                say(f"the torch engine takes over: {reason}")
+            except* ChildDied as died:
+                reason = str(died.exceptions[0])
+                deaths = 0 if self._has_served else deaths + 1
+                if deaths == MAX_DEATHS:
+                    raise EngineError(reason) from None
+                say(f"starting the engine again: {reason}")
+
+    def handle(self, message: Generate | Abort | PublishWeights) -> None:
+        """Takes a message of the coordinator."""
+        if isinstance(message, PublishWeights):
+            self._wanted = message
+            self._wanted_changed.set()
+        elif isinstance(message, Abort):
+            self._kept.forget(message.attempts)
+            if self._engine is not None:
+                self._engine.send(message)
+        elif self._engine is not None and self._served is not None:
+            self._generate(self._engine, message, self._served[0])
+
+    def _generate(self, engine: Child[EngineCommand, EngineEvent], message: Generate, version: int) -> None:
+        if message.policy_version != version:  # the coordinator errs: let it offer again what it wants served
+            reason = f"asked to generate with version {message.policy_version}, {version} is loaded"
+            self._send(WeightsFailed(message.policy_version, reason))
+            return
+        self._running |= {r.response: r.attempt for r in message.requests}
+        self._all_out.clear()
+        self._kept.start(message.requests)
+        engine.send(message)
+
+    async def flush(self, limit_s: float = FLUSH_S) -> None:
+        """Gives up all that runs here; returns when its last tokens were sent, or after `limit_s`."""
+        if self._engine is not None and self._running:
+            self._engine.send(Abort(tuple(self._running.items())))
+            try:
+                await asyncio.wait_for(self._all_out.wait(), limit_s)
+            except TimeoutError:
+                say(f"{len(self._running)} responses leave without their last tokens")
+
+    def _lose_all(self) -> None:
+        """The engine generates nothing any more, and serves nothing."""
+        self._served = None
+        self._running.clear()
+        self._all_out.set()
+        self._kept.end_all()
+
+    async def _serve(self) -> None:
+        self._kind = self._kind or resolve_engine(self._config.rollout.engine)
+        spec = engine_spec(self._config, self._kind, self._model_dir, self._slots, self._gpus)
+        engine = await self._start(spec)
+        started = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(engine, started), name="engine")
+                tasks.create_task(self._keep_weights(engine, started), name="weights")
+                patience_s = self._config.node.patience_s
+                tasks.create_task(engine.require_answers(self._engine_owes, patience_s), name="patience")
+        except* ChildDied as died:
+            self._give_up_engine(str(died.exceptions[0]))  # first of all: one that hangs may be slow to kill
+            raise
+        finally:
+            await engine.stop(STOP_S)
+
+    def _give_up_engine(self, reason: str) -> None:
+        """What ran here is gone; the version will be offered again."""
+        self._engine = None
+        self._lose_all()
+        if self._wanted is not None:
+            self._send(WeightsFailed(self._wanted.manifest.policy_version, reason[:MAX_TEXT]))
+
+    def _engine_owes(self) -> bool:
+        """Tokens, or whether it has loaded a version."""
+        is_loading = self._loading is not None and not self._loading.done()
+        return is_loading or bool(self._running)
+
+    async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
+        """Again and again while this machine lacks descriptors, processes or memory. Raises EngineError."""
+        threads = self._config.rollout.threads
+        devices = environment(self._gpus.tokens, os.environ)
+        try:
+            return await patiently(lambda: start_engine(spec, threads, self._log, devices), "the engine", say)
+        except OSError as e:
+            raise EngineError(f"the engine cannot be started: {e.strerror or e}") from None
+
+    async def _receive(self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event) -> None:
+        while True:
+            match await engine.receive():
+                case TokenChunk() as chunk:
+                    self._kept.add(chunk)
+                    self._send(chunk)
+                    self._note_finished(chunk)
+                case Load() as load:
+                    self.load = load
+                case EngineStarted(device, seconds, notes):
+                    say(f"engine started on {device} in {seconds:.1f} s")
+                    for note in notes:
+                        say(f"engine: {note}")
+                    self.device = device
+                    self._engine = engine
+                    started.set()
+                case EngineLoaded(version, digest, _) as loaded:
+                    self._served, self._has_served = (version, digest), True
+                    self._kept.loaded(version, self._in_touch)
+                    self._conclude_loading(loaded)
+                case EngineFailed(reason, None, is_unusable):
+                    raise EngineUnusable(reason) if is_unusable else EngineError(reason)
+                case EngineFailed() as failed:
+                    self._lose_all()
+                    self._conclude_loading(failed)
+
+    def _note_finished(self, chunk: TokenChunk) -> None:
+        for item in chunk.responses:
+            if item.finish_reason is not None and self._running.get(item.response) == item.attempt:
+                del self._running[item.response]
+        if not self._running:
+            self._all_out.set()
+
+    def _conclude_loading(self, result: EngineLoaded | EngineFailed) -> None:
+        if self._loading is not None and not self._loading.done():
+            self._loading.set_result(result)
+
+    async def _keep_weights(self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event) -> None:
+        """Pulls and loads the newest version offered; pulling goes on while the engine starts."""
+        while True:
+            await self._wanted_changed.wait()
+            self._wanted_changed.clear()
+            offer = self._wanted
+            assert offer is not None
+            begin = time.monotonic()
+            served = offer.manifest.policy_version, offer.manifest.digest
+            # What an interrupted pull of this version has got is a beginning; of others it is nothing.
+            await self._remove_others("version_*.bin.part", f"{self._file_of(offer).name}.part")
+            if self._served == served:
+                self._send(WeightsReady(*served))  # the coordinator did not know
+                continue
+            try:
+                path = await self._pull_unless_superseded(offer)
+            except (WeightsError, OSError) as e:
+                self._send(WeightsFailed(offer.manifest.policy_version, str(e)[:MAX_TEXT]))
+                continue
+            if path is None:
+                continue
+            pull_s = time.monotonic() - begin
+            await started.wait()
+            self._loading = asyncio.get_running_loop().create_future()
+            self._served = None
+            engine.send(LoadWeights(str(path), offer.manifest))
+            match await self._loading:
+                case EngineLoaded(version, digest, load_s):
+                    self._send(WeightsReady(version, digest, num_bytes(offer.manifest), pull_s, load_s))
+                case EngineFailed(reason):
+                    self._held = None  # pull it again: the file may be what is wrong
+                    self._send(WeightsFailed(offer.manifest.policy_version, reason[:MAX_TEXT]))
+
+    async def _pull_unless_superseded(self, offer: PublishWeights) -> Path | None:
+        """None if a newer version was offered before this one was here."""
+        pulling = asyncio.ensure_future(self._pull(offer))
+        newer = asyncio.ensure_future(self._wanted_changed.wait())
+        try:
+            await asyncio.wait({pulling, newer}, return_when=asyncio.FIRST_COMPLETED)
+            return await pulling if pulling.done() else None
+        finally:
+            newer.cancel()
+            pulling.cancel()
+            await asyncio.wait({pulling})
+
+    async def _pull(self, offer: PublishWeights) -> Path:
+        """The file of this version, which may be here already; older ones are removed."""
+        path = self._file_of(offer)
+        if self._held is None or self._held.manifest != offer.manifest:
+            holders = tuple(map(self._reachable, offer.holders))
+            await pull(offer.manifest, holders, offer.ticket, path, node=self._node)
+            self._held = offer
+        await self._remove_others("version_*.bin", path.name)
+        return path
+
+    async def _remove_others(self, pattern: str, kept: str) -> None:
+        """Files in scratch. In a thread: one of many gigabytes takes its time."""
+
+        def remove() -> None:
+            for file in self._scratch.glob(pattern):
+                if file.name != kept:
+                    with contextlib.suppress(OSError):
+                        file.unlink()
+
+        with contextlib.suppress(OSError):  # no thread to spare: the next version finds them
+            await in_thread(remove)
+
+    def _file_of(self, offer: PublishWeights) -> Path:
+        return self._scratch / f"version_{offer.manifest.policy_version}.bin"
+
+    def _reachable(self, holder: str) -> str:
+        host, _, port = holder.rpartition(":")
+        return f"{self._coordinator_host}:{port}" if host == WILDCARD else holder

@@ -1,0 +1,109 @@
+"""What `lightrl simulate --reproduce` prints: tables for people, one JSON object for programs."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from lightrl.sim.calibration.published import ENGINES, GROUP_SIZE, PROMPTS_PER_STEP
+from lightrl.sim.calibration.reproduce import EPOCH, SPARE_NODES, Check, Reproduction, Rival
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+NOTES = f"""\
+Published figures: RollPacker, arXiv 2509.21009, figure 12 and table 2. One set of parameters serves all rows
+of a workload; it was fitted to these very figures, so an error here is not a prediction error. The planner
+answers KV preemptions, and there are none. The step time of veRL is implied, not published.
+
+Systems: {PROMPTS_PER_STEP} prompts x {GROUP_SIZE} responses a step, on {ENGINES} engines that also train;
+steps of the second epoch, {EPOCH} of them. of bound: the least that these devices need for what was
+kept, against what the step took. kept, at limit: tokens of trained responses and the share of them that
+was cut off; true: of the same prompts without a race. wasted: sampled, not trained, in both epochs.
++ spare nodes: {SPARE_NODES} preemptible ones more, counted in $/step. - speculation: the row above without;
+{{acceptance:.0%}} of drafted tokens are accepted, which is an assumption from published figures.
+"""
+
+
+def as_json(results: Iterable[Reproduction]) -> dict[str, object]:
+    return {r.workload: _tree(r) for r in results}
+
+
+def _tree(r: Reproduction) -> dict[str, object]:
+    return {
+        "checks": [{**asdict(c), "error": c.error} for c in r.checks],
+        "rounds": r.period,
+        "systems": [{**asdict(s), "bias": s.bias} for s in r.rivals],
+        "parameters": {name: asdict(cast("Any", part)) for name, part in r.parameters.items()},
+    }
+
+
+def tables(result: Reproduction) -> "Iterable[RenderableType]":
+    """One workload, for people."""
+    yield f"{result.workload}\n"
+    if result.checks:
+        yield _checks(result.checks)
+        worst = max(result.checks, key=lambda c: abs(c.error))
+        yield f"\nworst      {100 * worst.error:+.1f} %: {worst.name}"
+    yield f"rounds     {result.period}  (s short, l long)\n"
+    if result.rivals:
+        yield _rivals(result.rivals)
+        yield ""
+    for name, part in result.parameters.items():
+        yield f"{name:10} {_short(part)}"
+    yield ""
+
+
+def _checks(checks: Iterable[Check]) -> "RenderableType":
+    from rich.table import Table
+
+    table = Table("figure", "published", "ours", "error", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for c in checks:
+        table.add_row(
+            c.name,
+            f"{c.published:g}",
+            f"{c.ours:.{1 if c.published > 10 else 2}f}",
+            f"{100 * c.error:+.1f} %",
+        )
+    return table
+
+
+def _rivals(rivals: Iterable[Rival]) -> "RenderableType":
+    from rich.table import Table
+
+    head = ["step_s", "speed-up", "of bound", "kept", "true", "bias", "at limit", "true", "wasted", "$/step"]
+    table = Table("system", *head, box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for r in rivals:
+        table.add_row(
+            r.name,
+            f"{r.step_s:.1f}",
+            f"{r.speed_up:.2f}",
+            f"{100 * r.share_of_bound:.0f} %",
+            f"{r.kept_mean:.0f}",
+            f"{r.true_mean:.0f}",
+            f"{100 * r.bias:+.1f} %",
+            f"{100 * r.kept_at_limit:.2f} %",
+            f"{100 * r.true_at_limit:.2f} %",
+            f"{100 * r.wasted_share:.0f} %",
+            f"{r.cost_per_step:.2f}",
+        )
+    return table
+
+
+def _short(part: object) -> str:
+    """Fields that are not 0 or off, in one line; parts of parts in brackets."""
+    if isinstance(part, tuple):
+        return "; ".join(_short(p) for p in cast("tuple[object, ...]", part))
+    if not is_dataclass(part) or isinstance(part, type):
+        return f"{part:.4g}" if isinstance(part, float) else str(part)
+    said: Mapping[str, object] = {f.name: getattr(part, f.name) for f in fields(part)}
+    return ", ".join(f"{name} {_bracketed(value)}" for name, value in said.items() if value)
+
+
+def _bracketed(value: object) -> str:
+    is_part = isinstance(value, tuple) or is_dataclass(value)
+    text = _short(cast("object", value))
+    return f"({text})" if is_part else text

@@ -1,0 +1,61 @@
+"""What every rank process does: starts a rank as it is told, obeys it command by command, says why it ends.
+
+Owns the process's side of the pipe. Knows nothing of what a rank computes, and must not import torch.
+"""
+
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from lightrl.errors import LightRLError, TrainerError
+from lightrl.system.child import Pipe
+from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    RankCommand,
+    RankEvent,
+    RankFailed,
+    RankStarted,
+    StartRank,
+)
+
+RankPipe = Pipe[RankCommand, RankEvent]
+
+
+class AnyRank(Protocol):
+    started: RankStarted
+
+    def perform(self, command: RankCommand) -> Iterator[RankEvent]:
+        """Carries the command out; each event is to be sent as soon as it comes out."""
+        ...
+
+
+def serve(sock: socket.socket, new_rank: Callable[[StartRank], AnyRank]) -> None:
+    """Serves commands. Raises EOFError when the daemon closes the pipe, SystemExit if the rank fails."""
+    pipe: RankPipe = Pipe(sock, RANK_COMMANDS, RANK_EVENTS)
+    try:
+        _obey(pipe, new_rank)
+    except (LightRLError, OSError, RuntimeError, ValueError) as e:
+        # What torch raises for out of memory and lost peers. Anything else is a bug: the daemon sees the
+        # process end with a traceback.
+        traceback.print_exc(file=sys.stderr)
+        lines = str(e).strip().splitlines() or [type(e).__name__]
+        is_final = isinstance(e, LightRLError)
+        pipe.send(RankFailed(lines[0] if is_final else f"{type(e).__name__}: {lines[0]}", is_final))
+        raise SystemExit(1) from None
+
+
+def _obey(pipe: RankPipe, new_rank: Callable[[StartRank], AnyRank]) -> None:
+    rank: AnyRank | None = None
+    while True:
+        for command in pipe.receive():
+            if rank is not None:
+                for event in rank.perform(command):
+                    pipe.send(event)
+            elif isinstance(command, StartRank):
+                rank = new_rank(command)
+                pipe.send(rank.started)
+            else:
+                raise TrainerError(f"{type(command).__name__} before StartRank")

@@ -1,0 +1,180 @@
+"""One life of the rank processes of a trainer: started together, told the same, lost together.
+
+Owns the processes and the order of their replies. Decides neither what they are told nor whether they
+are started again. Must not import torch: the daemon imports this file.
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from lightrl.config import Config
+from lightrl.devices.assign import environment
+from lightrl.errors import TrainerError
+from lightrl.say import say
+from lightrl.system.child import Child, ChildDied, patiently
+from lightrl.trainer.protocol import (
+    EMULATED_TARGET,
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    RANK_TARGET,
+    RankCommand,
+    RankEvent,
+    RankFailed,
+    RankStarted,
+    Saved,
+    StartRank,
+)
+
+Reply = TypeVar("Reply", bound=RankEvent)
+STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
+PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # older and newer name of one variable
+UNHURRIED = {RankStarted, Saved}  # takes as long as a download or a disk does
+
+
+class RanksLost(TrainerError):
+    """A rank has died, or lost another one; all of them can be started again from a checkpoint."""
+
+
+class Ranks:
+    """`await start(...)` once, always `await stop()` or `await kill()`; `watch` beside all other calls."""
+
+    def __init__(self, config: Config, run_dir: Path, publish_dir: Path, gpus: Sequence[str] = ()) -> None:
+        """`gpus`: what each rank's CUDA_VISIBLE_DEVICES says; empty = whatever it finds."""
+        self._config = config
+        self._run_dir = run_dir
+        self._publish_dir = publish_dir
+        self._gpus = gpus
+        self._ranks: list[Child[RankCommand, RankEvent]] = []
+        self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
+        self._awaited: int | None = None  # the rank that owes a reply soon
+        # Where the ranks find each other; another file in each life, as that of the last is full of its dead.
+        self._rendezvous = publish_dir / f".ranks-{secrets.token_hex(8)}"
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    async def start(self, step: int) -> None:
+        """From the checkpoint of `step`; 0 = from the model. Raises RanksLost if a process cannot be made."""
+        world = self._config.train.ranks
+        try:
+            for rank in range(world):
+                await self._start(
+                    StartRank(
+                        config_json=self._config.model_dump_json(),
+                        model_dir=self._config.model.path,
+                        rank=rank,
+                        world=world,
+                        rendezvous=str(self._rendezvous),
+                        publish_dir=str(self._publish_dir),
+                        run_dir=str(self._run_dir),
+                        start_step=step,
+                    )
+                )
+        except OSError as e:
+            raise RanksLost(f"rank {len(self._ranks)} cannot be started: {e}") from e
+
+    async def _start(self, command: StartRank) -> None:
+        name = f"lightrl-rank-{command.rank}"
+        start = partial(
+            Child[RankCommand, RankEvent].start,
+            EMULATED_TARGET if self._config.train.engine == "emulated" else RANK_TARGET,
+            name,
+            RANK_COMMANDS,
+            RANK_EVENTS,
+            env={"OMP_NUM_THREADS": str(self._config.train.threads), **self._devices(command.rank)},
+            log=self._run_dir / "logs" / f"rank-{command.rank}.log",
+        )
+        rank = await patiently(start, name, say)
+        self._ranks.append(rank)
+        self._replies.append(asyncio.Queue())
+        rank.send(command)
+
+    def _devices(self, rank: int) -> dict[str, str]:
+        """What the environment of a rank says of its GPU: it sees no other, and numbers it 0."""
+        added = environment(self._gpus[rank : rank + 1], os.environ)
+        if added and not ALLOCATOR.intersection(os.environ):
+            # Micro-batches differ in shape: blocks that can grow leave fewer holes between them.
+            added["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        return added
+
+    async def started(self) -> RankStarted:
+        """What rank 0 says when all of them are ready."""
+        started, *_ = [await self.reply(rank, RankStarted) for rank in range(len(self))]
+        return started
+
+    async def watch(self) -> NoReturn:
+        """Hands the replies on. Raises RanksLost when a rank is gone or hangs, TrainerError if for good."""
+        readers = [
+            asyncio.ensure_future(self._receive(rank, replies))
+            for rank, replies in zip(self._ranks, self._replies, strict=True)
+        ]
+        readers += [asyncio.ensure_future(self._require_answers(rank)) for rank in range(len(self))]
+        try:
+            ended, _ = await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)
+            for reader in ended:
+                reader.result()
+            raise AssertionError("a reader ends by raising only")
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _receive(
+        self, rank: Child[RankCommand, RankEvent], replies: asyncio.Queue[RankEvent]
+    ) -> NoReturn:
+        while True:
+            try:
+                event = await rank.receive()
+            except ChildDied as e:
+                raise RanksLost(str(e)) from None
+            if isinstance(event, RankFailed):
+                kind = TrainerError if event.is_final else RanksLost
+                raise kind(f"{rank.name}: {event.reason}")
+            replies.put_nowait(event)
+
+    async def _require_answers(self, rank: int) -> NoReturn:
+        limit_s = PATIENCE_FACTOR * self._config.node.patience_s
+        try:
+            await self._ranks[rank].require_answers(lambda: self._awaited == rank, limit_s)
+        except ChildDied as e:
+            which = f", unless another of the {len(self)} ranks does" if len(self) > 1 else ""
+            raise RanksLost(f"{e}{which}") from None
+
+    def send(self, rank: int, command: RankCommand) -> None:
+        """To one rank; all of them must get the same kinds of commands in the same order."""
+        self._ranks[rank].send(command)
+
+    def tell(self, command: RankCommand) -> None:
+        """To all ranks."""
+        for rank in self._ranks:
+            rank.send(command)
+
+    async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
+        """The next reply of a rank, which must be of these kinds: a rank answers in the order it is told."""
+        self._awaited = None if UNHURRIED.intersection(kinds) else rank
+        reply = await self._replies[rank].get()
+        self._awaited = None
+        if not isinstance(reply, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise TrainerError(f"rank {rank} answered {type(reply).__name__} instead of {names}")
+        return reply
+
+    async def replies(self, *kinds: type[Reply]) -> list[Reply]:
+        """One of each rank."""
+        return [await self.reply(rank, *kinds) for rank in range(len(self))]
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))
+        self._rendezvous.unlink(missing_ok=True)
+
+    async def kill(self) -> None:
+        """Without waiting: those that are left of a set hang in a collective."""
+        for rank in self._ranks:
+            rank.kill()
+        await self.stop()

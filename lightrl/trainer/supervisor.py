@@ -1,0 +1,418 @@
+"""The trainer role of a daemon: the order of its ranks' work, the versions they publish, and what is done
+when ranks die or the coordinator was gone.
+
+Which groups are trained is the coordinator's business, how they are packed is `trainer.batch`'s, what
+they are worth `trainer.advantage`'s. Never touches a tensor.
+
+A step is begun anew as long as its version is not published, so that whoever is lost, coordinator or
+ranks, no group counts twice: the coordinator sends all shards of the step again, from index 0.
+"""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightrl.config import Config
+from lightrl.errors import TrainerError, WeightsError
+from lightrl.messages import (
+    Checkpointed,
+    Manifest,
+    Message,
+    PublishWeights,
+    ShardsTaken,
+    StepDone,
+    TrainGroup,
+    TrainShard,
+)
+from lightrl.say import say
+from lightrl.system.child import LACKING, patiently
+from lightrl.system.threads import in_thread
+from lightrl.trainer.advantage import advantages, overlong_penalty
+from lightrl.trainer.batch import streamed, trainable
+from lightrl.trainer.protocol import (
+    Accumulate,
+    Accumulated,
+    Cleared,
+    ClearStep,
+    FinishStep,
+    Published,
+    RankStarted,
+    Save,
+    Saved,
+    SaveFailed,
+    StepFinished,
+    TrainSample,
+)
+from lightrl.trainer.rank_processes import Ranks, RanksLost
+from lightrl.trainer.saved import CHECKPOINTS, checkpoint_path, newest_sound, oldest_kept, step_of, tidy
+from lightrl.trainer.seal import damage
+from lightrl.trainer.shard_queue import Intake
+from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
+
+MAX_RESTARTS = 3  # in a row, without a step that was never done before
+RESTART_PAUSE_S = 0.2  # before the first; three times longer before each further one
+AT_ONCE = 8  # micro-batches for one reply: a rank that says nothing for long hangs
+LAST_SAVE_TRIES = 3
+SAVE_PAUSE_S = 1.0
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        scratch: Path,
+        host: str,
+        send: Callable[[Message], None],
+        on_restart: Callable[[], None],
+        gpus: tuple[str, ...] = (),
+    ) -> None:
+        """`host` is the address under which other nodes pull weights; `send` reaches the coordinator.
+
+        `on_restart` is called when the ranks run again after one had died: the coordinator must be told
+        that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if it is settled.
+        """
+        self._config = config
+        self._run_dir = run_dir
+        self._scratch = scratch
+        self._host = host
+        self._gpus = gpus
+        self._send = send
+        self._on_restart = on_restart
+        self._server = WeightServer()
+        self._holder = ""
+        self._served: dict[int, PublishWeights] = {}  # by version, as many as the server keeps
+        self.device = ""
+        self.all_steps_done = False  # the last version is published; a checkpoint may still be written
+        self._is_stopping = False
+        self._changed = asyncio.Event()  # shards have come, the step begins anew, or the end
+        self._shards: deque[TrainShard] = deque()
+        self._begins_anew = False  # what was accumulated for the step counts no more
+        self._is_silent = False  # nothing is sent, until `rejoin`
+        self._is_down = False  # ranks have died and are not all there again
+        self._is_finishing = False  # the ranks move from one version to the next
+        self._done = 0  # optimizer steps in the ranks' weights
+        self._furthest = 0  # ever
+        self._saved = 0  # optimizer steps in the newest checkpoint
+        self._num_restarts = 0
+        self._standing: PublishWeights | None = None  # where the ranks are
+        self._step_done: StepDone | None = None  # how they came there
+
+    def handle(self, message: TrainShard) -> None:
+        # Welcomed, but not yet able to say where we stand: what comes then follows from what was said before.
+        if not self._is_silent or self._begins_anew:
+            self._shards.append(message)
+            self._changed.set()
+
+    def pause(self) -> None:
+        """The coordinator is gone, or is being told who we are: say nothing, take nothing, until `rejoin`."""
+        self._is_silent = True
+        self._begins_anew = False  # it will, when we are welcomed
+        self._shards.clear()
+
+    def rejoin(self) -> None:
+        """The coordinator has welcomed this node again: say where we stand, begin the step anew."""
+        self._shards.clear()
+        if self._is_down:  # it will be told by `on_restart` that there is another one to be welcomed
+            return
+        self._begins_anew = True
+        self._changed.set()
+        # Ranks that update their weights stand nowhere: what they publish is then said afterwards.
+        self._is_silent = self._is_finishing
+        if not self._is_finishing:
+            self._announce()
+
+    def stop(self) -> None:
+        """End after the step of which all groups have come, if any, with a checkpoint of the steps done."""
+        self._is_stopping = True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Trains until the last step is saved, or `stop`. Raises TrainerError if that cannot be.
+
+        Ranks that die are started again from the newest checkpoint.
+        """
+        self._holder = await self._server.start(self._host, self._config.node.weights_port)
+        step = await self._where_to_start()
+        while True:
+            try:
+                await self._live(step)
+                return
+            except RanksLost as e:
+                lost = e
+            self._is_down = self._is_silent = True
+            self._is_finishing = self._begins_anew = False
+            self._shards.clear()
+            if self._is_stopping and not self.all_steps_done:
+                say(f"{lost}; leaving with the checkpoint of step {self._saved}")
+                return
+            if self._is_stopping:  # nobody sends the last steps once more
+                raise TrainerError(f"{lost}; the last {self._done - self._saved} steps were not saved")
+            step = await self._recover_from(lost)
+
+    async def close(self) -> None:
+        """Stops serving weights; call it when no node will pull any more."""
+        await self._server.close()
+
+    async def _recover_from(self, lost: RanksLost) -> int:
+        self._num_restarts += 1
+        if self._num_restarts > MAX_RESTARTS:
+            raise TrainerError(f"{lost}; started again {MAX_RESTARTS} times without finishing a step")
+        step = await self._where_to_start()
+        say(f"{lost}; starting again from step {step} ({self._num_restarts}/{MAX_RESTARTS})")
+        await asyncio.sleep(RESTART_PAUSE_S * 3 ** (self._num_restarts - 1))
+        return step
+
+    async def _where_to_start(self) -> int:
+        """Steps done in the newest checkpoint that is as it was saved; 0 if there is none: in the model.
+
+        Raises TrainerError if it cannot be told: one that cannot be read may be sound.
+        """
+        find = partial(damage, is_wanted=lambda: not self._is_stopping)
+
+        def look() -> Path | None:
+            tidy(self._checkpoints)  # of many gigabytes, maybe
+            return newest_sound(self._checkpoints, find, say)
+
+        try:
+            path = await patiently(lambda: in_thread(look), "the trainer", say)
+        except OSError as e:
+            where = e.filename or self._checkpoints
+            raise TrainerError(f"{where}: cannot look for a checkpoint: {e.strerror or e}") from None
+        return 0 if path is None else step_of(path)
+
+    async def _live(self, step: int) -> None:
+        """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly one."""
+        ranks = Ranks(self._config, self._run_dir, self._scratch, self._gpus)
+        tasks: list[asyncio.Task[Any]] = []
+        is_orderly = False
+        try:
+            await ranks.start(step)
+            work = asyncio.ensure_future(self._work(ranks, step))
+            watch = asyncio.ensure_future(ranks.watch())
+            tasks += [work, watch]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                is_orderly = work.result()
+            else:
+                watch.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await (ranks.stop() if is_orderly else ranks.kill())
+
+    async def _work(self, ranks: Ranks, step: int) -> bool:
+        """All that is to be done with ranks that start with the weights of `step`; whether they did start."""
+        started = await self._unless_stopped(ranks)
+        if started is None:
+            if self.all_steps_done:  # by those before
+                raise TrainerError(
+                    f"the last {self._done - self._saved} steps were not saved: ranks had died"
+                )
+            return False
+        if started.manifest is None:
+            raise TrainerError("rank 0 started without publishing its weights")
+        say(f"{len(ranks)} rank(s) started on {started.device} in {started.start_s:.1f} s")
+        self.device = started.device
+        self._done = self._saved = step
+        self._furthest = max(self._furthest, step)
+        self.all_steps_done = step >= self._config.train.steps
+        self._step_done = None
+        self._begins_anew = False
+        self._standing = await self._serve(started.manifest, Path(started.path), ())
+        if self._is_down:
+            self._is_down = False
+            self._on_restart()
+        else:
+            self._announce()
+        await self._train_all(ranks)
+        return True
+
+    async def _unless_stopped(self, ranks: Ranks) -> RankStarted | None:
+        """When the ranks have started; none if the trainer is to stop before: nothing is to be saved."""
+        starting = asyncio.ensure_future(ranks.started())
+        try:
+            while not starting.done() and not self._is_stopping:
+                self._changed.clear()
+                changed = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({starting, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+            return starting.result() if starting.done() else None
+        finally:
+            starting.cancel()
+
+    async def _train_all(self, ranks: Ranks) -> None:
+        is_due = False
+        interval = self._config.checkpoint.interval
+        while not (self.all_steps_done or self._is_stopping) and await self._train(ranks):
+            self.all_steps_done = self._done == self._config.train.steps
+            is_due |= interval > 0 and self._done % interval == 0
+            if is_due and not self.all_steps_done:
+                problem = await self._save(ranks)
+                is_due = bool(problem)
+                if problem:
+                    say(f"{problem}; trying again after the next step")
+        if self._done > self._saved:
+            await self._save_last(ranks)
+
+    async def _train(self, ranks: Ranks) -> bool:
+        """One optimizer step: whatever groups wait are accumulated at once, while others still generate.
+
+        With `run.deterministic` one by one in the order in which the coordinator sent them, which is then
+        that of their prompts in the round. False: stopped before all groups of the step had come; the
+        weights are those of the last step. Raises TrainerError for any shard but the next of this step.
+        """
+        step = self._done
+        intake = Intake(step)
+        while True:
+            while not (self._shards or self._begins_anew or intake.is_complete):
+                if self._is_stopping:
+                    return False
+                self._changed.clear()
+                await self._changed.wait()
+            if self._begins_anew or intake.is_begun_anew_by(self._shards):
+                self._begins_anew = False
+                if intake.portions:
+                    ranks.tell(ClearStep(step))
+                    await ranks.replies(Cleared)
+                intake = Intake(step)
+            elif intake.is_complete:
+                break
+            elif groups := [train_samples(g, self._config) for g in self._take(intake)]:
+                await self._accumulate(ranks, step, groups)
+                intake.count(groups)
+        await self._finish(ranks, intake)
+        return True
+
+    def _take(self, intake: Intake) -> list[TrainGroup]:
+        """What waits; while it is trained, the coordinator may send as much again."""
+        index = intake.index
+        groups = intake.take(self._shards)
+        if intake.index > index:
+            self._say(ShardsTaken(intake.step, intake.index - 1))
+        return groups
+
+    async def _accumulate(self, ranks: Ranks, step: int, groups: list[list[TrainSample]]) -> None:
+        train = self._config.train
+        useful = groups  # an emulated rank shows all that came, with a signal or without
+        if train.engine != "emulated":
+            useful = [trainable(samples, self._config.algorithm.kl_coef) for samples in groups]
+        deterministic = self._config.run.deterministic
+        batches_R = streamed(useful, len(ranks), train.max_tokens_per_gpu, deterministic)
+        if not batches_R[0]:  # as many for each rank
+            return
+        starts = range(0, len(batches_R[0]), AT_ONCE)
+        for start in starts:
+            for rank, batches in enumerate(batches_R):
+                ranks.send(rank, Accumulate(step, batches[start : start + AT_ONCE]))
+        for _ in starts:
+            await ranks.replies(Accumulated)
+
+    async def _finish(self, ranks: Ranks, intake: Intake) -> None:
+        """The update, from where on the ranks stand at the next step."""
+        step, version = intake.step, intake.step + 1
+        self._is_finishing = True
+        ranks.tell(FinishStep(step, intake.num_responses, intake.num_tokens, version))
+        published = await ranks.reply(0, Published)
+        portions = tuple(intake.portions)
+        self._standing = await self._serve(published.manifest, Path(published.path), portions)
+        self._say(self._standing)
+        finished, *_ = await ranks.replies(StepFinished)
+        self._step_done = StepDone(step, version, finished.metrics)
+        self._say(self._step_done)
+        self._done = version
+        if self._done > self._furthest:
+            self._furthest, self._num_restarts = self._done, 0
+        self._is_finishing = False
+        if self._begins_anew:  # welcomed again meanwhile
+            self._begins_anew = self._is_silent = False
+            self._announce()
+
+    async def _save(self, ranks: Ranks) -> str:
+        """A checkpoint of the steps done. Returns why there is none, in one line; "" when it is durable."""
+        path = checkpoint_path(self._checkpoints, self._done)
+        ranks.tell(Save(self._done, str(path), export=True))
+        for reply in await ranks.replies(Saved, SaveFailed):
+            if isinstance(reply, SaveFailed):  # that of rank 0 names the reason
+                return f"{path} was not saved: {reply.reason}"
+        say(f"saved {path}")
+        self._saved = self._done
+        self._say_saved()
+        return ""
+
+    async def _save_last(self, ranks: Ranks) -> None:
+        problem = await self._save(ranks)
+        for _ in range(LAST_SAVE_TRIES - 1):
+            if not problem:
+                return
+            say(f"{problem}; trying again in {SAVE_PAUSE_S:.0f} s")
+            await asyncio.sleep(SAVE_PAUSE_S)
+            problem = await self._save(ranks)
+        if problem and (self.all_steps_done or not self._config.journal.enabled):
+            raise TrainerError(problem)
+        if problem:  # the steps since the last checkpoint can be trained again from the journal
+            say(problem)
+
+    async def _serve(self, manifest: Manifest, path: Path, portions: tuple[int, ...]) -> PublishWeights:
+        """The message that publishes this version. Of a version computed again the old one stays valid.
+
+        Versions that were overtaken are not served once more: nobody loads them, and the newest one must
+        not have to go for them.
+        """
+        version = manifest.policy_version
+        known = self._served.get(version)
+        if known is not None and known.manifest == manifest:
+            return replace(known, portions=portions)
+        message = PublishWeights(manifest, (self._holder,), secrets.token_hex(16), portions)
+        if version >= max(self._served, default=0):
+            publish = partial(self._publish, manifest, path, message.ticket)
+            await patiently(publish, f"serving version {version}", say)
+            self._served[version] = message
+            for old in sorted(self._served)[:-KEPT_VERSIONS]:
+                del self._served[old]
+        return message
+
+    async def _publish(self, manifest: Manifest, path: Path, secret: str) -> None:
+        try:
+            self._server.publish(manifest, path, secret)
+        except WeightsError as e:
+            lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
+            raise (e.__cause__ if lacks and e.__cause__ else e) from None
+
+    def _announce(self) -> None:
+        """Where we stand, and the news of it that may have been lost. The first of them counts."""
+        if self._standing is not None:
+            self._say(self._standing)
+        if self._step_done is not None:
+            self._say(self._step_done)
+        if self._saved > 0:
+            self._say_saved()
+
+    def _say_saved(self) -> None:
+        keep_last = self._config.checkpoint.keep_last
+        self._say(Checkpointed(self._saved, oldest_kept(self._checkpoints, self._saved, keep_last)))
+
+    def _say(self, message: Message) -> None:
+        if not self._is_silent:
+            self._send(message)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self._run_dir / CHECKPOINTS
+
+
+def train_samples(group: TrainGroup, config: Config) -> list[TrainSample]:
+    """The responses of a group with their advantages, in its order; any penalty for length is in them."""
+    buffer, limit = config.algorithm.overlong_buffer, config.rollout.max_response_length
+    rewards_G = [r.reward + overlong_penalty(len(r.token_ids) // 4, limit, buffer) for r in group.responses]
+    values_G = advantages(config.algorithm.name, rewards_G)
+    return [
+        TrainSample(r.response, group.prompt, r.token_ids, r.rollout_logprobs, value, r.finish_reason)
+        for r, value in zip(group.responses, values_G, strict=True)
+    ]

@@ -74,7 +74,7 @@ def require_coherent(
 
 def config(settings: list[str]) -> "Config | None":
     """The config that the arguments describe; None if there are none."""
-    files, overrides = told_apart(settings)
+    files, overrides = split_args(settings)
     if len(files) > 1:
         raise ConfigError(f"one CONFIG is possible, not {len(files)}: {' '.join(files)}")
     if not files:
@@ -86,7 +86,7 @@ def config(settings: list[str]) -> "Config | None":
     return load_config(Path(files[0]), overrides)
 
 
-def told_apart(settings: list[str]) -> tuple[list[str], list[str]]:
+def split_args(settings: list[str]) -> tuple[list[str], list[str]]:
     """Names of files or runs, and overrides."""
     return [s for s in settings if "=" not in s], [s for s in settings if "=" in s]
 

@@ -95,7 +95,7 @@ def resume(
         raise typer.BadParameter(
             "--role needs coordinator to resume a run; others join it: lightrl up --join"
         )
-    targets, overrides = arguments.told_apart(run or [])
+    targets, overrides = arguments.split_args(run or [])
     if len(targets) > 1:
         raise ConfigError(f"one RUN is possible, not {len(targets)}: {' '.join(targets)}")
     from lightrl.launch.resume import prepare
@@ -260,9 +260,9 @@ def slurm(
     config = arguments.config(settings or [])
     if config is None:
         raise typer.BadParameter("give a CONFIG")
-    from lightrl.launch.slurm.scripts import Wishes, submit
+    from lightrl.launch.slurm.scripts import SlurmOptions, submit
 
-    wishes = Wishes(nodes, partition_reserved, partition_spot, time, reserved_args, spot_args)
+    wishes = SlurmOptions(nodes, partition_reserved, partition_spot, time, reserved_args, spot_args)
     print("\n".join(submit(config, wishes, dry_run)))
 
 

@@ -27,10 +27,10 @@ class Codec(Generic[T]):
     """Encodes and decodes the classes of one closed union of dataclasses."""
 
     def __init__(self, union: Any) -> None:
-        self._decoders = {c.__name__: msgspec.msgpack.Decoder(c) for c in get_args(union)}
+        self._decoders = {_tag(c): msgspec.msgpack.Decoder(c) for c in get_args(union)}
 
     def encode(self, message: T) -> bytes:
-        return _encoder.encode((type(message).__name__, message))
+        return _encoder.encode((_tag(type(message)), message))
 
     def decode(self, frame: bytes | memoryview) -> T:
         """Raises ProtocolError for anything that is not exactly one well-typed message of the union."""
@@ -50,6 +50,11 @@ class Codec(Generic[T]):
             return _envelope.decode(frame)[0]
         except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as e:
             raise ProtocolError(f"undecodable frame: {e}") from None
+
+
+def _tag(kind: type) -> str:
+    """What a class is called in a frame: its name, or the one it had when the format was made."""
+    return getattr(kind, "TAG", kind.__name__)
 
 
 MESSAGES: Codec[Message] = Codec(Message)

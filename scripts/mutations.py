@@ -255,9 +255,9 @@ MUTATIONS = [
     Mutation(
         "groups of one event are certified one by one",
         "core/round_scheduler.py",
-        "            elif race.is_out(group):\n                self._take_out(group)\n",
-        "            elif race.is_out(group):\n                self._take_out(group)\n"
-        "            self._certify(group.round)\n",
+        "            elif race.is_out(group):\n                self._eliminate(group)\n",
+        "            elif race.is_out(group):\n                self._eliminate(group)\n"
+        "            self._accept_decided(group.round)\n",
     ),
     Mutation(
         "response without a reward counts as finished",
@@ -404,8 +404,8 @@ MUTATIONS = [
     Mutation(
         "steps of later rounds are sent before their turn",
         "core/round_scheduler.py",
-        "        if round is self.training():\n            self.trainee.send(",
-        "        if True:\n            self.trainee.stands_at = round.step\n            self.trainee.send(",
+        "        if round is self.training():\n            self.trainer_feed.send(",
+        "        if True:\n            self.trainer_feed.stands_at = round.step\n            self.trainer_feed.send(",
     ),
     Mutation(
         "stopped run sends the trainer the next step",
@@ -468,7 +468,7 @@ MUTATIONS = [
         "response that runs elsewhere is taken back as well",
         "core/responses.py",
         "waits = fits and response is not None and response.state is ResponseState.QUEUED",
-        "waits = fits and response is not None and not response.settled",
+        "waits = fits and response is not None and not response.resolved",
     ),
     Mutation(
         "order that was lost with the connection is waited for",
@@ -724,7 +724,7 @@ MUTATIONS = [
         "core/trainer_feed.py",
         ">= MAX_UNWRITTEN",
         ">= 10**9",
-        tests=("tests/core/test_trainee.py",),
+        tests=("tests/core/test_trainer_feed.py",),
     ),
     Mutation(
         "step that is replayed is sent at once",

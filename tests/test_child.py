@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.system import child as child_module
-from lightrl.system.child import LOOKS, Child, ChildDied, Pipe, patiently
+from lightrl.system.child import LOOKS, Child, ChildDied, Pipe, retry_on_resource_limit
 from lightrl.wire import Codec
 
 LIMIT_S = 30.0  # of a whole scenario
@@ -230,7 +230,7 @@ def test_what_this_machine_lacks_now_is_waited_for(lack, monkeypatch):
             raise errors.pop()
         return "started"
 
-    assert asyncio.run(patiently(start, "it", told.append)) == "started"
+    assert asyncio.run(retry_on_resource_limit(start, "it", told.append)) == "started"
     reason = str(lack).removeprefix(f"[Errno {errno.EMFILE}] ")
     assert told == [f"it cannot be started: {reason}; trying again"]
 
@@ -240,4 +240,4 @@ def test_any_other_error_is_not_waited_out():
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        asyncio.run(patiently(start, "it", pytest.fail))
+        asyncio.run(retry_on_resource_limit(start, "it", pytest.fail))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.system.append_file import Growing
+from lightrl.system.append_file import AppendFile
 
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 
 def test_what_the_disk_refuses_is_left_out_and_said_once(tmp_path):
     told: list[str] = []
-    file = Growing(tmp_path / "there" / "records", told.append)
+    file = AppendFile(tmp_path / "there" / "records", told.append)
     (tmp_path / "there").symlink_to("not there yet")  # no folder can be made in its place
     assert not file.append(b"a\n")
     assert not file.append(b"b\n")
@@ -33,7 +33,7 @@ def test_what_the_disk_refuses_is_left_out_and_said_once(tmp_path):
 def test_a_full_disk_is_one_line(tmp_path):
     told: list[str] = []
     (tmp_path / "records").symlink_to(FULL)
-    file = Growing(tmp_path / "records", told.append, torn_by=b"\n")
+    file = AppendFile(tmp_path / "records", told.append, separator=b"\n")
     assert not file.append(b"a\n")
     assert not file.append(b"b\n")
     assert told == ["WARNING: records: cannot write (No space left on device); left out until it can be"]
@@ -42,7 +42,7 @@ def test_a_full_disk_is_one_line(tmp_path):
 
 def test_a_torn_line_does_not_spoil_the_next(tmp_path):
     (tmp_path / "records").write_bytes(b"a\nto")
-    file = Growing(tmp_path / "records", pytest.fail, torn_by=b"\n")
+    file = AppendFile(tmp_path / "records", pytest.fail, separator=b"\n")
     file.append(b"b\n")
     file.append(b"c\n")
     file.close()
@@ -54,10 +54,10 @@ def test_a_piece_that_fits_only_in_part_is_not_there_at_all(tmp_path):
     program = f"""
 import resource, signal
 from pathlib import Path
-from lightrl.system.append_file import Growing
+from lightrl.system.append_file import AppendFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
-file = Growing(Path({str(tmp_path / "records")!r}), print)
+file = AppendFile(Path({str(tmp_path / "records")!r}), print)
 print(file.append(b"1234567\\n"), file.append(b"1234567\\n"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 print(file.append(b"abc\\n"))

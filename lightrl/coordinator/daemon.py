@@ -14,8 +14,8 @@ from lightrl.config import Config
 from lightrl.coordinator import run_files
 from lightrl.coordinator.descriptors import Descriptors
 from lightrl.coordinator.history_sync import open_histories
-from lightrl.coordinator.journaling import Durable, last_stand, noted
-from lightrl.coordinator.prompts import Tasks
+from lightrl.coordinator.journaling import Journaling, last_stand, noted
+from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.replays import Replays
 from lightrl.coordinator.watchers import Watchers
 from lightrl.core.commands import (
@@ -35,12 +35,12 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     DrainRequested,
     Event,
-    HeadFailed,
     NodeJoined,
     NodeLost,
     PromptsDrawn,
     ResponseScored,
     ShardLeft,
+    ShellFailed,
     TimerFired,
 )
 from lightrl.core.recovery import recover
@@ -78,7 +78,7 @@ from lightrl.wire import from_json, to_json
 MAX_TURN_S = 0.05  # of messages that are dealt with before other tasks get their turn
 
 
-class Head:
+class CoordinatorDaemon:
     """Listens from its construction on, so that nodes may connect while the data is still being read."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Head:
         self._hub = Hub((run_files.old_address(run_dir) if resume else "") or config.run.bind, key)
         self.address = self._hub.address
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
-        self._tasks = Tasks(config)
+        self._tasks = Prompts(config)
         self._core = Coordinator(self._tasks.settings, time.monotonic())
         eval_set = Path(config.eval.path).stem
         self._records = Records(
@@ -113,8 +113,8 @@ class Head:
             config.rollout.max_response_length,
         )
         self._histories = open_histories(config, run_dir, resume, self._report)
-        self._durable = Durable(run_dir, config.journal, self._report, max_trouble_s)
-        self._replays = Replays(self._durable, self._send_shard, lambda why: self.feed(HeadFailed(why)))
+        self._durable = Journaling(run_dir, config.journal, self._report, max_trouble_s)
+        self._replays = Replays(self._durable, self._send_shard, lambda why: self.feed(ShellFailed(why)))
         self._to_do = self._recover() if resume else []  # before anything else
         self._lengths = LengthsLog(run_dir, self._core.step, self._report)
         if resume:
@@ -236,7 +236,7 @@ class Head:
             case Record(fact):
                 self._durable.record(fact)
             case Send(node, TrainShard() as shard):
-                hello = self._core.trainee.num_hellos
+                hello = self._core.trainer_feed.num_hellos
                 self._durable.when_durable(lambda: self._send_shard(node, shard, hello))
             case Send(node, message):
                 self._send(node, message)
@@ -285,7 +285,7 @@ class Head:
                 self._inbox.put_nowait(NodeLost(node, "connection lost"))
             return
         if isinstance(message, Generate):
-            message = self._histories.attach(peer.identity, message, self._core.ledger.responses)
+            message = self._histories.attach(peer.identity, message, self._core.table.responses)
         if not self._tell(peer, message):
             self._hub.hear_out(peer)
 
@@ -299,7 +299,7 @@ class Head:
 
     def _send_shard(self, node: str, shard: TrainShard, hello: int) -> bool:
         """What a trainer was to get before it said hello again, it gets anew: False."""
-        if self._core.trainee.num_hellos != hello:
+        if self._core.trainer_feed.num_hellos != hello:
             return False
         self._send(node, shard)
         sent = ShardLeft(shard.step, shard.index)  # to nobody: then the trainer is lost and says hello anew
@@ -307,7 +307,7 @@ class Head:
         return True
 
     def _scored(self, result: RewardResult) -> None:
-        response = self._core.ledger.responses.get(result.response)
+        response = self._core.table.responses.get(result.response)
         done = response is not None and response.state is ResponseState.DONE
         if response is not None and done and response.attempt == result.attempt:  # else it came too late
             self._records.reward_figures(response, result.metrics)
@@ -414,7 +414,7 @@ class Head:
         if isinstance(message, Heartbeat) and node not in self._core.fleet.nodes:
             self._send(node, Welcome(self._config.run.name, refused=REJOIN))
         elif isinstance(message, Checkpointed):
-            stands_at = self._core.trainee.stands_at
+            stands_at = self._core.trainer_feed.stands_at
             if node == self._core.fleet.trainer and stands_at is not None and message.step <= stands_at:
                 self._durable.drop_before(message.oldest)
         else:
@@ -436,7 +436,7 @@ class Head:
             try:
                 self._durable.check()
             except JournalError as e:
-                self.feed(HeadFailed(str(e)))
+                self.feed(ShellFailed(str(e)))
             self._descriptors.look()
             self._records.measure_rates(self._core, time.monotonic())
             for name in self._core.fleet.nodes:

@@ -15,7 +15,7 @@ from lightrl.config import Config
 from lightrl.core.arrays import encode
 from lightrl.core.state import Group, Response, Round
 from lightrl.history.saved import SavedHistory
-from lightrl.history.store import History, Past, answers, key_of
+from lightrl.history.store import History, PastResponse, answers, key_of
 from lightrl.messages import Generate, Hello, PromptHistory, WeightsFailed
 from lightrl.system.threads import in_thread
 
@@ -102,13 +102,13 @@ def open_histories(config: Config, run_dir: Path, resume: bool, report: Callable
     return Histories(history, saved)
 
 
-def _history_of(group: Group, pasts: list[Past]) -> PromptHistory:
+def _history_of(group: Group, pasts: list[PastResponse]) -> PromptHistory:
     return PromptHistory(group.id, tuple(encode(p.tokens) for p in pasts), tuple(p.reward for p in pasts))
 
 
-def _newest(history: History, group: Group) -> list[Past]:
+def _newest(history: History, group: Group) -> list[PastResponse]:
     """Of what is known, within the bounds. Nothing is copied: of many groups only a few fit in a message."""
-    kept: list[Past] = []
+    kept: list[PastResponse] = []
     left = MAX_PROMPT_BYTES
     for past in reversed(_known(history, group)):
         if len(kept) < MAX_RESPONSES and 0 < past.num_bytes <= left:
@@ -117,8 +117,8 @@ def _newest(history: History, group: Group) -> list[Past]:
     return kept
 
 
-def _known(history: History, group: Group) -> list[Past]:
+def _known(history: History, group: Group) -> list[PastResponse]:
     """Oldest first; of one epoch those that were given up come first, for least is lost with them."""
     earlier = sorted(history.of(key_of(group)), key=lambda past: past.finished)
     finished = (r for r in group.responses if r.finish_reason is not None)
-    return [*earlier, *(Past(group.prompt.epoch, r.tokens, True, r.reward) for r in finished)]
+    return [*earlier, *(PastResponse(group.prompt.epoch, r.tokens, True, r.reward) for r in finished)]

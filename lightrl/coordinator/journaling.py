@@ -10,33 +10,33 @@ from pathlib import Path
 
 from lightrl import config
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.log_entries import Fact, Noted, ShardSent
-from lightrl.core.recovery import restate
+from lightrl.core.log_entries import LogEntry, ShardSent, ShellNote
+from lightrl.core.recovery import take_snapshot
 from lightrl.errors import JournalError
 from lightrl.journal import read
 from lightrl.journal.write import MAX_TROUBLE_S, JournalWriter
 from lightrl.messages import TrainShard
-from lightrl.system.child import patiently
+from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread
 
 FOLDER = "journal"  # in the run directory
 
 
-def last_stand(run_dir: Path) -> tuple[list[Fact], list[str]]:
+def last_stand(run_dir: Path) -> tuple[list[LogEntry], list[str]]:
     """The facts to go on from, and lines that say what is lost; newer segments that cannot be used are
     moved aside, and where to. Raises JournalError if there is nothing to go on from."""
-    segment, facts, lines = read.newest(run_dir / FOLDER, read.FACTS)
+    segment, facts, lines = read.newest(run_dir / FOLDER, read.LOG)
     if aside := read.trim(run_dir / FOLDER, segment):
         lines.append(f"what cannot be used is set aside in {run_dir / FOLDER}: {', '.join(aside)}")
     return facts, lines
 
 
-def noted(facts: Iterable[Fact]) -> bytes | None:
+def noted(facts: Iterable[LogEntry]) -> bytes | None:
     """What the shell wrote down last."""
-    return next((fact.data for fact in facts if isinstance(fact, Noted)), None)
+    return next((fact.data for fact in facts if isinstance(fact, ShellNote)), None)
 
 
-class Durable:
+class Journaling:
     """Switched off (`journal.enabled = false`), nothing is written and nothing waits."""
 
     def __init__(
@@ -54,17 +54,17 @@ class Durable:
         self._is_step_over = False  # what is recorded now will be in what the next segment begins with
         self._shards: list[ShardSent] = []  # but for these
         self._acts: list[Callable[[], object]] = []  # that wait for them
-        self._writer: JournalWriter[Fact] | None = None
+        self._writer: JournalWriter[LogEntry] | None = None
         if settings.enabled:
             self._writer = JournalWriter(
-                self._folder, read.FACTS, settings.flush_ms, report, settings.keep_history, max_trouble_s
+                self._folder, read.LOG, settings.flush_ms, report, settings.keep_history, max_trouble_s
             )
 
     def begin(self, core: Coordinator, note: bytes) -> None:
         """A new segment that says where the run stands; no DrawPrompts may be unanswered."""
         self._is_step_over = False
         if self._writer is not None:
-            self._writer.begin(core.step, restate(core, Noted(note)))
+            self._writer.begin(core.step, take_snapshot(core, ShellNote(note)))
         shards, acts = self._shards, self._acts
         self._shards, self._acts = [], []
         for shard in shards:
@@ -72,7 +72,7 @@ class Durable:
         for act in acts:
             self.when_durable(act)
 
-    def record(self, fact: Fact) -> None:
+    def record(self, fact: LogEntry) -> None:
         if self._is_step_over:
             if isinstance(fact, ShardSent):
                 self._shards.append(fact)
@@ -109,12 +109,14 @@ class Durable:
         self._writer.after_flush(flushed.set)
         await flushed.wait()
         what = f"training step {step} again"
-        sent, portions = await patiently(
-            lambda: in_thread(read.shards, self._folder, read.FACTS, step), what, self._report
+        sent, portions = await retry_on_resource_limit(
+            lambda: in_thread(read.shards, self._folder, read.LOG, step), what, self._report
         )
         parts = read.recut(sent, portions, sent.num_groups)
         # A `next` that was refused for lack of a thread has not been called, so no part is skipped.
-        while (part := await patiently(lambda: in_thread(next, parts, None), what, self._report)) is not None:
+        while (
+            part := await retry_on_resource_limit(lambda: in_thread(next, parts, None), what, self._report)
+        ) is not None:
             yield part
 
     @property

@@ -13,7 +13,7 @@ from lightrl.model_files import load_tokenizer, model_files, stop_token_ids
 from lightrl.wire import pack_i32
 
 
-class Tasks:
+class Prompts:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError or DataError, one line, for anything that is wrong with the run's input."""
         self.model_files = model_files(config.model.path)

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
-from lightrl.coordinator.journaling import Durable
+from lightrl.coordinator.journaling import Journaling
 from lightrl.core.commands import ReplayShards
 from lightrl.core.trainer_feed import Window
 from lightrl.errors import JournalError
@@ -17,7 +17,7 @@ from lightrl.messages import ShardsTaken, TrainShard
 class Replays:
     def __init__(
         self,
-        durable: Durable,
+        durable: Journaling,
         send: Callable[[str, TrainShard, int], bool],
         fail: Callable[[str], None],
     ) -> None:

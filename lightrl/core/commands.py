@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightrl.core.log_entries import Fact
+from lightrl.core.log_entries import LogEntry
 from lightrl.core.state import Response, Round, RunState
 from lightrl.messages import Message
 
@@ -69,14 +69,14 @@ class CloseStep:
 class Record:
     """Write this down; a TrainShard must not leave before the facts ahead of it are durable."""
 
-    fact: Fact
+    fact: LogEntry
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayShards:
-    """Send the trainer the shards of a step that it trains again, as they were; else HeadFailed.
+    """Send the trainer the shards of a step that it trains again, as they were; else ShellFailed.
 
-    Not if it has said hello again by then: `hello` is Trainee.num_hellos as it was.
+    Not if it has said hello again by then: `hello` is TrainerFeed.num_hellos as it was.
     """
 
     node: str

@@ -1,7 +1,7 @@
 """The run as one state machine: events in, commands out. Daemon, simulator and tests drive the same object.
 
 Owns what becomes of the work of a node that leaves, and the end of the run. Who takes part is kept in
-`fleet`, every response in `ledger`, the order of rounds and steps in `steps`. Decisions are pure
+`fleet`, every response in `table`, the order of rounds and steps in `steps`. Decisions are pure
 functions: what a round holds in `rounds`, who wins it in `race`, who generates a response in
 `placement`. How a core is made again from a journal: `recovery`. Must not await, read a clock or touch
 a socket: time is an argument.
@@ -22,7 +22,6 @@ from lightrl.core.commands import (
 from lightrl.core.events import (
     DrainRequested,
     Event,
-    HeadFailed,
     NodeDraining,
     NodeHeard,
     NodeJoined,
@@ -32,6 +31,7 @@ from lightrl.core.events import (
     ResponseScored,
     ShardLeft,
     ShardsDelivered,
+    ShellFailed,
     StepTrained,
     TimerFired,
     TokensArrived,
@@ -41,10 +41,10 @@ from lightrl.core.events import (
 )
 from lightrl.core.fleet import Fleet
 from lightrl.core.invariants import check
-from lightrl.core.length_predictor import Foresight
+from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import VersionPublished
-from lightrl.core.responses import Ledger
-from lightrl.core.round_scheduler import Steps
+from lightrl.core.responses import ResponseTable
+from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.state import (
     NodeState,
     RunState,
@@ -68,10 +68,10 @@ class Coordinator:
         self.settings = settings
         self.state = RunState.STARTING
         self.fleet = Fleet(settings)
-        self.foresight = Foresight(settings.max_response_tokens)
-        self.ledger = Ledger(settings, self.fleet, self.foresight)
-        self.steps = Steps(settings, self.fleet, self.ledger, self.foresight, now)
-        self.trainee = self.steps.trainee
+        self.foresight = LengthPredictor(settings.max_response_tokens)
+        self.table = ResponseTable(settings, self.fleet, self.foresight)
+        self.steps = RoundScheduler(settings, self.fleet, self.table, self.foresight, now)
+        self.trainer_feed = self.steps.trainer_feed
         self.started_at = now
         self._rebalance_at: float | None = None
         self._rebalanced_at = now
@@ -128,7 +128,7 @@ class Coordinator:
                     self._hand_on(lambda: self.steps.shards_taken(taken.step, taken.index))
             case ShardLeft(step, index):
                 self._hand_on(lambda: self.steps.shard_left(step, index))
-            case HeadFailed(reason):
+            case ShellFailed(reason):
                 self._end(RunState.FAILED, reason)
             case TimerFired():
                 self._on_timer(now)
@@ -136,8 +136,8 @@ class Coordinator:
                 assert_never(event)
         self._advance(now)
         while self._ending is None:
-            self.ledger.dispatch(self._out)
-            if not self.ledger.decided:
+            self.table.dispatch(self._out)
+            if not self.table.decided:
                 self._plan_rebalance(now)
                 break
             self.steps.judge()  # what waited for a slot had lost meanwhile
@@ -157,7 +157,7 @@ class Coordinator:
 
     def _publish(self, name: str, message: PublishWeights, now: float) -> None:
         """The trainer has a version: a new one, or after it has come (back) the one where it stands."""
-        manifest, published, stood_at = message.manifest, self.fleet.published, self.trainee.stands_at
+        manifest, published, stood_at = message.manifest, self.fleet.published, self.trainer_feed.stands_at
         version, digest = manifest.policy_version, manifest.digest
         if name != self.fleet.trainer or version == stood_at:
             return  # not the trainer, or it came twice
@@ -173,7 +173,7 @@ class Coordinator:
         if (problem := self._why_wrong(version, digest)) is not None:
             self._end(RunState.FAILED, problem)
             return
-        self.trainee.stands_at = version
+        self.trainer_feed.stands_at = version
         if published is None or version > published.policy_version:
             self._out.append(Record(VersionPublished(version, digest, message.portions)))
             self._out += self.fleet.publish(message)
@@ -195,15 +195,15 @@ class Coordinator:
                 f"version {version} was trained again and came out different (digest {digest}, published was "
                 f"{known}): lightrl resume --from-checkpoint goes back to the last checkpoint"
             )
-        return self.steps.why_not_at(version) if self.trainee.stands_at is None else None
+        return self.steps.why_not_at(version) if self.trainer_feed.stands_at is None else None
 
     def _confirm(self, name: str, ready: WeightsReady) -> None:
         were_updating = bool(self.fleet.updating)
         self._out += self.fleet.confirm(name, ready)
         if (node := self.fleet.ready.get(name)) is not None:
-            self.ledger.freed(node)
+            self.table.mark_free(node)
         if were_updating and not self.fleet.updating:
-            self.ledger.look_at_all()
+            self.table.dispatch_all()
 
     def _refuse(self, name: str, failed: WeightsFailed) -> None:
         """A node cannot load the published version, or its engine died; what ran there resumes elsewhere.
@@ -211,11 +211,11 @@ class Coordinator:
         In asynchronous mode it may still generate with the version before: that is aborted, not lost.
         """
         node = self.fleet.nodes.get(name)
-        self.ledger.counters.engines_lost += name in self.fleet.ready
+        self.table.counters.engines_lost += name in self.fleet.ready
         if node is not None and node.running:
             attempts = tuple((r.id, r.attempt) for r in node.running.values())
             self._out.append(Send(name, Abort(attempts)))
-            self.ledger.requeue_all(node)
+            self.table.requeue_all(node)
         self._out += self.fleet.refuse(name, failed)
 
     # Responses
@@ -225,14 +225,14 @@ class Coordinator:
         if node is None or self._ending is not None:
             return
         node.heard_at = now
-        if (problem := self.ledger.accept(node, chunk, now, self._out)) is not None:
+        if (problem := self.table.accept(node, chunk, now, self._out)) is not None:
             self._lose(name, problem, now)
         self.steps.judge()
 
     def _score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
         if self._ending is not None:
             return
-        self.ledger.score(name, attempt, reward, failure, self._out)
+        self.table.score(name, attempt, reward, failure, self._out)
         self.steps.judge()
 
     # Membership
@@ -256,29 +256,29 @@ class Coordinator:
         self._out += self.fleet.add(hello, now)
         self._reconcile(hello)
         if "trainer" in hello.roles:
-            self.trainee.hello()
+            self.trainer_feed.hello()
 
     def _reconcile(self, hello: Hello) -> None:
         """Messages may have been lost: what runs there is what the node says."""
         node = self.fleet.nodes[hello.node]
         is_ready = self.fleet.ready.get(node.name) is node
-        taken_back = self.ledger.reconcile(node, dict(hello.running), is_ready, self._out)
+        taken_back = self.table.reconcile(node, dict(hello.running), is_ready, self._out)
         if is_ready:
-            self.ledger.freed(node)
+            self.table.mark_free(node)
         if taken_back:
             self._report(f"{node.name} goes on with {taken_back} responses")
 
     def _lose(self, name: str, reason: str, now: float) -> None:
         """It may come back, the trainer too."""
         if name in self.fleet.nodes:
-            self.ledger.counters.nodes_lost += 1
+            self.table.counters.nodes_lost += 1
             self._remove(name, f"{name} lost ({reason})", now)
 
     def _leave(self, name: str, reason: str, ok: bool, now: float) -> None:
         """A trainer that says that it failed, would fail again."""
         is_trainer = name == self.fleet.trainer
-        if is_trainer and ok and self.trainee.stands_at == self.settings.num_steps:
-            self.trainee.has_left = True
+        if is_trainer and ok and self.trainer_feed.stands_at == self.settings.num_steps:
+            self.trainer_feed.has_left = True
         self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now)
         if is_trainer and not ok:
             self._end(RunState.FAILED, f"trainer node {name}: {reason}")
@@ -287,12 +287,12 @@ class Coordinator:
         node = self.fleet.nodes.get(name)
         if node is None:
             return
-        moved = self.ledger.requeue_all(node)
+        moved = self.table.requeue_all(node)
         self.fleet.remove(name)
-        self.ledger.look_at_all()
+        self.table.dispatch_all()
         self._report(text + (f": {moved} responses resume elsewhere" if moved else ""))
         if "trainer" in node.roles:
-            self.trainee.lost(now)
+            self.trainer_feed.lost(now)
             if self._ending is None:
                 self._report(f"the run waits {self.settings.patience_s:g} s for a trainer to come back")
 
@@ -300,11 +300,11 @@ class Coordinator:
     def _awaits_trainer(self) -> bool:
         """All steps are done, but the trainer has not left with the last checkpoint written."""
         ending = self._ending is not None and self._ending[0] is RunState.FINISHED
-        return ending and not self.trainee.has_left
+        return ending and not self.trainer_feed.has_left
 
     @property
     def _patience_ends_at(self) -> float | None:
-        since = self.trainee.missing_since
+        since = self.trainer_feed.missing_since
         is_over = self._over or (self._ending is not None and not self._awaits_trainer)
         return None if since is None or is_over else since + self.settings.patience_s
 
@@ -313,7 +313,7 @@ class Coordinator:
         if node is None or node.state is NodeState.DRAINING:
             return
         self.fleet.drain(node)
-        self.ledger.look_at_all()
+        self.table.dispatch_all()
         self._report(f"{name} drains ({reason})")
 
     def _request_drain(self, name: str, reason: str) -> None:
@@ -335,12 +335,12 @@ class Coordinator:
         if self._rebalance_at is not None and now >= self._rebalance_at:
             self._rebalance_at = None
             self._rebalanced_at = now
-            if not self.ledger.queue and self._ending is None:
-                self.ledger.rebalance(self._out)
+            if not self.table.queue and self._ending is None:
+                self.table.rebalance(self._out)
 
     def _plan_rebalance(self, now: float) -> None:
         """Soon after a node got room that nothing waits for; not too often, for it looks at all nodes."""
-        if not (self.settings.migration and self.ledger.has_idle_room):
+        if not (self.settings.migration and self.table.has_idle_room):
             self._rebalance_at = None
         elif self._rebalance_at is None:
             pause_s = placement.REBALANCE_S + len(self.fleet.ready) * placement.REBALANCE_S_PER_NODE
@@ -352,8 +352,8 @@ class Coordinator:
         """Closes and opens what can be; the run is over when all nodes have left after its end."""
         if self._ending is None:
             self.steps.advance(now)
-            if self.ledger.rounds:
-                is_eval = self.ledger.rounds[0].kind == "eval"
+            if self.table.rounds:
+                is_eval = self.table.rounds[0].kind == "eval"
                 self.state = RunState.EVALUATING if is_eval else RunState.RUNNING
             if self.steps.finished:
                 self._end(RunState.FINISHED, f"{self.step} steps done")
@@ -381,7 +381,7 @@ class Coordinator:
         """Not before it has trained all steps, if it is what the run ends with."""
         trainer = self.fleet.trainer
         has_work = self._ending is not None and self._ending[0] is RunState.FINISHED
-        has_work = has_work and self.trainee.stands_at != self.settings.num_steps
+        has_work = has_work and self.trainer_feed.stands_at != self.settings.num_steps
         if trainer is not None and not has_work and not self._hands_over:
             self._out.append(Send(trainer, Drain(trainer, reason)))
 

@@ -130,7 +130,7 @@ class ShardsDelivered:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadFailed:
+class ShellFailed:
     """The coordinator's shell cannot do what it must; `reason` is one line."""
 
     reason: str
@@ -157,6 +157,6 @@ Event: TypeAlias = (
     | StepTrained
     | ShardLeft
     | ShardsDelivered
-    | HeadFailed
+    | ShellFailed
     | TimerFired
 )

@@ -23,8 +23,8 @@ FINAL = {GroupState.ACCEPTED, GroupState.TRAINED, GroupState.PUT_OFF, GroupState
 def check(core: "Coordinator") -> None:
     """Raises InvariantViolation naming the first broken invariant. O(responses + nodes)."""
     _nodes(core)
-    _require(len(core.ledger.rounds) <= core.settings.max_staleness + 1, "too many rounds are open")
-    for round in core.ledger.rounds:
+    _require(len(core.table.rounds) <= core.settings.max_staleness + 1, "too many rounds are open")
+    for round in core.table.rounds:
         _round(core, round)
         for group in round.groups.values():
             for response in group.responses:
@@ -87,12 +87,12 @@ def _places(core: "Coordinator") -> None:
         for name, response in node.running.items():
             _require(name not in seen, f"{name} runs in two places")
             seen.add(name)
-            _require(core.ledger.responses.get(name) is response, f"{name} runs but is not of an open round")
+            _require(core.table.responses.get(name) is response, f"{name} runs but is not of an open round")
             _require(response.node is node, f"{name} is not where {node.name} says")
-    held = core.ledger.responses.values()
+    held = core.table.responses.values()
     running = {r.id for r in held if r.state is ResponseState.RUNNING}
     _require(running == seen, f"running responses and nodes differ: {sorted(running ^ seen)[:3]}")
-    waiting = {id(r) for r in core.ledger.queue.waiting()}
+    waiting = {id(r) for r in core.table.queue.waiting()}
     lost = [r.id for r in held if r.state is ResponseState.QUEUED and id(r) not in waiting]
     _require(not lost, f"lost: {lost[:3]}")
 
@@ -108,15 +108,15 @@ def _response(core: "Coordinator", round: Round, r: Response) -> None:
         _require(fresh, f"{r.id} has tokens of version {version} in step {round.step}")
     _require(not r.scored or r.state is ResponseState.DONE, f"{r.id} is scored but {r.state}")
     open_states = {ResponseState.QUEUED, ResponseState.RUNNING}
-    _require(not (r.settled and r.state in open_states), f"{r.id} is settled but {r.state}")
-    _require(r.settled or r.state is not ResponseState.ABORTED, f"{r.id} is aborted but not settled")
+    _require(not (r.resolved and r.state in open_states), f"{r.id} is settled but {r.state}")
+    _require(r.resolved or r.state is not ResponseState.ABORTED, f"{r.id} is aborted but not settled")
 
 
 def _round(core: "Coordinator", round: Round) -> None:
     name = f"{round.kind} round of step {round.step}"
     num_open = 0
     for group in round.groups.values():
-        unsettled = sum(not r.settled for r in group.responses)
+        unsettled = sum(not r.resolved for r in group.responses)
         _require(group.num_open == unsettled, f"{group.id}: {unsettled} responses are open")
         num_open += unsettled > 0
         _require(len(group.responses) == round.responses_launched, f"{group.id} has too few responses")
@@ -155,7 +155,7 @@ def _has_right_winners(core: "Coordinator", round: Round, kept: list[str], group
 
 def _prompts(core: "Coordinator") -> None:
     """Prompts in = trained + dropped + held, and nobody is held twice."""
-    backlog, counters = core.backlog, core.ledger.counters
+    backlog, counters = core.backlog, core.table.counters
     waiting = [(p.prompt.id, p.prompt.epoch) for p in backlog.put_off]
     _require(len(set(waiting)) == len(waiting), "a prompt waits twice")
     spare = [(p.id, p.epoch) for p in backlog.spare]
@@ -164,7 +164,7 @@ def _prompts(core: "Coordinator") -> None:
         return
     in_rounds = sum(
         g.state not in {GroupState.TRAINED, GroupState.DROPPED, GroupState.PUT_OFF}
-        for r in core.ledger.rounds
+        for r in core.table.rounds
         if not r.is_eval
         for g in r.groups.values()
     )

@@ -24,7 +24,7 @@ class Memory:
     counts: tuple[float, ...] = ()
 
 
-class Foresight:
+class LengthPredictor:
     def __init__(self, max_response_tokens: int) -> None:
         self._max_tokens = max_response_tokens
         self._lengths: dict[str, tuple[int, list[int]]] = {}  # prompt -> newest epoch known, lengths in it

@@ -1,12 +1,12 @@
 """What must outlive the coordinator: facts, in the order in which the core took them.
 
-Owns the vocabulary of the journal. From a `Resumed` and all facts after it `Coordinator.recover` makes
+Owns the vocabulary of the journal. From a `SnapshotBegan` and all facts after it `Coordinator.recover` makes
 the same run again, without any node: where work ran is no fact, nodes say so themselves when they come
 back. Facts are emitted as commands (`Record`); who writes them, and when, is the shell's business.
 """
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from lightrl.core.backlog import PutOff
 from lightrl.core.events import PromptsDrawn, ResponseScored
@@ -16,11 +16,13 @@ from lightrl.messages import ResponseTokens, StepDone, TrainShard
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class SnapshotBegan:
     """Where a run stands, its open rounds left out: the first fact of every segment of a journal.
 
-    Example: Resumed(step=3, num_drawn=96, version=3, digests={3: "9f3a..."})
+    Example: SnapshotBegan(step=3, num_drawn=96, version=3, digests={3: "9f3a..."})
     """
+
+    TAG: ClassVar[str] = "Resumed"  # in journals
 
     step: int = 0  # optimizer steps done
     num_drawn: int = 0  # prompts, over all epochs: the position in the data
@@ -35,8 +37,10 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundStood:
-    """A round that is open when a segment begins; its tokens and scores follow. See `recovery.restate`."""
+class RoundSnapshot:
+    """A round that is open when a segment begins; its tokens and scores follow. See `recovery.take_snapshot`."""
+
+    TAG: ClassVar[str] = "RoundStood"  # in journals
 
     step: int
     kind: RoundKind
@@ -46,8 +50,10 @@ class RoundStood:
 
 
 @dataclass(frozen=True, slots=True)
-class Restated:
+class SnapshotEnded:
     """What stood when the segment began is told; from here on things happen."""
+
+    TAG: ClassVar[str] = "Restated"  # in journals
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +89,18 @@ class ShardSent:
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """What the shell wants to find again; the core does not read it. Example: Noted(b'{"evals": []}')."""
+class ShellNote:
+    """What the shell wants to find again; the core does not read it. Example: ShellNote(b'{"evals": []}')."""
+
+    TAG: ClassVar[str] = "Noted"  # in journals
 
     data: bytes
 
 
-Fact: TypeAlias = (
-    Resumed
-    | RoundStood
-    | Restated
+LogEntry: TypeAlias = (
+    SnapshotBegan
+    | RoundSnapshot
+    | SnapshotEnded
     | RoundOpened
     | PromptsDrawn
     | TokensTaken
@@ -100,5 +108,5 @@ Fact: TypeAlias = (
     | VersionPublished
     | ShardSent
     | StepDone
-    | Noted
+    | ShellNote
 )

@@ -17,7 +17,7 @@ import bisect
 from lightrl.core.state import UNBOUNDED, Group, GroupState, Response, ResponseState, Round, Settings
 
 DECIDED = -1  # bound and cut of a race by the clock that is over: whoever has not arrived has lost
-MAX_CERTIFICATIONS = 32  # looks at who is certain to be accepted, in one round: keeps its cost linear
+MAX_RECHECKS = 32  # looks at who is certain to be accepted, in one round: keeps its cost linear
 
 
 def has_lost(response: Response) -> bool:
@@ -38,7 +38,7 @@ def take_score(settings: Settings, response: Response) -> list[Response]:
     if not round.races or len(group.finishers) < round.group_size:
         return []
     group.bound = DECIDED if by_clock else _last_kept(group)[0]
-    return [r for r in group.responses if not r.settled and r is not response and has_lost(r)]
+    return [r for r in group.responses if not r.resolved and r is not response and has_lost(r)]
 
 
 def take_group(settings: Settings, round: Round, group: Group) -> bool:
@@ -57,11 +57,11 @@ def losers(round: Round) -> list[Response]:
     for group in round.groups.values():
         if group.num_open:
             out = is_out(group)
-            lost += [r for r in group.responses if not r.settled and (out or has_lost(r))]
+            lost += [r for r in group.responses if not r.resolved and (out or has_lost(r))]
     return lost
 
 
-def certain(settings: Settings, round: Round) -> list[Group]:
+def decided_groups(settings: Settings, round: Round) -> list[Group]:
     """Complete groups that belong to the step whatever else happens, in the order of their finish.
 
     A group is certain when fewer than `needed` others finish, or could still finish, before it.
@@ -93,11 +93,11 @@ def _in_order(round: Round, won: list[Group]) -> list[Group]:
     return ready
 
 
-def certify_now(round: Round) -> bool:
-    """Whether it is time for another look at who is certain; at most MAX_CERTIFICATIONS in a round."""
-    if len(round.finishers) < round.certify_at and round.num_open:
+def should_recheck(round: Round) -> bool:
+    """Whether it is time for another look at who is certain; at most MAX_RECHECKS in a round."""
+    if len(round.finishers) < round.recheck_at and round.num_open:
         return False
-    round.certify_at = len(round.finishers) + max(1, round.needed // MAX_CERTIFICATIONS)
+    round.recheck_at = len(round.finishers) + max(1, round.needed // MAX_RECHECKS)
     return True
 
 
@@ -133,7 +133,7 @@ def _last_kept(group: Group) -> tuple[int, int]:
 def _earliest(group: Group) -> int:
     """The earliest finishing time that is still possible for a group that is not complete."""
     times = [time for time, _ in group.finishers]
-    times += [len(r.tokens) + (not r.finish_reason) for r in group.responses if not r.settled]
+    times += [len(r.tokens) + (not r.finish_reason) for r in group.responses if not r.resolved]
     times.sort()
     keep = group.round.group_size
     return times[keep - 1] if len(times) >= keep else UNBOUNDED

@@ -17,13 +17,13 @@ from lightrl.core.commands import CloseRound, Command, DrawPrompts, Report, Scor
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.log_entries import (
-    Fact,
-    Noted,
-    Restated,
-    Resumed,
+    LogEntry,
     RoundOpened,
-    RoundStood,
+    RoundSnapshot,
     ShardSent,
+    ShellNote,
+    SnapshotBegan,
+    SnapshotEnded,
     TokensTaken,
     VersionPublished,
 )
@@ -48,21 +48,21 @@ class Standing:
     piece by piece. Tokens are not copied before: a response only ever gets more of them.
     """
 
-    def __init__(self, facts: list[Fact], rounds: "list[_StandingRound]") -> None:
+    def __init__(self, facts: list[LogEntry], rounds: "list[_StandingRound]") -> None:
         self._facts = facts
         self._rounds = rounds
 
-    def __iter__(self) -> Iterator[Fact]:
+    def __iter__(self) -> Iterator[LogEntry]:
         yield from self._facts
         for round in self._rounds:
             yield from round.facts()
-        yield Restated()
+        yield SnapshotEnded()
 
 
-def restate(core: Coordinator, *notes: Noted) -> Standing:
+def take_snapshot(core: Coordinator, *notes: ShellNote) -> Standing:
     """Where this core stands now, `notes` included; call it when no DrawPrompts is unanswered."""
     steps, backlog, published = core.steps, core.backlog, core.fleet.published
-    stood = Resumed(
+    stood = SnapshotBegan(
         step=core.step,
         num_drawn=backlog.num_drawn,
         put_off=tuple(backlog.put_off),
@@ -71,13 +71,13 @@ def restate(core: Coordinator, *notes: Noted) -> Standing:
         evaluated=steps.evaluated,
         version=published.policy_version if published is not None else None,
         digests=dict(core.fleet.digests),
-        counters=replace(core.ledger.counters),
+        counters=replace(core.table.counters),
         memory=core.foresight.memory(),
     )
-    return Standing([stood, *notes], [_stand(round) for round in core.ledger.rounds])
+    return Standing([stood, *notes], [_stand(round) for round in core.table.rounds])
 
 
-def recover(core: Coordinator, facts: Iterable[Fact], now: float) -> list[Command]:
+def recover(core: Coordinator, facts: Iterable[LogEntry], now: float) -> list[Command]:
     """Brings a new core to where the facts end. Returns what is to be done at once: rounds that closed since
     the segment began, prompts to draw, finished responses without a score.
 
@@ -94,19 +94,19 @@ class _Recovery:
     def __init__(self, core: Coordinator, now: float) -> None:
         self._core = core
         self._now = now
-        self._stood = Resumed()
+        self._stood = SnapshotBegan()
         self._closed: list[Round] = []  # of those restated
         self._out = core.steps.out = []
 
-    def apply(self, fact: Fact) -> None:
+    def apply(self, fact: LogEntry) -> None:
         core = self._core
         match fact:
-            case Resumed():
+            case SnapshotBegan():
                 self._stood = fact
                 self._stand()
-            case RoundStood():
+            case RoundSnapshot():
                 self._set_up(fact)
-            case Restated():
+            case SnapshotEnded():
                 self._begin()
             case RoundOpened(step, kind):
                 self._open(step, kind)
@@ -114,7 +114,7 @@ class _Recovery:
                 core.steps.fill(prompts)
             case TokensTaken(version, items):
                 for item in items:
-                    core.ledger.retake(version, item, self._out)
+                    core.table.replay_tokens(version, item, self._out)
             case ResponseScored():
                 self._score(fact)
             case VersionPublished(version, digest):
@@ -122,7 +122,7 @@ class _Recovery:
                 core.steps.published(self._now)
             case StepDone():
                 core.steps.take_step(fact)
-            case ShardSent() | Noted():
+            case ShardSent() | ShellNote():
                 pass  # for the trainer, should it train that step again; for the shell
             case _:
                 assert_never(fact)
@@ -138,19 +138,19 @@ class _Recovery:
         for round in core.steps.draws:
             source = "eval" if round.is_eval else "train"
             commands.append(DrawPrompts(source, core.steps.num_missing(round)))
-        held = core.ledger.responses.values()
+        held = core.table.responses.values()
         commands += [
             Score(r, r.group.prompt.id, "eval" if r.group.round.is_eval else "train")
             for r in held
-            if r.state is ResponseState.DONE and not r.scored and not r.settled
+            if r.state is ResponseState.DONE and not r.scored and not r.resolved
         ]
         if core.fleet.published is not None:
-            core.trainee.lost(self._now)
+            core.trainer_feed.lost(self._now)
         num_tokens = sum(len(r.tokens) for r in held)
         commands.append(
             Report(f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens")
         )
-        core.ledger.was_recovered = True
+        core.table.was_recovered = True
         core.steps.out = []
         return commands
 
@@ -163,26 +163,26 @@ class _Recovery:
         steps.backlog = Backlog(settings.num_prompts, num_drawn=stood.num_drawn)
         steps.backlog.put_off.extend(stood.put_off)
         steps.backlog.spare.extend(stood.spare)
-        core.ledger.counters = replace(stood.counters)
+        core.table.counters = replace(stood.counters)
         core.foresight.recall(stood.memory)
         core.fleet.digests.update(stood.digests)
         if stood.version is not None:
             core.fleet.know(stood.version, stood.digests[stood.version])
 
-    def _set_up(self, fact: RoundStood) -> None:
+    def _set_up(self, fact: RoundSnapshot) -> None:
         """A round that was open. While it is being filled, nothing is drawn for it and it does not close."""
         core = self._core
         round = rounds.new_round(core.settings, fact.kind, fact.step, self._now)
         round.prompts_launched = fact.prompts_launched
-        core.ledger.open(round)
+        core.table.open(round)
         core.steps.opened += not round.is_eval
-        core.ledger.start(rounds.add(core.settings, round, fact.prompts, core.foresight))
+        core.table.start(rounds.add(core.settings, round, fact.prompts, core.foresight))
         if fact.is_closed:
             self._closed.append(round)
 
     def _begin(self) -> None:
         """What the restated rounds did on their way here, is in what stood already."""
-        for round in self._core.ledger.rounds:
+        for round in self._core.table.rounds:
             round.move(RoundState.RUNNING)
             round.published_at = self._now  # if it was; else it will be
             if round in self._closed:
@@ -198,10 +198,10 @@ class _Recovery:
 
     def _score(self, fact: ResponseScored) -> None:
         core = self._core
-        response = core.ledger.responses.get(fact.response)
+        response = core.table.responses.get(fact.response)
         if response is not None:
             response.attempt = max(response.attempt, fact.attempt)
-            core.ledger.score(response.id, response.attempt, fact.reward, fact.failure, self._out)
+            core.table.score(response.id, response.attempt, fact.reward, fact.failure, self._out)
 
 
 class _Held(NamedTuple):
@@ -218,11 +218,11 @@ class _Held(NamedTuple):
 class _StandingRound:
     """A round at one moment. Nothing here changes, but for the ends of the responses' arrays."""
 
-    stood: RoundStood
+    stood: RoundSnapshot
     held: list[_Held]
-    scores: list[Fact]
+    scores: list[LogEntry]
 
-    def facts(self) -> Iterator[Fact]:
+    def facts(self) -> Iterator[LogEntry]:
         yield self.stood
         items: dict[tuple[int, int], list[ResponseTokens]] = {}
         num_tokens = 0
@@ -244,7 +244,7 @@ def _stand(round: Round) -> _StandingRound:
     is_closed = round.state is RoundState.CLOSED
     default = ((round.step, 0),)
     return _StandingRound(
-        RoundStood(round.step, round.kind, round.prompts_launched, prompts, is_closed),
+        RoundSnapshot(round.step, round.kind, round.prompts_launched, prompts, is_closed),
         [
             _Held(r, r.attempt, tuple(r.starts) or default, len(r.tokens), r.finish_reason)
             for g in groups
@@ -254,7 +254,7 @@ def _stand(round: Round) -> _StandingRound:
     )
 
 
-def _told(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[Fact]:
+def _told(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[LogEntry]:
     """By the number of the span in its response: in asynchronous mode an older version may follow a newer."""
     for number, version in sorted(items):
         yield TokensTaken(version, tuple(items[number, version]))
@@ -276,7 +276,7 @@ def _spans(held: _Held) -> Iterator[tuple[int, ResponseTokens]]:
             yield version, ResponseTokens(response.id, held.attempt, start, ids[part], logprobs[part], finish)
 
 
-def _scores(round: Round) -> Iterator[Fact]:
+def _scores(round: Round) -> Iterator[LogEntry]:
     """In the order in which they counted; then those without a reward, then those that came too late."""
     counted: list[tuple[int, Response]] = []
     failed: list[Response] = []

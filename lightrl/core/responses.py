@@ -13,7 +13,7 @@ from lightrl.core.arrays import decode, encode, native
 from lightrl.core.commands import Command, Record, Report, Score, Send
 from lightrl.core.events import ResponseScored
 from lightrl.core.fleet import Fleet
-from lightrl.core.length_predictor import Foresight
+from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import TokensTaken
 from lightrl.core.orders import orders
 from lightrl.core.queue import WorkQueue
@@ -31,8 +31,8 @@ from lightrl.errors import InvariantViolation
 from lightrl.messages import Abort, ResponseRequest, ResponseTokens, Sampling, TokenChunk
 
 
-class Ledger:
-    def __init__(self, settings: Settings, fleet: Fleet, foresight: Foresight) -> None:
+class ResponseTable:
+    def __init__(self, settings: Settings, fleet: Fleet, foresight: LengthPredictor) -> None:
         self.rounds: deque[Round] = deque()  # oldest first; more than one only in asynchronous mode
         self.responses: dict[str, Response] = {}  # of these rounds
         expect = foresight.expect if settings.foresight else self._know_nothing
@@ -44,7 +44,7 @@ class Ledger:
         self._fleet = fleet
         self._expect: placement.Foresee = expect
         self._num_running = 0
-        self._news = False  # work has come, or slots were set free by more than the nodes below
+        self._is_dirty = False  # work has come, or slots were set free by more than the nodes below
         self._taken: list[ResponseTokens] = []  # of the chunk at hand
         self._freed: dict[str, Node] = {}  # nodes with a slot more than at the last dispatch
 
@@ -160,17 +160,17 @@ class Ledger:
         is_sequel = 0 <= item.offset <= len(response.tokens) and item.token_ids.startswith(encode(known))
         if not is_sequel or not 0 <= staleness <= self._settings.max_staleness:
             return False  # another version, or another batch, has sampled other tokens since
-        self.take_back(node, response, item.attempt)
+        self.adopt(node, response, item.attempt)
         return True
 
-    def take_back(self, node: Node, response: Response, attempt: int) -> None:
+    def adopt(self, node: Node, response: Response, attempt: int) -> None:
         """A response that waits runs at a node already, since before we knew."""
         response.move(ResponseState.RUNNING, node)
         response.attempt, response.is_placed = attempt, True
         node.running[response.id] = response
         self._num_running += 1
 
-    def retake(self, version: int, item: ResponseTokens, out: list[Command]) -> None:
+    def replay_tokens(self, version: int, item: ResponseTokens, out: list[Command]) -> None:
         """Tokens that were accepted before the coordinator was started again. Raises InvariantViolation."""
         response = self.responses.get(item.response)
         if response is None or response.state is not ResponseState.QUEUED:
@@ -224,7 +224,7 @@ class Ledger:
             out.append(Report(f"no reward for {name}: {failure}"))
             reward = None if group.round.is_eval else self._settings.reward_on_failure
         response.reward, response.scored = reward, True
-        if response.settled:
+        if response.resolved:
             return
         if reward is not None or group.round.is_eval:
             for lost in race.take_score(self._settings, response):
@@ -233,7 +233,7 @@ class Ledger:
 
     def give_up(self, response: Response, out: list[Command]) -> None:
         """It is out of the race; one that still waits for its score keeps waiting, without consequence."""
-        if response.settled:
+        if response.resolved:
             return
         if response.state is ResponseState.RUNNING:
             self._abort(response, out)
@@ -250,7 +250,7 @@ class Ledger:
 
     def _settle(self, response: Response) -> None:
         group = response.group
-        response.settled = True
+        response.resolved = True
         group.num_open -= 1
         if not group.num_open:
             group.round.num_open -= 1
@@ -280,12 +280,12 @@ class Ledger:
         node to load would take the work of all the others. But a node that has nothing to do does not
         wait for one that is slow to load.
         """
-        if not self.queue or not (self._news or self._freed):
+        if not self.queue or not (self._is_dirty or self._freed):
             return
-        nodes = list(self._fleet.ready.values()) if self._news else list(self._freed.values())
+        nodes = list(self._fleet.ready.values()) if self._is_dirty else list(self._freed.values())
         nodes = [n for n in nodes if n.free > 0 and self._fleet.ready.get(n.name) is n]
         most = min(sum(n.free for n in nodes), self._unreserved(nodes))
-        self._news = False
+        self._is_dirty = False
         self._freed.clear()
         sent: dict[tuple[str, Sampling], list[ResponseRequest]] = {}
         for response, node in placement.assign(self._pop(most, out), nodes, self._expect):
@@ -319,13 +319,13 @@ class Ledger:
         self._freed = {n.name: n for n in self._fleet.ready.values() if busy and not n.running}
         self._generate(sent, out)
 
-    def freed(self, node: Node) -> None:
+    def mark_free(self, node: Node) -> None:
         """The node has room that it had not before."""
         self._freed[node.name] = node
 
-    def look_at_all(self) -> None:
+    def dispatch_all(self) -> None:
         """What was reserved for a node that still loaded is free for the others."""
-        self._news = True
+        self._is_dirty = True
 
     def reconcile(self, node: Node, claims: dict[str, int], is_ready: bool, out: list[Command]) -> int:
         """A node says again what it generates: (response -> attempt). Returns how many were taken back.
@@ -346,7 +346,7 @@ class Ledger:
             fits = is_ready and node.free > 0
             waits = fits and response is not None and response.state is ResponseState.QUEUED
             if response and waits and attempts.is_current(response, attempt, self.was_recovered):
-                self.take_back(node, response, attempt)
+                self.adopt(node, response, attempt)
             else:
                 unwanted.append((name, attempt))
         if unwanted:
@@ -392,7 +392,7 @@ class Ledger:
 
     def _enqueue(self, response: Response, resumed: bool = False) -> None:
         self.queue.push(response, resumed)
-        self._news = True
+        self._is_dirty = True
 
     def _requeue(self, response: Response) -> None:
         self._release(response)

@@ -13,23 +13,23 @@ from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Record
 from lightrl.core.events import PromptsDrawn
 from lightrl.core.fleet import Fleet
-from lightrl.core.length_predictor import Foresight
+from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import RoundOpened
-from lightrl.core.responses import Ledger
+from lightrl.core.responses import ResponseTable
 from lightrl.core.state import DrawnPrompt, Group, GroupState, Round, RoundState, Settings
-from lightrl.core.trainer_feed import Trainee
+from lightrl.core.trainer_feed import TrainerFeed
 from lightrl.messages import StepDone
 
 DRAWS_PER_ROUND = 32  # of replacements, about; each looks at all prompts of the round
 
 
-class Steps:
+class RoundScheduler:
     def __init__(
         self,
         settings: Settings,
         fleet: Fleet,
-        ledger: Ledger,
-        foresight: Foresight,
+        table: ResponseTable,
+        foresight: LengthPredictor,
         now: float,
     ) -> None:
         self.out: list[Command] = []  # of the event at hand
@@ -37,10 +37,10 @@ class Steps:
         self.evaluated: int | None = None  # the policy version evaluated last
         self.backlog = Backlog(settings.num_prompts)
         self.finished = False  # nothing is left to be opened
-        self.trainee = Trainee(fleet)
+        self.trainer_feed = TrainerFeed(fleet)
         self._settings = settings
         self._fleet = fleet
-        self._ledger = ledger
+        self._ledger = table
         self._foresight = foresight
         self.opened = 0  # training rounds
         self.last_cut = 0  # tokens, of the newest short round that closed
@@ -61,11 +61,11 @@ class Steps:
             if race.is_won(group):
                 self._complete(group)
             elif race.is_out(group):
-                self._take_out(group)
+                self._eliminate(group)
         for round in touched.values():  # only now: a group that waited above may be ahead of others
             if round.state is RoundState.RUNNING and self._draws_now(round):
                 self._draw_more(round)
-            self._certify(round)
+            self._accept_decided(round)
 
     def _complete(self, group: Group) -> None:
         round = group.round
@@ -77,7 +77,7 @@ class Steps:
             for response in race.losers(round):
                 self._ledger.give_up(response, self.out)
 
-    def _take_out(self, group: Group) -> None:
+    def _eliminate(self, group: Group) -> None:
         """It will not be complete. A race puts it off, whether it is too long or has too few scores.
 
         Which of the two is known first would depend on time; in a round that does not race it is dropped.
@@ -93,11 +93,11 @@ class Steps:
         self._ledger.counters.groups_flat += group.state is GroupState.COMPLETE  # else it lacks scores
         self._ledger.drop(group, GroupState.DROPPED, self.out)
 
-    def _certify(self, round: Round) -> None:
+    def _accept_decided(self, round: Round) -> None:
         """Hands to the trainer what is certain to belong to the step, while others still generate."""
-        if round.is_eval or not race.certify_now(round):
+        if round.is_eval or not race.should_recheck(round):
             return
-        accepted = race.certain(self._settings, round)
+        accepted = race.decided_groups(self._settings, round)
         for group in accepted:
             group.move(GroupState.ACCEPTED)
         round.accepted += accepted
@@ -244,10 +244,10 @@ class Steps:
             self.out.append(CloseRound(round))
             self._ledger.retire()
             return
-        self._certify(round)
+        self._accept_decided(round)
         for group in round.groups.values():
             if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
-                self._lay_aside(group)
+                self._put_off_group(group)
         round.move(RoundState.CLOSED)
         self._ledger.count_aborted(round)
         self._foresight.learn(round)
@@ -256,7 +256,7 @@ class Steps:
         self._send_accepted(round)
         self.out.append(CloseRound(round))
 
-    def _lay_aside(self, group: Group) -> None:
+    def _put_off_group(self, group: Group) -> None:
         """The round ends without it."""
         if race.is_surplus_flat(self._settings, group):
             self._drop(group)
@@ -333,22 +333,22 @@ class Steps:
         """All groups of the step are known, and the trainer has not been sent all of them."""
         round = self.training()
         is_closed = round is not None and round.state is RoundState.CLOSED
-        return round is not None and is_closed and self.trainee.is_owed(round)
+        return round is not None and is_closed and self.trainer_feed.is_owed(round)
 
     def feed_trainer(self, has_come: bool) -> None:
         """The trainer stands at another step, or `has_come` and has said where it stands."""
-        stands_at, round = self.trainee.stands_at, self.training()
+        stands_at, round = self.trainer_feed.stands_at, self.training()
         if has_come and stands_at is not None and round is not None and stands_at > round.step:
             # What it said of the step is lost if it, or we, were gone then; if not, it says it again.
             self._step_done = self._step_done or StepDone(round.step, stands_at, {})
-        self.trainee.feed(round, self.out)
+        self.trainer_feed.feed(round, self.out)
 
     def shards_taken(self, step: int, index: int) -> None:
-        self.trainee.taken(self.training(), step, index, self.out)
+        self.trainer_feed.taken(self.training(), step, index, self.out)
 
     def shard_left(self, step: int, index: int) -> None:
-        self.trainee.left(self.training(), step, index, self.out)
+        self.trainer_feed.left(self.training(), step, index, self.out)
 
     def _send_accepted(self, round: Round) -> None:
         if round is self.training():
-            self.trainee.send(round, self.out)
+            self.trainer_feed.send(round, self.out)

@@ -24,7 +24,7 @@ need not be, which shortens what is trained. (`fresh_noise` keeps it for compari
 from collections.abc import Iterable
 
 from lightrl.core.backlog import Backlog, PutOff
-from lightrl.core.length_predictor import Foresight
+from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.state import (
     DrawnPrompt,
     Group,
@@ -111,7 +111,7 @@ def num_missing(settings: Settings, round: Round) -> int:
 
 
 def put_off_unseen(
-    settings: Settings, round: Round, prompts: list[DrawnPrompt], foresight: Foresight, last_cut: int
+    settings: Settings, round: Round, prompts: list[DrawnPrompt], foresight: LengthPredictor, last_cut: int
 ) -> list[DrawnPrompt]:
     """Those of a short round's prompts that will lose its race, to judge by their last epoch.
 
@@ -127,7 +127,9 @@ def put_off_unseen(
     return [prompts[i] for i in sorted(i for _, i in longest)]
 
 
-def add(settings: Settings, round: Round, prompts: Iterable[PutOff], foresight: Foresight) -> list[Response]:
+def add(
+    settings: Settings, round: Round, prompts: Iterable[PutOff], foresight: LengthPredictor
+) -> list[Response]:
     """Makes groups of a round for these prompts; returns their responses.
 
     A response's name, and so its noise, depends on the prompt, the epoch (for an evaluation: the

@@ -187,7 +187,7 @@ class Response:
     finish_reason: FinishReason | None = None
     reward: float | None = None
     scored: bool = False  # or known to get no score
-    settled: bool = False  # nothing that it still does matters to its group
+    resolved: bool = False  # nothing that it still does matters to its group
 
     def move(self, to: ResponseState, node: "Node | None" = None) -> None:
         check_edge(self.id, self.state, to)
@@ -262,7 +262,7 @@ class Round:
     )  # (finishing time, position) of complete groups that may be trained, first first
     cut: int = UNBOUNDED  # no response with more tokens can be kept
     num_scores: int = 0  # the clock of a race by the clock
-    certify_at: int = 0  # complete groups at which acceptance is looked at again
+    recheck_at: int = 0  # complete groups at which acceptance is looked at again
     closed_at: float = 0.0
     published_at: float = 0.0  # when the version that it was trained into appeared
 

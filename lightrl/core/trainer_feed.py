@@ -43,7 +43,7 @@ class Window:
             self.num_tokens -= self._untaken.popleft()[1]
 
 
-class Trainee:
+class TrainerFeed:
     def __init__(self, fleet: Fleet) -> None:
         self.stands_at: int | None = None  # it trains this step next; None: it has not said so yet
         self.missing_since: float | None = None  # when it was lost; None: it is here, or was never

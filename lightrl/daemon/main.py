@@ -13,7 +13,7 @@ from pathlib import Path
 import uvloop
 
 from lightrl.config import Config
-from lightrl.coordinator.daemon import Head
+from lightrl.coordinator.daemon import CoordinatorDaemon
 from lightrl.daemon.worker import Worker
 from lightrl.devices.assign import Part
 from lightrl.errors import LightRLError, first_error
@@ -51,12 +51,12 @@ def run(options: DaemonOptions) -> int:
 
 
 async def _main(options: DaemonOptions) -> int:
-    head: Head | None = None
+    head: CoordinatorDaemon | None = None
     address = options.join
     if "coordinator" in options.roles:
         assert options.config is not None
         assert options.run_dir is not None
-        head = Head(options.config, options.run_dir, options.name, options.key, options.resume)
+        head = CoordinatorDaemon(options.config, options.run_dir, options.name, options.key, options.resume)
         address = head.address
     worker_roles: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
     worker: Worker | None = None
@@ -87,7 +87,7 @@ async def _main(options: DaemonOptions) -> int:
     return 0 if head is None or head.succeeded else 1
 
 
-async def _work(worker: Worker, beside: Head | None) -> None:
+async def _work(worker: Worker, beside: CoordinatorDaemon | None) -> None:
     """A worker that fails has told the coordinator why; it ends its daemon unless that is here, too."""
     try:
         await worker.run()

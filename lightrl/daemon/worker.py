@@ -44,7 +44,7 @@ from lightrl.messages import (
 )
 from lightrl.rollout.agent import FLUSH_S, Rollout
 from lightrl.say import flush, say
-from lightrl.system.child import patiently
+from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.trainer.supervisor import Trainer
 from lightrl.transport.link import Link, own_address
@@ -146,7 +146,7 @@ class Worker:
         self._admitted.clear()
         self._said = self._taken_since = None
         if self._rollout is not None:
-            self._rollout.lose_touch()
+            self._rollout.on_disconnect()
         if self._trainer is not None:
             self._trainer.pause()
         if was_heard and not self._drained.is_set():
@@ -161,7 +161,7 @@ class Worker:
         rollout = self._rollout
         if rollout is None:
             return self._hello
-        return replace(self._hello, serves=rollout.serves, running=rollout.claims)
+        return replace(self._hello, serves=rollout.serves, running=rollout.unacked)
 
     def _rejoin(self) -> None:
         """The connection stands, but the coordinator does not know this node any more as it is."""
@@ -257,7 +257,7 @@ class Worker:
         has_coordinator = not self._is_alone
         find = partial(for_daemon, config, self._roles, model_files, self._hello.slots, has_coordinator)
         # nvidia-smi takes a second
-        found = await patiently(lambda: in_thread(find), "the search for devices", say)
+        found = await retry_on_resource_limit(lambda: in_thread(find), "the search for devices", say)
         for note in found.notes:
             say(note)
         return found

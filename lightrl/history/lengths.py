@@ -11,7 +11,7 @@ from pathlib import Path
 from lightrl.core.state import Round
 from lightrl.errors import ProtocolError
 from lightrl.say import say
-from lightrl.system.append_file import Growing
+from lightrl.system.append_file import AppendFile
 from lightrl.wire import from_json, to_json
 
 FILE_NAME = "lengths.jsonl"
@@ -28,7 +28,7 @@ class LengthsLog:
             _cut(file, step)
         except OSError as e:
             report(f"WARNING: {file.name}: rounds from step {step} on will be there twice ({e.strerror})")
-        self._file = Growing(file, report, torn_by=b"\n")
+        self._file = AppendFile(file, report, separator=b"\n")
 
     def write(self, round: Round) -> None:
         """A training round that has closed. Of each response [prompt, epoch, index, tokens, finished], in

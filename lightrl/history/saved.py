@@ -23,8 +23,8 @@ from zlib import crc32
 
 from lightrl.core.arrays import decode, encode
 from lightrl.errors import ProtocolError
-from lightrl.history.store import Answered, History, Past
-from lightrl.system.append_file import Growing
+from lightrl.history.store import History, PastResponse, PromptAnswers
+from lightrl.system.append_file import AppendFile
 from lightrl.wire import from_json, to_json
 
 FILE_NAME = "history.bin"
@@ -56,7 +56,7 @@ class SavedHistory:
         self._history = history
         self._report = report
         self._slack_bytes = slack_bytes
-        self._file = Growing(self._path, report)
+        self._file = AppendFile(self._path, report)
         self._num_bytes = 0  # of the file when all is written, about
         self._given_up = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
@@ -84,7 +84,7 @@ class SavedHistory:
             )
             self._write_anew()
 
-    def append(self, answers: list[Answered]) -> None:
+    def append(self, answers: list[PromptAnswers]) -> None:
         """Of a round that the history has learnt. Returns at once."""
         size = _size(answers)
         self._num_bytes += size
@@ -108,7 +108,9 @@ class SavedHistory:
         self._num_bytes = _size(everything)
         self._submit(self._replace, everything, 0)  # it shares its tokens with the history
 
-    def _submit(self, write: Callable[[list[Answered]], None], answers: list[Answered], size: int) -> None:
+    def _submit(
+        self, write: Callable[[list[PromptAnswers]], None], answers: list[PromptAnswers], size: int
+    ) -> None:
         for done, _ in self._waiting:
             if done.done():
                 done.result()
@@ -125,12 +127,12 @@ class SavedHistory:
 
     # In the thread
 
-    def _append(self, answers: list[Answered]) -> None:
+    def _append(self, answers: list[PromptAnswers]) -> None:
         if not self._given_up:
             for piece in _pieces(answers):
                 self._file.append(piece)
 
-    def _replace(self, answers: list[Answered]) -> None:
+    def _replace(self, answers: list[PromptAnswers]) -> None:
         """By what lives, whole or not at all. Where even that fails, nothing would bound the file."""
         if self._given_up:
             return
@@ -152,7 +154,7 @@ class SavedHistory:
         self._report(f"WARNING: {FILE_NAME}: given up ({why}): a resumed run has less to draft from")
 
 
-def read(path: Path, damage: list[str]) -> Iterator[Answered]:
+def read(path: Path, damage: list[str]) -> Iterator[PromptAnswers]:
     """All records that are whole, in order; what is wrong with the others is added to `damage`.
 
     Raises OSError.
@@ -176,7 +178,7 @@ def read(path: Path, damage: list[str]) -> Iterator[Answered]:
                 damage.append(str(e))
 
 
-def _pieces(answers: Iterable[Answered]) -> Iterator[bytes]:
+def _pieces(answers: Iterable[PromptAnswers]) -> Iterator[bytes]:
     """What the file holds of these, in whole records of about PIECE_BYTES together."""
     parts: list[bytes] = []
     num_bytes = 0
@@ -192,29 +194,31 @@ def _pieces(answers: Iterable[Answered]) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def _encode(answered: Answered) -> bytes:
+def _encode(answered: PromptAnswers) -> bytes:
     known = [(index, past) for index, past in answered.responses if past.tokens]
     responses = [(index, past.num_bytes, past.finished, past.reward) for index, past in known]
     head = to_json(_Head(answered.prompt, answered.epoch, responses))
     return b"".join([head, b"\n", *(encode(past.tokens) for _, past in known)])
 
 
-def _decode(payload: bytes) -> Answered:
+def _decode(payload: bytes) -> PromptAnswers:
     """Raises ProtocolError."""
     end = payload.find(b"\n")
     head = from_json(payload[: max(0, end)], _Head)
     at = end + 1
-    responses: list[tuple[int, Past]] = []
+    responses: list[tuple[int, PastResponse]] = []
     for index, size, finished, reward in head.responses:
         if size <= 0 or size % 4:
             raise ProtocolError("a record with a response that cannot be")
-        responses.append((index, Past(head.epoch, decode("i", payload[at : at + size]), finished, reward)))
+        responses.append(
+            (index, PastResponse(head.epoch, decode("i", payload[at : at + size]), finished, reward))
+        )
         at += size
     if at != len(payload):
         raise ProtocolError("a record is not as long as it says")
-    return Answered(head.prompt, head.epoch, tuple(responses))
+    return PromptAnswers(head.prompt, head.epoch, tuple(responses))
 
 
-def _size(answers: Iterable[Answered]) -> int:
+def _size(answers: Iterable[PromptAnswers]) -> int:
     """In the file, about."""
     return sum(each.num_bytes + RESPONSE_BYTES * len(each.responses) for each in answers)

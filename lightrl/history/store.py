@@ -20,8 +20,8 @@ MAX_BYTES = 1024 << 20  # of tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """One earlier response. Example: Past(3, array("i", [7, 9]), finished=True, reward=1.0)."""
+class PastResponse:
+    """One earlier response. Example: PastResponse(3, array("i", [7, 9]), finished=True, reward=1.0)."""
 
     epoch: int
     tokens: "array[int]"  # int32
@@ -35,12 +35,12 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """What one group brought. Example: Answered("p7", 1, ((0, Past(1, ...)), (3, Past(1, ...))))."""
+class PromptAnswers:
+    """What one group brought. Example: PromptAnswers("p7", 1, ((0, PastResponse(1, ...)), (3, PastResponse(1, ...))))."""
 
     prompt: str  # as in `key_of`
     epoch: int
-    responses: tuple[tuple[int, Past], ...]  # (index in its group, response)
+    responses: tuple[tuple[int, PastResponse], ...]  # (index in its group, response)
 
     @property
     def num_bytes(self) -> int:
@@ -54,20 +54,22 @@ class History:
         self.num_responses = 0
         self.num_evicted = 0  # prompts, for want of room
         self._max_bytes = max_bytes
-        self._prompts: dict[str, dict[int, Past]] = {}  # key -> index -> response; oldest prompt first
+        self._prompts: dict[
+            str, dict[int, PastResponse]
+        ] = {}  # key -> index -> response; oldest prompt first
 
-    def of(self, prompt: str) -> tuple[Past, ...]:
+    def of(self, prompt: str) -> tuple[PastResponse, ...]:
         """What is known of a prompt, by the responses' numbers in its group; () if nothing is."""
         known = self._prompts.get(prompt, {})
         return tuple(known[index] for index in sorted(known))
 
-    def all(self) -> Iterator[Answered]:
+    def all(self) -> Iterator[PromptAnswers]:
         """Everything, the prompt answered longest ago first: whoever adds it in this order has the same."""
         for prompt, known in self._prompts.items():
             epoch = next(iter(known.values())).epoch  # all have the same
-            yield Answered(prompt, epoch, tuple(known.items()))
+            yield PromptAnswers(prompt, epoch, tuple(known.items()))
 
-    def learn(self, answers: Iterable[Answered]) -> dict[str, float]:
+    def learn(self, answers: Iterable[PromptAnswers]) -> dict[str, float]:
         """Takes in a round that has closed; returns the figures of the store.
 
         hit_rate is the share of the round's prompts of which something was known before, evicted the number
@@ -85,7 +87,7 @@ class History:
             "history/hit_rate": hits / len(answers) if answers else 0.0,
         }
 
-    def add(self, answered: Answered) -> None:
+    def add(self, answered: PromptAnswers) -> None:
         """What one epoch brought: in place of what earlier ones did, beside what the same one did (a prompt
         that was put off comes twice in an epoch). Empty responses are left out, and so are what comes of an
         epoch older than what is known, and what has no room even alone.
@@ -108,7 +110,7 @@ class History:
     def _forget(self, prompt: str) -> None:
         self._count(self._prompts.pop(prompt, {}), -1)
 
-    def _count(self, responses: dict[int, Past], sign: int) -> None:
+    def _count(self, responses: dict[int, PastResponse], sign: int) -> None:
         self.num_responses += sign * len(responses)
         self.num_bytes += sign * sum(past.num_bytes for past in responses.values())
 
@@ -121,7 +123,7 @@ def key_of(group: Group) -> str:
     return f"\0{group.prompt.id}" if group.round.is_eval else group.prompt.id
 
 
-def answers(round: Round) -> list[Answered]:
+def answers(round: Round) -> list[PromptAnswers]:
     """All that a closed round brought. Quick, however long it is: nothing is copied."""
     return [
         _answered(group, round.step if round.is_eval else group.prompt.epoch)
@@ -129,8 +131,9 @@ def answers(round: Round) -> list[Answered]:
     ]
 
 
-def _answered(group: Group, epoch: int) -> Answered:
+def _answered(group: Group, epoch: int) -> PromptAnswers:
     responses = (
-        (r.index, Past(epoch, r.tokens, r.finish_reason is not None, r.reward)) for r in group.responses
+        (r.index, PastResponse(epoch, r.tokens, r.finish_reason is not None, r.reward))
+        for r in group.responses
     )
-    return Answered(key_of(group), epoch, tuple(responses))
+    return PromptAnswers(key_of(group), epoch, tuple(responses))

@@ -1,6 +1,6 @@
 """How facts become bytes: tokens column by column, so that a gigabyte of them is read in seconds.
 
-Owns `FACTS`, the codec of every journal of a run. What facts mean is said in core/log_entries.py.
+Owns `LOG`, the codec of every journal of a run. What facts mean is said in core/log_entries.py.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightrl.core.log_entries import Fact, TokensTaken
+from lightrl.core.log_entries import LogEntry, TokensTaken
 from lightrl.errors import ProtocolError
 from lightrl.messages import FinishReason, ResponseTokens
 from lightrl.wire import Codec, pack_i32, unpack_i32
@@ -38,22 +38,22 @@ class PackedTokens:
         return self.responses.split(SEPARATOR)
 
 
-class FactCodec(Codec[Fact]):
+class LogCodec(Codec[LogEntry]):
     def __init__(self) -> None:
-        super().__init__(Fact)
-        self.packed: Codec[Fact | PackedTokens] = _PackedCodec(Fact | PackedTokens)
+        super().__init__(LogEntry)
+        self.packed: Codec[LogEntry | PackedTokens] = _PackedCodec(LogEntry | PackedTokens)
 
-    def encode(self, message: Fact) -> bytes:
+    def encode(self, message: LogEntry) -> bytes:
         packed = pack(message) if isinstance(message, TokensTaken) else None
         return self.packed.encode(message if packed is None else packed)
 
-    def decode(self, frame: bytes | memoryview) -> Fact:
+    def decode(self, frame: bytes | memoryview) -> LogEntry:
         fact = self.packed.decode(frame)
         return TokensTaken(fact.version, tuple(unpack(fact))) if isinstance(fact, PackedTokens) else fact
 
 
-class _PackedCodec(Codec[Fact | PackedTokens]):
-    def decode(self, frame: bytes | memoryview) -> Fact | PackedTokens:
+class _PackedCodec(Codec[LogEntry | PackedTokens]):
+    def decode(self, frame: bytes | memoryview) -> LogEntry | PackedTokens:
         fact = super().decode(frame)
         if isinstance(fact, PackedTokens):
             _check(fact)
@@ -99,4 +99,4 @@ def _check(fact: PackedTokens) -> None:
         raise ProtocolError("tokens and their counts differ")
 
 
-FACTS = FactCodec()
+LOG = LogCodec()

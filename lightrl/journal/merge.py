@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightrl.core.events import ResponseScored
-from lightrl.core.log_entries import Fact, TokensTaken
+from lightrl.core.log_entries import LogEntry, TokensTaken
 from lightrl.journal.codec import PackedTokens, pack
 from lightrl.messages import FinishReason, ResponseTokens
 
@@ -20,7 +20,7 @@ LONG_TOKENS = 256  # of an item
 GATHER_ITEMS = 1 << 14  # at once: the index of their tokens fits into some megabytes
 
 
-def merge(facts: Iterable[Fact | PackedTokens]) -> Iterator[Fact]:
+def merge(facts: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
     """Between two facts of another kind, tokens come as one TokensTaken a version, then the scores.
 
     That a score comes later than it did changes nothing: all that was taken of a response stands before it,
@@ -28,7 +28,7 @@ def merge(facts: Iterable[Fact | PackedTokens]) -> Iterator[Fact]:
     or a response went on under an older version.
     """
     tokens = _Items()
-    scores: list[Fact] = []
+    scores: list[LogEntry] = []
     for fact in facts:
         if isinstance(fact, TokensTaken):
             fact = pack(fact) or fact

@@ -12,17 +12,24 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from zlib import crc32
 
-from lightrl.core.log_entries import Fact, Noted, Restated, Resumed, ShardSent, VersionPublished
+from lightrl.core.log_entries import (
+    LogEntry,
+    ShardSent,
+    ShellNote,
+    SnapshotBegan,
+    SnapshotEnded,
+    VersionPublished,
+)
 from lightrl.errors import JournalError, ProtocolError
 from lightrl.journal import disk
-from lightrl.journal.codec import FACTS, FactCodec
+from lightrl.journal.codec import LOG, LogCodec
 from lightrl.journal.disk import Segment, is_in_use, segments
 from lightrl.journal.merge import merge
 from lightrl.messages import TrainGroup, TrainShard
 from lightrl.wire import MAX_FRAME_BYTES, Codec
 
 __all__ = [
-    "FACTS",
+    "LOG",
     "Damage",
     "Reading",
     "Segment",
@@ -159,7 +166,7 @@ def read_segment(path: Path, codec: Codec[T]) -> Reading[T]:
     return Reading(path, codec)
 
 
-def newest(folder: Path, codec: Codec[Fact]) -> tuple[Segment, list[Fact], list[str]]:
+def newest(folder: Path, codec: Codec[LogEntry]) -> tuple[Segment, list[LogEntry], list[str]]:
     """Where the run stands: the segment to go on from, its facts (merged), and lines that say what is lost.
 
     Raises JournalError if there is nothing to go on from.
@@ -167,7 +174,7 @@ def newest(folder: Path, codec: Codec[Fact]) -> tuple[Segment, list[Fact], list[
     lines: list[str] = []
     for segment in reversed(segments(folder)):
         # Tokens are taken as they lie on the disk: item by item it would last many times as long.
-        packed = codec.packed if isinstance(codec, FactCodec) else codec
+        packed = codec.packed if isinstance(codec, LogCodec) else codec
         reading: Reading[Any] = Reading(segment.path, packed)
         facts = list(merge(reading))
         if reading.base_is_whole:
@@ -192,9 +199,9 @@ def is_blank(folder: Path) -> bool:
     [first, *more] = segments(folder) or [None]
     if first is None or more or first.number != disk.last_number(folder):
         return False
-    reading = read_segment(first.path, FACTS)
-    match [fact for fact in reading if not isinstance(fact, Noted)]:
-        case [Resumed(step=0, num_drawn=0, version=None), Restated()]:
+    reading = read_segment(first.path, LOG)
+    match [fact for fact in reading if not isinstance(fact, ShellNote)]:
+        case [SnapshotBegan(step=0, num_drawn=0, version=None), SnapshotEnded()]:
             return reading.damage is None
         case _:
             return False
@@ -205,7 +212,7 @@ class SentShards:
     raises JournalError if one cannot be read any more.
     """
 
-    def __init__(self, codec: Codec[Fact]) -> None:
+    def __init__(self, codec: Codec[LogEntry]) -> None:
         self.num_groups = 0
         self._codec = codec
         self._places: list[tuple[Path, int]] = []  # segment, offset of the record
@@ -245,7 +252,7 @@ class SentShards:
             yield fact.shard
 
 
-def shards(folder: Path, codec: Codec[Fact], step: int) -> tuple[SentShards, tuple[int, ...]]:
+def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards, tuple[int, ...]]:
     """What the trainer got for a step that was published, and how many groups it accumulated at a time.
 
     Raises JournalError if any of it is missing.
@@ -311,7 +318,7 @@ def trim(folder: Path, used: Segment) -> list[str]:
     return [_move_aside(segment, disk.DAMAGED) for segment in newer]
 
 
-def rewind(folder: Path, codec: Codec[Fact], step: int) -> Segment:
+def rewind(folder: Path, codec: Codec[LogEntry], step: int) -> Segment:
     """Cuts the journal back to the moment when `step` steps were done; what came later is moved aside.
 
     A new segment holds the first records of the earliest one of that step. Raises JournalError if none of

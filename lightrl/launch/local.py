@@ -27,7 +27,7 @@ from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
 from lightrl.messages import Role
 from lightrl.metrics import sinks
 from lightrl.say import say
-from lightrl.system.child import patiently
+from lightrl.system.child import retry_on_resource_limit
 
 LISTENS_WITHIN_S = 60.0  # from its start to the coordinator's address; it imports and reads the data
 FOLLOWS_WITHIN_S = 1.0  # other daemons may end for the same reason: wait so long for the first cause
@@ -142,7 +142,7 @@ class LocalRun:
             options = ("--join", self.address, *options, *self._gpus.options(name))
         start = partial(Daemon.start, name, role, self.run_dir, *options)
         try:
-            daemon = self.daemons[name] = await patiently(start, name, self._say)
+            daemon = self.daemons[name] = await retry_on_resource_limit(start, name, self._say)
         except OSError as e:
             raise RunFailed(f"{name} cannot be started: {e.strerror or e}") from None
         return daemon

@@ -15,7 +15,7 @@ from lightrl.coordinator.journaling import FOLDER
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import is_in_use, segments
-from lightrl.journal.read import FACTS, rewind
+from lightrl.journal.read import LOG, rewind
 from lightrl.keys import KEY_FILE, read_key, restore_keys
 from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
@@ -159,7 +159,7 @@ def _rewind(run_dir: Path) -> str:
         if path is None:
             raise LightRLError(f"{shown(run_dir)}: has no checkpoint that is as it was saved")
         step = step_of(path)
-        rewind(run_dir / FOLDER, FACTS, step)
+        rewind(run_dir / FOLDER, LOG, step)
         newer = [p for p in by_step(path.parent) if step_of(p) > step]  # `latest` does not name them
         for checkpoint in newer:
             set_aside(checkpoint, REWOUND)

@@ -18,7 +18,7 @@ from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.report import print_progress, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
 from lightrl.say import never_fail, say
-from lightrl.system.child import patiently
+from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.signals import stop_signals
 from lightrl.system.threads import in_thread
 
@@ -32,7 +32,7 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     if not resume:
         require_files(config)
         require_new(config)
-    gpus = await patiently(lambda: in_thread(for_run, config), "the search for devices", say)
+    gpus = await retry_on_resource_limit(lambda: in_thread(for_run, config), "the search for devices", say)
     for note in gpus.notes:
         say(note)
     stopped = asyncio.Event()

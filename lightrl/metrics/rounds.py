@@ -132,8 +132,8 @@ class Records:
             figures |= {f"tail/{name}": value for name, value in bias.items()}
             figures |= {f"tail_run/{name}": value for name, value in self._bias_so_far.items()}
             figures |= {f"round/is_{kind}": float(round.kind == kind) for kind in ("short", "long", "flush")}
-        figures["migration/moves"] = float(core.ledger.counters.migrations - self._num_migrations)
-        self._num_migrations = core.ledger.counters.migrations
+        figures["migration/moves"] = float(core.table.counters.migrations - self._num_migrations)
+        self._num_migrations = core.table.counters.migrations
         self._closed[round.step] = _Closed(
             figures | history,
             self._hashed(round.step, trained),
@@ -214,7 +214,7 @@ class Records:
             if "reward/mean" in record:
                 self._show(record)
         self._bias_steps = known.bias_steps
-        self._num_migrations = core.ledger.counters.migrations
+        self._num_migrations = core.table.counters.migrations
 
     def _show(self, record: dict[str, float]) -> None:
         self._rewards.append(record["reward/mean"])
@@ -227,7 +227,7 @@ class Records:
 
     def summary(self, core: Coordinator, reason: str, elapsed_s: float) -> dict[str, object]:
         """summary.json: equal digests mean equal final weights and equal trained responses. When `hashed`."""
-        c = core.ledger.counters
+        c = core.table.counters
         return {
             "run": self._run,
             "state": _final(core.state),
@@ -259,9 +259,9 @@ class Records:
     def snapshot(self, core: Coordinator, now: float, over: bool = False) -> Snapshot:
         """`over`: nothing will follow, in whatever state the core is."""
         elapsed = now - core.started_at
-        round = core.ledger.round
+        round = core.table.round
         scored = sum(g.state in SCORED for g in round.groups.values()) if round is not None else 0
-        states = [r.state for r in core.ledger.responses.values()]
+        states = [r.state for r in core.table.responses.values()]
         rows = self._rows(core, now)
         return Snapshot(
             run=self._run,
@@ -280,7 +280,7 @@ class Records:
             responses_done=states.count(ResponseState.DONE),
             tail=self._tail(core) if core.settings.tail.races else None,
             max_staleness=core.settings.max_staleness,
-            rollout_tokens=core.ledger.counters.rollout_tokens + core.ledger.counters.eval_tokens,
+            rollout_tokens=core.table.counters.rollout_tokens + core.table.counters.eval_tokens,
             tokens_per_s=sum(r.tokens_per_s for r in rows),
             rewards=tuple(self._rewards),
             lengths=tuple(self._lengths),
@@ -308,7 +308,7 @@ class Records:
 
     def _counters(self, core: Coordinator) -> dict[str, int]:
         return {
-            **asdict(core.ledger.counters),
+            **asdict(core.table.counters),
             "nodes_joined": core.fleet.num_joined,
             "weights_failed": core.fleet.num_weights_failed,
             "bad_frames": self.bad_frames,

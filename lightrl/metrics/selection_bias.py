@@ -13,7 +13,7 @@ from lightrl.core.backlog import Backlog
 from lightrl.core.state import GroupState, Response, Round
 
 
-class Fate(NamedTuple):
+class ResponseOutcome(NamedTuple):
     """What became of one response that was launched."""
 
     num_tokens: int
@@ -37,7 +37,7 @@ class Tally:
     kept_at_limit: int = 0
     kept_reward: float = 0.0
 
-    def add(self, fate: Fate, count: int = 1) -> None:
+    def add(self, fate: ResponseOutcome, count: int = 1) -> None:
         """`count` -1 takes back what was added."""
         lengths = self.finished if fate.finished else self.given_up
         lengths[fate.num_tokens] = lengths.get(fate.num_tokens, 0) + count
@@ -80,7 +80,7 @@ class BiasNote:
     num_rounds: dict[str, int]
     max_wait_steps: int
     tally: Tally
-    put_off: list[tuple[str, int, dict[int, Fate]]]  # prompt, epoch, index -> so far
+    put_off: list[tuple[str, int, dict[int, ResponseOutcome]]]  # prompt, epoch, index -> so far
     since: list[tuple[str, int, int]]  # prompt, epoch, step
     tokens: int
     untrained_tokens: int
@@ -96,7 +96,9 @@ class Bias:
         self.max_wait_steps = 0
         self._limit = max_response_tokens
         self._tally = Tally()
-        self._put_off: dict[tuple[str, int], dict[int, Fate]] = {}  # (prompt, epoch) -> index -> so far
+        self._put_off: dict[
+            tuple[str, int], dict[int, ResponseOutcome]
+        ] = {}  # (prompt, epoch) -> index -> so far
         self._since: dict[tuple[str, int], int] = {}  # (prompt, epoch) -> the step that first put it off
         self._tokens = 0
         self._untrained_tokens = 0
@@ -172,8 +174,10 @@ class Bias:
         return max([0, *steps])
 
 
-def _fate(r: Response, kept: bool) -> Fate:
-    return Fate(len(r.tokens), r.finish_reason is not None, r.finish_reason == "length", r.reward, kept)
+def _fate(r: Response, kept: bool) -> ResponseOutcome:
+    return ResponseOutcome(
+        len(r.tokens), r.finish_reason is not None, r.finish_reason == "length", r.reward, kept
+    )
 
 
 def kaplan_meier(finished: Mapping[int, int], given_up: Mapping[int, int], limit: int) -> tuple[float, float]:

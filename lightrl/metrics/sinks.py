@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from lightrl.config import Config
 from lightrl.errors import ConfigError, ProtocolError
 from lightrl.say import say
-from lightrl.system.append_file import Growing
+from lightrl.system.append_file import AppendFile
 from lightrl.wire import from_json, to_json
 
 FILE_NAME = "metrics.jsonl"
@@ -87,7 +87,7 @@ def read(run_dir: Path) -> list[dict[str, float]]:
 
 class _Jsonl:
     def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
-        self._file = Growing(run_dir / FILE_NAME, report, torn_by=b"\n")
+        self._file = AppendFile(run_dir / FILE_NAME, report, separator=b"\n")
 
     def write(self, step: int, record: dict[str, float]) -> None:
         self._file.append(to_json({"step": step, **record}) + b"\n")
@@ -108,7 +108,7 @@ class _Tensorboard:
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         self._framing: Any = record_writer.RecordWriter
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = Growing(run_dir / "tensorboard" / name, report)
+        self._file = AppendFile(run_dir / "tensorboard" / name, report)
         self._is_begun = False
 
     def write(self, step: int, record: dict[str, float]) -> None:

@@ -11,17 +11,17 @@ from pathlib import Path
 from lightrl.coordinator.journaling import FOLDER, noted
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.log_entries import (
-    Fact,
-    Resumed,
+    LogEntry,
     RoundOpened,
-    RoundStood,
+    RoundSnapshot,
     ShardSent,
+    SnapshotBegan,
     TokensTaken,
     VersionPublished,
 )
 from lightrl.core.state import Counters
 from lightrl.errors import LightRLError
-from lightrl.journal.read import FACTS, Segment, newest, read_segment, segments
+from lightrl.journal.read import LOG, Segment, newest, read_segment, segments
 from lightrl.messages import FinishReason, ResponseTokens, Snapshot, StepDone
 from lightrl.metrics import sinks as metrics
 from lightrl.metrics.rounds import RecordsNote
@@ -85,12 +85,12 @@ class Replay:
         self._opened: ToldRound | None = None  # last, of those that are trained
         self._filling: ToldRound | None = None  # prompts drawn now are for it
 
-    def take(self, fact: Fact) -> None:
+    def take(self, fact: LogEntry) -> None:
         match fact:
-            case Resumed():
+            case SnapshotBegan():
                 self.first_step = fact.step if self.first_step is None else self.first_step
                 self._stand(fact)
-            case RoundStood(step, kind):
+            case RoundSnapshot(step, kind):
                 self._open(step, kind, [held.prompt.id for held in fact.prompts], anew=True)
             case RoundOpened(step, kind):
                 self._open(step, kind, [])
@@ -114,7 +114,7 @@ class Replay:
             case _:
                 pass  # the end of what a segment states again
 
-    def _stand(self, fact: Resumed) -> None:
+    def _stand(self, fact: SnapshotBegan) -> None:
         """A segment begins; what ended the step before it is told by this alone."""
         self.steps_done, self.version, self.counters = fact.step, fact.version, fact.counters
         for (step, is_eval), round in self.rounds.items():
@@ -228,7 +228,7 @@ def read_run(run_dir: Path, wanted: str = "") -> ToldRun:
 def _read(found: list[Segment], wanted: str) -> ToldRun:
     replay, damage = Replay(wanted), list[str]()
     for segment in found:
-        reading = read_segment(segment.path, FACTS)
+        reading = read_segment(segment.path, LOG)
         for fact in reading:
             replay.take(fact)
         if reading.damage is not None:
@@ -240,7 +240,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
     """How a run without a coordinator stands; None if it has no journal, or one that cannot be read."""
     try:
         config = load_config(run_dir / "config.toml")
-        _, facts, damage = newest(run_dir / FOLDER, FACTS)
+        _, facts, damage = newest(run_dir / FOLDER, LOG)
         note = noted(facts)
         known_s = from_json(note, RecordsNote).elapsed_s if note is not None else 0.0
     except LightRLError:
@@ -282,7 +282,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
     )
 
 
-def _told(facts: Iterable[Fact]) -> Replay:
+def _told(facts: Iterable[LogEntry]) -> Replay:
     replay = Replay()
     for fact in facts:
         replay.take(fact)

@@ -25,7 +25,7 @@ from lightrl.rewards import worker
 from lightrl.rewards.environment import inherited
 from lightrl.rewards.worker import COMMANDS, EVENTS, Score, Scored, Setup, Started, WorkerFailed, WorkerReady
 from lightrl.say import say
-from lightrl.system.child import Child, ChildDied, patiently
+from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.wire import to_json
 
 START_LIMIT_S = 120.0  # importing user code may load a model
@@ -205,7 +205,7 @@ class _Worker:
         deaths = 0
         while not self._is_ready:
             start = partial(_start_child, self.name, self._log, self._reward)
-            self._child = await patiently(start, self.name, self._report)
+            self._child = await retry_on_resource_limit(start, self.name, self._report)
             try:
                 self._is_async = await _set_up(self._child, self._setup)
             except ChildDied as e:

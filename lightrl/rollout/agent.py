@@ -36,9 +36,9 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
-from lightrl.rollout.resend_buffer import Kept
+from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.say import say
-from lightrl.system.child import Child, ChildDied, patiently
+from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.transport.link import WILDCARD, host_and_port
 from lightrl.weights.manifest import num_bytes
@@ -86,7 +86,7 @@ class Rollout:
     ) -> None:
         """`scratch` is for pulled versions alone; `coordinator` is its address.
 
-        What `send` is given may be lost if `lose_touch` is called; `resend` makes up for it.
+        What `send` is given may be lost if `on_disconnect` is called; `resend` makes up for it.
         """
         self.load = Load()
         self.device = ""
@@ -102,7 +102,7 @@ class Rollout:
         self._send = send
         self._engine: Child[EngineCommand, EngineEvent] | None = None  # once it has started
         self._running: dict[str, int] = {}  # response -> attempt
-        self._kept = Kept(config.async_.max_staleness)
+        self._kept = ResendBuffer(config.async_.max_staleness)
         self._all_out = asyncio.Event()  # nothing runs here
         self._all_out.set()
         self._wanted: PublishWeights | None = None
@@ -119,16 +119,16 @@ class Rollout:
         return self._served
 
     @property
-    def claims(self) -> tuple[tuple[str, int], ...]:
+    def unacked(self) -> tuple[tuple[str, int], ...]:
         """(response, attempt): all that the coordinator may count on; `resend` gives account of them."""
-        return self._kept.claims()
+        return self._kept.unacked()
 
-    def lose_touch(self) -> None:
+    def on_disconnect(self) -> None:
         """Messages may have been lost, and more will be until `resend`."""
         self._in_touch = False
 
     def resend(self) -> None:
-        """The coordinator listens again, and knows `serves` and `claims`: all tokens that it may lack."""
+        """The coordinator listens again, and knows `serves` and `unacked`: all tokens that it may lack."""
         self._in_touch = True
         for chunk in self._kept.chunks():
             self._send(chunk)
@@ -225,7 +225,9 @@ class Rollout:
         threads = self._config.rollout.threads
         devices = environment(self._gpus.tokens, os.environ)
         try:
-            return await patiently(lambda: start_engine(spec, threads, self._log, devices), "the engine", say)
+            return await retry_on_resource_limit(
+                lambda: start_engine(spec, threads, self._log, devices), "the engine", say
+            )
         except OSError as e:
             raise EngineError(f"the engine cannot be started: {e.strerror or e}") from None
 

@@ -40,7 +40,7 @@ class _Attempt:
         return sum(len(p.token_ids) + len(p.logprobs) for p in self.pieces)
 
 
-class Kept:
+class ResendBuffer:
     """The attempts of one node. At most one of each response: an older one was given up."""
 
     def __init__(self, max_staleness: int, max_finished_bytes: int = MAX_FINISHED_BYTES) -> None:
@@ -97,7 +97,7 @@ class Kept:
             if in_touch or not all(oldest <= p.version <= version for p in kept.pieces):
                 self._forget_finished(response)
 
-    def claims(self) -> tuple[tuple[str, int], ...]:
+    def unacked(self) -> tuple[tuple[str, int], ...]:
         """(response, attempt) of all that is accounted for: each runs, or its end is in `chunks`.
 
         What runs comes first, for the coordinator may have no room for all, nor a hello for more than

@@ -45,7 +45,7 @@ class Sharing:
         """After tokens came: whether half of the nodes can go and train."""
         world = self._world
         finished = [d.offset + d.count for d in deltas if d.finished not in {None, "abort"}]
-        round = world.core.ledger.round
+        round = world.core.table.round
         if not finished or round is None:
             return
         if round.step != self._step:
@@ -68,7 +68,7 @@ class Sharing:
     def close_round(self) -> None:
         """The rollout is over: released nodes are back, and all of them train."""
         world = self._world
-        round = world.core.ledger.round
+        round = world.core.table.round
         if round is not None:
             self._lengths[round.kind] = self._seen or self._lengths.get(round.kind, [])
         if not world.settings.max_staleness:
@@ -122,7 +122,7 @@ class Sharing:
     def _can_hold_the_rest(self, staying: list[Machine], present: list[Machine], kind: str) -> bool:
         """Whether they have the slots, and the cache, for what still runs."""
         rest = [n for m in present for n in m.engine.tokens_of_all()]
-        rest += [len(r.tokens) for r in self._world.core.ledger.queue.waiting()]
+        rest += [len(r.tokens) for r in self._world.core.table.queue.waiting()]
         room = SLOTS_AGAIN if self._released else 1.0
         if not staying or len(rest) > room * sum(m.engine.slots for m in staying):
             return False
@@ -140,10 +140,10 @@ class Sharing:
         for machine in machines:
             for event in world.leave(machine, "released to train", released=True):
                 world.feed(event)
-        share, round = len(self._released) / everyone, world.core.ledger.round
+        share, round = len(self._released) / everyone, world.core.table.round
 
         def trains() -> None:
-            if self._released and world.core.ledger.round is round:
+            if self._released and world.core.table.round is round:
                 world.trainer.set_rate(world.now, share)
                 world.plan_training()
 

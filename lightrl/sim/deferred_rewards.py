@@ -30,8 +30,8 @@ class Afterwards:
 
     def goes_on(self, machine: Machine, name: str, number: int) -> bool:
         """Whether what the core gives up continues until its round closes."""
-        core, response = self._world.core, self._world.core.ledger.responses.get(name)
-        round = core.ledger.round
+        core, response = self._world.core, self._world.core.table.responses.get(name)
+        round = core.table.round
         if self._world.switches.surplus_ends or round is None or response is None or round.cut == DECIDED:
             return False
         self._surplus[name, number] = machine, response

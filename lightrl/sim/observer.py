@@ -105,7 +105,7 @@ class Observer:
             world.trainer.advance(world.now)
             out.device_times["trainer"] = dict(world.trainer.times)
             out.device_s["trainer"] = world.now
-        counters = world.core.ledger.counters
+        counters = world.core.table.counters
         out.counters = {name: getattr(counters, name) for name in counters.__slots__}
         out.waiting_prompts = len(world.core.backlog.put_off)
 

@@ -235,7 +235,7 @@ class World:
                 pass
 
     def _generate(self, machine: Machine, message: Generate) -> None:
-        responses = self.core.ledger.responses
+        responses = self.core.table.responses
         limit, prompt_tokens = self.settings.max_response_tokens, self.scenario.workload.prompt_tokens
         attempts: list[Attempt] = []
         for request in message.requests:

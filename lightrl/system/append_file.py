@@ -13,14 +13,14 @@ from pathlib import Path
 from lightrl.system import open_files
 
 
-class Growing:
+class AppendFile:
     """Opened when it is first written to, and tried again each time if that fails."""
 
-    def __init__(self, path: Path, report: Callable[[str], None], torn_by: bytes = b"") -> None:
-        """`torn_by`: what is put after a piece that a crash has torn, whose last byte is another one."""
+    def __init__(self, path: Path, report: Callable[[str], None], separator: bytes = b"") -> None:
+        """`separator`: what is put after a piece that a crash has torn, whose last byte is another one."""
         self._path = path
         self._report = report
-        self._torn_by = torn_by
+        self._torn_by = separator
         self._file: int | None = None
         self._num_lost = 0
 

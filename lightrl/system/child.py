@@ -188,7 +188,7 @@ class Child(Generic[Command, Event]):
         return f"{self.name} (pid {self.pid}) {how}" + (f": {last}" if last else "")
 
 
-async def patiently(
+async def retry_on_resource_limit(
     start: Callable[[], Awaitable[Started]], what: str, report: Callable[[str], None]
 ) -> Started:
     """What `start` returns: called again and again while this machine lacks descriptors, processes, threads

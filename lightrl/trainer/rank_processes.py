@@ -16,7 +16,7 @@ from lightrl.config import Config
 from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError
 from lightrl.say import say
-from lightrl.system.child import Child, ChildDied, patiently
+from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
     RANK_COMMANDS,
@@ -90,7 +90,7 @@ class Ranks:
             env={"OMP_NUM_THREADS": str(self._config.train.threads), **self._devices(command.rank)},
             log=self._run_dir / "logs" / f"rank-{command.rank}.log",
         )
-        rank = await patiently(start, name, say)
+        rank = await retry_on_resource_limit(start, name, say)
         self._ranks.append(rank)
         self._replies.append(asyncio.Queue())
         rank.send(command)

@@ -11,7 +11,7 @@ from lightrl.messages import TrainGroup, TrainShard
 from lightrl.trainer.protocol import TrainSample
 
 
-class Intake:
+class ShardQueue:
     def __init__(self, step: int) -> None:
         self.step = step
         self.is_complete = False  # the last shard was taken

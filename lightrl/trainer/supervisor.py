@@ -30,7 +30,7 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.say import say
-from lightrl.system.child import LACKING, patiently
+from lightrl.system.child import LACKING, retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.trainer.advantage import advantages, overlong_penalty
 from lightrl.trainer.batch import streamed, trainable
@@ -51,7 +51,7 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank_processes import Ranks, RanksLost
 from lightrl.trainer.saved import CHECKPOINTS, checkpoint_path, newest_sound, oldest_kept, step_of, tidy
 from lightrl.trainer.seal import damage
-from lightrl.trainer.shard_queue import Intake
+from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
 
 MAX_RESTARTS = 3  # in a row, without a step that was never done before
@@ -180,7 +180,7 @@ class Trainer:
             return newest_sound(self._checkpoints, find, say)
 
         try:
-            path = await patiently(lambda: in_thread(look), "the trainer", say)
+            path = await retry_on_resource_limit(lambda: in_thread(look), "the trainer", say)
         except OSError as e:
             where = e.filename or self._checkpoints
             raise TrainerError(f"{where}: cannot look for a checkpoint: {e.strerror or e}") from None
@@ -269,7 +269,7 @@ class Trainer:
         weights are those of the last step. Raises TrainerError for any shard but the next of this step.
         """
         step = self._done
-        intake = Intake(step)
+        intake = ShardQueue(step)
         while True:
             while not (self._shards or self._begins_anew or intake.is_complete):
                 if self._is_stopping:
@@ -281,7 +281,7 @@ class Trainer:
                 if intake.portions:
                     ranks.tell(ClearStep(step))
                     await ranks.replies(Cleared)
-                intake = Intake(step)
+                intake = ShardQueue(step)
             elif intake.is_complete:
                 break
             elif groups := [train_samples(g, self._config) for g in self._take(intake)]:
@@ -290,7 +290,7 @@ class Trainer:
         await self._finish(ranks, intake)
         return True
 
-    def _take(self, intake: Intake) -> list[TrainGroup]:
+    def _take(self, intake: ShardQueue) -> list[TrainGroup]:
         """What waits; while it is trained, the coordinator may send as much again."""
         index = intake.index
         groups = intake.take(self._shards)
@@ -314,7 +314,7 @@ class Trainer:
         for _ in starts:
             await ranks.replies(Accumulated)
 
-    async def _finish(self, ranks: Ranks, intake: Intake) -> None:
+    async def _finish(self, ranks: Ranks, intake: ShardQueue) -> None:
         """The update, from where on the ranks stand at the next step."""
         step, version = intake.step, intake.step + 1
         self._is_finishing = True
@@ -372,7 +372,7 @@ class Trainer:
         message = PublishWeights(manifest, (self._holder,), secrets.token_hex(16), portions)
         if version >= max(self._served, default=0):
             publish = partial(self._publish, manifest, path, message.ticket)
-            await patiently(publish, f"serving version {version}", say)
+            await retry_on_resource_limit(publish, f"serving version {version}", say)
             self._served[version] = message
             for old in sorted(self._served)[:-KEPT_VERSIONS]:
                 del self._served[old]

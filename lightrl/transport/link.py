@@ -39,7 +39,7 @@ from lightrl.keys import Access, coordinator_public_key, coordinator_secret, joi
 from lightrl.messages import Hello, Message, TokenChunk, Welcome
 from lightrl.transport.parts import Assembly, cut, in_pieces
 from lightrl.transport.strangers import PATIENCE_S, Strangers
-from lightrl.transport.validate import require_allowed, require_sane
+from lightrl.transport.validate import check_bounds, require_allowed
 from lightrl.transport.zap import DOORKEEPER
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES
 
@@ -299,7 +299,7 @@ class Hub(_Socket):
             if frame is None:
                 return None
             message = MESSAGES.decode(frame)
-            require_sane(message)
+            check_bounds(message)
             if access is not Access.FULL:
                 require_allowed(peer.name, message)
         except ProtocolError as e:

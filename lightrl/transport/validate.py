@@ -40,7 +40,7 @@ from lightrl.messages import (
 from lightrl.weights.request import MAX_NAME_BYTES
 
 
-def require_sane(message: Message) -> None:
+def check_bounds(message: Message) -> None:
     """Raises ProtocolError if no version of this program would send this."""
     match message:
         case Hello():

@@ -7,17 +7,17 @@ from pathlib import Path
 from lightrl.core.backlog import PutOff
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.log_entries import (
-    Fact,
-    Restated,
-    Resumed,
+    LogEntry,
     RoundOpened,
-    RoundStood,
+    RoundSnapshot,
     ShardSent,
+    SnapshotBegan,
+    SnapshotEnded,
     TokensTaken,
     VersionPublished,
 )
 from lightrl.core.state import DrawnPrompt
-from lightrl.journal.read import FACTS
+from lightrl.journal.read import LOG
 from lightrl.journal.write import JournalWriter
 from lightrl.keys import write_key
 from lightrl.messages import FinishReason, ResponseTokens, StepDone, TrainGroup, TrainResponse, TrainShard
@@ -41,8 +41,8 @@ def shard(step: int, response: str, ids: Sequence[int], reward: float) -> ShardS
     return ShardSent(TrainShard(step, 0, step, (group,), last=True, num_groups=1))
 
 
-FIRST: list[Fact] = [
-    *(Resumed(), Restated(), VersionPublished(0, "aa" * 16)),
+FIRST: list[LogEntry] = [
+    *(SnapshotBegan(), SnapshotEnded(), VersionPublished(0, "aa" * 16)),
     *(RoundOpened(0, "plain"), PromptsDrawn((PROMPT,))),
     TokensTaken(0, (tokens("p1@0#0", 0, [11, 12]), tokens("p1@0#1", 0, [21]))),
     TokensTaken(0, (tokens("p1@0#0", 2, [13], end="stop"),)),
@@ -52,15 +52,15 @@ FIRST: list[Fact] = [
     TokensTaken(0, (tokens("p2@0#0", 0, [31, 32]),)),
     *(VersionPublished(1, "bb" * 16, (1,)), StepDone(0, 1, {"loss/policy": 0.5})),
 ]
-SECOND: list[Fact] = [  # begins with what of the first one still stands
-    Resumed(1, 2, version=1, digests={1: "bb" * 16}),
-    RoundStood(1, "plain", 1, (PutOff(OTHER, 0, 1),), False),
-    *(TokensTaken(0, (tokens("p2@0#0", 0, [31, 32], attempt=2),)), Restated()),
+SECOND: list[LogEntry] = [  # begins with what of the first one still stands
+    SnapshotBegan(1, 2, version=1, digests={1: "bb" * 16}),
+    RoundSnapshot(1, "plain", 1, (PutOff(OTHER, 0, 1),), False),
+    *(TokensTaken(0, (tokens("p2@0#0", 0, [31, 32], attempt=2),)), SnapshotEnded()),
     TokensTaken(1, (tokens("p2@0#0", 2, [33, 34, 35], attempt=2),)),
 ]
 
 
-def left_behind(run_dir: Path, *overrides: str, segments: Sequence[tuple[int, list[Fact]]] = ()) -> Path:
+def left_behind(run_dir: Path, *overrides: str, segments: Sequence[tuple[int, list[LogEntry]]] = ()) -> Path:
     """As a coordinator that was killed leaves it."""
     (run_dir / "logs").mkdir(parents=True)
     where = (f"run.name={run_dir.name}", f"run.dir={run_dir.parent}", "run.bind=tcp://127.0.0.1:*")
@@ -75,11 +75,11 @@ def left_behind(run_dir: Path, *overrides: str, segments: Sequence[tuple[int, li
     return run_dir
 
 
-async def _write(folder: Path, segments: Sequence[tuple[int, list[Fact]]]) -> None:
+async def _write(folder: Path, segments: Sequence[tuple[int, list[LogEntry]]]) -> None:
     trouble: list[str] = []
-    writer: JournalWriter[Fact] = JournalWriter(folder, FACTS, 1, trouble.append)
+    writer: JournalWriter[LogEntry] = JournalWriter(folder, LOG, 1, trouble.append)
     for step, facts in segments:
-        base = next(i for i, fact in enumerate(facts) if isinstance(fact, Restated)) + 1
+        base = next(i for i, fact in enumerate(facts) if isinstance(fact, SnapshotEnded)) + 1
         writer.begin(step, facts[:base])
         for fact in facts[base:]:
             writer.append(fact)

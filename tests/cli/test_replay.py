@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from lightrl.cli import main
-from lightrl.core.log_entries import Noted
+from lightrl.core.log_entries import ShellNote
 from lightrl.journal.read import segments
 from lightrl.messages import Snapshot
 from lightrl.metrics.rounds import Records
@@ -103,7 +103,7 @@ def test_damage_is_a_line_and_all_before_it_is_told(capsys, tmp_path):
 
 
 def test_the_time_of_an_interrupted_run_is_that_from_which_it_goes_on(capsys, tmp_path):
-    noted = Noted(Records("one", "", "head", "held", 9, 105).note(75.0, ""))
+    noted = ShellNote(Records("one", "", "head", "held", 9, 105).note(75.0, ""))
     left_behind(tmp_path / "runs" / "one", segments=((0, FIRST), (1, [*SECOND, noted])))
     assert "one · interrupted · 1:15" in lightrl(capsys, "status", "one")
 

@@ -21,8 +21,8 @@ from lightrl.core.events import (
     WeightsConfirmed,
     WeightsPublished,
 )
-from lightrl.core.log_entries import Fact, ShardSent
-from lightrl.core.recovery import recover, restate
+from lightrl.core.log_entries import LogEntry, ShardSent
+from lightrl.core.recovery import recover, take_snapshot
 from lightrl.core.state import DrawnPrompt, Response, Round, Settings
 from lightrl.messages import (
     PROTOCOL,
@@ -75,7 +75,9 @@ class Driver:
         self.drawn = 0
         self.disk_is_slow = False  # nobody says that shards have left
         self.requests: dict[str, tuple[str, ResponseRequest]] = {}  # response -> (node, newest request)
-        self.segment: list[Fact] = list(restate(self.core))  # what a journal holds, from its last step on
+        self.segment: list[LogEntry] = list(
+            take_snapshot(self.core)
+        )  # what a journal holds, from its last step on
 
     def feed(self, event: Event, now: float | None = None) -> list[Command]:
         """All commands, those of answering DrawPrompts included."""
@@ -89,7 +91,7 @@ class Driver:
                 self.segment.append(command.fact)
         if of_kind(commands, CloseStep):  # what the core did since stands in what the segment begins with
             shards = [f for f in self.segment if isinstance(f, ShardSent)]
-            self.segment = [*restate(self.core), *shards]
+            self.segment = [*take_snapshot(self.core), *shards]
         return commands
 
     def restart(self, lost: int = 0) -> list[Command]:
@@ -100,7 +102,7 @@ class Driver:
         self.drawn = self.core.backlog.num_drawn
         commands = self.answer(commands)
         self.core.check()
-        self.segment = list(restate(self.core))
+        self.segment = list(take_snapshot(self.core))
         return commands
 
     def answer(self, commands: list[Command]) -> list[Command]:
@@ -182,7 +184,7 @@ class Driver:
     ) -> list[Command]:
         """Tokens of a response from where it runs, by default the next ones of its newest attempt."""
         where, request = self.requests[response]
-        held = self.core.ledger.responses.get(response)
+        held = self.core.table.responses.get(response)
         if version is None:
             version = self.version_at(node or where)
         item = ResponseTokens(
@@ -212,23 +214,23 @@ class Driver:
         return self.feed(
             ResponseScored(
                 response,
-                self.core.ledger.responses[response].attempt if attempt is None else attempt,
+                self.core.table.responses[response].attempt if attempt is None else attempt,
                 reward,
                 failure or ("" if reward is not None else "crashed"),
             )
         )
 
     def running(self) -> list[str]:
-        return [r.id for r in self.core.ledger.responses.values() if r.state == "running"]
+        return [r.id for r in self.core.table.responses.values() if r.state == "running"]
 
     def held(self, response: str) -> Response:
-        return self.core.ledger.responses[response]
+        return self.core.table.responses[response]
 
     @property
     def round(self) -> Round:
         """The oldest open round."""
-        assert self.core.ledger.round is not None
-        return self.core.ledger.round
+        assert self.core.table.round is not None
+        return self.core.table.round
 
     def finish_round(self, reward: float = 1.0) -> list[Command]:
         """Every response in turn gets one token more, and its end."""
@@ -272,7 +274,7 @@ class Driver:
             for name in waiting:
                 if (held := self.held(name)).state == "running":
                     commands += self.tokens(name, *[9] * (length(name) - len(held.tokens)), finish="stop")
-                    if not held.settled:
+                    if not held.resolved:
                         commands += self.score(name, reward(name))
         return commands
 

@@ -30,7 +30,7 @@ def test_flat_group_is_dropped_and_another_prompt_takes_its_place():
     assert list(d.round.groups) == ["p0@0", "p1@0", "p2@0"]
     [closed] = of_kind(d.decode(lambda _: 1, rewards()), CloseRound)
     assert [g.id for g in closed.round.accepted] == ["p1@0", "p2@0"]
-    assert d.core.ledger.counters.groups_dropped == 1
+    assert d.core.table.counters.groups_dropped == 1
 
 
 def test_flat_group_is_trained_without_dynamic_sampling():
@@ -103,7 +103,7 @@ def test_what_a_race_draws_and_trains_does_not_depend_on_the_order_of_arrival(se
     while not closed:
         name = rng.choice(d.running())
         closed = of_kind(d.tokens(name, *[9] * n[name.split("@")[0]], finish="stop"), CloseRound)
-        if not closed and not d.held(name).settled:
+        if not closed and not d.held(name).resolved:
             closed = of_kind(d.score(name, reward(name)), CloseRound)
     again = dynamic(tail=Tail(1.5, 1.5), deterministic=True, prompts_per_step=4)
     [expected] = of_kind(again.decode(lambda name: n[name.split("@")[0]], reward), CloseRound)

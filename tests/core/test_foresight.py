@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.core.length_predictor import Foresight
+from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.state import Tail
 from lightrl.messages import Generate
 
@@ -71,7 +71,7 @@ def test_nothing_is_expected_to_be_longer_than_allowed():
     d.start("a")
     d.tokens("p0@0#0", *[9] * 9)
     assert d.core.foresight.expect(d.held("p0@0#0")) <= 10
-    assert Foresight(10).finished("p0") is None
+    assert LengthPredictor(10).finished("p0") is None
 
 
 def test_prompt_put_off_is_remembered_by_what_it_was_trained_with():

@@ -154,7 +154,7 @@ def test_speed_and_gain_are_told_apart():
 def test_response_that_came_between_two_chunks_does_not_count_until_the_next():
     d = fleet("a", prompts=2)
     with_history(d, 0)
-    old, new = d.core.ledger.responses.values()
+    old, new = d.core.table.responses.values()
     node = node_of(d, "a")
 
     def chunk(count: int) -> float:
@@ -186,7 +186,7 @@ def end_of_a_node(gain: float, speculates: bool = True) -> tuple[float, float]:
     lengths = [3900, 3700, 3200, 3000, 2600, 1600, 1500, 1400]
     d = fleet("a", prompts=8, speculates=speculates)
     with_history(d, 0, 1, 2, 3, 5)
-    by_id = {r.id: lengths[i] for i, r in enumerate(d.core.ledger.responses.values())}
+    by_id = {r.id: lengths[i] for i, r in enumerate(d.core.table.responses.values())}
     decode = Decode(d, lambda r: by_id[r.id], gain)
     node = node_of(d, "a")
     for _ in range(60):
@@ -231,7 +231,7 @@ def known(name: str, gain: float, running: list[Response], slots: int = 8, step_
 def responses_of(count: int, *with_a_history: int) -> list[Response]:
     d = fleet("x", prompts=count)
     with_history(d, *with_a_history)
-    return list(d.core.ledger.responses.values())
+    return list(d.core.table.responses.values())
 
 
 def test_long_response_without_history_counts_as_slower_than_a_longer_one_with():
@@ -289,7 +289,7 @@ def told(seed_gain: float) -> list[tuple[float, str, str]]:
     """A fleet plays with migration; (time, response, node) of whatever was placed."""
     d = fleet("a", "b", prompts=12)
     with_history(d, *range(0, 12, 3))
-    by_id = {r.id: 600 + 211 * i for i, r in enumerate(d.core.ledger.responses.values())}
+    by_id = {r.id: 600 + 211 * i for i, r in enumerate(d.core.table.responses.values())}
     decode = Decode(d, lambda r: by_id[r.id], seed_gain)
     story: list[tuple[float, str, str]] = []
     for _ in range(4000):

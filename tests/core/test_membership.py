@@ -63,8 +63,8 @@ def test_tokens_of_an_attempt_that_was_given_up_are_ignored(driver: Driver):
     driver.join("b", slots=1)
     driver.confirm("b", 0)
     driver.tokens("p0@0#0", 5, 5, offset=1, node="a", attempt=1)
-    assert list(driver.core.ledger.responses["p0@0#0"].tokens) == [7]
-    assert driver.core.ledger.counters.chunks_ignored == 1
+    assert list(driver.core.table.responses["p0@0#0"].tokens) == [7]
+    assert driver.core.table.counters.chunks_ignored == 1
 
 
 def test_silent_node_is_lost_when_its_lease_runs_out_and_a_heard_one_is_not(driver: Driver):
@@ -75,13 +75,13 @@ def test_silent_node_is_lost_when_its_lease_runs_out_and_a_heard_one_is_not(driv
     driver.feed(TimerFired(), now=5.0)
     assert set(driver.core.fleet.nodes) == {"b", "t"}
     assert driver.core.next_deadline() == 9.0
-    assert driver.core.ledger.counters.nodes_lost == 1
+    assert driver.core.table.counters.nodes_lost == 1
 
 
 def test_restarted_node_replaces_its_old_incarnation_and_a_ghost_does_not(driver: Driver):
     driver.start("a", slots=2)
     driver.join("a", slots=2, incarnation=2)
-    assert driver.core.ledger.counters.responses_moved == 2
+    assert driver.core.table.counters.responses_moved == 2
     assert driver.core.fleet.nodes["a"].incarnation == 2
     [(_, refusal)] = sent(driver.join("a", incarnation=1), Welcome)
     assert refusal.refused == "another process has this name now"
@@ -112,7 +112,7 @@ def test_hello_of_a_known_process_is_welcomed_again_without_moving_anything(driv
     driver.start("a", slots=2)
     running = dict.fromkeys(driver.running(), 1)
     assert driver.join("a", slots=2, serves=0, running=running) == [Admit("a")]
-    assert driver.core.ledger.counters.responses_moved == 0
+    assert driver.core.table.counters.responses_moved == 0
 
 
 def test_second_trainer_and_wrong_protocol_are_refused_in_one_line(driver: Driver):
@@ -137,7 +137,7 @@ def test_draining_node_gets_no_new_work_and_its_responses_move(driver: Driver):
     )
     assert (node, generate.requests[0].response) == ("b", "p0@0#1")
     assert "a" not in driver.core.fleet.nodes
-    assert driver.core.ledger.counters.nodes_lost == 0
+    assert driver.core.table.counters.nodes_lost == 0
 
 
 def test_operator_drain_reaches_the_node_and_an_unknown_name_is_reported(driver: Driver):
@@ -198,7 +198,7 @@ def test_engine_that_died_takes_no_response_with_it_and_its_node_loads_again(dri
     driver.tokens("p0@0#0", 7)
     commands = driver.feed(WeightsRefused("a", WeightsFailed(0, "engine killed by SIGKILL")))
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
-    assert driver.core.ledger.counters.responses_moved == 2
+    assert driver.core.table.counters.responses_moved == 2
     [(_, generate)] = sent(driver.confirm("a", 0), Generate)
     assert [(r.response, r.prefix) for r in generate.requests] == [("p0@0#0", ids(7)), ("p0@0#1", b"")]
 

@@ -34,4 +34,4 @@ def test_a_node_is_told_of_all_its_responses_in_as_many_messages_as_it_takes(mon
     d = Driver(prompts_per_step=4, group_size=2)
     generated = sent(d.start("a", slots=8), Generate)
     assert [len(message.requests) for _, message in generated] == [2, 2, 2, 2]
-    assert {r.response for _, message in generated for r in message.requests} == set(d.core.ledger.responses)
+    assert {r.response for _, message in generated for r in message.requests} == set(d.core.table.responses)

@@ -30,7 +30,7 @@ def waiting(count: int) -> list[Response]:
     d.join("t", "trainer")
     d.publish(0)
     d.start("a", slots=count)
-    return list(d.core.ledger.responses.values())
+    return list(d.core.table.responses.values())
 
 
 def test_responses_go_to_the_node_that_would_finish_first_with_them():
@@ -139,7 +139,7 @@ def test_node_that_joins_in_the_middle_of_a_step_gets_its_share_of_what_runs():
         (r.response, r.attempt - 1) for node, g in sent(commands, Generate) for r in g.requests if node == "b"
     }
     assert aborted == started
-    assert d.core.ledger.counters.migrations == len(started)
+    assert d.core.table.counters.migrations == len(started)
 
 
 def test_response_that_moves_takes_its_tokens_along():
@@ -201,7 +201,7 @@ def test_busy_node_is_refilled_while_another_loads_but_leaves_it_its_share():
     d.confirm("a", 1)
     for waiting in (4, 4, 3):  # of eight, b's half waits for it; a's is done by and by
         running = d.core.fleet.nodes["a"].running
-        assert sum(r.state == "queued" for r in d.core.ledger.responses.values()) == waiting
+        assert sum(r.state == "queued" for r in d.core.table.responses.values()) == waiting
         d.finish(next(iter(running)))
 
 

@@ -270,5 +270,5 @@ def test_closed_round_tells_what_was_put_off_and_what_was_aborted_with_its_token
         r.id: len(r.tokens) for g in closed.round.groups.values() for r in g.responses if r.state == "aborted"
     }
     assert aborted == {"p0@0#1": 4, "p1@0#0": 5, "p1@0#2": 5}
-    assert d.core.ledger.counters.aborted_tokens == 4 + 5 + 1 + 5 + 5
+    assert d.core.table.counters.aborted_tokens == 4 + 5 + 1 + 5 + 5
     assert closed.round.cut == closed.round.finishing_tokens == 5

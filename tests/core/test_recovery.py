@@ -8,8 +8,8 @@ from lightrl.core.attempts import MAX_UNRECORDED
 from lightrl.core.commands import CloseRound, DrawPrompts, Score
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost, TokensArrived
-from lightrl.core.log_entries import Fact, Resumed, TokensTaken
-from lightrl.core.recovery import recover, restate
+from lightrl.core.log_entries import LogEntry, SnapshotBegan, TokensTaken
+from lightrl.core.recovery import recover, take_snapshot
 from lightrl.core.state import Tail
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages import Abort, Generate, PublishWeights, ResponseTokens, TokenChunk, TrainShard
@@ -120,7 +120,7 @@ def test_response_that_a_silent_node_finished_is_taken_when_it_comes_back(driver
     driver.join("a", slots=4, serves=0, running={})
     driver.feed(NodeLost("a", "once more"))  # p0@0#0 waits, and is nowhere
     driver.join("a", slots=1, serves=0)
-    waiting = next(r for r in driver.core.ledger.responses.values() if r.state == "queued")
+    waiting = next(r for r in driver.core.table.responses.values() if r.state == "queued")
     item = ResponseTokens(waiting.id, 1, 0, ids(7, 8), logprobs(2), "stop")
     commands = driver.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
     assert [c.response.id for c in of_kind(commands, Score)] == [waiting.id]
@@ -140,7 +140,7 @@ def test_what_a_silent_node_finished_under_older_weights_is_ignored_and_costs_it
     assert (d.round.kind, waiting.state, waiting.attempt > 1) == ("long", "queued", True)
     item = ResponseTokens(waiting.id, 1, 0, ids(7, 8), logprobs(2), "stop")
     d.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
-    assert (list(waiting.tokens), d.core.ledger.counters.chunks_ignored) == ([], 1)
+    assert (list(waiting.tokens), d.core.table.counters.chunks_ignored) == ([], 1)
     assert "a" in d.core.fleet.nodes
 
 
@@ -179,9 +179,9 @@ def test_tokens_of_an_older_version_behind_a_newer_one_are_restated_in_their_ord
     d.tokens(name, 7, node="c", attempt=d.held(name).attempt, version=0)
     assert d.held(name).starts == [(0, 0), (1, 1), (0, 2)]
     again = Coordinator(d.core.settings, 0.0)
-    recover(again, restate(d.core), 0.0)
-    assert again.ledger.responses[name].starts == [(0, 0), (1, 1), (0, 2)]
-    assert list(again.ledger.responses[name].tokens) == [5, 6, 7]
+    recover(again, take_snapshot(d.core), 0.0)
+    assert again.table.responses[name].starts == [(0, 0), (1, 1), (0, 2)]
+    assert list(again.table.responses[name].tokens) == [5, 6, 7]
 
 
 def test_run_cannot_be_resumed_to_end_before_it_is():
@@ -215,17 +215,17 @@ def test_restated_core_is_the_same_core(tail: Tail):
     d.start("a", slots=99)
     d.play(lambda name: 1 + sum(map(ord, name)) % 9, rounds=2)
     d.tokens(d.running()[0], 5, 6)
-    before = list(restate(d.core))
+    before = list(take_snapshot(d.core))
     again = Coordinator(d.core.settings, 0.0)
     recover(again, before, 0.0)
     again.check()
-    assert plain(list(restate(again))) == plain(before)
+    assert plain(list(take_snapshot(again))) == plain(before)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_where_a_run_stood_stays_the_same_whatever_happens_before_it_is_written(seed: int):
     world = World(seed, **settings(seed, max_staleness=seed % 3)).live(60)
-    standing, told = restate(world.core), list(restate(world.core))
+    standing, told = take_snapshot(world.core), list(take_snapshot(world.core))
     facts, begun = iter(standing), [next(iter(standing))]
     next(facts)
     for fact in facts:  # a piece now and then
@@ -242,11 +242,11 @@ def test_long_responses_are_told_in_pieces(monkeypatch):
     d.start("a", slots=4)
     for name in d.running():
         d.tokens(name, 5, 6, 7)
-    told = [f for f in restate(d.core) if isinstance(f, TokensTaken)]
+    told = [f for f in take_snapshot(d.core) if isinstance(f, TokensTaken)]
     assert [[i.response for i in f.items] for f in told] == [["p0@0#0", "p0@0#1"], ["p1@0#0", "p1@0#1"]]
 
 
-def plain(facts: list[Fact]) -> list[Fact]:
+def plain(facts: list[LogEntry]) -> list[LogEntry]:
     return [
         replace(f, items=tuple(sorted(f.items, key=lambda i: i.response)))
         if isinstance(f, TokensTaken)
@@ -262,9 +262,9 @@ def test_score_that_came_too_late_still_does():
     d.finish("p0@0#1")  # first by the clock
     d.score("p0@0#0")
     again = Coordinator(d.core.settings, 0.0)
-    recover(again, restate(d.core), 0.0)
-    assert again.ledger.round is not None
-    assert [r.id for r in again.ledger.round.groups["p0@0"].kept] == ["p0@0#1"]
+    recover(again, take_snapshot(d.core), 0.0)
+    assert again.table.round is not None
+    assert [r.id for r in again.table.round.groups["p0@0"].kept] == ["p0@0#1"]
 
 
 def test_facts_with_a_hole_are_refused_not_guessed():
@@ -280,7 +280,7 @@ def test_counters_and_lengths_survive():
     d.start("a")
     d.play(lambda name: 3, rounds=1)
     d.restart()
-    [stood] = [f for f in d.segment if isinstance(f, Resumed)]
+    [stood] = [f for f in d.segment if isinstance(f, SnapshotBegan)]
     assert (stood.counters.groups_trained, stood.counters.rollout_tokens) == (2, 12)
     assert stood.memory.finished == {"p0": 3, "p1": 3}
 

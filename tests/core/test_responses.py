@@ -17,14 +17,14 @@ def test_overlapping_chunk_is_trimmed(driver: Driver):
     driver.start("a", slots=1)
     driver.tokens("p0@0#0", 3, 4)
     driver.tokens("p0@0#0", 4, 5, offset=1)
-    assert list(driver.core.ledger.responses["p0@0#0"].tokens) == [3, 4, 5]
+    assert list(driver.core.table.responses["p0@0#0"].tokens) == [3, 4, 5]
 
 
 def test_tokens_of_a_node_where_the_response_does_not_run_are_ignored(driver: Driver):
     driver.start("a", "b", slots=2)
     driver.tokens("p0@0#0", 3, node="b" if driver.requests["p0@0#0"][0] == "a" else "a")
     assert len(driver.held("p0@0#0").tokens) == 0
-    assert driver.core.ledger.counters.chunks_ignored == 1
+    assert driver.core.table.counters.chunks_ignored == 1
 
 
 def test_hole_gives_the_attempt_up_and_resumes_from_what_is_held(driver: Driver):
@@ -58,8 +58,8 @@ def test_peer_that_breaks_the_protocol_is_lost_and_its_tokens_are_not_taken(
     commands = driver.tokens("p0@0#0", chunk.pop("token_id", 7), **chunk)
     assert any(why in report.text for report in of_kind(commands, Report))
     assert "a" not in driver.core.fleet.nodes
-    assert len(driver.core.ledger.responses["p0@0#0"].tokens) == 0
-    assert driver.core.ledger.counters.bad_chunks == 1
+    assert len(driver.core.table.responses["p0@0#0"].tokens) == 0
+    assert driver.core.table.counters.bad_chunks == 1
 
 
 def test_logprob_that_is_not_finite_loses_the_peer(driver: Driver):
@@ -81,13 +81,13 @@ def test_finished_response_is_scored_once_and_a_second_score_changes_nothing(dri
     assert (score.response.id, score.prompt, score.source) == ("p0@0#0", "p0", "train")
     driver.score("p0@0#0", 1.0)
     driver.score("p0@0#0", 0.0)
-    assert driver.core.ledger.responses["p0@0#0"].reward == 1.0
+    assert driver.core.table.responses["p0@0#0"].reward == 1.0
 
 
 def test_score_of_a_response_that_still_runs_is_ignored(driver: Driver):
     driver.start("a")
     driver.score("p0@0#0", 1.0)
-    assert not driver.core.ledger.responses["p0@0#0"].scored
+    assert not driver.core.table.responses["p0@0#0"].scored
 
 
 def test_unscored_response_drops_its_group_and_the_step_goes_on_with_the_rest(driver: Driver):
@@ -103,8 +103,8 @@ def test_unscored_response_drops_its_group_and_the_step_goes_on_with_the_rest(dr
     }
     last = sent(closing, TrainShard)[-1][1]
     assert (last.last, last.num_groups) == (True, 1)
-    assert driver.core.ledger.counters.groups_dropped == 1
-    assert driver.core.ledger.counters.aborted_tokens == 2
+    assert driver.core.table.counters.groups_dropped == 1
+    assert driver.core.table.counters.aborted_tokens == 2
 
 
 def test_unscored_response_gets_the_configured_reward_instead():
@@ -122,8 +122,8 @@ def test_step_whose_groups_are_all_dropped_is_still_a_step(driver: Driver):
     assert (last.last, last.groups, last.num_groups) == (True, (), 0)
     driver.train(0)
     driver.confirm("a", 1)
-    assert driver.core.ledger.round is not None
-    assert driver.core.ledger.round.step == 1
+    assert driver.core.table.round is not None
+    assert driver.core.table.round.step == 1
 
 
 def test_no_node_holds_more_than_its_slots_and_the_rest_waits_for_credit(driver: Driver):
@@ -160,4 +160,4 @@ def test_finished_response_of_an_attempt_that_was_never_given_out_is_ignored(dri
     driver.join("evil", slots=0)
     driver.tokens("p0@0#0", 9, finish="stop", node="evil", attempt=attempt)
     assert (driver.held("p0@0#0").state, driver.held("p0@0#0").attempt) == ("queued", 1)
-    assert driver.core.ledger.counters.chunks_ignored == 1
+    assert driver.core.table.counters.chunks_ignored == 1

@@ -25,7 +25,7 @@ def test_node_that_cannot_load_a_version_is_asked_to_leave(driver: Driver):
     [(name, drain)] = sent(driver.feed(failed), Drain)
     assert (name, drain.reason) == ("a", "cannot load version 0")
     assert driver.core.fleet.num_weights_failed == 3
-    assert driver.core.ledger.counters.engines_lost == 0
+    assert driver.core.table.counters.engines_lost == 0
 
 
 def test_an_engine_that_dies_while_it_serves_is_no_failure_of_the_weights(driver: Driver):
@@ -33,7 +33,7 @@ def test_an_engine_that_dies_while_it_serves_is_no_failure_of_the_weights(driver
     commands = driver.feed(WeightsRefused("a", WeightsFailed(0, "torch-engine (pid 7) hangs")))
     assert [r.text for r in of_kind(commands, Report)] == ["a: torch-engine (pid 7) hangs"]
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
-    assert driver.core.ledger.counters.engines_lost == 1
+    assert driver.core.table.counters.engines_lost == 1
     assert driver.core.fleet.num_weights_failed == 0
 
 
@@ -46,7 +46,7 @@ def test_whole_groups_stream_to_the_trainer_while_others_still_generate(driver: 
     [group] = shard.groups
     assert (group.group, group.prompt) == ("p0@0", ids(1, 2, 0))
     assert [(r.token_ids, r.reward) for r in group.responses] == [(ids(5, 6), 1.0), (ids(9), 0.0)]
-    assert driver.core.ledger.responses["p1@0#0"].state == "running"
+    assert driver.core.table.responses["p1@0#0"].state == "running"
 
 
 def test_step_opens_only_when_the_new_version_is_confirmed(driver: Driver):
@@ -100,7 +100,7 @@ def test_run_ends_after_its_last_step_and_only_when_all_nodes_have_left(driver: 
     driver.feed(NodeLeft("a", "drained", ok=True))
     [finish] = of_kind(driver.feed(NodeLeft("t", "drained", ok=True)), Finish)
     assert str(finish.state) == "finished"
-    assert driver.core.ledger.counters.trained_responses == 8
+    assert driver.core.table.counters.trained_responses == 8
 
 
 def test_evaluations_come_first_last_and_every_interval():
@@ -111,11 +111,11 @@ def test_evaluations_come_first_last_and_every_interval():
         commands = d.finish_round()
         closed += [(c.round.kind, c.round.step) for c in of_kind(commands, CloseRound)]
         if (
-            d.core.ledger.round is not None
-            and d.core.ledger.round.state == "closed"
-            and not d.core.ledger.round.is_eval
+            d.core.table.round is not None
+            and d.core.table.round.state == "closed"
+            and not d.core.table.round.is_eval
         ):
-            step = d.core.ledger.round.step
+            step = d.core.table.round.step
             d.train(step)
             d.confirm("a", step + 1)
         if d.core.state == "finishing":
@@ -135,8 +135,8 @@ def test_evaluation_is_greedy_never_trained_and_survives_unscored_responses():
     [closed] = of_kind(commands, CloseRound)
     assert [r.reward for g in closed.round.groups.values() for r in g.responses] == [None, 1.0]
     assert sent(commands, TrainShard) == []
-    assert d.core.ledger.round is not None
-    assert d.core.ledger.round.kind == "plain"
+    assert d.core.table.round is not None
+    assert d.core.table.round.kind == "plain"
 
 
 def test_first_node_to_load_a_version_leaves_their_share_to_those_that_still_load(driver: Driver):
@@ -167,8 +167,8 @@ def test_idle_node_does_not_wait_for_one_that_is_slow_to_load(driver: Driver):
         running = driver.core.fleet.nodes["b"].running
         assert running
         driver.finish(next(iter(running)))
-    assert driver.core.ledger.round is not None
-    assert str(driver.core.ledger.round.state) == "closed"
+    assert driver.core.table.round is not None
+    assert str(driver.core.table.round.state) == "closed"
 
 
 def test_step_that_the_trainer_still_finishes_while_the_run_stops_is_counted():
@@ -182,4 +182,4 @@ def test_step_that_the_trainer_still_finishes_while_the_run_stops_is_counted():
     d.feed(NodeLeft("a", "drained", ok=True))
     [finish] = of_kind(d.feed(NodeLeft("t", "drained", ok=True)), Finish)
     assert str(finish.state) == "stopped"
-    assert d.core.ledger.counters.trained_responses == 4
+    assert d.core.table.counters.trained_responses == 4

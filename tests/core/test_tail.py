@@ -8,7 +8,7 @@ import pytest
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, Score
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.log_entries import Restated, Resumed
+from lightrl.core.log_entries import SnapshotBegan, SnapshotEnded
 from lightrl.core.recovery import recover
 from lightrl.core.state import Counters, DrawnPrompt, Tail, sample_seed
 
@@ -186,7 +186,7 @@ def test_late_chunk_of_a_short_round_does_not_count_in_the_long_one():
     assert old >= 1
     d.tokens(name, 7, 7, attempt=old, offset=0, version=1)
     assert len(d.held(name).tokens) == 0
-    assert d.core.ledger.counters.chunks_ignored == 1
+    assert d.core.table.counters.chunks_ignored == 1
     d.tokens(name, 8)
     assert list(d.held(name).tokens) == [8]
 
@@ -248,8 +248,8 @@ def test_core_that_is_started_with_a_backlog_goes_on_as_one_that_was_never_inter
 
 def test_evaluation_that_was_done_is_not_repeated_by_a_resumed_core():
     d = Driver(num_eval_prompts=1, eval_interval=1)
-    stood = Resumed(1, num_drawn=2, evaluated=1, counters=Counters(groups_trained=2))
-    recover(d.core, [stood, Restated()], 0.0)
+    stood = SnapshotBegan(1, num_drawn=2, evaluated=1, counters=Counters(groups_trained=2))
+    recover(d.core, [stood, SnapshotEnded()], 0.0)
     d.join("t", "trainer")
     d.publish(1)
     d.join("a")

@@ -2,17 +2,17 @@
 
 import pytest
 
-from lightrl.core import trainer_feed as trainee
+from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.commands import Finish, Record, ReplayShards, Report
 from lightrl.core.events import (
     DrainRequested,
     Event,
-    HeadFailed,
     NodeJoined,
     NodeLeft,
     NodeLost,
     ShardLeft,
     ShardsDelivered,
+    ShellFailed,
     StepTrained,
     WeightsPublished,
 )
@@ -172,8 +172,8 @@ def test_trainer_that_stumbles_again_at_the_end_is_still_awaited():
 
 def due_at_once(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, list[TrainShard]]:
     """A step of four groups of four tokens, of which one shard carries one; and what goes at once."""
-    monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 5)
-    monkeypatch.setattr(trainee, "MAX_UNTAKEN_TOKENS", 8)
+    monkeypatch.setattr(trainer_feed, "MAX_SHARD_TOKENS", 5)
+    monkeypatch.setattr(trainer_feed, "MAX_UNTAKEN_TOKENS", 8)
     d = Driver(prompts_per_step=4, group_size=2)
     d.start("a", slots=99)
     d.feed(NodeLost("t", "gone"))
@@ -202,7 +202,7 @@ def test_a_step_that_is_due_at_once_comes_as_the_trainer_takes_it(monkeypatch):
 
 
 def test_a_slow_disk_holds_shards_back_however_much_the_trainer_would_take(monkeypatch):
-    monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 5)
+    monkeypatch.setattr(trainer_feed, "MAX_SHARD_TOKENS", 5)
     d = Driver(prompts_per_step=4, group_size=2)
     d.start("a", slots=99)
     d.disk_is_slow = True
@@ -224,7 +224,7 @@ def test_what_was_taken_by_a_trainer_that_came_back_counts_no_more(monkeypatch):
 
 
 def test_a_group_that_is_more_than_all_that_may_be_untaken_goes_alone(monkeypatch):
-    monkeypatch.setattr(trainee, "MAX_UNTAKEN_TOKENS", 1)
+    monkeypatch.setattr(trainer_feed, "MAX_UNTAKEN_TOKENS", 1)
     d = Driver(prompts_per_step=2, group_size=2)
     d.start("a", slots=99)
     shards = [s for _, s in sent(d.complete(lambda name: 2), TrainShard)]
@@ -242,7 +242,7 @@ def test_preempted_trainer_may_come_back():
 
 def test_shell_that_cannot_go_on_ends_the_run_in_order():
     d = trained(1)
-    commands = d.feed(HeadFailed("no space left on device"))
+    commands = d.feed(ShellFailed("no space left on device"))
     assert {n for n, _ in sent(commands, Drain)} == {"a", "t"}
     d.feed(NodeLeft("a", "drained", ok=True))
     [finish] = of_kind(d.feed(NodeLeft("t", "drained", ok=True)), Finish)
@@ -266,7 +266,7 @@ def test_version_of_a_step_whose_round_is_open_is_ignored():
     for finish in (d.running()[0], None):
         commands = [*d.publish(2), *d.feed(StepTrained("t", StepDone(1, 2, {})))]
         assert d.core.fleet.published is published
-        assert (d.core.step, d.core.trainee.stands_at) == (1, 1)
+        assert (d.core.step, d.core.trainer_feed.stands_at) == (1, 1)
         assert [c.text for c in of_kind(commands, Report)] == [
             "t published version 2, but the round of step 1 is still open: ignored"
         ]
@@ -274,7 +274,7 @@ def test_version_of_a_step_whose_round_is_open_is_ignored():
             d.finish(finish)
     d.finish_round()
     d.train(1)
-    assert (d.core.fleet.published.policy_version, d.core.trainee.stands_at) == (2, 2)  # type: ignore[union-attr]
+    assert (d.core.fleet.published.policy_version, d.core.trainer_feed.stands_at) == (2, 2)  # type: ignore[union-attr]
 
 
 def test_version_of_a_step_after_the_one_that_is_trained_is_ignored():
@@ -282,11 +282,11 @@ def test_version_of_a_step_after_the_one_that_is_trained_is_ignored():
     d = Driver(num_steps=9, max_staleness=2)
     d.start("a", slots=99)
     d.finish_round()
-    assert len([r for r in d.core.ledger.rounds if r.state == "closed"]) > 1
+    assert len([r for r in d.core.table.rounds if r.state == "closed"]) > 1
     d.publish(1)
     d.publish(2)
     assert d.core.fleet.published is not None
-    assert (d.core.fleet.published.policy_version, d.core.trainee.stands_at) == (1, 1)
+    assert (d.core.fleet.published.policy_version, d.core.trainer_feed.stands_at) == (1, 1)
 
 
 def test_trainer_that_trains_again_publishes_what_was_published_whatever_round_is_open():
@@ -294,9 +294,9 @@ def test_trainer_that_trains_again_publishes_what_was_published_whatever_round_i
     come_back(d, 0)
     for version in (1, 2):
         d.publish(version)
-    assert (d.core.step, d.core.trainee.stands_at) == (2, 2)
+    assert (d.core.step, d.core.trainer_feed.stands_at) == (2, 2)
     d.publish(3)
-    assert d.core.trainee.stands_at == 2
+    assert d.core.trainer_feed.stands_at == 2
 
 
 @pytest.mark.parametrize("news", [ShardLeft(0, 0), ShardsDelivered("t", ShardsTaken(0, 0))])
@@ -315,7 +315,7 @@ def test_news_of_a_shard_that_is_sent_again_sends_no_other(news: Event):
 
 
 def test_a_run_that_is_stopped_still_hands_over_the_step_of_which_all_groups_are_known(monkeypatch):
-    monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 1)
+    monkeypatch.setattr(trainer_feed, "MAX_SHARD_TOKENS", 1)
     d = Driver(prompts_per_step=4)
     d.disk_is_slow = True
     d.start("a", slots=8)

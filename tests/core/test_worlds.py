@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightrl.core import trainer_feed as trainee
-from lightrl.core.events import DrainRequested, HeadFailed, NodeLeft
+from lightrl.core import trainer_feed as trainer_feed
+from lightrl.core.events import DrainRequested, NodeLeft, ShellFailed
 from lightrl.core.state import Tail
 
 from .oracle import oracle
@@ -109,7 +109,7 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
     world.live(world.rng.randint(1, 80))
     world.return_trainer()
     reason = world.rng.choice(
-        [DrainRequested("*", "down"), HeadFailed("disk full"), NodeLeft("t", "bug", ok=False)]
+        [DrainRequested("*", "down"), ShellFailed("disk full"), NodeLeft("t", "bug", ok=False)]
     )
     world.feed(lambda: world.driver.feed(reason))
     known = {step: len(shards) for step, shards in world.shards.items()}
@@ -124,8 +124,8 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
 @pytest.mark.parametrize("seeds", [range(600 + 20 * k, 620 + 20 * k) for k in range(4)])
 def test_world_whose_steps_are_much_more_than_the_trainer_takes_at_once(seeds, monkeypatch):
     """Every shard once and in order, and the same is trained, whoever dies while a step is handed over."""
-    monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 4)
-    monkeypatch.setattr(trainee, "MAX_UNTAKEN_TOKENS", 6)
+    monkeypatch.setattr(trainer_feed, "MAX_SHARD_TOKENS", 4)
+    monkeypatch.setattr(trainer_feed, "MAX_UNTAKEN_TOKENS", 6)
     num_held_back = 0
     for seed in seeds:
         world = World(seed, **settings(seed)).live(NUM_EVENTS).heal()
@@ -140,7 +140,7 @@ def test_in_these_worlds_everything_does_happen():
     totals: Counter[str] = Counter()
     for seed in range(180):
         world = World(seed, **settings(seed, max_staleness=seed % 3)).live(250)
-        counters = asdict(world.core.ledger.counters)
+        counters = asdict(world.core.table.counters)
         totals.update(counters | {"weights_failed": world.core.fleet.num_weights_failed})
         totals.update(r.kind for r in world.rounds)
         totals.update({"restarts": world.num_restarts, "replays": world.num_replays})

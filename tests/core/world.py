@@ -24,7 +24,7 @@ from lightrl.core.events import (
     WeightsPublished,
     WeightsRefused,
 )
-from lightrl.core.log_entries import Restated, ShardSent
+from lightrl.core.log_entries import ShardSent, SnapshotEnded
 from lightrl.core.staleness import staleness
 from lightrl.core.state import Node, Response, Round
 from lightrl.messages import (
@@ -251,9 +251,9 @@ class World:
 
     def score(self) -> None:
         """Of some that wait for it; sometimes of an attempt that was given up, or of any response."""
-        waiting = [r for r in self.core.ledger.responses.values() if r.state == "done" and not r.scored]
+        waiting = [r for r in self.core.table.responses.values() if r.state == "done" and not r.scored]
         if self.rng.random() < 0.05:
-            waiting = list(self.core.ledger.responses.values())
+            waiting = list(self.core.table.responses.values())
         for r in self.rng.sample(waiting, self.rng.randint(min(1, len(waiting)), len(waiting))):
             attempt = r.attempt - (self.rng.random() < 0.1)
             self.remember(ResponseScored(r.id, attempt, self.reward_of(r.id), "no luck"))
@@ -317,7 +317,9 @@ class World:
         """Killed at any moment: the newest facts may be lost, but not what was sent to the trainer."""
         self.num_restarts += 1
         nodes = {n: self.core.fleet.nodes[n] for n in self.rollouts()}
-        kept = 1 + max(i for i, f in enumerate(self.driver.segment) if isinstance(f, Restated | ShardSent))
+        kept = 1 + max(
+            i for i, f in enumerate(self.driver.segment) if isinstance(f, SnapshotEnded | ShardSent)
+        )
         lost = self.rng.randint(0, len(self.driver.segment) - kept)
         self.feed(lambda: self.driver.restart(lost))
         if self.has_trainer:
@@ -362,7 +364,7 @@ class World:
         """A trainer says that it has trained what it has not been sent yet."""
         round, published = self.core.steps.training(), self.core.fleet.published
         is_open = round is not None and round.state != "closed"
-        if is_open and round.step == self.core.trainee.stands_at:
+        if is_open and round.step == self.core.trainer_feed.stands_at:
             self.feed(lambda: self.driver.publish(round.step + 1))
             assert self.core.fleet.published is published
 
@@ -419,7 +421,7 @@ class World:
                 self.load_newest("healer")
             if node.running:
                 self.feed_chunk("healer", [self.item(r, MAX_TOKENS) for r in node.running.values()])
-            for r in list(self.core.ledger.responses.values()):
+            for r in list(self.core.table.responses.values()):
                 if r.state == "done" and not r.scored:
                     self.remember(ResponseScored(r.id, r.attempt, self.reward_of(r.id), "no luck"))
         else:

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from lightrl.history.saved import FILE_NAME, SavedHistory, read
-from lightrl.history.store import Answered, History, Past
+from lightrl.history.store import History, PastResponse, PromptAnswers
 
 FULL = Path("/dev/full")  # every write to it fails as on a full disk
 
 
-def answered(prompt: str, epoch: int = 0, num_tokens: int = 3) -> Answered:
+def answered(prompt: str, epoch: int = 0, num_tokens: int = 3) -> PromptAnswers:
     """Two responses, one given up and without a reward."""
-    whole = Past(epoch, array("i", range(num_tokens)), True, 0.1 + epoch)
-    part = Past(epoch, array("i", [-1, 1 << 20]), False)
-    return Answered(prompt, epoch, ((0, whole), (5, part)))
+    whole = PastResponse(epoch, array("i", range(num_tokens)), True, 0.1 + epoch)
+    part = PastResponse(epoch, array("i", [-1, 1 << 20]), False)
+    return PromptAnswers(prompt, epoch, ((0, whole), (5, part)))
 
 
-def save(run_dir: Path, *rounds: list[Answered], slack_bytes: int = 1 << 20) -> History:
+def save(run_dir: Path, *rounds: list[PromptAnswers], slack_bytes: int = 1 << 20) -> History:
     """As a coordinator does that learns these rounds."""
     history = History()
     saved = SavedHistory(run_dir, history, pytest.fail, slack_bytes)
@@ -33,7 +33,7 @@ def save(run_dir: Path, *rounds: list[Answered], slack_bytes: int = 1 << 20) -> 
     return history
 
 
-def recall(run_dir: Path) -> tuple[list[Answered], list[str]]:
+def recall(run_dir: Path) -> tuple[list[PromptAnswers], list[str]]:
     """What the next coordinator knows, and what it was told."""
     told: list[str] = []
     history = History()
@@ -59,9 +59,16 @@ def test_a_run_without_such_a_file_knows_nothing_and_a_new_run_ignores_one(tmp_p
 
 
 def test_responses_without_tokens_are_not_written(tmp_path):
-    save(tmp_path, [Answered("a", 0, ((0, Past(0, array("i"), False)), (1, Past(0, array("i", [4]), True))))])
+    save(
+        tmp_path,
+        [
+            PromptAnswers(
+                "a", 0, ((0, PastResponse(0, array("i"), False)), (1, PastResponse(0, array("i", [4]), True)))
+            )
+        ],
+    )
     [known], _ = recall(tmp_path)
-    assert known.responses == ((1, Past(0, array("i", [4]), True)),)
+    assert known.responses == ((1, PastResponse(0, array("i", [4]), True)),)
 
 
 def test_an_end_torn_anywhere_costs_the_last_record_only_and_is_repaired(tmp_path):
@@ -172,13 +179,13 @@ import resource, signal
 from array import array
 from pathlib import Path
 from lightrl.history.saved import SavedHistory
-from lightrl.history.store import Answered, History, Past
+from lightrl.history.store import PromptAnswers, History, Past
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (450, resource.RLIM_INFINITY))
 history = History()
 saved = SavedHistory(Path({str(tmp_path)!r}), history, print)
 for prompt in "abcd":
-    round = [Answered(prompt, 0, ((0, Past(0, array("i", bytes(100)), True)),))]
+    round = [PromptAnswers(prompt, 0, ((0, PastResponse(0, array("i", bytes(100)), True)),))]
     history.learn(round)
     saved.append(round)
 saved.close()

@@ -6,12 +6,12 @@ from array import array
 
 from lightrl.core.state import DrawnPrompt, Group, Response, Round, RoundKind, RoundState
 from lightrl.history.lengths import LengthsLog
-from lightrl.history.store import Answered, History, Past, answers, key_of
+from lightrl.history.store import History, PastResponse, PromptAnswers, answers, key_of
 from lightrl.messages import Sampling
 
 
-def past(num_tokens: int, epoch: int = 0, finished: bool = True) -> Past:
-    return Past(epoch, array("i", [epoch] * num_tokens), finished)
+def past(num_tokens: int, epoch: int = 0, finished: bool = True) -> PastResponse:
+    return PastResponse(epoch, array("i", [epoch] * num_tokens), finished)
 
 
 def closed(epoch: int, *prompts: str, kind: RoundKind = "short") -> Round:
@@ -28,8 +28,8 @@ def closed(epoch: int, *prompts: str, kind: RoundKind = "short") -> Round:
     return round
 
 
-def add(history: History, prompt: str, epoch: int, *responses: tuple[int, Past]) -> None:
-    history.add(Answered(prompt, epoch, responses))
+def add(history: History, prompt: str, epoch: int, *responses: tuple[int, PastResponse]) -> None:
+    history.add(PromptAnswers(prompt, epoch, responses))
 
 
 def test_a_newer_epoch_replaces_an_older_one_and_late_news_of_an_older_one_is_ignored():
@@ -102,8 +102,8 @@ def test_a_round_brings_finished_and_given_up_responses_and_its_hits_are_counted
         "history/hit_rate": 0.0,
     }
     whole, part = history.of("a")
-    assert whole == Past(0, array("i", [9] * 3), finished=True, reward=0.5)
-    assert part == Past(0, array("i", [9] * 2), finished=False)
+    assert whole == PastResponse(0, array("i", [9] * 3), finished=True, reward=0.5)
+    assert part == PastResponse(0, array("i", [9] * 2), finished=False)
     assert history.learn(answers(closed(1, "b", "c")))["history/hit_rate"] == 0.5
     assert history.of("b")[0].epoch == 1
     assert history.learn(answers(closed(1, "d")))["history/evicted"] == 1.0
@@ -138,8 +138,8 @@ def test_memory_beyond_the_tokens_is_as_said():
     try:
         history = History()
         for prompt in range(500):
-            responses = tuple((k, Past(prompt, array("i", [k] * 20), True, k / 3)) for k in range(8))
-            history.add(Answered(f"prompt {prompt}", prompt, responses))
+            responses = tuple((k, PastResponse(prompt, array("i", [k] * 20), True, k / 3)) for k in range(8))
+            history.add(PromptAnswers(f"prompt {prompt}", prompt, responses))
         del responses
         beyond = tracemalloc.get_traced_memory()[0] - history.num_bytes
     finally:

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.log_entries import Fact, Resumed, RoundOpened, ShardSent, TokensTaken, VersionPublished
-from lightrl.journal.read import FACTS
+from lightrl.core.log_entries import (
+    LogEntry,
+    RoundOpened,
+    ShardSent,
+    SnapshotBegan,
+    TokensTaken,
+    VersionPublished,
+)
+from lightrl.journal.read import LOG
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import ResponseTokens, TrainGroup, TrainShard
 from lightrl.wire import pack_f32, pack_i32
@@ -28,7 +35,7 @@ def shard(step: int, index: int, groups: list[str], last: bool = False, total: i
     return TrainShard(step, index, step, tuple(TrainGroup(g, b"", ()) for g in groups), last, total)
 
 
-def small_story() -> list[Fact]:
+def small_story() -> list[LogEntry]:
     return [
         RoundOpened(2, "plain"),
         TokensTaken(2, (item("a", 0, 3), item("b", 0, 2))),
@@ -38,9 +45,9 @@ def small_story() -> list[Fact]:
     ]
 
 
-async def write(folder: Path, *parts: tuple[int, list[Fact], list[Fact]]) -> None:
+async def write(folder: Path, *parts: tuple[int, list[LogEntry], list[LogEntry]]) -> None:
     """Segments of (step, base, news)."""
-    writer = JournalWriter(folder, FACTS, 5, pytest.fail)
+    writer = JournalWriter(folder, LOG, 5, pytest.fail)
     for step, base, news in parts:
         writer.begin(step, base)
         for fact in news:
@@ -51,7 +58,7 @@ async def write(folder: Path, *parts: tuple[int, list[Fact], list[Fact]]) -> Non
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
     folder = tmp_path / "journal"
-    asyncio.run(write(folder, (2, [Resumed(step=2), RoundOpened(2, "plain")], small_story())))
+    asyncio.run(write(folder, (2, [SnapshotBegan(step=2), RoundOpened(2, "plain")], small_story())))
     return folder
 
 
@@ -63,7 +70,7 @@ def within(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def tokens_of(facts: list[Fact]) -> dict[str, tuple[list[int], list[int], object]]:
+def tokens_of(facts: list[LogEntry]) -> dict[str, tuple[list[int], list[int], object]]:
     """What a reader that skips what it knows ends up with: (tokens, version of each, how it finished)."""
     held: dict[str, tuple[list[int], list[int], object]] = {}
     for fact in facts:

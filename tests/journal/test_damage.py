@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.log_entries import Fact, Resumed, RoundOpened, RoundStood, TokensTaken
+from lightrl.core.log_entries import LogEntry, RoundOpened, RoundSnapshot, SnapshotBegan, TokensTaken
 from lightrl.errors import JournalError
 from lightrl.journal import disk
-from lightrl.journal.codec import FACTS
+from lightrl.journal.codec import LOG
 from lightrl.journal.read import newest, read_segment, rewind, segments, shards, trim
 from tests.journal.conftest import small_story, write
 
 
-def read(path: Path) -> tuple[list[Fact], str]:
-    reading = read_segment(path, FACTS)
+def read(path: Path) -> tuple[list[LogEntry], str]:
+    reading = read_segment(path, LOG)
     facts = list(reading)
     return facts, str(reading.damage) if reading.damage is not None else ""
 
@@ -34,7 +34,7 @@ def one(folder: Path) -> Path:
 
 def test_what_was_written_is_read(journal):
     facts, damage = read(one(journal))
-    assert facts == [Resumed(step=2), RoundOpened(2, "plain"), *small_story()]
+    assert facts == [SnapshotBegan(step=2), RoundOpened(2, "plain"), *small_story()]
     assert damage == ""
 
 
@@ -43,7 +43,7 @@ def test_every_truncation_gives_a_prefix_and_one_line(journal):
     data = path.read_bytes()
     ends = [disk.HEADER_BYTES]
     for fact in whole:
-        ends.append(ends[-1] + disk.size(FACTS.encode(fact)))
+        ends.append(ends[-1] + disk.size(LOG.encode(fact)))
     assert ends[-1] == len(data)
     for length in range(len(data) - 1, -1, -1):
         os.truncate(path, length)
@@ -102,19 +102,19 @@ def test_a_folder_with_anything_else_in_it_is_read_all_the_same(journal):
     (journal / "00000009_step_1.log.damaged").write_text("?")
     (journal / "00000009_step_1.log.tmp").write_text("?")
     (journal / "00000009_step_x.log").mkdir()
-    assert newest(journal, FACTS)[0].number == 1
+    assert newest(journal, LOG)[0].number == 1
 
 
 def test_no_folder_and_an_empty_one_are_no_journal(tmp_path):
     for folder in (tmp_path / "nothing", tmp_path):
         with pytest.raises(JournalError, match="there is no journal"):
-            newest(folder, FACTS)
+            newest(folder, LOG)
 
 
 def test_a_segment_that_is_a_folder_or_cannot_be_opened_is_damage(tmp_path):
     (tmp_path / "00000001_step_0.log").mkdir()
     with pytest.raises(JournalError, match="cannot be read"):
-        newest(tmp_path, FACTS)
+        newest(tmp_path, LOG)
 
 
 def test_another_format_and_another_program_are_named(journal):
@@ -122,18 +122,18 @@ def test_another_format_and_another_program_are_named(journal):
     data = path.read_bytes()
     path.write_bytes(data[:8] + b"\x09" + data[9:])
     with pytest.raises(JournalError, match="format 9"):
-        newest(journal, FACTS)
+        newest(journal, LOG)
     path.write_bytes(b"#!/bin/sh\n" + data)
     with pytest.raises(JournalError, match="no segment of a journal"):
-        newest(journal, FACTS)
+        newest(journal, LOG)
 
 
 def test_a_fact_that_this_version_does_not_know_ends_what_is_read(journal):
     """Its checksum is right, but what follows may depend on it."""
     path, (whole, _) = one(journal), read(one(journal))
-    frame = FACTS.encode(RoundOpened(7, "plain")).replace(b"RoundOpened", b"RoundClosed")
+    frame = LOG.encode(RoundOpened(7, "plain")).replace(b"RoundOpened", b"RoundClosed")
     with open(path, "ab") as file:
-        file.write(b"".join(disk.framed([frame, FACTS.encode(RoundOpened(8, "plain"))])))
+        file.write(b"".join(disk.framed([frame, LOG.encode(RoundOpened(8, "plain"))])))
     facts, damage = read(path)
     assert facts == whole
     assert "RoundClosed" in damage
@@ -145,34 +145,36 @@ def test_a_fact_that_this_version_does_not_know_ends_what_is_read(journal):
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
     folder = tmp_path / "journal"
-    stood = [Resumed(step=3), RoundStood(3, "plain", 0, (), False)]
-    asyncio.run(write(folder, (2, [Resumed(step=2)], small_story()), (3, stood, [RoundOpened(3, "plain")])))
+    stood = [SnapshotBegan(step=3), RoundSnapshot(3, "plain", 0, (), False)]
+    asyncio.run(
+        write(folder, (2, [SnapshotBegan(step=2)], small_story()), (3, stood, [RoundOpened(3, "plain")]))
+    )
     return folder
 
 
 def test_the_newest_segment_with_a_whole_base_is_the_one_to_go_on_from(two):
     old, new = segments(two)
-    segment, facts, lines = newest(two, FACTS)
-    assert (segment, facts[0], lines) == (new, Resumed(step=3), [])
+    segment, facts, lines = newest(two, LOG)
+    assert (segment, facts[0], lines) == (new, SnapshotBegan(step=3), [])
     data = new.path.read_bytes()
-    base_end = len(data) - disk.size(FACTS.encode(RoundOpened(3, "plain")))
+    base_end = len(data) - disk.size(LOG.encode(RoundOpened(3, "plain")))
     for length in range(len(data) - 1, -1, -1):
         os.truncate(new.path, length)
-        segment, facts, lines = newest(two, FACTS)
+        segment, facts, lines = newest(two, LOG)
         assert segment == (new if length >= base_end else old), length
         assert len(lines) == (2 if length < base_end else 1 if length > base_end else 0), length
         assert all(line.count("\n") == 0 for line in lines)
-        assert facts[0] == Resumed(step=3 if segment == new else 2)
+        assert facts[0] == SnapshotBegan(step=3 if segment == new else 2)
 
 
 def test_what_is_newer_than_the_segment_in_use_is_moved_aside(two):
     old, new = segments(two)
     os.truncate(new.path, disk.HEADER_BYTES + 3)
-    segment, _, _ = newest(two, FACTS)
+    segment, _, _ = newest(two, LOG)
     assert trim(two, segment) == [f"{new.path.name}.damaged"]
     assert segments(two) == [old]
     assert (two / f"{new.path.name}.damaged").exists()
-    asyncio.run(write(two, (2, [Resumed(step=2)], [])))
+    asyncio.run(write(two, (2, [SnapshotBegan(step=2)], [])))
     assert [s.number for s in segments(two)] == [1, 3]  # a number is never given twice
 
 
@@ -180,12 +182,12 @@ def test_nothing_whole_at_all_is_one_line(two):
     for segment in segments(two):
         os.truncate(segment.path, disk.HEADER_BYTES + 3)
     with pytest.raises(JournalError) as e:
-        newest(two, FACTS)
+        newest(two, LOG)
     assert "\n" not in str(e.value)
     with pytest.raises(JournalError):
-        shards(two, FACTS, 2)
+        shards(two, LOG, 2)
     with pytest.raises(JournalError):
-        rewind(two, FACTS, 2)
+        rewind(two, LOG, 2)
 
 
 # Back to a checkpoint
@@ -193,34 +195,34 @@ def test_nothing_whole_at_all_is_one_line(two):
 
 def test_rewind_goes_back_to_the_beginning_of_a_step(tmp_path):
     folder = tmp_path / "journal"
-    again = [Resumed(step=2), RoundStood(2, "plain", 0, (), False)]
+    again = [SnapshotBegan(step=2), RoundSnapshot(2, "plain", 0, (), False)]
     parts = [
-        (1, [Resumed(step=1)], []),
-        (2, [Resumed(step=2)], small_story()),
+        (1, [SnapshotBegan(step=1)], []),
+        (2, [SnapshotBegan(step=2)], small_story()),
         (2, again, []),
         (3, again, []),
     ]
     asyncio.run(write(folder, *parts))  # type: ignore[arg-type]
     names = [s.path.name for s in segments(folder)]
-    segment = rewind(folder, FACTS, 2)
-    assert newest(folder, FACTS) == (segment, [Resumed(step=2)], [])
+    segment = rewind(folder, LOG, 2)
+    assert newest(folder, LOG) == (segment, [SnapshotBegan(step=2)], [])
     assert [s.step for s in segments(folder)] == [1, 2]
     assert sorted(p.name for p in folder.glob("*.rewound")) == [f"{name}.rewound" for name in names[1:]]
-    assert rewind(folder, FACTS, 2) > segment  # may be done twice
-    asyncio.run(write(folder, (2, [Resumed(step=2)], [])))
+    assert rewind(folder, LOG, 2) > segment  # may be done twice
+    asyncio.run(write(folder, (2, [SnapshotBegan(step=2)], [])))
     assert len(segments(folder)) == 3
 
 
 def test_rewind_takes_a_later_segment_of_the_step_if_the_first_is_damaged(two):
-    asyncio.run(write(two, (3, [Resumed(step=3, num_drawn=9)], [])))
+    asyncio.run(write(two, (3, [SnapshotBegan(step=3, num_drawn=9)], [])))
     os.truncate(segments(two)[1].path, disk.HEADER_BYTES + 3)
-    rewind(two, FACTS, 3)
-    assert newest(two, FACTS)[1] == [Resumed(step=3, num_drawn=9)]
+    rewind(two, LOG, 3)
+    assert newest(two, LOG)[1] == [SnapshotBegan(step=3, num_drawn=9)]
 
 
 def test_rewind_says_how_far_the_journal_reaches(two):
     with pytest.raises(JournalError, match=r"no segment begins at step 7 \(only at 2, 3\)"):
-        rewind(two, FACTS, 7)
+        rewind(two, LOG, 7)
     assert len(segments(two)) == 2
 
 

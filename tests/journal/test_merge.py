@@ -5,10 +5,10 @@ import random
 import pytest
 
 from lightrl.core.events import ResponseScored
-from lightrl.core.log_entries import Fact, RoundOpened, TokensTaken
+from lightrl.core.log_entries import LogEntry, RoundOpened, TokensTaken
 from lightrl.errors import ProtocolError
 from lightrl.journal import merge as merging
-from lightrl.journal.codec import FACTS, PackedTokens
+from lightrl.journal.codec import LOG, PackedTokens
 from lightrl.journal.merge import merge
 from lightrl.messages import ResponseTokens
 from tests.journal.conftest import item, tokens_of
@@ -19,7 +19,7 @@ def scored(name: str) -> ResponseScored:
 
 
 def test_consecutive_tokens_become_one_item_a_response_and_scores_follow():
-    facts: list[Fact] = [
+    facts: list[LogEntry] = [
         TokensTaken(3, (item("a", 0, 2), item("b", 0, 1))),
         TokensTaken(3, (item("b", 1, 1, how="stop"), item("a", 2, 2))),
         scored("b"),
@@ -36,7 +36,7 @@ def test_consecutive_tokens_become_one_item_a_response_and_scores_follow():
 
 
 def test_each_version_keeps_its_tokens():
-    facts: list[Fact] = [
+    facts: list[LogEntry] = [
         TokensTaken(3, (item("a", 0, 2), item("b", 0, 2))),
         TokensTaken(4, (item("a", 2, 2),)),
         TokensTaken(3, (item("b", 2, 2),)),
@@ -49,7 +49,7 @@ def test_each_version_keeps_its_tokens():
 
 
 def test_a_response_that_goes_on_under_an_older_version_stays_in_order():
-    facts: list[Fact] = [
+    facts: list[LogEntry] = [
         TokensTaken(3, (item("b", 0, 1),)),
         TokensTaken(4, (item("a", 0, 2),)),
         TokensTaken(3, (item("a", 2, 2, attempt=2), item("b", 1, 1))),
@@ -60,7 +60,7 @@ def test_a_response_that_goes_on_under_an_older_version_stays_in_order():
 
 
 def test_what_was_sent_twice_counts_once():
-    facts: list[Fact] = [
+    facts: list[LogEntry] = [
         TokensTaken(3, (item("a", 0, 4), item("b", 0, 4))),
         TokensTaken(3, (item("a", 0, 6, attempt=2),)),
         TokensTaken(3, (item("a", 3, 1, attempt=3, how="stop"),)),
@@ -72,16 +72,16 @@ def test_what_was_sent_twice_counts_once():
 
 def test_nothing_and_items_without_tokens():
     assert list(merge([])) == []
-    end: Fact = TokensTaken(1, (item("a", 0, 0, how="abort"),))
+    end: LogEntry = TokensTaken(1, (item("a", 0, 0, how="abort"),))
     assert list(merge([TokensTaken(1, ()), end])) in ([end], [TokensTaken(1, ()), end])
     assert tokens_of(list(merge([end]))) == tokens_of([end])
 
 
-def story(rng: random.Random) -> list[Fact]:
+def story(rng: random.Random) -> list[LogEntry]:
     """Of some responses on some nodes: moves, versions that come and go, resends, scores between."""
     held = {f"p{k}@0#{k % 3}": 0 for k in range(rng.randrange(1, 9))}
     attempt = dict.fromkeys(held, 1)
-    version, facts = 5, list[Fact]()
+    version, facts = 5, list[LogEntry]()
     for _ in range(rng.randrange(1, 60)):
         draw = rng.random()
         if draw < 0.1:
@@ -121,7 +121,7 @@ def test_random_stories_mean_the_same(gather, long, monkeypatch):
 
 
 def test_more_responses_than_the_small_sort_can_hold():
-    facts: list[Fact] = []
+    facts: list[LogEntry] = []
     for offset in (0, 1):
         facts += [TokensTaken(1, tuple(item(f"r{k}", offset, 1) for k in range(70_000)))]
     [merged] = merge(facts)
@@ -136,14 +136,14 @@ def test_more_responses_than_the_small_sort_can_hold():
 def test_packed_tokens_are_the_tokens():
     for seed in range(300):
         for fact in story(random.Random(seed)):
-            assert FACTS.decode(FACTS.encode(fact)) == fact
+            assert LOG.decode(LOG.encode(fact)) == fact
 
 
 def test_ids_with_separators_are_no_trouble():
     fact = TokensTaken(1, (item("a\0b", 0, 2), item("b", 0, 1), item("ü\n", 0, 1)))
-    assert FACTS.decode(FACTS.encode(fact)) == fact
+    assert LOG.decode(LOG.encode(fact)) == fact
     for small in (TokensTaken(1, ()), TokensTaken(1, (item("b", 0, 1),))):
-        assert FACTS.decode(FACTS.encode(small)) == small
+        assert LOG.decode(LOG.encode(small)) == small
     assert tokens_of(list(merge([fact]))) == tokens_of([fact])
 
 
@@ -161,4 +161,4 @@ def test_columns_that_do_not_fit_are_a_protocol_error(columns):
     names, attempts, offsets, counts, ids, logprobs = columns
     packed = PackedTokens(1, names, attempts, offsets, counts, (), ids, logprobs)
     with pytest.raises(ProtocolError):
-        FACTS.decode(FACTS.packed.encode(packed))
+        LOG.decode(LOG.packed.encode(packed))

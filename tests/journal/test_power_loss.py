@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from lightrl.core.log_entries import Fact, Resumed, RoundOpened
+from lightrl.core.log_entries import LogEntry, RoundOpened, SnapshotBegan
 from lightrl.errors import ConfigError, JournalError
-from lightrl.journal.read import FACTS, newest, rewind, segments
+from lightrl.journal.read import LOG, newest, rewind, segments
 from lightrl.journal.write import JournalWriter
 from lightrl.keys import read_key, write_key
 from lightrl.launch.folder import create_run_dir, rewrite_config
@@ -15,7 +15,7 @@ from tests.journal.conftest import within
 from tests.support.power import Recorder, require_every_sync
 
 
-async def flushed(writer: JournalWriter[Fact]) -> None:
+async def flushed(writer: JournalWriter[LogEntry]) -> None:
     done = asyncio.Event()
     writer.after_flush(done.set)
     await done.wait()
@@ -24,7 +24,7 @@ async def flushed(writer: JournalWriter[Fact]) -> None:
 def rounds_in(folder: Path) -> set[int]:
     """All that is said in the newest segment; none if there is no journal."""
     try:
-        facts = newest(folder, FACTS)[1]
+        facts = newest(folder, LOG)[1]
     except JournalError:
         return set()
     return {fact.step for fact in facts if isinstance(fact, RoundOpened)}
@@ -36,10 +36,10 @@ def test_what_a_journal_says_is_durable_survives(tmp_path: Path):
     recorder = Recorder(run_dir)
 
     async def life() -> None:
-        writer = JournalWriter(run_dir / "journal", FACTS, 1, print)
-        known: list[Fact] = []
+        writer = JournalWriter(run_dir / "journal", LOG, 1, print)
+        known: list[LogEntry] = []
         for step in (0, 1):
-            writer.begin(step, [Resumed(step=step), *known])
+            writer.begin(step, [SnapshotBegan(step=step), *known])
             writer.drop_before(step)
             await flushed(writer)
             recorder.promise(set())
@@ -48,7 +48,7 @@ def test_what_a_journal_says_is_durable_survives(tmp_path: Path):
                 writer.append(known[-1])
                 await flushed(writer)
                 recorder.promise({number})
-        writer.begin(2, [Resumed(step=2), *known])
+        writer.begin(2, [SnapshotBegan(step=2), *known])
         writer.drop_before(2)
         await writer.close()
 
@@ -65,20 +65,20 @@ def test_a_journal_that_is_cut_back_is_there_before_or_after(tmp_path: Path):
     folder = tmp_path / "journal"
 
     async def life() -> None:
-        writer = JournalWriter(folder, FACTS, 1, print)
+        writer = JournalWriter(folder, LOG, 1, print)
         for step in (0, 1, 2):
-            writer.begin(step, [Resumed(step=step)])
+            writer.begin(step, [SnapshotBegan(step=step)])
             writer.append(RoundOpened(step, "plain"))
         await writer.close()
 
     within(life)
     with Recorder(tmp_path) as recorder:
-        rewind(folder, FACTS, 1)
+        rewind(folder, LOG, 1)
         recorder.promise("cut back")
 
     def recovers(place: Path, promises: list[Any]) -> None:
-        found = newest(place / "journal", FACTS)[1]
-        assert found == [Resumed(step=1)] or (not promises and found[0] == Resumed(step=2))
+        found = newest(place / "journal", LOG)[1]
+        assert found == [SnapshotBegan(step=1)] or (not promises and found[0] == SnapshotBegan(step=2))
 
     require_every_sync(recorder, tmp_path.with_name(f"{tmp_path.name}-found"), recovers)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.log_entries import Fact, Resumed, ShardSent, VersionPublished
+from lightrl.core.log_entries import LogEntry, ShardSent, SnapshotBegan, VersionPublished
 from lightrl.errors import JournalError
-from lightrl.journal.read import FACTS, recut, segments, shards
+from lightrl.journal.read import LOG, recut, segments, shards
 from lightrl.messages import TrainShard
 from tests.journal.conftest import item, shard, small_story, write
 
@@ -17,13 +17,13 @@ A, B, C = (
     ShardSent(shard(2, 2, ["d", "e"], last=True, total=5)),
 )
 DONE = VersionPublished(3, "d3", (1, 3, 1))
-BASE: list[Fact] = [Resumed(step=2)]
+BASE: list[LogEntry] = [SnapshotBegan(step=2)]
 
 
-def read(tmp_path: Path, *parts: list[Fact]) -> tuple[list[TrainShard], tuple[int, ...]]:
+def read(tmp_path: Path, *parts: list[LogEntry]) -> tuple[list[TrainShard], tuple[int, ...]]:
     """Each part is one segment of step 2."""
     asyncio.run(write(tmp_path, *((2, BASE, part) for part in parts)))
-    found, portions = shards(tmp_path, FACTS, 2)
+    found, portions = shards(tmp_path, LOG, 2)
     return list(found), portions
 
 
@@ -42,11 +42,11 @@ def test_a_step_that_began_anew_counts_from_there(tmp_path):
 
 def test_other_steps_do_not_count(tmp_path):
     ahead = ShardSent(shard(3, 0, ["z"], last=True, total=1))
-    asyncio.run(write(tmp_path, (3, [Resumed(step=3)], [ahead, VersionPublished(4, "d4", (1,))])))
+    asyncio.run(write(tmp_path, (3, [SnapshotBegan(step=3)], [ahead, VersionPublished(4, "d4", (1,))])))
     found, portions = read(tmp_path, [A, B, C, DONE, ahead])
     assert (len(found), portions) == (3, (1, 3, 1))
     with pytest.raises(JournalError, match="step 7 cannot be trained again: shard 0 is missing"):
-        shards(tmp_path, FACTS, 7)
+        shards(tmp_path, LOG, 7)
 
 
 def test_a_version_that_was_loaded_does_not_hide_how_it_was_trained(tmp_path):
@@ -74,14 +74,14 @@ def test_a_torn_end_does_no_harm_but_damage_before_it_does(tmp_path):
     [segment] = segments(tmp_path)
     data = segment.path.read_bytes()
     segment.path.write_bytes(data + b"torn")
-    assert len(list(shards(tmp_path, FACTS, 2)[0])) == 3
+    assert len(list(shards(tmp_path, LOG, 2)[0])) == 3
     for at in range(len(data) - 1):
         spoilt = bytearray(data)
         spoilt[at] ^= 0x40
         with open(segment.path, "r+b", buffering=0) as file:
             file.write(spoilt)
         with pytest.raises(JournalError) as e:
-            shards(tmp_path, FACTS, 2)
+            shards(tmp_path, LOG, 2)
         assert str(segment.path) in str(e.value)
         assert "\n" not in str(e.value)
 

@@ -10,10 +10,10 @@ import pytest
 from lightrl import config
 from lightrl.coordinator.journaling import Durable
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.log_entries import Fact, Resumed, RoundOpened, TokensTaken
+from lightrl.core.log_entries import LogEntry, RoundOpened, SnapshotBegan, TokensTaken
 from lightrl.errors import JournalError
 from lightrl.journal import disk
-from lightrl.journal.read import FACTS, newest, read_segment, segments
+from lightrl.journal.read import LOG, newest, read_segment, segments
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import ResponseTokens
 from tests.core.conftest import SETTINGS
@@ -33,7 +33,7 @@ def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     return allowed
 
 
-async def flushed(writer: JournalWriter[Fact]) -> None:
+async def flushed(writer: JournalWriter[LogEntry]) -> None:
     done = asyncio.Event()
     writer.after_flush(done.set)
     await done.wait()
@@ -53,8 +53,8 @@ def big(k: int) -> TokensTaken:
 
 def test_however_much_waits_for_a_slow_disk_it_is_written_and_nothing_fails(tmp_path, may_write):
     async def story() -> None:
-        writer = JournalWriter(tmp_path, FACTS, 5, pytest.fail)
-        writer.begin(0, [Resumed()])
+        writer = JournalWriter(tmp_path, LOG, 5, pytest.fail)
+        writer.begin(0, [SnapshotBegan()])
         for k in range(24):
             writer.append(big(k))
         assert writer.pending_bytes > 20 << 20
@@ -64,7 +64,7 @@ def test_however_much_waits_for_a_slow_disk_it_is_written_and_nothing_fails(tmp_
         assert writer.pending_bytes == 0
         writer.check_alive()
         await writer.close()
-        assert len(list(read_segment(segments(tmp_path)[0].path, FACTS))) == 25
+        assert len(list(read_segment(segments(tmp_path)[0].path, LOG))) == 25
 
     within(story)
 
@@ -75,15 +75,15 @@ def test_what_a_segment_begins_with_is_made_as_it_is_written(tmp_path, may_write
     threads: set[int] = set()
 
     class Base:
-        def __iter__(self) -> Iterator[Fact]:
-            yield Resumed(step=1)
+        def __iter__(self) -> Iterator[LogEntry]:
+            yield SnapshotBegan(step=1)
             for k in range(20):
                 made.append(k)
                 threads.add(threading.get_ident())
                 yield big(k)
 
     async def story() -> None:
-        writer = JournalWriter(tmp_path, FACTS, 5, pytest.fail)
+        writer = JournalWriter(tmp_path, LOG, 5, pytest.fail)
         writer.begin(1, Base())
         assert made == []
         writer.append(RoundOpened(1, "plain"))
@@ -100,9 +100,9 @@ def test_what_a_segment_begins_with_is_made_as_it_is_written(tmp_path, may_write
         [segment] = segments(tmp_path)
         assert segment.path.stat().st_size == writer.base_bytes + writer.news_bytes
         await writer.close()
-        facts = newest(tmp_path, FACTS)[1]
+        facts = newest(tmp_path, LOG)[1]
         assert facts[-1] == RoundOpened(1, "plain")
-        [reading] = [read_segment(segment.path, FACTS)]
+        [reading] = [read_segment(segment.path, LOG)]
         assert len(list(reading)) == 22
         assert reading.num_base == 21
 
@@ -133,8 +133,8 @@ def test_a_base_that_cannot_be_written_ends_the_journal_with_its_reason(tmp_path
     monkeypatch.setattr("lightrl.journal.write.MAX_FRAME_BYTES", 1 << 19)
 
     async def story() -> None:
-        writer = JournalWriter(tmp_path, FACTS, 5, pytest.fail)
-        writer.begin(0, [Resumed(), big(0)])
+        writer = JournalWriter(tmp_path, LOG, 5, pytest.fail)
+        writer.begin(0, [SnapshotBegan(), big(0)])
         await until(lambda: not is_alive(writer))
         with pytest.raises(JournalError, match="exceeds"):
             writer.check_alive()
@@ -144,7 +144,7 @@ def test_a_base_that_cannot_be_written_ends_the_journal_with_its_reason(tmp_path
     within(story)
 
 
-def is_alive(writer: JournalWriter[Fact]) -> bool:
+def is_alive(writer: JournalWriter[LogEntry]) -> bool:
     try:
         writer.check_alive()
     except JournalError:

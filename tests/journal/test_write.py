@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.log_entries import Fact, Resumed, RoundOpened, TokensTaken
+from lightrl.core.log_entries import LogEntry, RoundOpened, SnapshotBegan, TokensTaken
 from lightrl.errors import JournalError
 from lightrl.journal import disk
-from lightrl.journal.read import FACTS, is_in_use, newest, read_segment, segments
+from lightrl.journal.read import LOG, is_in_use, newest, read_segment, segments
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import ResponseTokens
 from tests.journal.conftest import item, within
 
-Writer = JournalWriter[Fact]
+Writer = JournalWriter[LogEntry]
 
 
 def writer_on(
     folder: Path, flush_ms: float = 5, on_trouble: Callable[[str], None] = pytest.fail, keep: bool = False
 ) -> Writer:
-    return JournalWriter(folder, FACTS, flush_ms, on_trouble, keep)
+    return JournalWriter(folder, LOG, flush_ms, on_trouble, keep)
 
 
 async def flushed(writer: Writer) -> None:
@@ -36,7 +36,7 @@ async def flushed(writer: Writer) -> None:
 
 
 def steps_in(path: Path) -> list[int]:
-    return [f.step for f in read_segment(path, FACTS) if isinstance(f, RoundOpened)]
+    return [f.step for f in read_segment(path, LOG) if isinstance(f, RoundOpened)]
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -47,7 +47,7 @@ async def until(true: Callable[[], bool]) -> None:
 def test_what_is_appended_is_on_the_disk_soon_without_being_asked(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path)
-        writer.begin(0, [Resumed()])
+        writer.begin(0, [SnapshotBegan()])
         await flushed(writer)
         [segment] = segments(tmp_path)
         for k in range(3):
@@ -61,12 +61,12 @@ def test_what_is_appended_is_on_the_disk_soon_without_being_asked(tmp_path):
 def test_acts_are_called_in_order_after_their_records_and_never_at_once(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path, flush_ms=10_000)
-        writer.begin(0, [Resumed()])
+        writer.begin(0, [SnapshotBegan()])
         called: list[tuple[int, list[int]]] = []
         for k in range(50):
             writer.append(RoundOpened(k, "plain"))
             if k == 20:
-                writer.begin(1, [Resumed(step=1)])
+                writer.begin(1, [SnapshotBegan(step=1)])
             writer.after_flush(
                 lambda k=k: called.append((k, [s for g in segments(tmp_path) for s in steps_in(g.path)]))
             )
@@ -86,7 +86,7 @@ def test_acts_are_called_in_order_after_their_records_and_never_at_once(tmp_path
 def test_an_act_that_is_asked_for_starts_the_flush_at_once(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path, flush_ms=60_000)
-        writer.begin(0, [Resumed()])
+        writer.begin(0, [SnapshotBegan()])
         writer.append(RoundOpened(0, "plain"))
         await flushed(writer)
         await asyncio.sleep(0)
@@ -101,10 +101,10 @@ def test_a_segment_has_its_name_only_when_its_base_is_whole(tmp_path):
     async def story() -> None:
         (tmp_path / "00000005_step_0.log.tmp").write_bytes(b"left behind")
         writer = writer_on(tmp_path)
-        writer.begin(4, [Resumed(step=4)])
+        writer.begin(4, [SnapshotBegan(step=4)])
         assert writer.is_beginning
         writer.append(RoundOpened(4, "plain"))
-        assert writer.news_bytes == disk.size(FACTS.encode(RoundOpened(4, "plain")))
+        assert writer.news_bytes == disk.size(LOG.encode(RoundOpened(4, "plain")))
         await flushed(writer)
         assert not writer.is_beginning
         assert writer.base_bytes > disk.HEADER_BYTES
@@ -121,7 +121,7 @@ def test_old_segments_are_dropped_but_never_the_newest(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path)
         for step in (0, 1, 1, 2):
-            writer.begin(step, [Resumed(step=step)])
+            writer.begin(step, [SnapshotBegan(step=step)])
         await flushed(writer)
         writer.drop_before(1)
         await until(lambda: [s.step for s in segments(tmp_path)] == [1, 1, 2])
@@ -129,7 +129,7 @@ def test_old_segments_are_dropped_but_never_the_newest(tmp_path):
         await until(lambda: [s.step for s in segments(tmp_path)] == [2])
         writer.append(RoundOpened(2, "plain"))
         await writer.close()
-        assert newest(tmp_path, FACTS)[1] == [Resumed(step=2), RoundOpened(2, "plain")]
+        assert newest(tmp_path, LOG)[1] == [SnapshotBegan(step=2), RoundOpened(2, "plain")]
 
     within(story)
 
@@ -143,13 +143,13 @@ def test_what_was_set_aside_is_dropped_with_the_segments_of_its_steps(tmp_path):
 
     async def story() -> None:
         writer = writer_on(tmp_path)
-        writer.begin(4, [Resumed(step=4)])
+        writer.begin(4, [SnapshotBegan(step=4)])
         await flushed(writer)
         writer.drop_before(1)
         await writer.close()
         assert len(left()) == 3
         writer = writer_on(tmp_path)
-        writer.begin(4, [Resumed(step=4)])
+        writer.begin(4, [SnapshotBegan(step=4)])
         await flushed(writer)
         writer.drop_before(3)
         await until(lambda: left() == ["00000002_step_3.log.rewound", "00000003_step_0.log.mine"])
@@ -163,13 +163,13 @@ def test_what_was_set_aside_is_dropped_with_the_segments_of_its_steps(tmp_path):
 def test_what_was_the_newest_when_it_was_to_be_dropped_goes_with_the_next_segment(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path)
-        writer.begin(0, [Resumed()])
+        writer.begin(0, [SnapshotBegan()])
         await flushed(writer)
         writer.drop_before(1)
         for _ in range(2):  # the thread sweeps between them
             await flushed(writer)
         assert [s.step for s in segments(tmp_path)] == [0]
-        writer.begin(1, [Resumed(step=1)])
+        writer.begin(1, [SnapshotBegan(step=1)])
         await writer.close()
         assert [s.step for s in segments(tmp_path)] == [1]
 
@@ -180,7 +180,7 @@ def test_history_can_be_kept(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path, keep=True)
         for step in range(3):
-            writer.begin(step, [Resumed(step=step)])
+            writer.begin(step, [SnapshotBegan(step=step)])
         writer.drop_before(2)
         await writer.close()
         assert len(segments(tmp_path)) == 3
@@ -214,12 +214,12 @@ def test_a_folder_that_cannot_be_is_one_line(tmp_path):
 def test_a_record_that_could_not_be_read_again_is_not_written(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path)
-        writer.begin(0, [Resumed()])
+        writer.begin(0, [SnapshotBegan()])
         ids = bytes(130 << 20)
         with pytest.raises(JournalError, match="exceeds"):
             writer.append(TokensTaken(0, (ResponseTokens("a", 1, 0, ids, ids),)))
         await writer.close()
-        assert newest(tmp_path, FACTS)[1] == [Resumed()]
+        assert newest(tmp_path, LOG)[1] == [SnapshotBegan()]
 
     within(story)
 
@@ -230,18 +230,18 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from lightrl.core.log_entries import Resumed, TokensTaken, RoundOpened
-from lightrl.journal.read import FACTS
+from lightrl.core.log_entries import SnapshotBegan, TokensTaken, RoundOpened
+from lightrl.journal.read import LOG
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import ResponseTokens
 from tests.journal.conftest import item
 
 async def main():
-    writer = JournalWriter(Path(sys.argv[1]), FACTS, 1, print)
-    writer.begin(0, [Resumed()])
+    writer = JournalWriter(Path(sys.argv[1]), LOG, 1, print)
+    writer.begin(0, [SnapshotBegan()])
     for k in range(10**9):
         if k % 40 == 39:
-            writer.begin(k, [Resumed(step=k), RoundOpened(k, "plain")])
+            writer.begin(k, [SnapshotBegan(step=k), RoundOpened(k, "plain")])
         writer.append(TokensTaken(k, (item("a", 0, k % 50),)))
         writer.append(RoundOpened(k, "plain"))
         writer.after_flush(lambda k=k: print(k, flush=True))
@@ -267,8 +267,8 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path, num_acts):
     child.wait()
     assert acknowledged == list(range(len(acknowledged)))
     assert not is_in_use(tmp_path / "j")
-    segment, facts, _ = newest(tmp_path / "j", FACTS)
-    assert facts[0] == Resumed(step=segment.step)
+    segment, facts, _ = newest(tmp_path / "j", LOG)
+    assert facts[0] == SnapshotBegan(step=segment.step)
     steps = [s for g in segments(tmp_path / "j") for s in dict.fromkeys(steps_in(g.path))]
     assert list(dict.fromkeys(steps)) == list(range(max(steps) + 1))
     assert max(steps) >= acknowledged[-1]
@@ -306,7 +306,7 @@ def test_a_full_disk_holds_everything_back_and_loses_nothing(tiny_disk):
     async def story() -> None:
         told: list[str] = []
         writer = writer_on(tiny_disk / "j", on_trouble=told.append)
-        writer.begin(0, [Resumed()])
+        writer.begin(0, [SnapshotBegan()])
         await flushed(writer)
         hog = fill(tiny_disk)
         acts: list[int] = []
@@ -336,7 +336,7 @@ def test_a_new_segment_waits_for_space_and_dropping_old_ones_makes_it(tiny_disk)
     async def story() -> None:
         told: list[str] = []
         writer = writer_on(tiny_disk / "j", on_trouble=told.append)
-        base: list[Fact] = [Resumed(), TokensTaken(0, (item("a", 0, 3000),))]  # 24 kB of 64
+        base: list[LogEntry] = [SnapshotBegan(), TokensTaken(0, (item("a", 0, 3000),))]  # 24 kB of 64
         writer.begin(0, base)
         writer.begin(1, base)
         writer.begin(2, base)
@@ -359,21 +359,21 @@ def test_closing_on_a_full_disk_ends_with_a_line(tiny_disk):
     async def story() -> None:
         told: list[str] = []
         writer = writer_on(tiny_disk / "j", on_trouble=told.append)
-        writer.begin(0, [Resumed()])
+        writer.begin(0, [SnapshotBegan()])
         await flushed(writer)
         fill(tiny_disk)
         writer.append(TokensTaken(0, (item("a", 0, 3000),)))
         await writer.close()
         assert "were not written" in told[-1]
         [segment] = segments(tiny_disk / "j")
-        assert newest(tiny_disk / "j", FACTS)[1] == [Resumed()]
+        assert newest(tiny_disk / "j", LOG)[1] == [SnapshotBegan()]
         assert segment.path.stat().st_size < 64 << 10
 
     within(story)
 
 
 def read_whole(path: Path) -> bool:
-    reading = read_segment(path, FACTS)
+    reading = read_segment(path, LOG)
     return bool(list(reading)) and reading.damage is None
 
 
@@ -381,25 +381,25 @@ def test_without_descriptors_a_new_segment_waits(tmp_path):
     async def story() -> None:
         told: list[str] = []
         writer = writer_on(tmp_path, on_trouble=told.append)
-        writer.begin(0, [Resumed()])
+        writer.begin(0, [SnapshotBegan()])
         await flushed(writer)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard))
         try:
-            writer.begin(1, [Resumed(step=1)])
+            writer.begin(1, [SnapshotBegan(step=1)])
             await until(lambda: bool(told))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert "Too many open files" in told[0]
         await flushed(writer)
         assert told[1:] == ["journal is writable again"]
-        assert newest(tmp_path, FACTS)[1] == [Resumed(step=1)]
+        assert newest(tmp_path, LOG)[1] == [SnapshotBegan(step=1)]
         await writer.close()
 
     within(story)
 
 
-def is_alive(writer: JournalWriter[Fact]) -> bool:
+def is_alive(writer: JournalWriter[LogEntry]) -> bool:
     try:
         writer.check_alive()
     except JournalError:
@@ -410,8 +410,8 @@ def is_alive(writer: JournalWriter[Fact]) -> bool:
 def test_too_long_is_the_end(tiny_disk):
     async def story() -> None:
         told: list[str] = []
-        writer = JournalWriter(tiny_disk / "j", FACTS, 5, told.append, max_trouble_s=0.2)
-        writer.begin(0, [Resumed()])
+        writer = JournalWriter(tiny_disk / "j", LOG, 5, told.append, max_trouble_s=0.2)
+        writer.begin(0, [SnapshotBegan()])
         await flushed(writer)
         writer.check_alive()
         fill(tiny_disk)
@@ -428,14 +428,14 @@ def test_too_long_is_the_end(tiny_disk):
 def test_latency_to_durability_is_bounded_by_the_flush_and_one_sync(tmp_path):
     async def story() -> None:
         writer = writer_on(tmp_path, flush_ms=50)
-        writer.begin(0, [Resumed()])
+        writer.begin(0, [SnapshotBegan()])
         await flushed(writer)
         [segment] = segments(tmp_path)
         size, waits = segment.path.stat().st_size, []
         for k in range(10):
             begun = time.monotonic()
             writer.append(RoundOpened(k, "plain"))
-            size += disk.size(FACTS.encode(RoundOpened(k, "plain")))
+            size += disk.size(LOG.encode(RoundOpened(k, "plain")))
             await until(lambda: segment.path.stat().st_size >= size)  # noqa: B023
             waits.append(time.monotonic() - begun)
         assert sorted(waits)[5] < 0.05 + 0.5, "half of them far beyond 50 ms, on whatever machine"

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from lightrl.client import ask
 from lightrl.config import Config
-from lightrl.coordinator.daemon import Head
+from lightrl.coordinator.daemon import CoordinatorDaemon
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.journal.write import MAX_TROUBLE_S
@@ -131,7 +131,7 @@ class ScriptedTrainer:
 class Running:
     """A run under test."""
 
-    def __init__(self, config: Config, head: Head, trainer: ScriptedTrainer) -> None:
+    def __init__(self, config: Config, head: CoordinatorDaemon, trainer: ScriptedTrainer) -> None:
         self.config = config
         self.head = head
         self.key_file = config.run_dir / "key"
@@ -236,7 +236,7 @@ async def a_run(
     config = make_config(tmp_path, **changes)
     config.run_dir.mkdir(parents=True, exist_ok=resume)
     key = read_key(config.run_dir / "key") if resume else write_keys(config.run_dir)
-    head = Head(config, config.run_dir, "head", key, resume, max_trouble_s)
+    head = CoordinatorDaemon(config, config.run_dir, "head", key, resume, max_trouble_s)
     trainer = ScriptedTrainer(tmp_path)
     running = Running(config, head, trainer)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.config import Config
-from lightrl.coordinator.daemon import Head
+from lightrl.coordinator.daemon import CoordinatorDaemon
 from lightrl.core.state import RunState
 from lightrl.errors import RewardError
 from lightrl.history.lengths import FILE_NAME as LENGTHS
@@ -128,7 +128,7 @@ def pool_that_fails(config: Config, scratch: Path, refuse: Callable[[], object])
     refuses what is written at the end."""
 
     async def run(run_dir: Path) -> None:
-        head = Head(config, run_dir, "head", read_key(run_dir / "key"))
+        head = CoordinatorDaemon(config, run_dir, "head", read_key(run_dir / "key"))
         run = Running(config, head, ScriptedTrainer(scratch))
         async with asyncio.timeout(DEADLINE_S):
             await until((run_dir / "address").exists)
@@ -179,7 +179,7 @@ def test_a_foreground_coordinator_whose_rewards_never_were_leaves_its_name_free(
 
     def daemon(run_dir: Path) -> int:
         async def run() -> None:
-            head = Head(config, run_dir, "head", read_key(run_dir / "key"))
+            head = CoordinatorDaemon(config, run_dir, "head", read_key(run_dir / "key"))
             (run_dir / ".snapshot.json.draft").mkdir()
             await head.run()
 

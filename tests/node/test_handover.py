@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from lightrl.config import Journal
-from lightrl.coordinator.journaling import FOLDER, Durable
+from lightrl.coordinator.journaling import FOLDER, Journaling
 from lightrl.coordinator.replays import Replays
-from lightrl.core import trainer_feed as trainee
+from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.commands import Command, Record, ReplayShards, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost, ShardLeft, ShardsDelivered
-from lightrl.core.log_entries import Fact, Resumed, ShardSent, VersionPublished
+from lightrl.core.log_entries import LogEntry, ShardSent, SnapshotBegan, VersionPublished
 from lightrl.core.recovery import recover
 from lightrl.journal import disk
-from lightrl.journal.read import FACTS, newest
+from lightrl.journal.read import LOG, newest
 from lightrl.messages import ShardsTaken, TrainShard
 from lightrl.system import child
 from tests.core.conftest import Driver
@@ -34,8 +34,8 @@ SHARD_BYTES = 8 * 2 * TOKENS + 1000
 @pytest.fixture
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """One group a shard, three of them untaken."""
-    monkeypatch.setattr(trainee, "MAX_SHARD_TOKENS", 2 * TOKENS)
-    monkeypatch.setattr(trainee, "MAX_UNTAKEN_TOKENS", 6 * TOKENS)
+    monkeypatch.setattr(trainer_feed, "MAX_SHARD_TOKENS", 2 * TOKENS)
+    monkeypatch.setattr(trainer_feed, "MAX_UNTAKEN_TOKENS", 6 * TOKENS)
 
 
 def within(work: Callable[[], Awaitable[None]]) -> None:
@@ -52,7 +52,7 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self.driver = Driver(prompts_per_step=NUM_GROUPS, num_prompts=NUM_GROUPS, max_response_tokens=TOKENS)
         self.driver.disk_is_slow = True  # the shell says when a shard has left
-        self.durable = Durable(folder, Journal(flush_ms=1), pytest.fail)
+        self.durable = Journaling(folder, Journal(flush_ms=1), pytest.fail)
         self.shards: list[TrainShard] = []
         self.came = asyncio.Event()
         self.worst_pending = 0
@@ -115,7 +115,7 @@ def test_a_step_much_larger_than_what_may_wait_is_handed_over_on_a_slow_disk(
         shell.durable.check()
         assert [s.index for s in shell.shards] == list(range(NUM_GROUPS))
         assert [g.group for s in shell.shards for g in s.groups] == [f"p{k}@0" for k in range(NUM_GROUPS)]
-        assert max(*most, shell.worst_pending) <= trainee.MAX_UNWRITTEN * SHARD_BYTES
+        assert max(*most, shell.worst_pending) <= trainer_feed.MAX_UNWRITTEN * SHARD_BYTES
         await shell.durable.close()
 
     within(story)
@@ -192,12 +192,12 @@ def test_restating_hundreds_of_megabytes_does_not_hold_the_event_loop(tmp_path):
     async def story() -> None:
         driver = Driver(prompts_per_step=32, num_prompts=32, max_response_tokens=1 << 20)
         driver.start("a", slots=64)
-        for response in driver.core.ledger.responses.values():
+        for response in driver.core.table.responses.values():
             response.version = 0
             response.starts.append((0, 0))
             response.tokens.frombytes(bytes(4 * num_tokens))
             response.logprobs.frombytes(bytes(4 * num_tokens))
-        durable = Durable(tmp_path, Journal(), pytest.fail)
+        durable = Journaling(tmp_path, Journal(), pytest.fail)
         over = asyncio.Event()
         begun = time.thread_time()
         durable.begin(driver.core, b"")
@@ -205,7 +205,7 @@ def test_restating_hundreds_of_megabytes_does_not_hold_the_event_loop(tmp_path):
         worst = time.thread_time() - begun
         while not over.is_set():
             begun = time.thread_time()
-            for response in driver.core.ledger.responses.values():  # they go on meanwhile
+            for response in driver.core.table.responses.values():  # they go on meanwhile
                 response.tokens.append(1)
                 response.logprobs.append(-1.0)
             await asyncio.sleep(0)
@@ -213,17 +213,17 @@ def test_restating_hundreds_of_megabytes_does_not_hold_the_event_loop(tmp_path):
         assert worst < 0.1
         await durable.close()
         again = Coordinator(driver.core.settings, 0.0)
-        recover(again, newest(tmp_path / FOLDER, FACTS)[1], 0.0)
-        assert len(again.ledger.responses) == 64
+        recover(again, newest(tmp_path / FOLDER, LOG)[1], 0.0)
+        assert len(again.table.responses) == 64
         held = array("i", bytes(4 * num_tokens))
-        assert all(r.tokens == held for r in again.ledger.responses.values())
+        assert all(r.tokens == held for r in again.table.responses.values())
 
     within(story)
 
 
 def test_a_step_is_read_again_whole_on_a_machine_that_now_and_then_has_no_thread(tmp_path, monkeypatch):
     sent = [ShardSent(shard(2, k, [f"g{k}"], last=k == 2, total=3)) for k in range(3)]
-    facts: list[Fact] = [*sent, VersionPublished(3, "d3", (1, 1, 1))]
+    facts: list[LogEntry] = [*sent, VersionPublished(3, "d3", (1, 1, 1))]
     start = threading.Thread.start
     num_starts = 0
 
@@ -235,9 +235,9 @@ def test_a_step_is_read_again_whole_on_a_machine_that_now_and_then_has_no_thread
         start(thread)
 
     async def story() -> None:
-        await write(tmp_path / FOLDER, (2, [Resumed(step=2)], facts))
+        await write(tmp_path / FOLDER, (2, [SnapshotBegan(step=2)], facts))
         told: list[str] = []
-        durable = Durable(tmp_path, Journal(), told.append)
+        durable = Journaling(tmp_path, Journal(), told.append)
         with monkeypatch.context() as lack:
             lack.setattr(child, "START_AGAIN_S", 0)
             lack.setattr(threading.Thread, "start", every_other_time)

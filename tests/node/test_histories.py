@@ -35,7 +35,7 @@ from lightrl.messages import (
 )
 from lightrl.metrics.speculation import Speculation
 from lightrl.transport.link import Link, host_and_port
-from lightrl.transport.validate import require_sane
+from lightrl.transport.validate import check_bounds
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES, pack_f32, pack_i32
 
 from .harness import DEADLINE_S, QUICKSTART, Running, a_run
@@ -459,9 +459,9 @@ def test_without_speculation_a_run_keeps_and_sends_nothing(tmp_path: Path):
     ],
 )
 def test_what_no_engine_counts_is_refused(counts):
-    require_sane(Heartbeat(Load(drafting=Drafting(9, 8, 7, 15, 0.1, 2.0))))
+    check_bounds(Heartbeat(Load(drafting=Drafting(9, 8, 7, 15, 0.1, 2.0))))
     with pytest.raises(ProtocolError):
-        require_sane(MESSAGES.decode(MESSAGES.encode(Heartbeat(Load(drafting=counts)))))
+        check_bounds(MESSAGES.decode(MESSAGES.encode(Heartbeat(Load(drafting=counts)))))
 
 
 def test_the_longest_message_with_histories_is_one_that_a_link_takes():

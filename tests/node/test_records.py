@@ -13,7 +13,7 @@ import pytest
 from lightrl.core.backlog import PutOff
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.log_entries import Noted
+from lightrl.core.log_entries import ShellNote
 from lightrl.core.state import (
     DrawnPrompt,
     Group,
@@ -25,7 +25,7 @@ from lightrl.core.state import (
     Settings,
     Tail,
 )
-from lightrl.journal.read import FACTS, segments
+from lightrl.journal.read import LOG, segments
 from lightrl.journal.read import newest as read_newest
 from lightrl.messages import FinishReason, Sampling, Snapshot
 from lightrl.metrics.round_figures import foresight_figures, rank_correlation, step_figures
@@ -290,7 +290,7 @@ def test_rounds_that_close_ahead_of_their_step_get_their_own_figures():
     """Two rounds are closed before the first step is trained, as in asynchronous training."""
     kept, core = records(), Coordinator(SETTINGS, 0.0)
     kept.close_round(SHORT, core, {"history/bytes": 1.0})
-    core.ledger.counters.migrations = 3
+    core.table.counters.migrations = 3
     kept.close_round(LONG, core, {"history/bytes": 2.0})
     first, second = (kept.close_step(CloseStep(step, 1.0, 0.5, 0.25, {"lr": 1e-6})) for step in (0, 1))
     assert (first["step"], second["step"]) == (1.0, 2.0)
@@ -380,8 +380,8 @@ def test_a_run_goes_on_while_a_step_is_hashed_and_its_next_segment_begins_with_t
 
     asyncio.run(scenario())
     summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
-    newest, facts, _ = read_newest(tmp_path / "test" / "journal", FACTS)
-    [noted] = [fact.data for fact in facts if isinstance(fact, Noted)]
+    newest, facts, _ = read_newest(tmp_path / "test" / "journal", LOG)
+    [noted] = [fact.data for fact in facts if isinstance(fact, ShellNote)]
     assert newest.step == 2
     assert from_json(noted, RecordsNote).digest == summary["responses_digest"]
 

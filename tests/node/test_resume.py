@@ -10,7 +10,7 @@ from lightrl.core.log_entries import PromptsDrawn, RoundOpened
 from lightrl.core.state import RunState
 from lightrl.errors import DataError
 from lightrl.journal.disk import segments
-from lightrl.journal.read import FACTS, read_segment
+from lightrl.journal.read import LOG, read_segment
 from lightrl.journal.write import JournalWriter
 from lightrl.wire import from_json
 
@@ -105,10 +105,10 @@ def test_journal_that_ends_between_a_question_and_its_answer_is_gone_on_from(tmp
         await interrupted(tmp_path, 1)
         folder = tmp_path / "test" / FOLDER
         newest = segments(folder)[-1]
-        facts = list(read_segment(newest.path, FACTS))
+        facts = list(read_segment(newest.path, LOG))
         opened = next(i for i, fact in enumerate(facts) if isinstance(fact, RoundOpened))
         assert isinstance(facts[opened + 1], PromptsDrawn)
-        writer = JournalWriter(folder, FACTS, 5, print)
+        writer = JournalWriter(folder, LOG, 5, print)
         writer.begin(0, facts[:opened])
         writer.append(facts[opened])
         await writer.close()

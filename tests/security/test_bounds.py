@@ -16,7 +16,7 @@ from lightrl.daemon.admission import MAX_FILES_BYTES, config_of, write_model_fil
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.keys import new_key
 from lightrl.transport.link import HANDSHAKE_MS, Hub, Link, host_and_port
-from lightrl.transport.validate import require_sane
+from lightrl.transport.validate import check_bounds
 from lightrl.weights import pull as pulling
 from lightrl.weights.manifest import digest_version, verify
 from lightrl.weights.pull import parse_address, pull
@@ -31,7 +31,7 @@ HELLO = m.Hello("n", 1, ("rollout",), m.PROTOCOL, 1, "h")
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
 def test_honest_messages_pass(message: m.Message):
-    require_sane(message)
+    check_bounds(message)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_honest_messages_pass(message: m.Message):
 )
 def test_what_no_honest_peer_says_is_refused(message: m.Message):
     with pytest.raises(ProtocolError):
-        require_sane(MESSAGES.decode(MESSAGES.encode(message)))
+        check_bounds(MESSAGES.decode(MESSAGES.encode(message)))
 
 
 def test_garbage_that_decodes_is_sane_or_a_protocol_error():
     rng, passed = random.Random(1), 0
     for _ in range(20_000):
         try:
-            require_sane(MESSAGES.decode(garbage.frame(rng)))
+            check_bounds(MESSAGES.decode(garbage.frame(rng)))
             passed += 1
         except ProtocolError:
             pass

@@ -76,7 +76,7 @@ async def run_head(arguments: Sequence[str]) -> int:
     config = load_config(Path(files[0]), overrides)
     run_dir = config.run_dir.resolve()
     mark = run_dir / SLURM_FOLDER / RETURNS
-    row = Row()
+    row = CrashCounter()
     async with _noticing() as told:
         while True:
             if _is_finished(run_dir, config.train.steps):
@@ -102,7 +102,7 @@ async def run_node(target: str, key_file: Path | None, slots: int) -> int:
     run_dir = _directory(target)
     if run_dir is not None and key_file is None:
         key_file = run_dir / JOIN_FILE
-    row = Row()
+    row = CrashCounter()
     async with _noticing() as told:
         while True:
             address = await _find_run(target, run_dir, told)
@@ -124,7 +124,7 @@ async def run_node(target: str, key_file: Path | None, slots: int) -> int:
     return await _return_to_queue()
 
 
-class Row:
+class CrashCounter:
     """How often in a row a daemon has ended soon after it was started."""
 
     def __init__(self) -> None:

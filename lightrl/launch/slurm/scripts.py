@@ -40,7 +40,7 @@ ABOUT_SPOT = """\
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SlurmOptions:
     """What a user says of the cluster; empty: what Slurm does without being told."""
 
     nodes: int = 1
@@ -74,7 +74,7 @@ def _script(
     return f"#!/bin/bash\n{settings}\n\n{about}\n{command}\n"
 
 
-def submit(config: Config, wishes: Wishes, dry_run: bool = False) -> list[str]:
+def submit(config: Config, wishes: SlurmOptions, dry_run: bool = False) -> list[str]:
     """Writes both scripts into the run directory and submits them; returns what was done, in lines.
 
     The config is fixed now: later edits of the user's file change nothing. Raises LightRLError.
@@ -98,7 +98,7 @@ def submit(config: Config, wishes: Wishes, dry_run: bool = False) -> list[str]:
     return [*done, f"what they say is in {shown(folder)}; lightrl top {shown(run_dir)} shows the run"]
 
 
-def _scripts(config: Config, wishes: Wishes, folder: Path) -> dict[Path, str]:
+def _scripts(config: Config, wishes: SlurmOptions, folder: Path) -> dict[Path, str]:
     lightrl = str(Path(sys.executable).with_name("lightrl"))
     time = [f"--time={wishes.time}"] if wishes.time else []
     head = [*_partition(wishes.partition_reserved), *time, f"--output={folder}/%x-%j.out"]

@@ -555,21 +555,21 @@ MUTATIONS = [
         "transport/link.py",
         "for identity in [i for i, (connection, _) in self._partial.items() if connection in gone]:",
         "for identity in ():",
-        tests=("tests/node/test_link.py::test_parts_of_a_peer_are_bounded_and_go_with_it",),
+        tests=("tests/transport/test_link.py::test_parts_of_a_peer_are_bounded_and_go_with_it",),
     ),
     Mutation(
         "parts may be put together to any size",
         "transport/parts.py",
         "if size > self._max_bytes:",
         "if False:",
-        tests=("tests/node/test_parts.py::test_what_is_no_part_or_too_large_is_refused",),
+        tests=("tests/transport/test_parts.py::test_what_is_no_part_or_too_large_is_refused",),
     ),
     Mutation(
         "peer that comes back is declared lost",
         "transport/link.py",
         "self._unheard.pop(peer, None)",
         "pass",
-        tests=("tests/node/test_link.py::test_a_peer_that_comes_back_with_a_hello_is_not_lost",),
+        tests=("tests/transport/test_link.py::test_a_peer_that_comes_back_with_a_hello_is_not_lost",),
     ),
     Mutation(
         "peer that cannot be reached is lost before it is heard out",
@@ -577,7 +577,7 @@ MUTATIONS = [
         "            self._hub.hear_out(peer)",
         '            self._inbox.put_nowait(NodeLost(node, "connection lost"))',
         tests=(
-            "tests/node/test_goodbyes.py::test_nodes_that_said_goodbye_have_left_although_they_cannot_be_reached",
+            "tests/daemon/test_goodbyes.py::test_nodes_that_said_goodbye_have_left_although_they_cannot_be_reached",
         ),
     ),
     Mutation(
@@ -603,14 +603,18 @@ MUTATIONS = [
         "system/open_files.py",
         "SET_ASIDE = 8",
         "SET_ASIDE = 0",
-        tests=("tests/test_open_files.py::test_limit_is_raised_and_what_is_set_aside_serves_files_alone",),
+        tests=(
+            "tests/system/test_open_files.py::test_limit_is_raised_and_what_is_set_aside_serves_files_alone",
+        ),
     ),
     Mutation(
         "children inherit the raised limit",
         "system/child.py",
         "open_files.restore_for(process.pid)",
         "pass",
-        tests=("tests/test_open_files.py::test_children_have_the_limit_that_the_daemon_was_started_with",),
+        tests=(
+            "tests/system/test_open_files.py::test_children_have_the_limit_that_the_daemon_was_started_with",
+        ),
     ),
     Mutation(
         "order to a node has no bound",
@@ -661,7 +665,7 @@ MUTATIONS = [
         "rollout/agent.py",
         '"version_*.bin.part"',
         '"none"',
-        tests=("tests/node/test_pulls.py::test_pulls_that_are_overtaken_leave_nothing",),
+        tests=("tests/rollout/test_pulls.py::test_pulls_that_are_overtaken_leave_nothing",),
     ),
     Mutation(
         "join key may say everything",
@@ -732,7 +736,7 @@ MUTATIONS = [
         "await self._room_for(shard)",
         "pass",
         tests=(
-            "tests/node/test_handover.py::test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it",
+            "tests/daemon/test_handover.py::test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it",
         ),
     ),
     Mutation(
@@ -806,7 +810,7 @@ MUTATIONS = [
         "if has_begun(run_dir):",
         "if False:",
         tests=(
-            "tests/node/test_faults.py::test_a_foreground_coordinator_that_fails_leaves_what_can_be_resumed",
+            "tests/daemon/test_faults.py::test_a_foreground_coordinator_that_fails_leaves_what_can_be_resumed",
         ),
     ),
     Mutation(
@@ -815,7 +819,7 @@ MUTATIONS = [
         "drop_before(message.oldest)",
         "drop_before(message.step)",
         tests=(
-            "tests/node/test_resume.py::test_a_trainer_may_fall_back_to_the_oldest_checkpoint_that_is_kept",
+            "tests/daemon/test_resume.py::test_a_trainer_may_fall_back_to_the_oldest_checkpoint_that_is_kept",
         ),
     ),
     Mutation(
@@ -885,7 +889,7 @@ MUTATIONS = [
         "system/child.py",
         "(signal.SIGTERM, signal.SIGHUP)",
         "(signal.SIGTERM,)",
-        tests=("tests/test_child.py::test_signals_that_are_for_the_daemon_do_not_end_a_child",),
+        tests=("tests/system/test_child.py::test_signals_that_are_for_the_daemon_do_not_end_a_child",),
     ),
     # GPUs and the releases of what drives them
     Mutation(
@@ -964,7 +968,7 @@ MUTATIONS = [
         "gpu_memory=gpus.memory",
         "gpu_memory=0.0",
         tests=(
-            "tests/node/test_settings.py::test_an_engine_is_told_what_it_may_take_and_how_far_it_may_draft",
+            "tests/coordinator/test_settings.py::test_an_engine_is_told_what_it_may_take_and_how_far_it_may_draft",
         ),
     ),
     Mutation(

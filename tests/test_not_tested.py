@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .conftest import not_tested
+from tests.conftest import not_tested
 
 ROOT = Path(__file__).parents[1]
 

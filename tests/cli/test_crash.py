@@ -6,7 +6,7 @@ import resource
 import signal
 from collections.abc import Iterator
 
-from tests.cli.harness import (
+from tests.support.cli import (
     DEADLINE_S,
     Victims,
     linux_only,

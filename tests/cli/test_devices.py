@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.harness import QUICKSTART, arguments, linux_only, running, until
-from tests.devices.fake_driver import install, smi_row
+from tests.support.cli import QUICKSTART, arguments, linux_only, running, until
+from tests.support.fake_driver import install, smi_row
 from tests.support.paths import python_path
 
 TWO = smi_row(0) + smi_row(1)

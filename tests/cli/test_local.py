@@ -10,7 +10,7 @@ import pytest
 from lightrl.keys import write_keys
 from lightrl.launch.daemons import Daemon, RunFailed
 from lightrl.launch.local import LocalRun
-from tests.node.harness import make_config
+from tests.support.daemons import make_config
 
 LIMIT_S = 30.0
 REFUSED = "^head cannot be started: No such file or directory$"

@@ -12,7 +12,7 @@ from lightrl.messages import Snapshot
 from lightrl.metrics.rounds import Records
 from lightrl.replay import log as replay
 from lightrl.tui.render import View
-from tests.cli.journals import FIRST, SECOND, left_behind
+from tests.support.journals import FIRST, SECOND, left_behind
 from tests.tui.test_render import screen
 
 

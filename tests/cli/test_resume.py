@@ -21,7 +21,7 @@ from lightrl.run_file import load_config
 from lightrl.trainer.saved import SavedStep, point
 from lightrl.trainer.seal import sealed
 from lightrl.wire import to_json
-from tests.cli.harness import (
+from tests.support.cli import (
     DEADLINE_S,
     EMULATED,
     QUICKSTART,
@@ -39,7 +39,7 @@ from tests.cli.harness import (
     until,
     wait_for_ready,
 )
-from tests.cli.journals import left_behind
+from tests.support.journals import left_behind
 
 FROM_0 = "from the checkpoint of step 0; what came later is set aside as *.rewound"
 ENDLESS = ("train.steps=100000", *EMULATED)

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.metrics import sinks
-
-from .harness import DEADLINE_S, QUICKSTART, running
+from tests.support.cli import DEADLINE_S, QUICKSTART, running
 
 NUM_PROMPTS = 4  # one epoch in each step
 STEPS = 4

@@ -14,7 +14,7 @@ from pathlib import Path
 from lightrl.client.address import listening
 from lightrl.metrics import sinks
 from lightrl.system.signals import stop_signals
-from tests.cli.harness import (
+from tests.support.cli import (
     DEADLINE_S,
     QUICKSTART,
     SMALL,

@@ -17,8 +17,8 @@ from lightrl.messages import Hello, Snapshot, Welcome
 from lightrl.model_files import load_tokenizer
 from lightrl.say import plain
 from lightrl.transport.link import Hub
-from tests.cli.harness import DEADLINE_S, QUICKSTART, arguments
 from tests.cli.test_cli import answering, complaint, lightrl, made_run
+from tests.support.cli import DEADLINE_S, QUICKSTART, arguments
 
 MODEL = QUICKSTART.parent / "model"
 EVIL = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202e"

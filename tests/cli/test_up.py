@@ -11,7 +11,7 @@ import pytest
 from lightrl.keys import JOIN_FILE, KEY_FILE, write_keys
 from lightrl.launch.folder import create_run_dir
 from lightrl.run_file import load_config
-from tests.cli.harness import (
+from tests.support.cli import (
     DEADLINE_S,
     EMULATED,
     QUICKSTART,

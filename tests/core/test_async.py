@@ -6,8 +6,7 @@ from lightrl.core.commands import CloseRound, CloseStep
 from lightrl.core.events import DrainRequested, NodeLost
 from lightrl.core.staleness import staleness
 from lightrl.messages import Generate, TrainShard
-
-from .conftest import Driver, ids, of_kind, sent
+from tests.core.conftest import Driver, ids, of_kind, sent
 
 
 def overlapping(max_staleness: int = 1, **changes: object) -> Driver:

@@ -7,8 +7,7 @@ import pytest
 from lightrl.core.commands import CloseRound, DrawPrompts
 from lightrl.core.rounds import MAX_REDRAWS
 from lightrl.core.state import Tail
-
-from .conftest import Driver, of_kind
+from tests.core.conftest import Driver, of_kind
 
 
 def rewards(*flat: str):

@@ -11,8 +11,7 @@ from lightrl.core.placement import assign, moves, outlook
 from lightrl.core.speed import PRIOR_HALF_BATCH, Gain, Speed
 from lightrl.core.state import Node, Response
 from lightrl.messages import Drafting, Heartbeat, Load, ResponseTokens, TokenChunk
-
-from .conftest import Driver, ids, logprobs
+from tests.core.conftest import Driver, ids, logprobs
 
 LIMIT = 4000
 BASE, SLOPE = 0.02, 0.02 / PRIOR_HALF_BATCH  # what is assumed of a node that had one size of batch

@@ -27,8 +27,7 @@ from lightrl.messages import (
     WeightsFailed,
     Welcome,
 )
-
-from .conftest import Driver, ids, of_kind, sent
+from tests.core.conftest import Driver, ids, of_kind, sent
 
 
 def test_late_node_is_offered_the_published_version_and_works_in_the_same_step(driver: Driver):

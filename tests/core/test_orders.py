@@ -5,8 +5,7 @@ import pytest
 from lightrl.core import orders as cutting
 from lightrl.core.orders import orders
 from lightrl.messages import Generate, ResponseRequest, Sampling
-
-from .conftest import Driver, sent
+from tests.core.conftest import Driver, sent
 
 
 def request(name: str, size: int) -> ResponseRequest:

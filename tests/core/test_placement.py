@@ -9,8 +9,7 @@ from lightrl.core.placement import assign, moves
 from lightrl.core.speed import Speed
 from lightrl.core.state import Node, Response, Tail
 from lightrl.messages import Abort, Generate
-
-from .conftest import Driver, ids, sent
+from tests.core.conftest import Driver, ids, sent
 
 
 def node(

@@ -13,10 +13,9 @@ from lightrl.core.recovery import recover, take_snapshot
 from lightrl.core.state import Tail
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages import Abort, Generate, PublishWeights, ResponseTokens, TokenChunk, TrainShard
-
-from .conftest import SETTINGS, Driver, ids, logprobs, of_kind, sent
-from .test_worlds import settings
-from .world import World
+from tests.core.conftest import SETTINGS, Driver, ids, logprobs, of_kind, sent
+from tests.core.test_worlds import settings
+from tests.core.world import World
 
 
 def test_running_responses_continue_from_their_tokens(driver: Driver):

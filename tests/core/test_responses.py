@@ -9,8 +9,7 @@ from lightrl.core.commands import CloseRound, Report, Score
 from lightrl.core.events import NodeLost, TokensArrived
 from lightrl.core.state import sample_seed
 from lightrl.messages import Abort, Generate, ResponseTokens, TokenChunk, TrainShard
-
-from .conftest import Driver, ids, of_kind, sent
+from tests.core.conftest import Driver, ids, of_kind, sent
 
 
 def test_overlapping_chunk_is_trimmed(driver: Driver):

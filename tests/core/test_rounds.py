@@ -3,8 +3,7 @@
 from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Finish, Report
 from lightrl.core.events import DrainRequested, NodeLeft, NodeLost, StepTrained, WeightsRefused
 from lightrl.messages import Drain, Generate, PublishWeights, StepDone, TrainShard, WeightsFailed
-
-from .conftest import Driver, ids, of_kind, sent
+from tests.core.conftest import Driver, ids, of_kind, sent
 
 
 def test_nothing_is_generated_before_a_digest_is_confirmed(driver: Driver):

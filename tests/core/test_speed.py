@@ -6,8 +6,7 @@ import pytest
 
 from lightrl.core.speed import PRIOR_HALF_BATCH, PRIOR_STEP_S, Speed
 from lightrl.core.state import Node
-
-from .conftest import Driver
+from tests.core.conftest import Driver
 
 
 def test_node_that_nobody_has_heard_of_is_assumed_to_be_ordinary():

@@ -11,8 +11,7 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import SnapshotBegan, SnapshotEnded
 from lightrl.core.recovery import recover
 from lightrl.core.state import Counters, DrawnPrompt, Tail, sample_seed
-
-from .conftest import Driver, ids, of_kind
+from tests.core.conftest import Driver, ids, of_kind
 
 
 def length(name: str) -> int:

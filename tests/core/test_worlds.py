@@ -14,9 +14,8 @@ import pytest
 from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.events import DrainRequested, NodeLeft, ShellFailed
 from lightrl.core.state import Tail
-
-from .oracle import oracle
-from .world import World
+from tests.core.oracle import oracle
+from tests.core.world import World
 
 NUM_EVENTS = 100
 

@@ -38,8 +38,7 @@ from lightrl.messages import (
     TrainShard,
     WeightsFailed,
 )
-
-from .conftest import Driver, ids, logprobs, of_kind, publication, sent
+from tests.core.conftest import Driver, ids, logprobs, of_kind, publication, sent
 
 NAMES = "abcde"
 MAX_TOKENS = 12

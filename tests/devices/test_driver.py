@@ -12,7 +12,7 @@ from lightrl.devices.driver import (
     torch_problem,
     with_slices,
 )
-from tests.devices.fake_driver import install, smi_row
+from tests.support.fake_driver import install, smi_row
 
 LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0abc-00)
   MIG 3g.20gb     Device  0: (UUID: MIG-6f1d)

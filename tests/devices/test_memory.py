@@ -20,7 +20,7 @@ from lightrl.devices.memory import (
     trainer_items,
     working_bytes,
 )
-from tests.cli.harness import QUICKSTART
+from tests.support.cli import QUICKSTART
 
 torch = pytest.importorskip("torch")
 

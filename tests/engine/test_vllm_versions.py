@@ -24,7 +24,7 @@ from lightrl.engine.vllm_versions import (
     outside,
     torch_mismatch,
 )
-from tests.cli.harness import arguments
+from tests.support.cli import arguments
 from tests.support.paths import python_path
 
 READ = {f.stem: json.loads(f.read_text()) for f in Path(__file__).with_name("vllm_signatures").glob("*.json")}

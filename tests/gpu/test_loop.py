@@ -14,8 +14,8 @@ import pytest
 from gpu_lib.shapes import make_model
 
 from lightrl.metrics import sinks
-from tests.cli import harness
-from tests.cli.harness import (
+from tests.support import cli as harness
+from tests.support.cli import (
     QUICKSTART,
     Victims,
     all_end,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.pool import LETTERS
+from tests.support.reward_pool import LETTERS
 
 
 @pytest.fixture(scope="session")

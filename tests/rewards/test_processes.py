@@ -15,8 +15,8 @@ from lightrl.cli import main
 from lightrl.errors import RewardError
 from lightrl.rewards.environment import inherited
 from lightrl.rewards.runner import RewardPool
-from tests.cli.harness import QUICKSTART, all_end, linux_only
-from tests.rewards.pool import LIMIT_S, job, run_jobs
+from tests.support.cli import QUICKSTART, all_end, linux_only
+from tests.support.reward_pool import LIMIT_S, job, run_jobs
 
 SLEEPERS = """
 import os, pathlib, signal, subprocess, sys, time

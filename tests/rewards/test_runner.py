@@ -10,7 +10,7 @@ from lightrl import config
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
 from lightrl.rewards.runner import RewardPool, RewardResult, _Worker
-from tests.rewards.pool import LIMIT_S, job, run_jobs
+from tests.support.reward_pool import LIMIT_S, job, run_jobs
 
 MISBEHAVE = """
 import os, time

@@ -19,8 +19,7 @@ from lightrl.messages import PROTOCOL, Drain, Heartbeat, Hello, Snapshot, Watch
 from lightrl.transport.link import Hub, Link, host_and_port
 from lightrl.weights.request import MAGIC, REQUEST
 from lightrl.wire import MESSAGES
-
-from . import garbage
+from tests.security import garbage
 
 REAL = ("a", "head", "trainer", "*")  # what one who has the key may say in their names is no garbage
 BURST = 400  # frames between two questions whether the coordinator is there: its inbox stays small

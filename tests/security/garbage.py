@@ -9,8 +9,7 @@ import msgspec
 
 from lightrl.messages import Message
 from lightrl.wire import MESSAGES
-
-from ..wire.test_messages import EXAMPLES
+from tests.wire.test_messages import EXAMPLES
 
 ENCODED = [MESSAGES.encode(e) for e in EXAMPLES]
 STRANGE: list[Any] = [

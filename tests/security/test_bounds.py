@@ -21,10 +21,9 @@ from lightrl.weights import pull as pulling
 from lightrl.weights.manifest import digest_version, verify
 from lightrl.weights.pull import parse_address, pull
 from lightrl.wire import MESSAGES
-
-from ..node.harness import make_config
-from ..wire.test_messages import EXAMPLES
-from . import garbage
+from tests.security import garbage
+from tests.support.daemons import make_config
+from tests.wire.test_messages import EXAMPLES
 
 HELLO = m.Hello("n", 1, ("rollout",), m.PROTOCOL, 1, "h")
 

@@ -16,11 +16,10 @@ from lightrl.messages import Abort, Drain, Generate, Heartbeat, Hello, PublishWe
 from lightrl.model_files import model_files
 from lightrl.transport.link import Hub
 from lightrl.wire import MESSAGES
-
-from ..node.harness import DEADLINE_S, Running, a_run, make_config
-from ..node.test_runs import require_exact
-from ..wire.test_messages import EXAMPLES
-from . import garbage
+from tests.daemon.test_runs import require_exact
+from tests.security import garbage
+from tests.support.daemons import DEADLINE_S, Running, a_run, make_config
+from tests.wire.test_messages import EXAMPLES
 
 ROOT = Path(__file__).parents[2]
 MAX_GROWTH_BYTES = 64 << 20

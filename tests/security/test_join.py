@@ -55,8 +55,7 @@ from lightrl.messages import (
 from lightrl.transport.link import MAX_WELCOMES, Hub, Link
 from lightrl.transport.zap import DOORKEEPER
 from lightrl.wire import from_json
-
-from ..node.harness import DEADLINE_S, Running, a_run
+from tests.support.daemons import DEADLINE_S, Running, a_run
 
 M = TypeVar("M", bound=Message)
 ANY = "tcp://127.0.0.1:*"

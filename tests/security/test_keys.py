@@ -27,8 +27,7 @@ from lightrl.tickets import pull_ticket
 from lightrl.transport import link
 from lightrl.transport.link import Hub, Link
 from lightrl.wire import MESSAGES
-
-from ..node.harness import Proxy
+from tests.support.daemons import Proxy
 
 LIMIT_S = 20.0
 ANY = "tcp://127.0.0.1:*"

@@ -17,10 +17,9 @@ from lightrl.messages import Watch
 from lightrl.run_file import to_toml
 from lightrl.transport import link, strangers
 from lightrl.transport.link import MAX_TO_HUB_BYTES, Hub, Link, host_and_port
-
-from ..node.harness import ScriptedTrainer, make_config
-from ..node.hubs import LIMIT_S, hub_and_key, received, until
-from .attacker import GREETING
+from tests.security.attacker import GREETING
+from tests.support.daemons import ScriptedTrainer, make_config
+from tests.support.hubs import LIMIT_S, hub_and_key, received, until
 
 MIB = 1 << 20
 CURVE = GREETING + b"\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)

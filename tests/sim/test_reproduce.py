@@ -14,9 +14,8 @@ from lightrl.sim.calibration.reproduce import Check, Job, Reproduction, Rival, p
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
 from lightrl.sim.world import World
-
-from .conftest import COLOCATED, nodes, world
-from .test_world import BOTH, SYNCHRONOUS
+from tests.sim.conftest import COLOCATED, nodes, world
+from tests.sim.test_world import BOTH, SYNCHRONOUS
 
 SHORT_STUDY = STUDIES[0]
 BARS = {b.name: b for b in SHORT_STUDY.bars}

@@ -13,8 +13,7 @@ from lightrl.sim.report import bound_s, figures
 from lightrl.sim.scenario import Scenario, Switches
 from lightrl.sim.traces import TraceEvent, synthetic_trace
 from lightrl.sim.workload import RewardClass, RewardTimes
-
-from .conftest import COLOCATED, LIMIT, SCENARIO, nodes, world
+from tests.sim.conftest import COLOCATED, LIMIT, SCENARIO, nodes, world
 
 BOTH = Tail(1.25, 1.25)
 PROMPTS = Tail(1.25, 1.0)

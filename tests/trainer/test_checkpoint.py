@@ -18,7 +18,7 @@ from lightrl.trainer.saved import SavedStep, latest, newest_sound, oldest_kept, 
 from lightrl.trainer.seal import PIECE_BYTES, damage, sealed
 from lightrl.trainer.supervisor import Trainer
 from lightrl.wire import to_json
-from tests.node.harness import make_config
+from tests.support.daemons import make_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

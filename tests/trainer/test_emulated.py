@@ -34,8 +34,7 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.saved import latest
 from lightrl.trainer.seal import damage
 from lightrl.wire import pack_f32, pack_i32
-
-from .coordinator import Coordinator, kill, turns
+from tests.support.trainer_coordinator import Coordinator, kill, turns
 
 DEADLINE_S = 60
 STEPS = 5

@@ -16,8 +16,7 @@ from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import Accumulate, FinishStep
 from lightrl.trainer.saved import latest
 from lightrl.trainer.supervisor import train_samples
-
-from .coordinator import Coordinator, kill, pid_of, turns, until
+from tests.support.trainer_coordinator import Coordinator, kill, pid_of, turns, until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),

@@ -11,8 +11,8 @@ import time
 
 from lightrl.tui.app import keys, turn
 from lightrl.tui.render import View
-from tests.cli.harness import read_until, started
-from tests.cli.journals import left_behind
+from tests.support.cli import read_until, started
+from tests.support.journals import left_behind
 
 DEADLINE_S = 30.0
 SHOW = """

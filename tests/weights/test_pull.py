@@ -17,8 +17,7 @@ from lightrl.weights.pull import WeightServer
 from lightrl.weights.pull import pull as pull_as
 from lightrl.weights.request import BUSY, DATA, Request
 from lightrl.weights.serve import IDLE_LIMIT_S, MAX_OF_A_NODE, TURNS_AT_ONCE, format_address
-
-from .versions import BUCKET, NODE, SECRET, TICKET, make_version, pull, serving
+from tests.support.versions import BUCKET, NODE, SECRET, TICKET, make_version, pull, serving
 
 
 def flip_bit(path: Path, position: int) -> Path:

@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
-from .pullers import SHAPE
-from .versions import make_version, serving
+from tests.support.pullers import SHAPE
+from tests.support.versions import make_version, serving
 
 DEADLINE_S = 60
 
@@ -18,7 +18,7 @@ def test_six_hundred_pullers_on_a_narrow_line_all_get_the_version(tmp_path):
         arguments = (address, tmp_path, number * count, count, timeout_s, 1)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.weights.pullers", *map(str, arguments)), stdin=pipe, stdout=pipe
+            *(sys.executable, "-m", "tests.support.pullers", *map(str, arguments)), stdin=pipe, stdout=pipe
         )
         assert process.stdout is not None
         assert await process.stdout.readline() == b"ready\n"

@@ -8,9 +8,8 @@ import pytest
 
 from lightrl.errors import WeightsError
 from lightrl.weights.request import BUSY, DATA, QUEUED, Request
-
-from .holder import Answer, holder, part
-from .versions import BUCKET, SECRET, make_version, pull
+from tests.support.holder import Answer, holder, part
+from tests.support.versions import BUCKET, SECRET, make_version, pull
 
 DEADLINE_S = 60
 TIMEOUT_S = 3.0

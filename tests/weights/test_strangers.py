@@ -13,8 +13,7 @@ import uvloop
 
 from lightrl.weights.door import FEW_PLACES, Door
 from lightrl.weights.request import Request
-
-from .versions import SECRET, make_version, pull, serving
+from tests.support.versions import SECRET, make_version, pull, serving
 
 DEADLINE_S = 60
 
@@ -23,7 +22,7 @@ DEADLINE_S = 60
 async def silent_peers(address: str, count: int, num_sources: int) -> AsyncIterator[None]:
     """A process of them, all of which have connected."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.weights.silent", address, str(count), str(num_sources)),
+        *(sys.executable, "-m", "tests.support.silent", address, str(count), str(num_sources)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -37,8 +37,7 @@ from lightrl.metrics.speculation import Speculation
 from lightrl.transport.link import Link, host_and_port
 from lightrl.transport.validate import check_bounds
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES, pack_f32, pack_i32
-
-from .harness import DEADLINE_S, QUICKSTART, Running, a_run
+from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, a_run
 
 HELLO = Hello("a", 1, ("rollout",), PROTOCOL, pid=1, host="h")
 

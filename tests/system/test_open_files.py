@@ -10,8 +10,7 @@ from lightrl.coordinator.descriptors import require_room
 from lightrl.errors import ConfigError
 from lightrl.launch.preflight import require_files
 from lightrl.system import open_files
-
-from .node.harness import make_config
+from tests.support.daemons import make_config
 
 EXHAUST = """
 import errno, os, resource

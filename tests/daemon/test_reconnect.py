@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.messages import Abort, Bye, Drain, Heartbeat, TokenChunk, WeightsFailed, WeightsReady
-
-from .harness import DEADLINE_S, Proxy, make_config
-from .scripted_head import ScriptedHead, joined, rollout_daemon
-from .test_runs import children_of
+from tests.daemon.test_runs import children_of
+from tests.support.daemons import DEADLINE_S, Proxy, make_config
+from tests.support.scripted_coordinator import ScriptedHead, joined, rollout_daemon
 
 NAMES = ("p0@0#0", "p0@0#1", "p1@0#0")
 # About 1.2 s of work.

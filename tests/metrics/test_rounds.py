@@ -33,8 +33,7 @@ from lightrl.metrics.rounds import Records, RecordsNote
 from lightrl.metrics.selection_bias import Bias, kaplan_meier
 from lightrl.metrics.sinks import read
 from lightrl.wire import from_json
-
-from .harness import QUICKSTART, a_run
+from tests.support.daemons import QUICKSTART, a_run
 
 LIMIT = 10
 SETTINGS = Settings(

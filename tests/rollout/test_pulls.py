@@ -9,10 +9,9 @@ from lightrl.messages import Manifest, Message, PublishWeights, WeightsFailed, W
 from lightrl.rollout.agent import Rollout
 from lightrl.tickets import pull_ticket
 from lightrl.weights.request import DATA, Request
-from tests.weights.holder import holder, part
-from tests.weights.versions import BUCKET, SECRET, make_version, serving
-
-from .harness import DEADLINE_S, QUICKSTART, make_config
+from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config
+from tests.support.holder import holder, part
+from tests.support.versions import BUCKET, SECRET, make_version, serving
 
 
 class Pulling:

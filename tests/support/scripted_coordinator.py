@@ -30,8 +30,7 @@ from lightrl.transport.link import Hub, Peer
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 from lightrl.wire import pack_i32, unpack_i32
-
-from .harness import DEADLINE_S, expected_tokens
+from tests.support.daemons import DEADLINE_S, expected_tokens
 
 M = TypeVar("M", bound=Message)
 PROMPT = pack_i32([5, 6, 7])

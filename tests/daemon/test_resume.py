@@ -13,9 +13,8 @@ from lightrl.journal.disk import segments
 from lightrl.journal.read import LOG, read_segment
 from lightrl.journal.write import JournalWriter
 from lightrl.wire import from_json
-
-from .harness import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run
-from .test_runs import SLOW, busy, require_exact
+from tests.daemon.test_runs import SLOW, busy, require_exact
+from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run
 
 
 async def interrupted(tmp_path: Path, min_tokens: int) -> None:

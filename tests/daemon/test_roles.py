@@ -11,8 +11,7 @@ import pytest
 from lightrl.client import ask
 from lightrl.keys import read_key
 from lightrl.wire import from_json
-
-from .harness import DEADLINE_S, QUICKSTART
+from tests.support.daemons import DEADLINE_S, QUICKSTART
 
 COMMON = ("rollout.engine=torch", "train.prompts_per_step=4", "rollout.group_size=4", "eval.path=''")
 

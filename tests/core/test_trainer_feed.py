@@ -29,8 +29,7 @@ from lightrl.messages import (
     TrainShard,
     Welcome,
 )
-
-from .conftest import Driver, of_kind, sent
+from tests.core.conftest import Driver, of_kind, sent
 
 
 def trained(steps: int, **changes: object) -> Driver:

@@ -14,8 +14,7 @@ from lightrl.messages import Snapshot
 from lightrl.metrics.sinks import read
 from lightrl.transport.link import _key_pair
 from lightrl.wire import from_json, unpack_f32, unpack_i32
-
-from .harness import DEADLINE_S, Proxy, Running, a_run, expected_tokens
+from tests.support.daemons import DEADLINE_S, Proxy, Running, a_run, expected_tokens
 
 # One step of two waves of 2.5 s on one node: long enough for another node to come within it.
 SLOW = {

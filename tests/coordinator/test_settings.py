@@ -10,8 +10,7 @@ from lightrl.core.state import Settings, Tail
 from lightrl.devices.assign import Part
 from lightrl.errors import DataError
 from lightrl.rollout.agent import engine_spec
-
-from .harness import make_config
+from tests.support.daemons import make_config
 
 
 def settings(tmp_path: Path, num_prompts: int = 100, **changes: dict[str, Any]) -> Settings:

@@ -14,10 +14,9 @@ from lightrl.core.commands import Send
 from lightrl.errors import PeerUnreachable
 from lightrl.messages import PROTOCOL, Bye, Heartbeat, Hello
 from lightrl.transport.link import Link
-
-from .harness import Running, a_run
-from .hubs import until
-from .scripted_rollout import ScriptedRollout
+from tests.support.daemons import Running, a_run
+from tests.support.hubs import until
+from tests.support.scripted_rollout import ScriptedRollout
 
 
 def said(run: Running, text: str) -> int:

@@ -5,8 +5,7 @@ import pytest
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.state import Tail
 from lightrl.messages import Generate
-
-from .conftest import Driver, sent
+from tests.core.conftest import Driver, sent
 
 
 def played(lengths: dict[str, int], **changes: object) -> Driver:

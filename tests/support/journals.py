@@ -23,7 +23,7 @@ from lightrl.keys import write_key
 from lightrl.messages import FinishReason, ResponseTokens, StepDone, TrainGroup, TrainResponse, TrainShard
 from lightrl.run_file import load_config, to_toml
 from lightrl.wire import pack_f32, pack_i32, to_json
-from tests.cli.harness import QUICKSTART
+from tests.support.cli import QUICKSTART
 
 PROMPT = DrawnPrompt("p1", 0, pack_i32([5, 6]))
 OTHER = DrawnPrompt("p2", 0, pack_i32([7]))

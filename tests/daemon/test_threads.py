@@ -18,10 +18,9 @@ from lightrl.messages import Message, WeightsReady
 from lightrl.metrics.rounds import Records, digest_responses
 from lightrl.model_files import model_files
 from lightrl.system import child
-from tests.weights.versions import SECRET, make_version, pull, serving
-
-from .harness import DEADLINE_S, a_run, make_config
-from .test_pulls import pulling
+from tests.rollout.test_pulls import pulling
+from tests.support.daemons import DEADLINE_S, a_run, make_config
+from tests.support.versions import SECRET, make_version, pull, serving
 
 NO_THREAD = "can't start new thread"
 OF_CALLS = ("ThreadPoolExecutor", "asyncio_")  # what their threads are named, in threads.py and in asyncio

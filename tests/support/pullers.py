@@ -1,4 +1,4 @@
-"""Many nodes that pull: `python -m tests.weights.pullers ADDRESS FOLDER FIRST COUNT TIMEOUT_S STREAMS`.
+"""Many nodes that pull: `python -m tests.support.pullers ADDRESS FOLDER FIRST COUNT TIMEOUT_S STREAMS`.
 
 Pulls version 1 of `versions.make_version(..., *SHAPE)` into FOLDER for nodes nFIRST and so on, all at once
 when its input ends. Prints a line before that, a line for each pull that fails and, at its end, how long the
@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 
 from lightrl.errors import WeightsError
-
-from .versions import SECRET, make_version, pull
+from tests.support.versions import SECRET, make_version, pull
 
 SHAPE = (2, 32 << 10)  # buckets, bytes of each
 

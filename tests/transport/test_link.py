@@ -33,8 +33,7 @@ from lightrl.transport import link
 from lightrl.transport.link import Link
 from lightrl.transport.parts import HEADER
 from lightrl.wire import MESSAGES
-
-from .hubs import hub_and_key, received, until
+from tests.support.hubs import hub_and_key, received, until
 
 MIB = 1 << 20
 

@@ -23,9 +23,8 @@ from lightrl.launch.local import in_foreground
 from lightrl.metrics.sinks import FILE_NAME as METRICS
 from lightrl.metrics.sinks import read
 from lightrl.wire import from_json
-
-from .harness import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run, make_config
-from .test_runs import busy, children_of, require_exact
+from tests.daemon.test_runs import busy, children_of, require_exact
+from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run, make_config
 
 # Two steps of two waves of 0.6 s: long enough for things to happen in the middle.
 SLOW = {

@@ -1,1 +1,0 @@
-"""Shells: asyncio and ZeroMQ around the core, engines and ranks. No policy lives here."""

@@ -5,13 +5,13 @@ newer peer may add some; missing or mistyped ones are a `ProtocolError`, and so 
 than their type says, before they are read. Never pickle.
 """
 
-import sys
 from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 
+from lightrl.core.arrays import decode, encode
 from lightrl.errors import ProtocolError
 from lightrl.messages import Message
 
@@ -75,31 +75,23 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
 
 def pack_i32(values: Sequence[int]) -> bytes:
     """Token ids as little-endian int32. Raises OverflowError for an id outside int32."""
-    return _little(array("i", values)).tobytes()
+    return encode(array("i", values))
 
 
 def unpack_i32(data: bytes) -> list[int]:
-    return _unpack("i", data).tolist()
+    return _unpack("i", data)
 
 
 def pack_f32(values: Sequence[float]) -> bytes:
     """Logprobs as little-endian float32."""
-    return _little(array("f", values)).tobytes()
+    return encode(array("f", values))
 
 
 def unpack_f32(data: bytes) -> list[float]:
-    return _unpack("f", data).tolist()
+    return _unpack("f", data)
 
 
-def _unpack(kind: str, data: bytes) -> "array[Any]":
+def _unpack(kind: str, data: bytes) -> list[Any]:
     if len(data) % 4:
         raise ProtocolError(f"{len(data)} bytes are not a whole number of 4-byte values")
-    values: array[Any] = array(kind)
-    values.frombytes(data)
-    return _little(values)
-
-
-def _little(values: "array[Any]") -> "array[Any]":
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    return decode(kind, data).tolist()

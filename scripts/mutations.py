@@ -174,8 +174,8 @@ MUTATIONS = [
     Mutation(
         "migration cannot be switched off",
         "core/coordinator.py",
-        "self.settings.migration and self.ledger.has_idle_room",
-        "self.ledger.has_idle_room",
+        "self.settings.migration and self.table.has_idle_room",
+        "self.table.has_idle_room",
     ),
     Mutation(
         "chunk of an idle time counts as slow decoding",
@@ -405,7 +405,8 @@ MUTATIONS = [
         "steps of later rounds are sent before their turn",
         "core/round_scheduler.py",
         "        if round is self.training():\n            self.trainer_feed.send(",
-        "        if True:\n            self.trainer_feed.stands_at = round.step\n            self.trainer_feed.send(",
+        "        if True:\n            self.trainer_feed.stands_at = round.step\n"
+        "            self.trainer_feed.send(",
     ),
     Mutation(
         "stopped run sends the trainer the next step",
@@ -419,7 +420,7 @@ MUTATIONS = [
     Mutation(
         "score of an earlier process is forgotten",
         "core/recovery.py",
-        "core.ledger.score(response.id, response.attempt, fact.reward, fact.failure, self._out)",
+        "core.table.score(response.id, response.attempt, fact.reward, fact.failure, self._out)",
         "pass",
     ),
     Mutation(

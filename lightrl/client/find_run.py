@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrl.client import ask as client
 from lightrl.client.address import accepts, find, shown
+from lightrl.client.ask import watch
 from lightrl.core.state import RunState
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
 from lightrl.keys import KEY_FILE, find_key, read_key, require_full
@@ -68,7 +68,7 @@ async def live_run(target: Target) -> tuple[str, Snapshot]:
 
 async def ask(address: str, key: str) -> Snapshot:
     """One snapshot from whoever listens at `address`. Raises PeerUnreachable or WrongKey."""
-    async with contextlib.aclosing(client.watch(address, 0.0, key)) as snapshots:
+    async with contextlib.aclosing(watch(address, 0.0, key)) as snapshots:
         async for snapshot in snapshots:
             return snapshot
     raise PeerUnreachable(f"{address}: closed the connection without an answer")

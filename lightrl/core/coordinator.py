@@ -40,7 +40,6 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.fleet import Fleet
-from lightrl.core.invariants import check
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import VersionPublished
 from lightrl.core.responses import ResponseTable
@@ -148,10 +147,6 @@ class Coordinator:
         """When to feed TimerFired, or None."""
         times = (self.fleet.lease_check_at, self._rebalance_at, self._patience_ends_at)
         return min((t for t in times if t is not None), default=None)
-
-    def check(self) -> None:
-        """Raises InvariantViolation if any invariant is broken."""
-        check(self)
 
     # Weights
 

@@ -38,7 +38,7 @@ class SnapshotBegan:
 
 @dataclass(frozen=True, slots=True)
 class RoundSnapshot:
-    """A round that is open when a segment begins; its tokens and scores follow. See `recovery.take_snapshot`."""
+    """A round that is open when a segment begins; its tokens and scores follow: `recovery.take_snapshot`."""
 
     TAG: ClassVar[str] = "RoundStood"  # in journals
 

@@ -1,6 +1,6 @@
 """One daemon: the roles of a node in one event loop, started together and asked to stop by a signal.
 
-Owns which roles run here. What they do is in coordinator.py and, for what a node does as a client of the
+Owns which roles run here. What they do is in coordinator/daemon.py and, for what a node does as client of the
 coordinator, in worker.py beside this file.
 """
 

@@ -1,7 +1,7 @@
 """The trainer and rollout roles of a node, as a client of the coordinator: hello, heartbeat, drain and bye.
 
 Owns whether the coordinator hears this node, and what is said when it does again; what a role does is in
-rollout.py and trainer.py beside this file. Must never block the loop.
+rollout/agent.py and trainer/supervisor.py. Must never block the loop.
 
 A node that is not heard goes on with its work. Nothing but a hello leaves before the coordinator has
 answered it with a welcome: it says what still runs here, and whatever arrives before the answer was sent

@@ -36,7 +36,7 @@ class PastResponse:
 
 @dataclass(frozen=True, slots=True)
 class PromptAnswers:
-    """What one group brought. Example: PromptAnswers("p7", 1, ((0, PastResponse(1, ...)), (3, PastResponse(1, ...))))."""
+    """What one group brought. Example: PromptAnswers("p7", 1, ((0, PastResponse(1, ...)),))."""
 
     prompt: str  # as in `key_of`
     epoch: int

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightrl.client import ask as client
 from lightrl.client.address import accepts, listening, reachable, shown, written_at
+from lightrl.client.ask import drain
 from lightrl.client.find_run import ask, final_snapshot
 from lightrl.config import Config
 from lightrl.core.state import RunState
@@ -274,7 +274,7 @@ class LocalRun:
         if self.address:
             with contextlib.suppress(PeerUnreachable, TimeoutError):
                 async with asyncio.timeout(DRAIN_ASKED_S):
-                    await client.drain(self.address, "*", reason, self.key)
+                    await drain(self.address, "*", reason, self.key)
                 return
         head.signal(signal.SIGTERM)
 

@@ -1,6 +1,6 @@
 """Figures of a training round, read when it has closed, and what is shown of a response. Pure functions.
 
-Keeps no histories (records.py); what racing does to lengths and rewards is measured in bias.py.
+Keeps no histories (rounds.py); what racing does to lengths and rewards is measured in selection_bias.py.
 """
 
 import hashlib

@@ -23,7 +23,7 @@ from lightrl.core.state import Counters
 from lightrl.errors import LightRLError
 from lightrl.journal.read import LOG, Segment, newest, read_segment, segments
 from lightrl.messages import FinishReason, ResponseTokens, Snapshot, StepDone
-from lightrl.metrics import sinks as metrics
+from lightrl.metrics import sinks
 from lightrl.metrics.rounds import RecordsNote
 from lightrl.run_file import load_config
 from lightrl.wire import from_json
@@ -246,7 +246,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
     except LightRLError:
         return None
     replay = _told(facts)
-    records = [r for r in metrics.read(run_dir) if r["step"] <= replay.steps_done]
+    records = [r for r in sinks.read(run_dir) if r["step"] <= replay.steps_done]
     trained = [r for r in records if "timing_s/step" in r]
     open_responses = [r for r in replay.responses.values() if not r.is_trained]
     done = sum(r.finish_reason is not None for r in open_responses)

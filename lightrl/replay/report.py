@@ -1,4 +1,4 @@
-"""`lightrl replay RUN` as text and as JSON. Reads what replay.py has made of the journal."""
+"""`lightrl replay RUN` as text and as JSON. Reads what log.py has made of the journal."""
 
 from pathlib import Path
 from typing import Any

@@ -10,14 +10,11 @@ the responses.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from lightrl.core.state import RoundState
+from lightrl.core.state import Round, RoundState
 from lightrl.sim.engine import Delta
 from lightrl.sim.machines import SPOT, Machine
-
-if TYPE_CHECKING:
-    from lightrl.sim.world import World
+from lightrl.sim.mechanism import Mechanism, Simulation
 
 FIRST_LOOK, LAST_LOOK, LOOK_EVERY = 0.2, 0.5, 0.05  # responses finished, of those launched
 LAST_LOOK_AGAIN = 0.95
@@ -27,11 +24,10 @@ MORE_PREEMPTIONS = 1.05  # than in the last round of the kind: more parallelism
 QUIET_STEPS = 4  # without any: less
 
 
-class Sharing:
-    def __init__(self, world: "World") -> None:
+class Colocation(Mechanism):
+    def __init__(self, world: Simulation) -> None:
         self._world = world
         self.colocated = world.scenario.training.placement == "colocated"
-        self.parallelism = min(world.engines)
         self._released: list[Machine] = []
         self._step = -1
         self._completed = 0
@@ -41,7 +37,7 @@ class Sharing:
         self._preemptions: dict[str, int] = {}  # in the last round of a kind
         self._quiet = 0
 
-    def look(self, deltas: Sequence[Delta]) -> None:
+    def tokens(self, deltas: Sequence[Delta]) -> None:
         """After tokens came: whether half of the nodes can go and train."""
         world = self._world
         finished = [d.offset + d.count for d in deltas if d.finished not in {None, "abort"}]
@@ -65,11 +61,10 @@ class Sharing:
             if done <= last and (machines := self._dispensable(round.kind)):
                 self._release(machines)
 
-    def close_round(self) -> None:
+    def round_closed(self, round: Round) -> None:
         """The rollout is over: released nodes are back, and all of them train."""
         world = self._world
-        round = world.core.table.round
-        if round is not None:
+        if world.core.table.round is not None:
             self._lengths[round.kind] = self._seen or self._lengths.get(round.kind, [])
         if not world.settings.max_staleness:
             self._label("wait" if world.switches.async_rewards else "reward")
@@ -159,17 +154,17 @@ class Sharing:
     # Planner
 
     def _plan(self) -> None:
-        world, record = self._world, self._world.observer.newest
+        world, record = self._world, self._world.newest
         before = self._preemptions.get(record.kind, 0)
         self._preemptions[record.kind] = record.preemptions
         self._quiet = 0 if record.preemptions else self._quiet + 1
-        wanted = self.parallelism
+        wanted = world.parallelism
         if record.preemptions > MORE_PREEMPTIONS * before:
             wanted *= 2
         elif self._quiet >= QUIET_STEPS:
             wanted //= 2
             self._quiet = 0
-        if wanted in world.engines and wanted != self.parallelism:
+        if wanted in world.engines and wanted != world.parallelism:
             self._change_parallelism(wanted)
 
     def _change_parallelism(self, wanted: int) -> None:
@@ -181,7 +176,7 @@ class Sharing:
         for machine in machines:
             for event in world.leave(machine, "another parallelism"):
                 world.feed(event)
-        self.parallelism = wanted
+        world.parallelism = wanted
         width = wanted // min(world.engines)
         for k, machine in enumerate(machines):
             machine.merged = k % width > 0

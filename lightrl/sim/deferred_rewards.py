@@ -6,19 +6,16 @@ it may let the surplus of a group run on (`Switches.surplus_ends`).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from lightrl.core.race import DECIDED
-from lightrl.core.state import Response
+from lightrl.core.state import Response, Round
 from lightrl.sim.engine import Delta
 from lightrl.sim.machines import Machine
-
-if TYPE_CHECKING:
-    from lightrl.sim.world import World
+from lightrl.sim.mechanism import Mechanism, Simulation
 
 
-class Afterwards:
-    def __init__(self, world: "World") -> None:
+class DeferredRewards(Mechanism):
+    def __init__(self, world: Simulation) -> None:
         self._world = world
         self._unscored: dict[str, Response] = {}  # that have finished
         self._surplus: dict[
@@ -37,14 +34,14 @@ class Afterwards:
         self._surplus[name, number] = machine, response
         return True
 
-    def look(self, deltas: Sequence[Delta]) -> None:
+    def tokens(self, deltas: Sequence[Delta]) -> None:
         """After tokens came: surplus that has finished is scored as well."""
         if self._surplus:
             for d in deltas:
                 if d.finished is not None and (found := self._surplus.pop((d.response, d.attempt), None)):
                     self.take(found[1])
 
-    def close_round(self) -> None:
+    def round_closed(self, round: Round) -> None:
         for (name, number), (machine, _) in self._surplus.items():
             self._world.abort(machine, name, number)
         self._surplus.clear()

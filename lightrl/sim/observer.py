@@ -4,20 +4,16 @@ The simulator knows how long every response would have been, also of those that 
 the bias of what is trained can be told.
 """
 
-from typing import TYPE_CHECKING
-
 from lightrl.core.commands import CloseStep
 from lightrl.core.state import GroupState, Round
 from lightrl.sim.engine import EngineProfile
 from lightrl.sim.machines import SPOT, Machine
+from lightrl.sim.mechanism import Simulation
 from lightrl.sim.outcome import Lengths, StepRecord
-
-if TYPE_CHECKING:
-    from lightrl.sim.world import World
 
 
 class Observer:
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: Simulation) -> None:
         self._world = world
         self._records: dict[int, StepRecord] = {}
         self._first: dict[tuple[str, int], Lengths] = {}  # of prompts that are not trained yet
@@ -28,7 +24,6 @@ class Observer:
         self._node_s_before = (0.0, 0.0)
         self._step_at = 0.0
         self._preemptions = 0
-        self.newest = StepRecord(-1, "", 0)  # of the round that closed last
         self._token_s: dict[int, float] = {}  # least cost of a token, by parallelism
 
     def fleet_changes(self, machine: Machine, sign: int) -> None:
@@ -43,7 +38,7 @@ class Observer:
             self._node_s[k] += present * (now - self._looked_at)
         self._looked_at = now
 
-    def close_round(self, round: Round) -> None:
+    def round_closed(self, round: Round) -> None:
         world, out = self._world, self._world.outcome
         record = StepRecord(
             step=round.step,
@@ -72,12 +67,12 @@ class Observer:
                 self._first.pop(key)
         preemptions = sum(m.total("num_preemptions") for m in world.machines.values())
         record.preemptions, self._preemptions = preemptions - self._preemptions, preemptions
-        record.parallelism = world.sharing.parallelism
+        record.parallelism = world.parallelism
         self._bound(record, kept)
-        self._records[round.step] = self.newest = record
+        self._records[round.step] = world.newest = record
         out.winners.append((round.step, tuple(sorted(r.id for g in round.accepted for r in g.kept))))
 
-    def close_step(self, step: CloseStep) -> None:
+    def step_closed(self, step: CloseStep) -> None:
         record = self._records.pop(step.step)
         record.rollout_s, record.train_s, record.weights_s = step.rollout_s, step.train_s, step.weights_s
         self._look()

@@ -2,7 +2,7 @@
 
 Owns time, and what a daemon would do with each command: engines, trainer, rewards and weights are models.
 Must decide nothing that the core decides. What the rollout nodes' GPUs do beside rollout (training on them)
-is in `sharing`.
+is in colocation.py.
 """
 
 import heapq
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lightrl.core import invariants
 from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Finish, Score, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
@@ -43,13 +44,14 @@ from lightrl.messages import (
     TrainShard,
     WeightsReady,
 )
-from lightrl.sim.colocation import Sharing
-from lightrl.sim.deferred_rewards import Afterwards
+from lightrl.sim.colocation import Colocation
+from lightrl.sim.deferred_rewards import DeferredRewards
 from lightrl.sim.engine import Attempt, Speculation
 from lightrl.sim.machines import SPOT, Machine, NodeSpec, new_machine
+from lightrl.sim.mechanism import Mechanism
 from lightrl.sim.messages import TRAINER, blank, digest_of, hello, publication
 from lightrl.sim.observer import Observer
-from lightrl.sim.outcome import Outcome
+from lightrl.sim.outcome import Outcome, StepRecord
 from lightrl.sim.scenario import DEFAULT, Scenario, Switches
 from lightrl.sim.scoring import Scoring, reward
 from lightrl.sim.traces import TraceEvent
@@ -86,7 +88,9 @@ class World:
         self.core = Coordinator(self.settings, now=0.0)
         self.machines: dict[str, Machine] = {}
         self.outcome = Outcome()
+        self.newest = StepRecord(-1, "", 0)
         self.engines = dict(scenario.engines)
+        self.parallelism = min(self.engines)
         if switches.speculation:
             self._speculate(scenario.speculation.without_history())
         self.scoring = Scoring(
@@ -97,8 +101,8 @@ class World:
             streaming=switches.streaming and switches.async_rewards,
             rate=0.0 if scenario.training.placement == "colocated" else 1.0,
         )
-        self.sharing = Sharing(self)
-        self.afterwards = Afterwards(self)
+        self.deferred = DeferredRewards(self)
+        self.mechanisms: tuple[Mechanism, ...] = (self.deferred, Colocation(self))
         self.observer = Observer(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -125,7 +129,7 @@ class World:
     def _speculate(self, speculation: Speculation) -> None:
         self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
         for machine in self.machines.values():
-            profile = self.engines[self.sharing.parallelism].slower(machine.spec.slowness)
+            profile = self.engines[self.parallelism].slower(machine.spec.slowness)
             machine.engine.adopt(self.now, profile)
 
     def _set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
@@ -170,7 +174,7 @@ class World:
             self.outcome.num_events += 1
             commands = core.handle(todo.popleft(), now)
             if self.check:
-                core.check()
+                invariants.check(core)
             for command in commands:
                 self._perform(command, todo)
         if self._loading:
@@ -191,20 +195,20 @@ class World:
                     when = self.scoring.done_at(self.now, prompt, response.seed)
                     self.at(when, lambda: self.feed(event))
                 else:
-                    self.afterwards.take(response)
+                    self.deferred.take(response)
                     todo.append(event)
             case DrawPrompts(_, count):
                 drawn = (self._cursor.draw() for _ in range(count))
                 todo.append(PromptsDrawn(tuple(DrawnPrompt(p, e, self._prompt) for p, e in drawn)))
             case CloseRound(round):
-                self.observer.close_round(round)
-                self.afterwards.close_round()
-                self.sharing.close_round()
+                self.observer.round_closed(round)
+                for mechanism in self.mechanisms:
+                    mechanism.round_closed(round)
                 if self.switches.speculation and self._cursor.epoch > 0 and not self._has_history:
                     self._has_history = True
                     self._speculate(self.scenario.speculation)
             case CloseStep() as step:
-                self.observer.close_step(step)
+                self.observer.step_closed(step)
             case Finish():
                 self._finished = True
             case _:
@@ -224,7 +228,7 @@ class World:
                 self._generate(machine, message)
             case Abort(attempts):
                 for response, number in attempts:
-                    if not self.afterwards.goes_on(machine, response, number):
+                    if not self.deferred.goes_on(machine, response, number):
                         self.abort(machine, response, number)
             case PublishWeights(manifest):
                 machine.loading = manifest.policy_version
@@ -282,8 +286,8 @@ class World:
             deltas = machine.engine.step(self.now)
             if deltas:
                 self.feed(TokensArrived(machine.spec.name, machine.chunk(deltas)))
-                self.sharing.look(deltas)
-                self.afterwards.look(deltas)
+                for mechanism in self.mechanisms:
+                    mechanism.tokens(deltas)
         self._schedule(machine)
 
     # Training and weights
@@ -296,7 +300,7 @@ class World:
             self.outcome.trained_tokens += sampled // 4
         ready_at = 0.0
         if shard.last and not self.switches.async_rewards:
-            ready_at = self.afterwards.scored_at()
+            ready_at = self.deferred.scored_at()
         self.trainer.take(self.now, shard.step, seconds, shard.last, ready_at)
         self.plan_training()
 
@@ -312,7 +316,8 @@ class World:
             return  # superseded
         self._trained_at = math.inf
         step = self.trainer.finish(self.now)
-        self.sharing.step_trained()
+        for mechanism in self.mechanisms:
+            mechanism.step_trained()
         self.feed(WeightsPublished(TRAINER, publication(step + 1)))
         self.feed(StepTrained(TRAINER, StepDone(step, step + 1, {})))
         self.plan_training()

@@ -184,7 +184,7 @@ def node(tmp_path: Path, environment: dict[str, str], role: str, overrides, sett
 
 
 def children(pid: int) -> list[tuple[str, int]]:
-    """(name, pid) of the children that daemons below `pid` have: name is what `lightrl.system.child` was given."""
+    """(name, pid) of the children that daemons below `pid` have: the name that system/child.py was given."""
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")

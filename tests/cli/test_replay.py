@@ -10,7 +10,7 @@ from lightrl.core.log_entries import ShellNote
 from lightrl.journal.read import segments
 from lightrl.messages import Snapshot
 from lightrl.metrics.rounds import Records
-from lightrl.replay import log as replay
+from lightrl.replay import log
 from lightrl.tui.render import View
 from tests.support.journals import FIRST, SECOND, left_behind
 from tests.tui.test_render import screen
@@ -57,8 +57,8 @@ def test_a_checkpoint_that_comes_meanwhile_takes_nothing_away(tmp_path, monkeypa
         listed.append(found)
         return found
 
-    monkeypatch.setattr(replay, "segments", list_and_remove)
-    told = replay.read_run(run_dir)
+    monkeypatch.setattr(log, "segments", list_and_remove)
+    told = log.read_run(run_dir)
     assert len(listed[0]) == 2
     assert (told.files, told.damage) == (["00000002_step_1.log"], [])
 

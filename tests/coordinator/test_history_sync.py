@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.coordinator import history_sync as histories
+from lightrl.coordinator import history_sync
 from lightrl.coordinator.history_sync import Histories
 from lightrl.core.state import DrawnPrompt, Group, Response, Round, RoundKind
 from lightrl.errors import ProtocolError
@@ -137,15 +137,15 @@ def test_the_newest_sixteen_responses_within_a_mebibyte_are_sent(monkeypatch):
     finish(now, "p@1#1", [99])
     [history] = h.attach("a/1", generate("p@1#0"), by_name(now)).histories
     assert history.responses == (*(pack_i32([k] * 10) for k in range(5, 20)), pack_i32([99]))
-    monkeypatch.setattr(histories, "MAX_PROMPT_BYTES", 4 * 21)
+    monkeypatch.setattr(history_sync, "MAX_PROMPT_BYTES", 4 * 21)
     [history] = h.attach("b/1", generate("p@1#0"), by_name(now)).histories
     assert history.responses == (pack_i32([18] * 10), pack_i32([19] * 10), pack_i32([99]))
     assert len(history.rewards) == 3
 
 
 def test_a_message_stays_far_below_what_a_frame_may_have_and_the_rest_comes_with_the_next(monkeypatch):
-    assert histories.MAX_MESSAGE_BYTES + histories.MAX_PROMPT_BYTES < MAX_FRAME_BYTES / 4
-    monkeypatch.setattr(histories, "MAX_MESSAGE_BYTES", 2 * 16 + 15)
+    assert history_sync.MAX_MESSAGE_BYTES + history_sync.MAX_PROMPT_BYTES < MAX_FRAME_BYTES / 4
+    monkeypatch.setattr(history_sync, "MAX_MESSAGE_BYTES", 2 * 16 + 15)
     h, now = Histories(knowing(one_epoch("p", "q", "r"))), opened(1, "p", "q", "r")
     order = generate("p@1#0", "q@1#0", "r@1#0")
     first = h.attach("a/1", order, by_name(now))
@@ -156,7 +156,7 @@ def test_a_message_stays_far_below_what_a_frame_may_have_and_the_rest_comes_with
 
 def test_what_does_not_fit_into_a_message_is_not_copied_for_it(monkeypatch):
     """An order may be for a thousand groups, of which eight fit."""
-    monkeypatch.setattr(histories, "MAX_MESSAGE_BYTES", 1 << 16)
+    monkeypatch.setattr(history_sync, "MAX_MESSAGE_BYTES", 1 << 16)
     prompts = [f"p{k}" for k in range(256)]
     now = opened(0, *prompts)
     for prompt in prompts:
@@ -464,8 +464,8 @@ def test_what_no_engine_counts_is_refused(counts):
 
 
 def test_the_longest_message_with_histories_is_one_that_a_link_takes():
-    most = histories.MAX_MESSAGE_BYTES // histories.MAX_PROMPT_BYTES
-    each = bytes(histories.MAX_PROMPT_BYTES)
+    most = history_sync.MAX_MESSAGE_BYTES // history_sync.MAX_PROMPT_BYTES
+    each = bytes(history_sync.MAX_PROMPT_BYTES)
     sent = tuple(PromptHistory(f"p{k}@1", (each,), (None,)) for k in range(most))
     frame = MESSAGES.encode(Generate(0, Sampling(), (), sent))
     assert len(MESSAGES.decode(frame).histories) == most  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from lightrl.core import invariants
 from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Record, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
@@ -83,7 +84,7 @@ class Driver:
         """All commands, those of answering DrawPrompts included."""
         self.now = self.now if now is None else now
         commands = self.answer(self.core.handle(event, self.now))
-        self.core.check()
+        invariants.check(self.core)
         for command in commands:
             if isinstance(command, CloseStep):
                 self.segment = []
@@ -101,7 +102,7 @@ class Driver:
         commands = recover(self.core, self.segment, self.now)
         self.drawn = self.core.backlog.num_drawn
         commands = self.answer(commands)
-        self.core.check()
+        invariants.check(self.core)
         self.segment = list(take_snapshot(self.core))
         return commands
 
@@ -292,7 +293,7 @@ class Driver:
 def driver() -> Iterator[Driver]:
     d = Driver()
     yield d
-    d.core.check()
+    invariants.check(d.core)
 
 
 def ids(*values: int) -> bytes:

@@ -179,7 +179,7 @@ import resource, signal
 from array import array
 from pathlib import Path
 from lightrl.history.saved import SavedHistory
-from lightrl.history.store import PromptAnswers, History, Past
+from lightrl.history.store import PromptAnswers, History, PastResponse
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (450, resource.RLIM_INFINITY))
 history = History()

@@ -1,6 +1,6 @@
 """`lightrl slurm`: the batch scripts of a run on a Slurm cluster, written and submitted.
 
-Owns the text of the scripts, scripts/slurm/ included. What happens inside a job is in slurm_job.py.
+Owns the text of the scripts, scripts/slurm/ included. What happens inside a job is in job.py.
 """
 
 import shlex

@@ -1,0 +1,57 @@
+"""What a compared system does besides scheduling: the hooks that the simulator calls, and what they may use.
+
+Owns no behaviour. How LightRL itself works is in world.py and the core; nothing there depends on which
+mechanisms are present.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.events import Event
+from lightrl.core.state import Response, Round, Settings
+from lightrl.sim.engine import Delta, EngineProfile
+from lightrl.sim.machines import Machine
+from lightrl.sim.outcome import Outcome, StepRecord
+from lightrl.sim.scenario import Scenario, Switches
+from lightrl.sim.scoring import Scoring
+from lightrl.sim.trainer import TrainerModel
+
+
+class Simulation(Protocol):
+    """The world, as its mechanisms and its observer see it."""
+
+    settings: Settings
+    scenario: Scenario
+    switches: Switches
+    now: float
+    core: Coordinator
+    machines: dict[str, Machine]
+    engines: dict[int, EngineProfile]  # by parallelism
+    parallelism: int  # at which machines sample now
+    outcome: Outcome
+    newest: StepRecord  # of the round that closed last
+    scoring: Scoring
+    trainer: TrainerModel
+
+    def at(self, when: float, act: Callable[[], None]) -> None: ...
+    def feed(self, event: Event) -> None: ...
+    def abort(self, machine: Machine, response: str, number: int) -> None: ...
+    def join(self, machine: Machine) -> None: ...
+    def leave(self, machine: Machine, reason: str, released: bool = False) -> list[Event]: ...
+    def confirm(self, machine: Machine, version: int) -> None: ...
+    def plan_training(self) -> None: ...
+    def final_tokens(self, response: Response, noise: int) -> int: ...
+
+
+class Mechanism:
+    """Each hook does nothing unless it is overridden."""
+
+    def tokens(self, deltas: Sequence[Delta]) -> None:
+        """A machine's tokens have reached the core."""
+
+    def round_closed(self, round: Round) -> None:
+        """The core has closed a round; its record is `Simulation.newest`."""
+
+    def step_trained(self) -> None:
+        """The trainer has finished a step; its version is not published yet."""

@@ -1,10 +1,10 @@
-"""The README's state table is the code's."""
+"""The state table in the README of the core is the code's."""
 
 from pathlib import Path
 
 from lightrl.core.state import EDGES
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "lightrl" / "core" / "README.md"
 
 
 def state_table() -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.run_file import load_config
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PACKAGES = sorted(p.parent for p in (ROOT / "lightrl").rglob("__init__.py"))
@@ -131,3 +133,11 @@ def test_common_errors_are_those_that_the_code_says():
     assert len(errors) == 10
     said = strings(ROOT / "lightrl")
     assert [e for e in errors if not any(e in text for text in said)] == []
+
+
+def test_the_config_that_is_shown_is_one(tmp_path: Path):
+    shown = re.search(r"```toml\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert shown is not None
+    file = tmp_path / "run.toml"
+    file.write_text(shown[1], encoding="utf-8")
+    assert load_config(file).train.prompts_per_step == 128

@@ -1,0 +1,64 @@
+"""The sizes of files, functions and folders, and words that must not come back: tests/budgets.toml says which."""
+
+import ast
+import io
+import tokenize
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightrl"
+BUDGETS = tomllib.loads((ROOT / "tests" / "budgets.toml").read_text(encoding="utf-8"))
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_no_file_is_longer_than_its_budget():
+    sizes = {name_of(f): num_lines(f) for f in FILES}
+    limits = BUDGETS["longer_files"]
+    too_long = {n: size for n, size in sizes.items() if size > limits.get(n, BUDGETS["lines_of_file"])}
+    assert too_long == {}
+
+
+def test_exceptions_are_removed_when_they_are_needed_no_more():
+    sizes = {name_of(f): num_lines(f) for f in FILES}
+    limits = BUDGETS["longer_files"]
+    assert [n for n in limits if sizes.get(n, 0) <= BUDGETS["lines_of_file"]] == []
+
+
+def test_no_function_is_longer_than_its_budget():
+    too_long = {
+        f"{name_of(f)}:{node.name}": length
+        for f in FILES
+        for node in ast.walk(ast.parse(f.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > BUDGETS["lines_of_function"]
+    }
+    assert too_long == {}
+
+
+def test_every_folder_keeps_to_its_budget():
+    lines: Counter[str] = Counter()
+    for f in FILES:
+        lines[name_of(f).split("/")[0] if f.parent != PACKAGE else "."] += num_lines(f)
+    limits = BUDGETS["lines_of_folder"]
+    assert set(lines) - set(limits) == set(), "a new folder has a budget, too"
+    assert {folder: size for folder, size in lines.items() if size > limits[folder]} == {}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_private_words_do_not_return(path: Path):
+    """As names in the code; a text may use them."""
+    source = io.StringIO(path.read_text(encoding="utf-8"))
+    names = {t.string for t in tokenize.generate_tokens(source.readline) if t.type == tokenize.NAME}
+    assert names & set(BUDGETS["private_words"]) == set()

@@ -1,4 +1,4 @@
-"""The sizes of files, functions and folders, and words that must not come back: tests/budgets.toml says which."""
+"""The sizes of files, functions and folders, and words that must not come back: see tests/budgets.toml."""
 
 import ast
 import io

@@ -356,7 +356,7 @@ MUTATIONS = [
     Mutation(
         "two rounds are open in synchronous mode",
         "core/round_scheduler.py",
-        "            if self._ledger.rounds and not self._settings.max_staleness:\n                return\n",
+        "            if self._table.rounds and not self._settings.max_staleness:\n                return\n",
         "",
     ),
     Mutation(

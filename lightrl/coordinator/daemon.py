@@ -1,7 +1,7 @@
 """The coordinator role of a daemon: feeds events to the core and carries out its commands.
 
 Owns the hub, the reward pool and the run's files. Decides nothing: what happens next is said in
-core/coordinator.py, what is on the disk in `durable`.
+core/coordinator.py, what is on the disk in `journaling`.
 """
 
 import asyncio
@@ -113,8 +113,8 @@ class CoordinatorDaemon:
             config.rollout.max_response_length,
         )
         self._histories = open_histories(config, run_dir, resume, self._report)
-        self._durable = Journaling(run_dir, config.journal, self._report, max_trouble_s)
-        self._replays = Replays(self._durable, self._send_shard, lambda why: self.feed(ShellFailed(why)))
+        self._journaling = Journaling(run_dir, config.journal, self._report, max_trouble_s)
+        self._replays = Replays(self._journaling, self._send_shard, lambda why: self.feed(ShellFailed(why)))
         self._to_do = self._recover() if resume else []  # before anything else
         self._lengths = LengthsLog(run_dir, self._core.step, self._report)
         if resume:
@@ -147,7 +147,7 @@ class CoordinatorDaemon:
                 self._config.reward, scratch, self._config.data.answer_key, logs, self._scored, self._report
             )
             try:
-                self._durable.close_step()  # what is recorded now stands in the segment that follows
+                self._journaling.close_step()  # what is recorded now stands in the segment that follows
                 self._carry_out(self._to_do)
                 self._begin_segment()
                 async with asyncio.TaskGroup() as tasks:
@@ -170,7 +170,7 @@ class CoordinatorDaemon:
                 await self._write_end()
             finally:  # a coordinator that is killed, or has a bug, leaves all as it is, to be resumed
                 await rewards.stop()
-                await self._durable.close()
+                await self._journaling.close()
                 self._metrics.close()
                 self._lengths.close()
                 self._hub.close()
@@ -196,7 +196,7 @@ class CoordinatorDaemon:
 
     def _begin_segment(self) -> None:
         elapsed_s = time.monotonic() - self._core.started_at
-        self._durable.begin(self._core, self._records.note(elapsed_s, self._tasks.digest))
+        self._journaling.begin(self._core, self._records.note(elapsed_s, self._tasks.digest))
         self._set_timer()
 
     async def _serve_rewards(self, rewards: RewardPool) -> None:
@@ -211,14 +211,14 @@ class CoordinatorDaemon:
     def feed(self, event: Event) -> None:
         """Hands an event to the core and does what it says; failures met on the way go back in as events."""
         self._carry_out(self._core.handle(event, time.monotonic()))
-        if self._durable.is_due and self._records.is_hashed:
+        if self._journaling.is_due and self._records.is_hashed:
             self._begin_segment()
         self._set_timer()
 
     async def _begin_when_hashed(self) -> None:
         """A segment begins with what the step's responses hash to."""
         await self._records.hashed()
-        if self._durable.is_due:
+        if self._journaling.is_due:
             self._begin_segment()
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
@@ -234,10 +234,10 @@ class CoordinatorDaemon:
     def _perform(self, command: Command) -> Event | None:
         match command:
             case Record(fact):
-                self._durable.record(fact)
+                self._journaling.record(fact)
             case Send(node, TrainShard() as shard):
                 hello = self._core.trainer_feed.num_hellos
-                self._durable.when_durable(lambda: self._send_shard(node, shard, hello))
+                self._journaling.when_durable(lambda: self._send_shard(node, shard, hello))
             case Send(node, message):
                 self._send(node, message)
             case ReplayShards():
@@ -262,7 +262,7 @@ class CoordinatorDaemon:
                 self._records.close_round(round, self._core, self._histories.learn(round))
                 self._lengths.write(round)
             case CloseStep(step):
-                self._durable.close_step()
+                self._journaling.close_step()
                 record = self._records.close_step(command)
                 self._background.create_task(self._begin_when_hashed(), name="hashing")
                 self._metrics.write(step + 1, record)
@@ -416,7 +416,7 @@ class CoordinatorDaemon:
         elif isinstance(message, Checkpointed):
             stands_at = self._core.trainer_feed.stands_at
             if node == self._core.fleet.trainer and stands_at is not None and message.step <= stands_at:
-                self._durable.drop_before(message.oldest)
+                self._journaling.drop_before(message.oldest)
         else:
             event = as_event(node, message)
             if isinstance(event, NodeLost):
@@ -434,7 +434,7 @@ class CoordinatorDaemon:
         """Lets every node know that the coordinator lives, and measures how fast they are."""
         while True:
             try:
-                self._durable.check()
+                self._journaling.check()
             except JournalError as e:
                 self.feed(ShellFailed(str(e)))
             self._descriptors.look()

@@ -17,14 +17,14 @@ from lightrl.messages import ShardsTaken, TrainShard
 class Replays:
     def __init__(
         self,
-        durable: Journaling,
+        journaling: Journaling,
         send: Callable[[str, TrainShard, int], bool],
         fail: Callable[[str], None],
     ) -> None:
         """`send` sends to a node whose trainer has said so many hellos. False: it is gone, or has said
         another. `fail` is told why a step cannot be trained again.
         """
-        self._durable = durable
+        self._journaling = journaling
         self._send = send
         self._fail = fail
         self._step = -1
@@ -50,7 +50,7 @@ class Replays:
 
     async def _replay(self, wanted: ReplayShards) -> None:
         try:
-            async with aclosing(self._durable.shards(wanted.step)) as shards:
+            async with aclosing(self._journaling.shards(wanted.step)) as shards:
                 async for shard in shards:
                     await self._room_for(shard)
                     if not self._send(wanted.node, shard, wanted.hello):

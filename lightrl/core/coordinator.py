@@ -67,9 +67,9 @@ class Coordinator:
         self.settings = settings
         self.state = RunState.STARTING
         self.fleet = Fleet(settings)
-        self.foresight = LengthPredictor(settings.max_response_tokens)
-        self.table = ResponseTable(settings, self.fleet, self.foresight)
-        self.steps = RoundScheduler(settings, self.fleet, self.table, self.foresight, now)
+        self.predictor = LengthPredictor(settings.max_response_tokens)
+        self.table = ResponseTable(settings, self.fleet, self.predictor)
+        self.steps = RoundScheduler(settings, self.fleet, self.table, self.predictor, now)
         self.trainer_feed = self.steps.trainer_feed
         self.started_at = now
         self._rebalance_at: float | None = None

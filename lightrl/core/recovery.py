@@ -72,7 +72,7 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> Standing:
         version=published.policy_version if published is not None else None,
         digests=dict(core.fleet.digests),
         counters=replace(core.table.counters),
-        memory=core.foresight.memory(),
+        memory=core.predictor.memory(),
     )
     return Standing([stood, *notes], [_stand(round) for round in core.table.rounds])
 
@@ -164,7 +164,7 @@ class _Recovery:
         steps.backlog.put_off.extend(stood.put_off)
         steps.backlog.spare.extend(stood.spare)
         core.table.counters = replace(stood.counters)
-        core.foresight.recall(stood.memory)
+        core.predictor.recall(stood.memory)
         core.fleet.digests.update(stood.digests)
         if stood.version is not None:
             core.fleet.know(stood.version, stood.digests[stood.version])
@@ -176,7 +176,7 @@ class _Recovery:
         round.prompts_launched = fact.prompts_launched
         core.table.open(round)
         core.steps.opened += not round.is_eval
-        core.table.start(rounds.add(core.settings, round, fact.prompts, core.foresight))
+        core.table.start(rounds.add(core.settings, round, fact.prompts, core.predictor))
         if fact.is_closed:
             self._closed.append(round)
 

@@ -29,7 +29,7 @@ class RoundScheduler:
         settings: Settings,
         fleet: Fleet,
         table: ResponseTable,
-        foresight: LengthPredictor,
+        predictor: LengthPredictor,
         now: float,
     ) -> None:
         self.out: list[Command] = []  # of the event at hand
@@ -40,8 +40,8 @@ class RoundScheduler:
         self.trainer_feed = TrainerFeed(fleet)
         self._settings = settings
         self._fleet = fleet
-        self._ledger = table
-        self._foresight = foresight
+        self._table = table
+        self._predictor = predictor
         self.opened = 0  # training rounds
         self.last_cut = 0  # tokens, of the newest short round that closed
         self._step_began = now
@@ -50,11 +50,11 @@ class RoundScheduler:
 
     def judge(self) -> None:
         """Groups in which nothing goes on any more are complete, or have lost the race of their round."""
-        if not self._ledger.decided:
+        if not self._table.decided:
             return
         touched: dict[int, Round] = {}
-        while self._ledger.decided:
-            group = self._ledger.decided.pop()
+        while self._table.decided:
+            group = self._table.decided.pop()
             touched[id(group.round)] = group.round
             if group.state is not GroupState.OPEN:
                 continue
@@ -75,7 +75,7 @@ class RoundScheduler:
                 self._drop(group)
         elif race.take_group(self._settings, round, group):
             for response in race.losers(round):
-                self._ledger.give_up(response, self.out)
+                self._table.give_up(response, self.out)
 
     def _eliminate(self, group: Group) -> None:
         """It will not be complete. A race puts it off, whether it is too long or has too few scores.
@@ -86,12 +86,12 @@ class RoundScheduler:
             self._drop(group)
             return
         for response in group.responses:
-            self._ledger.give_up(response, self.out)
+            self._table.give_up(response, self.out)
 
     def _drop(self, group: Group) -> None:
-        self._ledger.counters.groups_dropped += 1
-        self._ledger.counters.groups_flat += group.state is GroupState.COMPLETE  # else it lacks scores
-        self._ledger.drop(group, GroupState.DROPPED, self.out)
+        self._table.counters.groups_dropped += 1
+        self._table.counters.groups_flat += group.state is GroupState.COMPLETE  # else it lacks scores
+        self._table.drop(group, GroupState.DROPPED, self.out)
 
     def _accept_decided(self, round: Round) -> None:
         """Hands to the trainer what is certain to belong to the step, while others still generate."""
@@ -128,7 +128,7 @@ class RoundScheduler:
     def settle(self, now: float) -> None:
         """Closes the rounds that are over; opens nothing."""
         self.judge()
-        for round in tuple(self._ledger.rounds):
+        for round in tuple(self._table.rounds):
             if round.state is RoundState.RUNNING and not round.num_open and not self.num_missing(round):
                 self.close_round(round, now)
 
@@ -146,16 +146,16 @@ class RoundScheduler:
     def _open_next(self, version: int, now: float) -> None:
         """Opens every round that may start: evaluations between steps, training up to max_staleness ahead."""
         while not self.draws:  # what the next round is, depends on what this one takes
-            if self._ledger.rounds and not self._settings.max_staleness:
+            if self._table.rounds and not self._settings.max_staleness:
                 return
             step = self.opened
             if rounds.is_eval_due(self._settings, step, self.evaluated):
-                if self._ledger.rounds or version != step or not self._fleet.ready:
+                if self._table.rounds or version != step or not self._fleet.ready:
                     return  # the evaluation waits for its version, and the next round for the evaluation
                 self.open(rounds.new_round(self._settings, "eval", step, now))
                 return
             if step == self._settings.num_steps:
-                self.finished = not self._ledger.rounds
+                self.finished = not self._table.rounds
                 return
             batch = self._settings.prompts_per_step
             if staleness.admissible(self._settings.max_staleness, version, batch, step * batch) < batch:
@@ -169,8 +169,8 @@ class RoundScheduler:
         """Lets a round begin: what waits for it, and what is yet to be drawn."""
         self.out.append(Record(RoundOpened(round.step, round.kind)))
         self.opened += not round.is_eval
-        self._ledger.open(round)
-        if len(self._ledger.rounds) == 1:
+        self._table.open(round)
+        if len(self._table.rounds) == 1:
             self._step_began = round.opened_at
         if round.is_eval:
             self._draw(round, "eval", round.needed)
@@ -207,7 +207,7 @@ class RoundScheduler:
             return
         usable = self.backlog.draw(prompts, self._busy(round))
         if round.state is RoundState.FILLING:
-            unseen = rounds.put_off_unseen(self._settings, round, usable, self._foresight, self.last_cut)
+            unseen = rounds.put_off_unseen(self._settings, round, usable, self._predictor, self.last_cut)
             for prompt in unseen:
                 usable.remove(prompt)
                 self._put_off(PutOff(prompt, 0, round.step))
@@ -230,11 +230,11 @@ class RoundScheduler:
         return {g.prompt.id for g in round.groups.values()} | {p.prompt.id for p in self.backlog.put_off}
 
     def _start(self, round: Round, prompts: list[PutOff]) -> None:
-        self._ledger.start(rounds.add(self._settings, round, prompts, self._foresight))
+        self._table.start(rounds.add(self._settings, round, prompts, self._predictor))
 
     def _put_off(self, prompt: PutOff) -> None:
         self.backlog.put_off.append(prompt)
-        self._ledger.counters.prompts_put_off += 1
+        self._table.counters.prompts_put_off += 1
 
     def close_round(self, round: Round, now: float) -> None:
         round.closed_at = now
@@ -242,15 +242,15 @@ class RoundScheduler:
             self.evaluated = round.step
             round.move(RoundState.CLOSED)
             self.out.append(CloseRound(round))
-            self._ledger.retire()
+            self._table.retire()
             return
         self._accept_decided(round)
         for group in round.groups.values():
             if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
                 self._put_off_group(group)
         round.move(RoundState.CLOSED)
-        self._ledger.count_aborted(round)
-        self._foresight.learn(round)
+        self._table.count_aborted(round)
+        self._predictor.learn(round)
         if round.races:
             self.last_cut = round.finishing_tokens
         self._send_accepted(round)
@@ -261,17 +261,17 @@ class RoundScheduler:
         if race.is_surplus_flat(self._settings, group):
             self._drop(group)
             return
-        self._ledger.drop(group, GroupState.PUT_OFF, self.out)
+        self._table.drop(group, GroupState.PUT_OFF, self.out)
         attempts = max(r.attempt for r in group.responses)
         self._put_off(PutOff(group.prompt, attempts, group.round.step))
 
     def _close_step(self, now: float) -> None:
-        round, done = self._ledger.rounds[0], self._step_done
+        round, done = self._table.rounds[0], self._step_done
         assert done is not None
         for group in round.accepted:
             group.move(GroupState.TRAINED)
-            self._ledger.counters.groups_trained += 1
-            self._ledger.counters.trained_responses += len(group.kept)
+            self._table.counters.groups_trained += 1
+            self._table.counters.trained_responses += len(group.kept)
         round.move(RoundState.TRAINED)
         self.step = round.step + 1
         self._step_done = None
@@ -286,11 +286,11 @@ class RoundScheduler:
             )
         )
         self._step_began = now
-        self._ledger.retire()
+        self._table.retire()
 
     def training(self) -> Round | None:
         """The round that the trainer is at; rounds of later steps wait for it."""
-        round = self._ledger.round
+        round = self._table.round
         return round if round is not None and not round.is_eval and round.step == self.step else None
 
     def _is_trained(self) -> bool:

@@ -111,7 +111,7 @@ def num_missing(settings: Settings, round: Round) -> int:
 
 
 def put_off_unseen(
-    settings: Settings, round: Round, prompts: list[DrawnPrompt], foresight: LengthPredictor, last_cut: int
+    settings: Settings, round: Round, prompts: list[DrawnPrompt], predictor: LengthPredictor, last_cut: int
 ) -> list[DrawnPrompt]:
     """Those of a short round's prompts that will lose its race, to judge by their last epoch.
 
@@ -120,15 +120,15 @@ def put_off_unseen(
     """
     already = settings.prompts_launched - round.prompts_launched
     most = (settings.prompts_launched - round.needed) // 2 - already
-    if not round.races or most <= 0 or not last_cut or not settings.foresight:
+    if not round.races or most <= 0 or not last_cut or not settings.predictor:
         return []
-    foreseen = [(foresight.finished(p.id) or 0, i) for i, p in enumerate(prompts)]
+    foreseen = [(predictor.finished(p.id) or 0, i) for i, p in enumerate(prompts)]
     longest = sorted((-n, i) for n, i in foreseen if n > FORESEEN_MARGIN * last_cut)[:most]
     return [prompts[i] for i in sorted(i for _, i in longest)]
 
 
 def add(
-    settings: Settings, round: Round, prompts: Iterable[PutOff], foresight: LengthPredictor
+    settings: Settings, round: Round, prompts: Iterable[PutOff], predictor: LengthPredictor
 ) -> list[Response]:
     """Makes groups of a round for these prompts; returns their responses.
 
@@ -147,7 +147,7 @@ def add(
             for k, name in enumerate(names)
         ]
         group.num_open = len(names)
-        group.foreseen_tokens = foresight.mean(group)
+        group.foreseen_tokens = predictor.mean(group)
         round.groups[group.id] = group
         round.num_open += 1
         started += group.responses

@@ -1,6 +1,6 @@
 """The shards of one step as they come in: which are next, which are accumulated together, what was counted.
 
-Pure: no ranks, no clock. What is trained when is `node.trainer`'s business.
+Pure: no ranks, no clock. What is trained when is `trainer.supervisor`'s business.
 """
 
 from collections import deque

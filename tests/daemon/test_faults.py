@@ -77,11 +77,11 @@ def test_full_disk_holds_training_back_until_there_is_space(small_disk: Path):
             await run.until(lambda s: busy(s, "a"))
             hog = fill(small_disk)
             await until(lambda: number_of(run, "journal: cannot write") == 1)
-            durable = len(run.trainer.shards)
+            journaling = len(run.trainer.shards)
             step = await run.until(lambda s: s.responses_done == 16)  # sampling has gone on
             assert step.step == 0
-            assert len(run.trainer.shards) == durable
-            assert durable < 4
+            assert len(run.trainer.shards) == journaling
+            assert journaling < 4
             hog.unlink()
             await run.until_finished()
             assert run.head.succeeded

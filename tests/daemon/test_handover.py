@@ -52,7 +52,7 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self.driver = Driver(prompts_per_step=NUM_GROUPS, num_prompts=NUM_GROUPS, max_response_tokens=TOKENS)
         self.driver.disk_is_slow = True  # the shell says when a shard has left
-        self.durable = Journaling(folder, Journal(flush_ms=1), pytest.fail)
+        self.journaling = Journaling(folder, Journal(flush_ms=1), pytest.fail)
         self.shards: list[TrainShard] = []
         self.came = asyncio.Event()
         self.worst_pending = 0
@@ -62,16 +62,16 @@ class Shell:
         self.driver.start("a", slots=2 * NUM_GROUPS)
         self.driver.feed(NodeLost("t", "gone"))
         self.driver.complete(lambda name: TOKENS)
-        self.durable.begin(self.driver.core, b"")
+        self.journaling.begin(self.driver.core, b"")
 
     def perform(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Record):
-                self.durable.record(command.fact)
+                self.journaling.record(command.fact)
             elif isinstance(command, Send) and isinstance(command.message, TrainShard):
                 shard = command.message
-                self.durable.when_durable(lambda shard=shard: self.send(shard))
-        self.worst_pending = max(self.worst_pending, self.durable.pending_bytes)
+                self.journaling.when_durable(lambda shard=shard: self.send(shard))
+        self.worst_pending = max(self.worst_pending, self.journaling.pending_bytes)
 
     def send(self, shard: TrainShard) -> None:
         self.shards.append(shard)
@@ -107,16 +107,16 @@ def test_a_step_much_larger_than_what_may_wait_is_handed_over_on_a_slow_disk(
         shell.start()
 
         def pwrite(file: int, data: bytes, offset: int) -> int:
-            most.append(shell.durable.pending_bytes)
+            most.append(shell.journaling.pending_bytes)
             return sum(write(file, data[k : k + 100], offset + k) for k in range(0, len(data), 100))
 
         monkeypatch.setattr(disk.os, "pwrite", pwrite)
         await shell.hand_over()
-        shell.durable.check()
+        shell.journaling.check()
         assert [s.index for s in shell.shards] == list(range(NUM_GROUPS))
         assert [g.group for s in shell.shards for g in s.groups] == [f"p{k}@0" for k in range(NUM_GROUPS)]
         assert max(*most, shell.worst_pending) <= trainer_feed.MAX_UNWRITTEN * SHARD_BYTES
-        await shell.durable.close()
+        await shell.journaling.close()
 
     within(story)
 
@@ -127,7 +127,7 @@ def test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it(t
         shell.start()
         await shell.hand_over()
         first = shell.shards
-        shell.durable.record(VersionPublished(1, "d", (1,) * NUM_GROUPS))
+        shell.journaling.record(VersionPublished(1, "d", (1,) * NUM_GROUPS))
         again: list[TrainShard] = []
         came = asyncio.Event()
 
@@ -137,7 +137,7 @@ def test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it(t
             came.set()
             return True
 
-        replays = Replays(shell.durable, send, pytest.fail)
+        replays = Replays(shell.journaling, send, pytest.fail)
         async with asyncio.TaskGroup() as tasks:
             replays.start(tasks, ReplayShards("t", 0, 3))
             while len(again) < 3:
@@ -153,7 +153,7 @@ def test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it(t
                 await came.wait()
         assert [s.groups for s in again] == [s.groups for s in first]
         assert all(s.alone for s in again)
-        await shell.durable.close()
+        await shell.journaling.close()
 
     within(story)
 
@@ -163,7 +163,7 @@ def test_a_replay_gives_way_to_the_next_one(tmp_path, small_window):
         shell = Shell(tmp_path)
         shell.start()
         await shell.hand_over()
-        shell.durable.record(VersionPublished(1, "d", (1,) * NUM_GROUPS))
+        shell.journaling.record(VersionPublished(1, "d", (1,) * NUM_GROUPS))
         sent: list[int] = []
         came = asyncio.Event()
 
@@ -172,7 +172,7 @@ def test_a_replay_gives_way_to_the_next_one(tmp_path, small_window):
             came.set()
             return hello == 1 or len(sent) < 5
 
-        replays = Replays(shell.durable, send, pytest.fail)
+        replays = Replays(shell.journaling, send, pytest.fail)
         async with asyncio.TaskGroup() as tasks:
             for hello in (1, 2):
                 replays.start(tasks, ReplayShards("t", 0, hello))
@@ -180,7 +180,7 @@ def test_a_replay_gives_way_to_the_next_one(tmp_path, small_window):
                     came.clear()
                     await came.wait()
         assert sent == [1, 1, 1, 2, 2]
-        await shell.durable.close()
+        await shell.journaling.close()
 
     within(story)
 
@@ -197,11 +197,11 @@ def test_restating_hundreds_of_megabytes_does_not_hold_the_event_loop(tmp_path):
             response.starts.append((0, 0))
             response.tokens.frombytes(bytes(4 * num_tokens))
             response.logprobs.frombytes(bytes(4 * num_tokens))
-        durable = Journaling(tmp_path, Journal(), pytest.fail)
+        journaling = Journaling(tmp_path, Journal(), pytest.fail)
         over = asyncio.Event()
         begun = time.thread_time()
-        durable.begin(driver.core, b"")
-        durable.when_durable(over.set)
+        journaling.begin(driver.core, b"")
+        journaling.when_durable(over.set)
         worst = time.thread_time() - begun
         while not over.is_set():
             begun = time.thread_time()
@@ -211,7 +211,7 @@ def test_restating_hundreds_of_megabytes_does_not_hold_the_event_loop(tmp_path):
             await asyncio.sleep(0)
             worst = max(worst, time.thread_time() - begun)
         assert worst < 0.1
-        await durable.close()
+        await journaling.close()
         again = Coordinator(driver.core.settings, 0.0)
         recover(again, newest(tmp_path / FOLDER, LOG)[1], 0.0)
         assert len(again.table.responses) == 64
@@ -237,12 +237,14 @@ def test_a_step_is_read_again_whole_on_a_machine_that_now_and_then_has_no_thread
     async def story() -> None:
         await write(tmp_path / FOLDER, (2, [SnapshotBegan(step=2)], facts))
         told: list[str] = []
-        durable = Journaling(tmp_path, Journal(), told.append)
+        journaling = Journaling(tmp_path, Journal(), told.append)
         with monkeypatch.context() as lack:
             lack.setattr(child, "START_AGAIN_S", 0)
             lack.setattr(threading.Thread, "start", every_other_time)
-            assert [part.groups async for part in durable.shards(2)] == [fact.shard.groups for fact in sent]
+            assert [part.groups async for part in journaling.shards(2)] == [
+                fact.shard.groups for fact in sent
+            ]
         assert set(told) == {"training step 2 again cannot be started: can't start new thread; trying again"}
-        await durable.close()
+        await journaling.close()
 
     within(story)

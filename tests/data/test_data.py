@@ -215,7 +215,7 @@ def test_a_file_too_large_for_the_wire_is_refused(tmp_path):
 def test_loading_a_tokenizer_and_prompts_does_not_load_torch(chat_model, tmp_path):
     path = jsonl(tmp_path, {"prompt": USER})
     program = (
-        "import sys; from lightrl import config, data, hub; "
+        "import sys; from lightrl import config, data, model_files; "
         f"data.load_prompts({path!r}, config.Data(path=''), hub.load_tokenizer({chat_model!r})); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -16,6 +16,7 @@ from lightrl.metrics import sinks
 from lightrl.system.signals import stop_signals
 from tests.support.cli import (
     DEADLINE_S,
+    EMULATED,
     QUICKSTART,
     SMALL,
     Victims,
@@ -28,7 +29,7 @@ from tests.support.cli import (
 )
 
 pytestmark = linux_only
-ENDLESS = (*SMALL, "run.name=one", "rollout.engine=emulated", "train.steps=100000")
+ENDLESS = (*SMALL, "run.name=one", *EMULATED, "train.steps=100000")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from lightrl.config import Config
 from lightrl.run_file import parse_config
 from lightrl.system.child import Child
+from lightrl.trainer.emulated import EmulatedRank
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RANK_TARGET, StartRank, TrainSample
 from lightrl.trainer.rank import Rank
 from lightrl.wire import pack_f32, pack_i32
@@ -117,6 +118,18 @@ def start(tmp_path: Path, model_dir: Path, config: Callable[..., Config]) -> Cal
 def new_rank(start: Callable[..., StartRank]) -> Callable[..., Rank]:
     """A rank in this process."""
     return lambda *args, **sections: Rank(start(*args, **sections))
+
+
+@pytest.fixture
+def new_emulated(start: Callable[..., StartRank]) -> Callable[..., EmulatedRank]:
+    def make(
+        start_step: int = 0, engine_args: dict[str, float] | None = None, **sections: dict[str, Any]
+    ) -> EmulatedRank:
+        sections["rollout"] = {"engine": "emulated", "engine_args": engine_args or {}}
+        sections["train"] = {"engine": "emulated"}
+        return EmulatedRank(start(start_step=start_step, **sections))
+
+    return make
 
 
 @pytest.fixture

@@ -45,5 +45,5 @@ def test_a_checkpoint_that_is_saved_survives(new_rank, samples, tmp_path: Path):
         assert lines == []
 
     # A torn `latest` names nothing, and then the newest whole checkpoint counts.
-    pointer = "files.write_whole < saved.point < checkpoint.save: checkpoints/.latest.draft"
+    pointer = "files.write_whole < saved.point < saved.put_in_place: checkpoints/.latest.draft"
     require_every_sync(recorder, tmp_path / "found", recovers, besides=[pointer])

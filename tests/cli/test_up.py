@@ -63,7 +63,7 @@ def test_a_daemon_reads_the_key_that_it_needs_and_no_other(tmp_path, role, file,
         return said.stderr
 
     (run_dir / other).unlink()
-    assert "nothing answers there" in last_words()
+    assert "no answer; is the coordinator running?" in last_words()
     (run_dir / file).unlink()
     assert f"{run_dir / file}: cannot read the key" in last_words()
 

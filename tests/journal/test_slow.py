@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lightrl import config
-from lightrl.coordinator.journaling import Durable
+from lightrl.coordinator.journaling import Journaling
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import LogEntry, RoundOpened, SnapshotBegan, TokensTaken
 from lightrl.errors import JournalError
@@ -113,7 +113,7 @@ def test_a_segment_is_not_begun_anew_while_its_base_is_not_written(tmp_path, may
     """However much comes meanwhile: how large the base is, against which it counts, is not known yet."""
 
     async def story() -> None:
-        durable = Durable(tmp_path, config.Journal(segment_mb=1), pytest.fail)
+        durable = Journaling(tmp_path, config.Journal(segment_mb=1), pytest.fail)
         durable.begin(Coordinator(SETTINGS, 0.0), b"note")
         for k in range(3):
             durable.record(big(k))

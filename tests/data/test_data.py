@@ -216,7 +216,7 @@ def test_loading_a_tokenizer_and_prompts_does_not_load_torch(chat_model, tmp_pat
     path = jsonl(tmp_path, {"prompt": USER})
     program = (
         "import sys; from lightrl import config, data, model_files; "
-        f"data.load_prompts({path!r}, config.Data(path=''), hub.load_tokenizer({chat_model!r})); "
+        f"data.load_prompts({path!r}, config.Data(path=''), model_files.load_tokenizer({chat_model!r})); "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

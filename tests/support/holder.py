@@ -27,7 +27,7 @@ async def holder(answer: Answer) -> AsyncIterator[str]:
                 await answer(request, writer)
                 await writer.drain()
         writer.close()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # it may come twice
             await writer.wait_closed()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

@@ -120,15 +120,15 @@ def find_key(explicit: Path | None, run_dir: Path | None) -> str:
     if run_dir is not None:
         return read_key(run_dir / KEY_FILE)
     raise ConfigError(
-        f"a key of the run is needed: --key FILE, a copy of RUN_DIR/{JOIN_FILE} (to add a node) or of "
-        f"RUN_DIR/{KEY_FILE} (for all else), or {ENVIRONMENT}=<its text>"
+        f"this needs a key of the run: pass --key FILE (a copy of RUN_DIR/{JOIN_FILE} to add a node, of "
+        f"RUN_DIR/{KEY_FILE} for anything else), or set {ENVIRONMENT} to its text"
     )
 
 
 def require_full(key: str, what: str) -> str:
     """Returns `key` if it is good for everything, else raises ConfigError; `what` says what needs that."""
     if access_of(key) is not Access.FULL:
-        raise ConfigError(f"this key lets a rollout node join, no more; {what} RUN_DIR/{KEY_FILE}")
+        raise ConfigError(f"this key only lets a rollout node join; {what} RUN_DIR/{KEY_FILE}")
     return key
 
 

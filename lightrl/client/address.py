@@ -135,7 +135,7 @@ def require_reachable(address: str) -> None:
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except OSError as e:
-        why = "no answer" if isinstance(e, TimeoutError) else (e.strerror or str(e)).lower()
+        why = "timed out" if isinstance(e, TimeoutError) else (e.strerror or str(e)).lower()
         raise PeerUnreachable(
-            f"{address}: nobody answers ({why}); is the coordinator running and is this its address?"
+            f"{address}: no answer ({why}); is the coordinator running, and is this its address?"
         ) from None

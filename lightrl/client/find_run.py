@@ -80,7 +80,7 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
     if address is None:
         if or_journal and run_dir is not None and (left := interrupted(run_dir)) is not None:
             return left
-        raise PeerUnreachable(f"{target.name}: this run never listened; see {target.name}/logs")
+        raise PeerUnreachable(f"{target.name}: its coordinator never came up; see {target.name}/logs")
     why = f"nobody answers at {address}"
     if run_dir is None or accepts(address):  # else no key is needed to say so
         try:
@@ -102,7 +102,7 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
     left = interrupted(run_dir)
     if or_journal and left is not None:
         return left
-    hint = f"; lightrl resume {target.name} goes on with it" if left is not None else ""
+    hint = f"; continue the run with: lightrl resume {target.name}" if left is not None else ""
     raise PeerUnreachable(f"{target.name}: its coordinator is gone ({why}){hint}")
 
 

@@ -23,7 +23,9 @@ def config_of(welcome: Welcome) -> Config:
         return Config.model_validate_json(welcome.config_json)
     except (ValidationError, ValueError, RecursionError) as e:
         what = str(e).replace("\n", " ")[:200]
-        raise ProtocolError(f"the coordinator sent a config that is none here: {what}") from None
+        raise ProtocolError(
+            f"the coordinator sent a config that this release does not understand: {what}"
+        ) from None
 
 
 def write_model_files(folder: Path, files: dict[str, bytes]) -> None:

@@ -188,7 +188,7 @@ class Worker:
             return
         _raise_if_refused(welcome)
         if self._trainer is not None and welcome.config_json != self._config_json:
-            self.drain("the run has another config now: start this trainer again")
+            self.drain("the config of the run has changed: restart this trainer")
             return
         now = self._hello_now()
         if (said.incarnation, said.serves) != (now.incarnation, now.serves):
@@ -376,7 +376,7 @@ class Worker:
             self._send(Heartbeat(load, lag * 1000, next((p.device for p in parts if p.device), "")))
             silent_s = now - self._heard_at
             if silent_s > patience_s and lag < period:  # else it is this process that was stopped
-                raise PeerUnreachable(f"{self._address}: coordinator not heard of for {silent_s:.1f} s")
+                raise PeerUnreachable(f"{self._address}: no word from the coordinator for {silent_s:.1f} s")
             pause_s = WELCOME_S if self._taken_since is None else TAKEN_PAUSE_S
             if self._said is not None and now - self._said_at > pause_s and link.is_up:
                 self._say_hello()  # it may have been too busy to keep it

@@ -41,7 +41,7 @@ def require_files(config: Config) -> None:
 def require_new(config: Config) -> None:
     """Raises ConfigError if the name or a port of the run is taken."""
     if not is_new(config.run_dir):
-        goes_on = f"lightrl resume {config.run_dir} goes on with it; else "
+        goes_on = f"resume it with `lightrl resume {config.run_dir}`, "
         known = (config.run_dir / "config.toml").exists()
         raise ConfigError(
             f"run directory {config.run_dir} exists; {goes_on if known else ''}choose another run.name "

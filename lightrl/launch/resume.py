@@ -87,9 +87,7 @@ def _changed(run_dir: Path, before: Config, overrides: Sequence[str]) -> Config:
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and (key in FIXED or not key.startswith(MAY_CHANGE)):
             may = ", ".join(f"{k}*" if k.endswith(".") else k for k in MAY_CHANGE)
-            raise ConfigError(
-                f"{key}: cannot change in a run that is resumed; what can: {may}, but not {FIXED[0]}"
-            )
+            raise ConfigError(f"{key}: cannot change on a resume; these can: {may} (except {FIXED[0]})")
     place = {"dir": str(run_dir.parent), "name": run_dir.name}
     return after.model_copy(update={"run": after.run.model_copy(update=place)})
 
@@ -157,7 +155,7 @@ def _rewind(run_dir: Path) -> str:
     try:
         path = newest_sound(run_dir / CHECKPOINTS, damage, say)
         if path is None:
-            raise LightRLError(f"{shown(run_dir)}: has no checkpoint that is as it was saved")
+            raise LightRLError(f"{shown(run_dir)}: has no undamaged checkpoint")
         step = step_of(path)
         rewind(run_dir / FOLDER, LOG, step)
         newer = [p for p in by_step(path.parent) if step_of(p) > step]  # `latest` does not name them

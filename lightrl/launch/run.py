@@ -107,7 +107,7 @@ def _conclude(run_dir: Path, interrupted: bool) -> int:
 
 
 def _how_to_go_on(run_dir: Path) -> str:
-    return f"; lightrl resume {shown(run_dir)} goes on with it" if has_journal(run_dir) else ""
+    return f"; continue it with: lightrl resume {shown(run_dir)}" if has_journal(run_dir) else ""
 
 
 async def _cancel(*tasks: "asyncio.Task[object]") -> None:

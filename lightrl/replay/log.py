@@ -253,7 +253,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
     round = next((r for r in reversed(replay.rounds.values()) if not r.is_done), None)
     seconds = [r["timing_s/step"] for r in trained]
     elapsed_s = max(known_s, sum(seconds))  # a resumed run counts on from what it knows
-    news = [f"WARNING: {line}" for line in damage] + ["the coordinator is gone; lightrl resume goes on"]
+    news = [f"WARNING: {line}" for line in damage] + ["the coordinator is gone; continue with lightrl resume"]
     return Snapshot(
         run=config.run.name,
         run_dir=str(run_dir),

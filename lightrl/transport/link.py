@@ -365,7 +365,7 @@ class Link(_Socket):
             async with asyncio.timeout(timeout_s):
                 _, writer = await asyncio.open_connection(host, port)
         except (OSError, TimeoutError):
-            raise PeerUnreachable(f"{address}: nothing answers there; is the coordinator running?") from None
+            raise PeerUnreachable(f"{address}: no answer; is the coordinator running?") from None
         writer.close()
         try:
             return cls(address, f"{name}{SEPARATOR}{secrets.token_hex(RANDOM_BYTES)}", key, on_break, on_back)

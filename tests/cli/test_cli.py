@@ -150,7 +150,7 @@ def test_dry_run_prints_a_config_that_loads_to_the_same_from_elsewhere(capsys, t
         ("run.bind=tcp://[::1]:5600", ("tcp://[::1]:5600: IPv6 is not supported", "tcp://10.0.0.1:5600")),
         ("run.name=latest", ("run.name = 'latest'", "choose another name")),
         ("run.name=taken", ("runs/taken exists; choose another run.name or remove it",)),
-        ("run.name=before", ("runs/before exists; lightrl resume runs/before goes on with it; else choose",)),
+        ("run.name=before", ("runs/before exists; resume it with `lightrl resume runs/before`, choose",)),
     ],
 )
 def test_bad_config_is_one_line_that_names_the_key(capsys, tmp_path, override, parts):
@@ -211,10 +211,13 @@ def test_join_to_a_dead_address(capsys, monkeypatch):
         port = was.getsockname()[1]
     monkeypatch.setenv("LIGHTRL_KEY", KEY)
     line = complaint(capsys, "up", "--join", f"127.0.0.1:{port}")
-    assert line.startswith(f"tcp://127.0.0.1:{port}: nobody answers (connection refused)")
+    assert line.startswith(f"tcp://127.0.0.1:{port}: no answer (connection refused)")
 
 
-HOW = "--key FILE, a copy of RUN_DIR/join (to add a node) or of RUN_DIR/key (for all else), or LIGHTRL_KEY="
+NO_KEY = (
+    "this needs a key of the run: pass --key FILE (a copy of RUN_DIR/join to add a node, of RUN_DIR/key for "
+    "anything else), or set LIGHTRL_KEY to its text"
+)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +227,8 @@ HOW = "--key FILE, a copy of RUN_DIR/join (to add a node) or of RUN_DIR/key (for
         (("up", "a.toml", "b.toml"), "one CONFIG is possible, not 2: a.toml b.toml"),
         (("up", "run.seed=1"), "run.seed=1: there is no CONFIG to override; name a TOML file"),
         (("up", "--join", "nonsense"), "tcp://nonsense: not an address; one looks like tcp://10.0.0.1:5600"),
-        (("up", "--join", "a:1"), f"a key of the run is needed: {HOW}<its text>"),
-        (("status", "127.0.0.1:1"), f"a key of the run is needed: {HOW}<its text>"),
+        (("up", "--join", "a:1"), NO_KEY),
+        (("status", "127.0.0.1:1"), NO_KEY),
         (("up", QUICKSTART, "--key", "k"), "--key is for --join: a run that is started makes its own key"),
         (("status",), "no run here yet; give an address (tcp://HOST:PORT) or a run directory"),
         (("status", "gone"), "gone: no such run; give an address (tcp://HOST:PORT) or a run directory"),

@@ -80,7 +80,7 @@ def test_what_was_promised_cannot_change(capsys, tmp_path, override, key):
     before = contents(run_dir)
     may = "train.steps, checkpoint.*, node.*, journal.*, logging.*, run.bind, rollout.nodes, rollout.slots"
     line = refusal(capsys, "one", override)
-    assert line.startswith(f"{key}: cannot change in a run that is resumed; what can: {may}")
+    assert line.startswith(f"{key}: cannot change on a resume; these can: {may}")
     assert contents(run_dir) == before
 
 
@@ -93,7 +93,7 @@ def test_what_was_promised_cannot_change(capsys, tmp_path, override, key):
         (("tcp://127.0.0.1:1",), "tcp://127.0.0.1:1: is an address; resume a run by its directory or name"),
         (("one", "two"), "one RUN is possible, not 2: one two"),
         (("one", "--slots", "3"), "--slots is for one rollout daemon"),
-        (("one", "--from-checkpoint"), "runs/one: has no checkpoint that is as it was saved"),
+        (("one", "--from-checkpoint"), "runs/one: has no undamaged checkpoint"),
     ],
 )
 def test_mistakes(capsys, tmp_path, arguments, text):
@@ -259,7 +259,7 @@ def test_a_run_stopped_by_its_user_goes_on_and_while_it_lives_cannot_be_resumed(
         assert out == "lightrl: runs/one: this run is alive; lightrl top runs/one shows it\n"
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=DEADLINE_S)
-    assert out.rstrip().endswith("; lightrl resume runs/one goes on with it")
+    assert out.rstrip().endswith("; continue it with: lightrl resume runs/one")
     done = summary(tmp_path)["steps"]
     with running(tmp_path, f"train.steps={done + 2}", resume=True) as process:
         out, _ = process.communicate(timeout=DEADLINE_S)

@@ -163,7 +163,7 @@ def test_rollout_node_leaves_when_its_coordinator_falls_silent(tmp_path: Path):
             assert daemon.returncode == 1
             last = errors.decode().strip().splitlines()[-1]
             assert last.startswith("lightrl: ")
-            assert "coordinator not heard of" in last
+            assert "no word from the coordinator" in last
             assert b"Traceback" not in output + errors
 
     asyncio.run(scenario())

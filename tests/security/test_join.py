@@ -395,5 +395,5 @@ def test_who_has_join_alone_is_told_what_is_missing(
     with pytest.raises(SystemExit):
         main([*command, *options])
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("lightrl: this key lets a rollout node join, no more; ")
+    assert line.startswith("lightrl: this key only lets a rollout node join; ")
     assert line.endswith("RUN_DIR/key")

@@ -319,7 +319,7 @@ async def _sentinel() -> asyncio.subprocess.Process | None:
             stderr=nothing,
         )
     except FileNotFoundError:
-        _say("no srun here: this job hears of a preemption only when its grace time is over")
+        _say("srun not found: this job will notice a preemption only when its grace time is over")
         return None
 
 
@@ -334,7 +334,7 @@ async def _watch(
             tell("preempted")  # while the step still started
     code = sentinel.returncode
     if not told.is_set():
-        _say(f"srun ended with {code}: this job hears of a preemption only when its grace time is over")
+        _say(f"srun ended with {code}: this job will notice a preemption only when its grace time is over")
 
 
 def _job() -> str:

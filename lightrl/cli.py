@@ -74,7 +74,7 @@ def resume(
         list[str] | None,
         typer.Argument(
             metavar="[RUN] [section.key=value ...]",
-            help="a run directory or name, default: runs/latest; values that may change on the way",
+            help="a run directory or name (default: runs/latest), and config values to change",
         ),
     ] = None,
     from_checkpoint: Annotated[
@@ -85,7 +85,7 @@ def resume(
     slots: Slots = 0,
     no_tui: NoTui = False,
 ) -> None:
-    """Go on with a run that was stopped, has failed or was killed, from its last moment.
+    """Continue a run that was stopped, failed or was killed, from where it was.
 
     On this machine as with `lightrl up`; with --role one daemon with these roles in the foreground.
     """
@@ -217,11 +217,11 @@ def simulate(
     compare: Annotated[bool, typer.Option("--compare", help="each mechanism alone, in one table")] = False,
     reproduce: Annotated[
         bool,
-        typer.Option("--reproduce", help="no CONFIG: published figures again, and LightRL on the same work"),
+        typer.Option("--reproduce", help="no CONFIG: reproduce published figures; LightRL on the same work"),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="all figures, as one line of JSON")] = False,
 ) -> None:
-    """Predict how fast a run of CONFIG would be on a fleet, with the scheduler that it would have."""
+    """Predict how fast CONFIG would run on a fleet, with the real scheduler."""
     from lightrl.launch.plan import count_prompts
     from lightrl.sim.command import reproduce_published, simulate_run
 
@@ -232,7 +232,7 @@ def simulate(
         return
     config = arguments.config(settings or [])
     if config is None:
-        raise typer.BadParameter("give a CONFIG; rollout.slots=64 and the like say more of the nodes")
+        raise typer.BadParameter("give a CONFIG; overrides such as rollout.slots=64 describe the nodes")
     simulate_run(
         config,
         num_prompts=count_prompts(config.data.path),

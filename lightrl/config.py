@@ -56,7 +56,7 @@ class Run(Section):
     )
     deterministic: bool = Field(
         default=False,
-        description="gradients are summed in one order, whatever arrived first: the same bits every time",
+        description="sum gradients in a fixed order, whatever arrived first: a run repeats bit for bit",
     )
 
 
@@ -163,7 +163,7 @@ class RoundSection(Section):
         default=1.25, description="launched for each one kept, 1 to 4; or a pair [prompts, responses]"
     )
     race: Literal["tokens", "clock"] = Field(
-        default="tokens", description="who is first: the fewest tokens, which repeats, or the clock"
+        default="tokens", description="what decides who is first: token counts (repeatable), or wall clock"
     )
 
     @property
@@ -195,7 +195,7 @@ class Speculation(Section):
         default=16, description="tokens drafted at once for a response, at most"
     )
     prefer: Literal["count", "reward"] = Field(
-        default="count", description="of several continuations the frequent, or the rewarded one"
+        default="count", description="which continuation to draft: the most frequent, or the best rewarded"
     )
     history_mb: Positive = Field(
         default=1024, description="megabytes of earlier responses kept by the coordinator"
@@ -215,7 +215,7 @@ class Reward(Section):
         default=(), description='put before the command line of a worker: ["bwrap", ...], ["nice", "-n", "5"]'
     )
     on_failure: float | Literal["drop"] = Field(
-        default="drop", description="a response without a score: drop its group, or give it this reward"
+        default="drop", description="for a response without a score: drop its group, or give it this reward"
     )
 
 
@@ -232,19 +232,19 @@ class Checkpoint(Section):
     interval: int = Field(
         default=20,
         ge=0,
-        description="steps between checkpoints; 0 = only the last: a trainer that dies begins anew",
+        description="steps between checkpoints; 0 = only at the end: a trainer that dies starts over",
     )
     keep_last: Positive = Field(default=2, description="checkpoints kept")
 
 
 class NodeSection(Section):
     heartbeat_s: Seconds = 0.5
-    lease_s: Seconds = Field(default=3.0, description="a node not heard of for so long is lost")
-    grace_s: Seconds = Field(default=20.0, description="a stopping daemon gives its children so long")
+    lease_s: Seconds = Field(default=3.0, description="a node silent for this long counts as lost")
+    grace_s: Seconds = Field(default=20.0, description="how long a stopping daemon waits for its children")
     patience_s: Seconds = Field(
         default=600.0,
-        description="a node waits so long for its coordinator, a run for its trainer, to come back; a daemon"
-        " for a word of its engine that has work, and three times as long for a training rank",
+        description="how long a node waits for its coordinator, and a run for its trainer, to come back;"
+        " also how long an engine with work may be silent, and a training rank three times as long",
     )
     weights_port: int = Field(
         default=0, ge=0, lt=1 << 16, description="where the trainer node serves weights; 0 = any free port"
@@ -252,13 +252,11 @@ class NodeSection(Section):
 
 
 class Journal(Section):
-    enabled: bool = Field(default=True, description="false: nothing survives the coordinator")
-    flush_ms: Positive = Field(
-        default=50, description="milliseconds after which what happened is on the disk"
-    )
-    segment_mb: Positive = Field(default=64, description="megabytes of news after which a new file is begun")
+    enabled: bool = Field(default=True, description="false: the run cannot be resumed")
+    flush_ms: Positive = Field(default=50, description="milliseconds after which an event is synced to disk")
+    segment_mb: Positive = Field(default=64, description="megabytes after which a new segment is started")
     keep_history: bool = Field(
-        default=False, description="keep segments that no resume needs any more, for `lightrl replay`"
+        default=False, description="keep all segments for `lightrl replay`, not only those a resume needs"
     )
 
 

@@ -176,7 +176,8 @@ class Coordinator:
         elif version == published.policy_version:
             self._out += self.fleet.publish_again(message)
         else:
-            self._report(f"{name} stands at step {version}, the run at {self.step}: it trains again")
+            behind = f"{name} is at step {version}, the run at step {self.step}"
+            self._report(f"{behind}: the steps in between are trained again")
         self.fleet.trainer_stands()
         self.steps.feed_trainer(has_come=stood_at is None)
         if self._ending is not None:
@@ -324,7 +325,7 @@ class Coordinator:
     def _on_timer(self, now: float) -> None:
         if self.fleet.lease_check_at is not None and now >= self.fleet.lease_check_at:
             for node in self.fleet.expired(now):
-                self._lose(node.name, f"not heard of for {now - node.heard_at:.1f} s", now)
+                self._lose(node.name, f"silent for {now - node.heard_at:.1f} s", now)
         if self._patience_ends_at is not None and now >= self._patience_ends_at:
             self._end(RunState.FAILED, f"no trainer for {self.settings.patience_s:g} s")
         if self._rebalance_at is not None and now >= self._rebalance_at:

@@ -118,7 +118,7 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
         return Assignment()
     if machine.problem:
         if machine.gpus or named:
-            raise ConfigError(f"{machine.problem} (CUDA_VISIBLE_DEVICES= works on the CPU alone)")
+            raise ConfigError(f"{machine.problem} (set CUDA_VISIBLE_DEVICES= to use the CPU only)")
         return Assignment(notes=(f"no GPU is used: {machine.problem}",))
     devices = visible(machine, environ)
     if not devices:
@@ -321,7 +321,7 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
 
 def _divided_blindly(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     share = wanted.utilization or _floor(0.9 / (len(on.engines) + len(on.ranks)))
-    return share, f"{device.label}: what is needed is not known, so all on it get the same: {share:g} each"
+    return share, f"{device.label}: memory needs are unknown, so its engines get equal shares: {share:g} each"
 
 
 def _minus(rank: int) -> str:

@@ -23,7 +23,7 @@ def has_cuda() -> bool:
     if torch.version.cuda is not None and given not in NOTHING:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES = {given}, but torch {torch.__version__} finds no GPU: lightrl check says "
-            "more; CUDA_VISIBLE_DEVICES= works on the CPU"
+            "more; set CUDA_VISIBLE_DEVICES= to use the CPU only"
         )
     return False
 

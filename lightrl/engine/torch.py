@@ -36,8 +36,8 @@ from lightrl.weights.tensors import read_tensors
 
 PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS  # of one forward pass, padding included; bounds its activations
 UNEVEN = (
-    "run.deterministic: kernels on a GPU round by the size of the batch, so the torch engine may draw "
-    "another token where two are about equal; vLLM has kernels that do not"
+    "run.deterministic: GPU kernels round differently for different batch sizes, so the torch engine may "
+    "draw another token where two are almost equally likely; vLLM has batch-invariant kernels"
 )
 DRAFT_LOGITS = 1 << 26  # of one forward pass with drafts; sampling takes some 24 bytes for each
 

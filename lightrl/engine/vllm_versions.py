@@ -173,7 +173,7 @@ def outside(version: str) -> str | None:
     if len(numbers) < 2 or OLDEST <= numbers <= NEWEST:
         return None
     how = "older" if numbers < OLDEST else "newer"
-    return f"vLLM {version} is {how} than those that LightRL was read and tried with, {WINDOW}"
+    return f"vLLM {version} is {how} than the releases that LightRL supports, {WINDOW}"
 
 
 def torch_mismatch() -> str | None:

@@ -128,7 +128,7 @@ class Reading(Generic[T]):
         if magic != disk.MAGIC:
             raise ProtocolError("this is no segment of a journal")
         if version != disk.FORMAT:
-            raise ProtocolError(f"its format {version} is not {disk.FORMAT}, the one of this LightRL")
+            raise ProtocolError(f"it has format {version}, but this LightRL reads format {disk.FORMAT}")
         if disk.CHECKSUM.unpack_from(data, disk.HEADER.size)[0] != crc32(data[: disk.HEADER.size]):
             raise ProtocolError("its header is damaged")
         self.num_base = num_base
@@ -179,7 +179,7 @@ def newest(folder: Path, codec: Codec[LogEntry]) -> tuple[Segment, list[LogEntry
         facts = list(merge(reading))
         if reading.base_is_whole:
             if lines:
-                lines.append(f"going on from {segment.path}: what happened after it was left is lost")
+                lines.append(f"continuing from {segment.path}: everything after it is lost")
             if reading.damage is not None:
                 lines.append(str(reading.damage))
             return segment, facts, lines

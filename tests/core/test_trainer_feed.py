@@ -118,7 +118,7 @@ def test_trainer_that_is_ahead_of_the_journal_fails_the_run():
     commands = come_back(d, 5)
     reasons = {m.reason for _, m in sent(commands, Drain)}  # type: ignore[arg-type]
     assert reasons == {
-        "the trainer stands at step 5, the run at step 1: its checkpoints are not of this journal"
+        "the trainer is at step 5, the run at step 1: its checkpoints belong to another journal"
     }
 
 

@@ -153,5 +153,5 @@ def test_check_names_the_window_and_what_lies_outside_it(tmp_path):
     )
     [line] = [line for line in done.stdout.splitlines() if line[6:].startswith("vllm")]
     assert line.startswith("warn")
-    assert "vLLM 0.19.1 is older than those that LightRL was read and tried with, 0.20 to 0.32" in line
+    assert "vLLM 0.19.1 is older than the releases that LightRL supports, 0.20 to 0.32" in line
     assert "built for torch 2.10.0" in line

@@ -96,7 +96,8 @@ def test_a_run_stopped_by_an_operator_is_over_for_all_who_look(tmp_path):
             run_dir = tmp_path / "runs" / "one"
             last = out.splitlines()[-1]
             assert last.startswith("stopped at step ")
-            assert f" of 100000 (lightrl down); the run is in {run_dir}; lightrl resume runs/one" in last
+            how = "continue it with: lightrl resume runs/one"
+            assert f" of 100000 (lightrl down); the run is in {run_dir}; {how}" in last
             assert "lightrl: " not in out
             said += read_until(ours, b"the run is over; q leaves")
             assert b"trying again" not in said

@@ -35,7 +35,7 @@ class ResponseTable:
     def __init__(self, settings: Settings, fleet: Fleet, predictor: LengthPredictor) -> None:
         self.rounds: deque[Round] = deque()  # oldest first; more than one only in asynchronous mode
         self.responses: dict[str, Response] = {}  # of these rounds
-        expect = predictor.expect if settings.predictor else self._know_nothing
+        expect = predictor.expect if settings.foresight else self._know_nothing
         self.queue = WorkQueue(settings, expect)
         self.counters = Counters()
         self.was_recovered = False  # nodes may have attempts that another coordinator has given out

@@ -120,7 +120,7 @@ def put_off_unseen(
     """
     already = settings.prompts_launched - round.prompts_launched
     most = (settings.prompts_launched - round.needed) // 2 - already
-    if not round.races or most <= 0 or not last_cut or not settings.predictor:
+    if not round.races or most <= 0 or not last_cut or not settings.foresight:
         return []
     foreseen = [(predictor.finished(p.id) or 0, i) for i, p in enumerate(prompts)]
     longest = sorted((-n, i) for n, i in foreseen if n > FORESEEN_MARGIN * last_cut)[:most]

@@ -59,7 +59,7 @@ class Settings:
     dynamic_sampling: bool = False  # groups without signal are replaced (DAPO, arXiv 2503.14476)
     patience_s: float = 600.0  # how long a run that has lost its trainer waits for it
     deterministic: bool = False  # groups reach the trainer in the order of their prompts
-    predictor: bool = True  # predicted lengths order the work; off only for comparison
+    foresight: bool = True  # predicted lengths order the work; off only for comparison
     migration: bool = True  # running responses may move inside a step; off only for comparison
 
     @property

@@ -31,7 +31,7 @@ def configured(settings: Settings, speculates: bool = False) -> Variant:
 
 def synchronous(settings: Settings) -> Variant:
     """As verl works: plain rounds, then all rewards, then training; no response ever moves by choice."""
-    plain = replace(settings, tail=Tail(), max_staleness=0, predictor=False, migration=False)
+    plain = replace(settings, tail=Tail(), max_staleness=0, foresight=False, migration=False)
     return Variant(plain, Switches(streaming=False, async_rewards=False))
 
 
@@ -47,7 +47,7 @@ def variants(settings: Settings, speculates: bool = False) -> dict[str, Variant]
         "rewards at once": Variant(s, early),
         "rewards at once, streaming": Variant(s, replace(early, streaming=True)),
         "migration": Variant(replace(s, migration=True), off),
-        "foresight": Variant(replace(s, predictor=True), off),
+        "foresight": Variant(replace(s, foresight=True), off),
         "tail: prompts": Variant(replace(s, tail=tail), off),
         "tail: both": Variant(replace(s, tail=replace(tail, eta_responses=tail.eta_prompts)), off),
         "speculation": Variant(s, replace(off, speculation=True)),

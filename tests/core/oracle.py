@@ -97,7 +97,7 @@ def oracle(
         num_unseen = 0
         while len(prompts) + num_unseen < launch and len(busy()) < s.num_prompts:
             back, new = draw(launch - num_unseen - len(prompts))
-            if kind == "short" and s.predictor and cut:
+            if kind == "short" and s.foresight and cut:
                 most = (many - s.prompts_per_step) // 2 - num_unseen
                 longest = sorted((-finished.get(p[0], 0), i) for i, p in enumerate(new))[: max(0, most)]
                 unseen = sorted(i for n, i in longest if -n > 1.5 * cut)

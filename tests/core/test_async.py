@@ -113,7 +113,7 @@ def test_no_token_is_older_than_allowed_over_a_whole_run(k: int):
 
 
 def test_every_other_step_goes_by_ascending_length():
-    d = overlapping(1, num_prompts=4, predictor=True, num_steps=8)
+    d = overlapping(1, num_prompts=4, foresight=True, num_steps=8)
     lengths = {"p0": 2, "p1": 9, "p2": 3, "p3": 8}
     starts = []
     while d.core.step < 3:

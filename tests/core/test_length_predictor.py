@@ -37,7 +37,7 @@ def test_work_is_sent_longest_first():
 
 
 def test_work_is_sent_in_order_without_foresight():
-    d = played({"p0": 3, "p1": 8, "p2": 5}, prompts_per_step=3, group_size=1, predictor=False)
+    d = played({"p0": 3, "p1": 8, "p2": 5}, prompts_per_step=3, group_size=1, foresight=False)
     assert list(d.core.fleet.nodes["a"].running) == ["p0@1#0", "p1@1#0", "p2@1#0"]
 
 

@@ -171,7 +171,7 @@ def test_nothing_moves_to_a_node_that_still_loads():
 
 
 def test_nodes_that_get_room_at_once_while_another_loads_lose_nothing():
-    d = Driver(prompts_per_step=4, group_size=1, tail=Tail(1.0, 4.0), predictor=False)
+    d = Driver(prompts_per_step=4, group_size=1, tail=Tail(1.0, 4.0), foresight=False)
     d.join("t", "trainer")
     d.publish(0)
     for name, slots in [("a", 3), ("b", 1), ("c", 1)]:
@@ -193,7 +193,7 @@ def test_nodes_that_get_room_at_once_while_another_loads_lose_nothing():
 
 
 def test_busy_node_is_refilled_while_another_loads_but_leaves_it_its_share():
-    d = Driver(prompts_per_step=8, group_size=1, predictor=False)
+    d = Driver(prompts_per_step=8, group_size=1, foresight=False)
     d.start("a", "b", slots=4)
     d.finish_round()
     d.train(0)

@@ -205,20 +205,20 @@ def test_late_score_of_a_short_round_does_not_count_in_the_long_one():
 
 
 def test_prompt_that_took_long_in_the_last_epoch_is_put_off_unseen():
-    d = tail(1.5, predictor=True, num_prompts=12)
+    d = tail(1.5, foresight=True, num_prompts=12)
     closed = d.play(lambda name: 9 if name.startswith("p6@") else 2, rounds=6)
     rounds = [(r.kind, g.id) for r in closed for g in r.groups.values() if g.prompt.id == "p6"]
     assert rounds == [("short", "p6@0"), ("long", "p6@0"), ("long", "p6@1")]
 
 
 def test_unseen_prompt_is_not_put_off_without_foresight():
-    d = tail(1.5, predictor=False, num_prompts=12)
+    d = tail(1.5, foresight=False, num_prompts=12)
     closed = d.play(lambda name: 9 if name.startswith("p6@") else 2, rounds=6)
     assert [r.kind for r in closed for g in r.groups.values() if g.id == "p6@1"] == ["short", "long"]
 
 
 def test_at_most_half_of_the_surplus_is_put_off_unseen():
-    d = tail(2.0, predictor=True, num_prompts=8, num_steps=20)
+    d = tail(2.0, foresight=True, num_prompts=8, num_steps=20)
     for r in d.play(lambda name: 9 if int(name[1]) > 2 else 1, rounds=12):
         if r.kind == "short":
             assert len(r.groups) >= 4 + 2

@@ -188,7 +188,7 @@ def play(job: Job) -> Played:
         reward_on_failure=None,
         num_prompts=workload.num_prompts,
         tail=system.tail,
-        predictor=system.ours,
+        foresight=system.ours,
         migration=system.ours,
     )
     nodes = [NodeSpec(f"node-{k:02}", SLOTS) for k in range(ENGINES)]

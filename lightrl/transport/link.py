@@ -259,6 +259,8 @@ class Hub(_Socket):
             received += self._lost(unheard, is_drained)
             if received or not is_drained:
                 await asyncio.sleep(0)  # also if this was all: more comes while it is dealt with
+                if not received and not messages:
+                    continue  # it came after nothing was found
                 return received
             self._readable.clear()
             if not (self._has_input() or self._unheard or self._strangers.gone):

@@ -17,6 +17,7 @@ from lightrl.messages import (
     Bye,
     Drain,
     Generate,
+    Heartbeat,
     Hello,
     Manifest,
     Message,
@@ -250,6 +251,21 @@ def test_no_more_is_taken_at_once_than_so_many_bytes(monkeypatch: pytest.MonkeyP
 
 
 # Goodbyes
+
+
+def test_a_message_that_comes_just_after_nothing_was_found_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    async def scenario() -> None:
+        async with hub_and_key() as (hub, key):
+            node = await Link.connect(hub.address, "n", key)
+            node.send(Heartbeat())
+            await until(hub._has_input)
+            look = hub._take_in
+            answers = iter([list])  # as if it had not been there yet
+            monkeypatch.setattr(hub, "_take_in", lambda: next(answers, look)())
+            assert [message for _, message in await hub.receive()] == [Heartbeat()]
+            node.close()
+
+    asyncio.run(scenario())
 
 
 def test_what_a_peer_said_before_it_closed_is_received_before_it_is_lost():

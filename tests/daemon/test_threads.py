@@ -1,6 +1,7 @@
 """A daemon on a machine that has no thread to spare for a while: nothing ends because of that."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -122,14 +123,12 @@ def test_a_node_leaves_in_order_without_a_thread_that_would_end_it_by_force(tmp_
 
 
 def test_a_job_asks_again_where_the_run_is(lack):
-    async def scenario() -> None:
-        listening = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-        address = f"tcp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async def scenario(address: str) -> None:
         lack(*OF_CALLS, times=1)
         assert [await job._answers(address) for _ in range(2)] == [False, True]
-        listening.close()
 
-    asyncio.run(scenario())
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        asyncio.run(scenario(f"tcp://127.0.0.1:{listening.getsockname()[1]}"))
 
 
 def test_a_coordinator_ends_in_order_and_hashes_and_saves_what_it_can(tmp_path: Path, lack):

@@ -16,6 +16,7 @@ from lightrl.core.state import DrawnPrompt, Group, Response, Round, RoundKind
 from lightrl.errors import ProtocolError
 from lightrl.history.saved import FILE_NAME
 from lightrl.history.store import History, answers
+from lightrl.journal.disk import segments
 from lightrl.messages import (
     PROTOCOL,
     Drafting,
@@ -38,6 +39,7 @@ from lightrl.transport.link import Link, host_and_port
 from lightrl.transport.validate import check_bounds
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES, pack_f32, pack_i32
 from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, a_run
+from tests.support.hubs import until
 
 HELLO = Hello("a", 1, ("rollout",), PROTOCOL, pid=1, host="h")
 
@@ -373,6 +375,10 @@ async def serve(run: Running, node: ScriptedNode, is_over: asyncio.Event | None)
             assert run.head.succeeded
         else:
             await asyncio.wait_for(is_over.wait(), DEADLINE_S)
+            journal = run.config.run_dir / "journal"
+            await until(
+                lambda: any(s.step == 1 for s in segments(journal))
+            )  # else a resume closes it once more
             await run.silence()
     finally:
         serving.cancel()

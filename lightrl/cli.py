@@ -262,8 +262,8 @@ def slurm(
         raise typer.BadParameter("give a CONFIG")
     from lightrl.launch.slurm.scripts import SlurmOptions, submit
 
-    wishes = SlurmOptions(nodes, partition_reserved, partition_spot, time, reserved_args, spot_args)
-    print("\n".join(submit(config, wishes, dry_run)))
+    options = SlurmOptions(nodes, partition_reserved, partition_spot, time, reserved_args, spot_args)
+    print("\n".join(submit(config, options, dry_run)))
 
 
 @app.command("slurm-job", hidden=True)

@@ -945,7 +945,7 @@ MUTATIONS = [
     Mutation(
         "memory of the trainer is not set aside",
         "devices/plan.py",
-        "rank_bytes=memory.trainer_bytes(iter(items))",
+        "rank_bytes=memory.trainer_bytes(items)",
         "rank_bytes=0",
         tests=("tests/cli/test_devices.py::test_the_dry_run_shows_who_gets_what_and_why",),
     ),

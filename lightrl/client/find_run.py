@@ -11,14 +11,12 @@ from pathlib import Path
 
 from lightrl.client.address import accepts, find, shown
 from lightrl.client.ask import watch
-from lightrl.core.state import RunState
+from lightrl.core.state import OVER
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
 from lightrl.keys import KEY_FILE, find_key, read_key, require_full
 from lightrl.messages import Snapshot
 from lightrl.replay.log import interrupted
 from lightrl.wire import from_json
-
-OVER = frozenset({str(RunState.FINISHED), str(RunState.STOPPED), str(RunState.FAILED)})
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ class CoordinatorDaemon:
         self._hub = Hub((run_files.old_address(run_dir) if resume else "") or config.run.bind, key)
         self.address = self._hub.address
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
-        self._tasks = Prompts(config)
-        self._core = Coordinator(self._tasks.settings, time.monotonic())
+        self._prompts = Prompts(config)
+        self._core = Coordinator(self._prompts.settings, time.monotonic())
         eval_set = Path(config.eval.path).stem
         self._records = Records(
             config.run.name,
@@ -139,7 +139,7 @@ class CoordinatorDaemon:
     async def run(self) -> None:
         """Returns when the run is over. Raises RewardError if the reward functions cannot be used."""
         with scratch_dir("head") as scratch:
-            for name, data in self._tasks.model_files.items():
+            for name, data in self._prompts.model_files.items():
                 (scratch / name).write_bytes(data)
             logs = self._run_dir / "logs"
             logs.mkdir(exist_ok=True)
@@ -182,11 +182,11 @@ class CoordinatorDaemon:
         for line in lines:
             self._report(f"WARNING: {line}")
         commands = recover(self._core, facts, time.monotonic())
-        self._tasks.go_on_from(self._core.backlog.num_drawn)
+        self._prompts.go_on_from(self._core.backlog.num_drawn)
         if (note := noted(facts)) is not None:
             steps = [r for r in read_metrics(self._run_dir) if r["step"] <= self._core.step]
             known = from_json(note, RecordsNote)
-            if known.data != self._tasks.digest:
+            if known.data != self._prompts.digest:
                 raise DataError(
                     f"data.path = {self._config.data.path}: these are not the prompts that the run began with"
                 )
@@ -196,7 +196,7 @@ class CoordinatorDaemon:
 
     def _begin_segment(self) -> None:
         elapsed_s = time.monotonic() - self._core.started_at
-        self._journaling.begin(self._core, self._records.note(elapsed_s, self._tasks.digest))
+        self._journaling.begin(self._core, self._records.note(elapsed_s, self._prompts.digest))
         self._set_timer()
 
     async def _serve_rewards(self, rewards: RewardPool) -> None:
@@ -244,11 +244,11 @@ class CoordinatorDaemon:
                 self._replays.start(self._background, command)
             case Admit(node):
                 config_json = self._config.model_dump_json()
-                self._send(node, Welcome(self._config.run.name, config_json, self._tasks.model_files))
+                self._send(node, Welcome(self._config.run.name, config_json, self._prompts.model_files))
             case DrawPrompts(source, count):
-                return PromptsDrawn(self._tasks.draw(source, count))
+                return PromptsDrawn(self._prompts.draw(source, count))
             case Score(r, prompt, source):
-                task = self._tasks.get(prompt, source == "eval")
+                task = self._prompts.get(prompt, source == "eval")
                 assert self._rewards is not None
                 assert r.finish_reason is not None
                 job = RewardJob(r.id, r.attempt, task.text, task.row, r.tokens, r.finish_reason)
@@ -311,7 +311,7 @@ class CoordinatorDaemon:
         done = response is not None and response.state is ResponseState.DONE
         if response is not None and done and response.attempt == result.attempt:  # else it came too late
             self._records.reward_figures(response, result.metrics)
-            task = self._tasks.get(response.group.prompt.id, response.group.round.is_eval)
+            task = self._prompts.get(response.group.prompt.id, response.group.round.is_eval)
             self._records.sample(sample_of(response, task.text, result.text, result.reward))
         self.feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))
 

@@ -199,7 +199,7 @@ class Coordinator:
         if (node := self.fleet.ready.get(name)) is not None:
             self.table.mark_free(node)
         if were_updating and not self.fleet.updating:
-            self.table.dispatch_all()
+            self.table.mark_dirty()
 
     def _refuse(self, name: str, failed: WeightsFailed) -> None:
         """A node cannot load the published version, or its engine died; what ran there resumes elsewhere.
@@ -285,7 +285,7 @@ class Coordinator:
             return
         moved = self.table.requeue_all(node)
         self.fleet.remove(name)
-        self.table.dispatch_all()
+        self.table.mark_dirty()
         self._report(text + (f": {moved} responses resume elsewhere" if moved else ""))
         if "trainer" in node.roles:
             self.trainer_feed.lost(now)
@@ -309,7 +309,7 @@ class Coordinator:
         if node is None or node.state is NodeState.DRAINING:
             return
         self.fleet.drain(node)
-        self.table.dispatch_all()
+        self.table.mark_dirty()
         self._report(f"{name} drains ({reason})")
 
     def _request_drain(self, name: str, reason: str) -> None:

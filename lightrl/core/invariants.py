@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 from lightrl.core import race
 from lightrl.core.state import (
+    OVER,
     GroupState,
     NodeState,
     Response,
     ResponseState,
     Round,
     RoundState,
-    RunState,
 )
 from lightrl.errors import InvariantViolation
 
@@ -160,7 +160,7 @@ def _prompts(core: "Coordinator") -> None:
     _require(len(set(waiting)) == len(waiting), "a prompt waits twice")
     spare = [(p.id, p.epoch) for p in backlog.spare]
     _require(len(set(spare)) == len(spare), "a prompt is held back twice")
-    if core.state in {RunState.FINISHED, RunState.STOPPED, RunState.FAILED}:
+    if core.state in OVER:
         return
     in_rounds = sum(
         g.state not in {GroupState.TRAINED, GroupState.DROPPED, GroupState.PUT_OFF}

@@ -1,7 +1,7 @@
 """What a node is to generate, in as many messages as it takes: a message has a limit, and a node with many
 slots may be given long prefixes for all of them at once.
 
-Pure. Which response runs where is decided in `placement` and `table`.
+Pure. Which response runs where is decided in `placement` and `responses`.
 """
 
 from collections.abc import Iterable, Iterator

@@ -323,7 +323,7 @@ class ResponseTable:
         """The node has room that it had not before."""
         self._freed[node.name] = node
 
-    def dispatch_all(self) -> None:
+    def mark_dirty(self) -> None:
         """What was reserved for a node that still loaded is free for the others."""
         self._is_dirty = True
 

@@ -311,7 +311,7 @@ class RoundScheduler:
             self._step_done = done
 
     def has_closed(self, step: int) -> bool:
-        """Whether the trainer is at this step and has been sent all of it."""
+        """Whether the trainer is at this step, and all of its groups are known."""
         round = self.training()
         return round is not None and round.step == step and round.state is RoundState.CLOSED
 
@@ -332,8 +332,7 @@ class RoundScheduler:
     def is_handing_over(self) -> bool:
         """All groups of the step are known, and the trainer has not been sent all of them."""
         round = self.training()
-        is_closed = round is not None and round.state is RoundState.CLOSED
-        return round is not None and is_closed and self.trainer_feed.is_owed(round)
+        return round is not None and self.has_closed(round.step) and self.trainer_feed.is_owed(round)
 
     def feed_trainer(self, has_come: bool) -> None:
         """The trainer stands at another step, or `has_come` and has said where it stands."""

@@ -115,6 +115,8 @@ class RunState(StrEnum):
     FAILED = "failed"
 
 
+OVER = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+
 R, G, N, D = ResponseState, GroupState, NodeState, RoundState
 
 # By class first: states of different entities may share a name.

@@ -162,7 +162,7 @@ def visible(machine: Machine, environ: Mapping[str, str]) -> tuple[Device, ...]:
     if setting.strip() in NOTHING or not machine.gpus:
         return ()
     named = [part.strip() for part in setting.split(",")]
-    if machine.gpus and not machine.gpus[0].uuid:  # counted only: nothing can be looked up
+    if not machine.gpus[0].uuid:  # counted only: nothing can be looked up
         return tuple(Device(part, f"GPU {part}") for part in named)
     numbers = [gpu.index for gpu in machine.gpus]
     # CUDA counts the fastest first if it is not told otherwise: then nvidia-smi's figures are of others.

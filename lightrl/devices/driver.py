@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 TIMEOUT_S = 30.0  # without persistence mode a driver that was not loaded takes seconds for each GPU
@@ -130,9 +130,7 @@ def with_slices(gpus: tuple[Gpu, ...], text: str) -> tuple[Gpu, ...]:
             size = re.search(r"\.(\d+)gb", found[1])
             total = int(size[1]) * 10**9 if size else None
             slices.setdefault(index, []).append(Slice(found[2], found[1], total))
-    return tuple(
-        Gpu(g.index, g.uuid, g.name, g.total, g.free, g.is_mig, tuple(slices.get(g.index, ()))) for g in gpus
-    )
+    return tuple(replace(g, slices=tuple(slices.get(g.index, ()))) for g in gpus)
 
 
 @dataclass(frozen=True, slots=True)

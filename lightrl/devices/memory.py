@@ -5,7 +5,8 @@ model directory are read by `shape_of_folder` alone. Must not import torch.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -85,14 +86,7 @@ def _parameters(file: Path) -> int:
         if size > 100 << 20:  # the format's own limit
             raise ValueError(f"{file}: no safetensors header")
         header = json.loads(data.read(size))
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            count = 1
-            for n in tensor["shape"]:
-                count *= n
-            total += count
-    return total
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 def activation_bytes(shape: Shape, checkpointing: bool) -> int:
@@ -134,7 +128,7 @@ def trainer_items(
     yield Item("CUDA" if ranks == 1 else "CUDA and NCCL", CONTEXT_BYTES + (PEER_BYTES if ranks > 1 else 0))
 
 
-def trainer_bytes(items: Iterator[Item]) -> int:
+def trainer_bytes(items: Iterable[Item]) -> int:
     return int(FRAGMENTATION * sum(item.num_bytes for item in items))
 
 

@@ -32,7 +32,7 @@ def wanted(
     items: tuple[memory.Item, ...] = ()
     least = 0
     if shape is not None:
-        items = tuple(rank_items(config, shape))
+        items = rank_items(config, shape)
         least = memory.engine_bytes(
             shape, slots or rollout.slots, config.max_model_length, config.gpus_per_engine
         )
@@ -46,17 +46,17 @@ def wanted(
         train_devices=train.devices if ranks else (),
         rollout_devices=rollout.devices if engines else (),
         rank_items=items,
-        rank_bytes=memory.trainer_bytes(iter(items)),
+        rank_bytes=memory.trainer_bytes(items),
         least=least,
         utilization=float(utilization) if isinstance(utilization, int | float) else None,
     )
 
 
-def rank_items(config: Config, shape: memory.Shape) -> "list[memory.Item]":
+def rank_items(config: Config, shape: memory.Shape) -> tuple[memory.Item, ...]:
     train = config.train
     tokens = max(train.max_tokens_per_gpu, config.max_model_length)  # a longer sample is a batch of its own
     has_reference = config.algorithm.kl_coef > 0
-    return list(
+    return tuple(
         memory.trainer_items(shape, train.ranks, tokens, train.activation_checkpointing, has_reference)
     )
 

@@ -21,6 +21,8 @@ from lightrl.messages import (
     TokenChunk,
 )
 
+Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
@@ -30,7 +32,7 @@ class EngineSpec:
     and serves nothing before its first LoadWeights.
     """
 
-    kind: Literal["vllm", "torch", "emulated"]
+    kind: Kind
     model_dir: str
     dtype: str  # "auto", "float32", ...
     max_model_length: int  # tokens, prompt + response

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeAlias, assert_never
+from typing import TypeAlias, assert_never
 
 from lightrl.config import EngineKind
 from lightrl.engine.base import (
@@ -26,6 +26,7 @@ from lightrl.engine.base import (
     EngineLoaded,
     EngineSpec,
     EngineStarted,
+    Kind,
     LoadWeights,
 )
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
@@ -41,7 +42,7 @@ EngineChild: TypeAlias = Child[EngineCommand, EngineEvent]
 EnginePipe: TypeAlias = Pipe[EngineCommand, EngineEvent]
 
 
-def resolve_engine(kind: EngineKind) -> Literal["vllm", "torch", "emulated"]:
+def resolve_engine(kind: EngineKind) -> Kind:
     """What `rollout.engine` means on this machine; imports nothing. Raises EngineError."""
     installed = importlib.util.find_spec("vllm") is not None
     if kind == "auto":

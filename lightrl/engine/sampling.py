@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from lightrl.devices.memory import SCORED_VALUES
+
 if TYPE_CHECKING:
     import torch
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MAX_VALUES = 1 << 26  # logits drawn from at once: each takes some 28 bytes meanwhile
+MAX_VALUES = SCORED_VALUES  # logits drawn from at once: each takes memory.SAMPLE_BYTES meanwhile
 _MASK = (1 << 64) - 1
 _STRIDE = 0xD1342543DE82EF95  # odd, so distinct positions stay distinct before they are mixed
 

@@ -39,7 +39,7 @@ UNEVEN = (
     "run.deterministic: GPU kernels round differently for different batch sizes, so the torch engine may "
     "draw another token where two are almost equally likely; vLLM has batch-invariant kernels"
 )
-DRAFT_LOGITS = 1 << 26  # of one forward pass with drafts; sampling takes some 24 bytes for each
+DRAFT_LOGITS = 1 << 26  # of one forward pass with drafts, at most
 
 
 class TorchEngine:
@@ -354,9 +354,8 @@ def _fitting(spec: EngineSpec, config: Any, sequence_bytes: int) -> tuple[int, i
         room = min(room, spec.gpu_memory * total - torch.cuda.memory_allocated())
     shape = memory.shape_of(config.to_dict())
     room -= memory.working_bytes(shape, spec.slots) if shape else memory.CONTEXT_BYTES
-    if (
-        shape and shape.q_width > shape.kv_width
-    ):  # transformers repeats a layer's keys and values for each head
+    # transformers repeats a layer's keys and values for each head
+    if shape and shape.q_width > shape.kv_width:
         sequence_bytes += sequence_bytes * shape.q_width // (shape.kv_width * shape.layers)
     if room < sequence_bytes:
         gib = memory.GIB

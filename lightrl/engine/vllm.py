@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.requests import accept
-from lightrl.engine.vllm_versions import ENGINE, WINDOW, installed, lacking, torch_mismatch
+from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, torch_mismatch
 from lightrl.errors import EngineError, EngineUnusable
 from lightrl.messages import FinishReason, Load, Manifest, PromptHistory, ResponseRequest, Sampling
 
@@ -172,7 +172,6 @@ class VllmEngine:
     def _speculate(self, spec: EngineSpec) -> "Speculation | None":
         """None if this vLLM cannot; that is a loss of speed alone, so the engine runs on without."""
         from lightrl.engine.vllm_speculation import Speculation, refusal
-        from lightrl.engine.vllm_versions import DRAFTS, lacking
 
         reason = refusal(self._core, lacking(DRAFTS, self._api.found))
         if reason is None:
@@ -256,9 +255,7 @@ def shared_memory_args(
     from lightrl.devices import memory
 
     shape = memory.shape_of(config.to_dict())
-    asked = {"gpu_memory_utilization": spec.gpu_memory} | {
-        k: spec.engine_args[k] for k in ("gpu_memory_utilization",) if k in spec.engine_args
-    }
+    asked = {"gpu_memory_utilization": spec.engine_args.get("gpu_memory_utilization", spec.gpu_memory)}
     if shape is None or args.get("kv_cache_memory_bytes"):
         return asked
     gpus = int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))

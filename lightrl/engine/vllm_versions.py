@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import Any, TypeAlias
 
 OLDEST, NEWEST = (0, 20), (0, 32)
-WINDOW = "0.20 to 0.32"
+WINDOW = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
 
 # Name -> parameters or fields in order: "name", or "name=" if it has a default, "*", "**". Of "owner#names"
 # the names that are used in the body of a function. A name that does not exist is left out.

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.state import (
+    OVER,
     GroupState,
     NodeState,
     Response,
@@ -377,8 +378,7 @@ def _hash_onto(before: Future[bytes], of_step: Future[bytes]) -> bytes:
 
 def _final(state: RunState) -> str:
     """A coordinator that ends in any other state has failed."""
-    ends = {RunState.FINISHED, RunState.STOPPED, RunState.FAILED}
-    return str(state if state in ends else RunState.FAILED)
+    return str(state if state in OVER else RunState.FAILED)
 
 
 def _tail_mode(settings: Settings) -> str:

@@ -1,6 +1,6 @@
 """What a journal tells of a run: rounds, tokens, scores, versions; and how an interrupted run stands.
 
-Owns the retelling. Decides nothing, changes nothing: what a coordinator makes of the same facts is
+Owns that account. Decides nothing, changes nothing: what a coordinator makes of the same entries is
 core/recovery.py's. The journal of a run goes as far back as something may still be needed of it.
 """
 

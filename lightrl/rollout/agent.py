@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 from lightrl.config import Config
 from lightrl.devices.assign import CPU, Part, environment
@@ -21,6 +20,7 @@ from lightrl.engine.base import (
     EngineLoaded,
     EngineSpec,
     EngineStarted,
+    Kind,
     LoadWeights,
 )
 from lightrl.engine.process import resolve_engine, start_engine
@@ -47,8 +47,6 @@ from lightrl.weights.pull import pull
 MAX_DEATHS = 3  # of engine processes in a row that never loaded a version
 STOP_S = 2.0  # an engine holds nothing that must be saved
 FLUSH_S = 2.0  # for the last tokens of what runs here
-
-Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
 
 
 def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: Part) -> EngineSpec:

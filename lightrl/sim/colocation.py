@@ -30,10 +30,9 @@ class Colocation(Mechanism):
         self.colocated = world.scenario.training.placement == "colocated"
         self._released: list[Machine] = []
         self._step = -1
-        self._completed = 0
         self._next_look = FIRST_LOOK
         self._lengths: dict[str, list[int]] = {}  # of the last round of a kind
-        self._seen: list[int] = []  # of this round
+        self._seen: list[int] = []  # lengths of what has finished in this round
         self._preemptions: dict[str, int] = {}  # in the last round of a kind
         self._quiet = 0
 
@@ -45,15 +44,14 @@ class Colocation(Mechanism):
         if not finished or round is None:
             return
         if round.step != self._step:
-            self._step, self._completed, self._next_look, self._seen = round.step, 0, FIRST_LOOK, []
-        self._completed += len(finished)
+            self._step, self._next_look, self._seen = round.step, FIRST_LOOK, []
         self._seen += finished
         again = world.switches.scale_down
         if not (self.colocated and world.switches.stream_trainer) or (self._released and not again):
             return
         if round.state is not RoundState.RUNNING:
             return
-        done = self._completed / max(1, len(round.groups) * round.responses_launched)
+        done = len(self._seen) / max(1, len(round.groups) * round.responses_launched)
         if self._next_look <= done:
             while self._next_look <= done:
                 self._next_look += LOOK_EVERY

@@ -233,7 +233,7 @@ class Engine:
     # How time passes
 
     def _advance(self, now: float) -> None:
-        """Moves the token clock, and the ledger of times, to `now`."""
+        """Moves the token clock, and the account of times, to `now`."""
         elapsed = now - self.now
         if elapsed > 0:
             label = "decode" if self.running else self.held or self.idle_label

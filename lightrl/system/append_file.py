@@ -20,7 +20,7 @@ class AppendFile:
         """`separator`: what is put after a piece that a crash has torn, whose last byte is another one."""
         self._path = path
         self._report = report
-        self._torn_by = separator
+        self._separator = separator
         self._file: int | None = None
         self._num_lost = 0
 
@@ -51,9 +51,9 @@ class AppendFile:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._file = open_files.insist(self._path, flags, 0o644)
         end = os.fstat(self._file).st_size
-        n = len(self._torn_by)
-        if n and end and os.pread(self._file, n, max(0, end - n)) != self._torn_by:
-            piece = self._torn_by + piece
+        n = len(self._separator)
+        if n and end and os.pread(self._file, n, max(0, end - n)) != self._separator:
+            piece = self._separator + piece
         try:
             if os.write(self._file, piece) < len(piece):  # in one write: a reader sees whole pieces
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -10,7 +10,6 @@ import errno
 import os
 import resource
 import sys
-from collections.abc import Callable
 
 SET_ASIDE = 8  # descriptors
 MOST = 1 << 20  # where the system names no limit
@@ -52,13 +51,9 @@ def insist(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if e.errno != errno.EMFILE or soft != _usual or hard <= soft:
             raise
-        return _beyond(soft, hard, lambda: os.open(path, flags, mode))
-
-
-def _beyond(soft: int, hard: int, act: Callable[[], int]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        return act()
+        return os.open(path, flags, mode)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

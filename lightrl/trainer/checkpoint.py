@@ -71,7 +71,7 @@ def save(
                 (draft / "state").mkdir(parents=True)
         with _together(world):
             state = _state(policy, optimizer, saved.has_optimizer)
-            writer = FileSystemWriter(draft / "state", sync_files=world > 1)  # one alone: `_replace` does it
+            writer = FileSystemWriter(draft / "state", sync_files=world > 1)  # else put_in_place does it
             save_state(state, storage_writer=writer, no_dist=world == 1)
         with _together(world):
             if export_from is not None:

@@ -64,7 +64,7 @@ def main(sock: socket.socket) -> None:
 
 
 class EmulatedRank:
-    """Implements `process.AnyRank`: one rank of a run, from its first published version on."""
+    """Implements `rank_main.AnyRank`: one rank of a run, from its first published version on."""
 
     def __init__(self, start: StartRank) -> None:
         begun = time.monotonic()

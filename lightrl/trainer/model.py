@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lightrl.devices.memory import SCORED_VALUES
 from lightrl.errors import TrainerError
 from lightrl.trainer.protocol import TrainSample
 
 # Logits are turned into logprobs in float32 by pieces of at most so many values (256 MiB).
-SCORE_VALUES = 1 << 26
+SCORE_VALUES = SCORED_VALUES
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def _shard(module: PreTrainedModel, device: torch.device, world: int) -> None:
-    """FSDP2, one group per decoder layer. Gradients come out as the mean over ranks: see `loop`.
+    """FSDP2, one group per decoder layer. Gradients come out as the mean over ranks: see `rank`.
 
     The module is on the processor: each group is moved to the device when it is divided, so that a model of
     which a GPU holds a share need not fit into it as a whole.

@@ -201,9 +201,8 @@ class Rank:
         )
         sums.total.backward()
         gap = (old_logprobs - batch.rollout_logprobs).abs() * batch.mask
-        counts = torch.full_like(
-            gap[0, 0], num_responses
-        )  # a copy from the processor would wait for the device
+        # Not by `new_tensor`: a copy from the processor would wait for the device.
+        counts = torch.full_like(gap[0, 0], num_responses)
         values = [
             sums.policy,
             sums.kl,

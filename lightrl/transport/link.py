@@ -115,31 +115,6 @@ class _Socket:
         self._fd = self._sock.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._readable.set)
 
-    async def _receive_frames(self) -> list[list[bytes]]:
-        while True:
-            self._raise_if_hopeless()
-            frames = self._drain()
-            if frames:
-                await asyncio.sleep(0)  # also if this was all: more comes while it is dealt with
-                return frames
-            self._readable.clear()
-            if not self._has_input():
-                await self._readable.wait()
-
-    def _raise_if_hopeless(self) -> None:
-        """Ends the waiting for input that cannot come."""
-
-    def _drain(self) -> list[list[bytes]]:
-        frames: list[list[bytes]] = []
-        num_bytes = 0
-        while len(frames) < MAX_DRAIN and num_bytes < MAX_DRAIN_BYTES:
-            try:
-                frames.append(self._sock.recv_multipart(zmq.DONTWAIT))
-            except zmq.Again:
-                break
-            num_bytes += len(frames[-1][-1])
-        return frames
-
     def _send_frames(self, frames: list[bytes]) -> None:
         self._sock.send_multipart(frames, zmq.DONTWAIT)
         if self._has_input():
@@ -439,9 +414,28 @@ class Link(_Socket):
             self._monitor = None
         super().close()
 
-    def _raise_if_hopeless(self) -> None:
-        if self._doubt >= MAX_DOUBT:
-            raise WrongKey(f"{self._address}: the key is not that of this run")
+    async def _receive_frames(self) -> list[list[bytes]]:
+        while True:
+            if self._doubt >= MAX_DOUBT:
+                raise WrongKey(f"{self._address}: the key is not that of this run")
+            frames = self._drain()
+            if frames:
+                await asyncio.sleep(0)  # also if this was all: more comes while it is dealt with
+                return frames
+            self._readable.clear()
+            if not self._has_input():
+                await self._readable.wait()
+
+    def _drain(self) -> list[list[bytes]]:
+        frames: list[list[bytes]] = []
+        num_bytes = 0
+        while len(frames) < MAX_DRAIN and num_bytes < MAX_DRAIN_BYTES:
+            try:
+                frames.append(self._sock.recv_multipart(zmq.DONTWAIT))
+            except zmq.Again:
+                break
+            num_bytes += len(frames[-1][-1])
+        return frames
 
     def _drain_monitor(self) -> None:
         while self._monitor is not None:

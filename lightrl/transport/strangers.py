@@ -73,8 +73,6 @@ class Strangers:
     def count(self) -> tuple[int, int]:
         """Connections that are strangers no more, and those that are, by now."""
         self._read_events()
-        if self._ending:
-            self._look_soon()
         return len(self._known), len(self._waiting)
 
     def spoke(self, descriptor: int) -> int:
@@ -118,8 +116,6 @@ class Strangers:
             self._ending = set()
             self._wake()
         self._read_events()
-        if self._ending:
-            self._look_soon()
         surplus = len(self._waiting) - self._most() if len(self._waiting) > LEAST else 0
         if surplus > 0:
             if not self._may_be_read_soon():
@@ -140,13 +136,15 @@ class Strangers:
             try:
                 event = recv_monitor_message(self._monitor, zmq.DONTWAIT)
             except zmq.Again:
-                return
+                break
             descriptor = int(event["value"])
             self._waiting.pop(descriptor, None)
             if (connection := self._known.pop(descriptor, None)) is not None:
                 self._ending.add(connection)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._waiting[descriptor] = _Stranger(self._clock)
+        if self._ending:
+            self._look_soon()
 
     def _most(self) -> int:
         """Half of the descriptors that are not needed for anything else."""

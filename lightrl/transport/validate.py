@@ -25,7 +25,6 @@ from lightrl.errors import ProtocolError
 from lightrl.messages import (
     Bye,
     Checkpointed,
-    Drafting,
     Drain,
     Heartbeat,
     Hello,
@@ -52,7 +51,8 @@ def check_bounds(message: Message) -> None:
         case Heartbeat(load, lag, device):
             _words(device)
             _finite(lag)
-            if load.drafting is not None and not _can_be(load.drafting):
+            d = load.drafting
+            if d is not None and d.accepted > min(d.drafted, d.emitted):
                 raise ProtocolError("Heartbeat: more drafted tokens accepted than there were")
         case TokenChunk(_, digest, _):
             _words(digest)
@@ -129,8 +129,3 @@ def _words(*words: str) -> None:
 def _finite(*numbers: float) -> None:
     if not all(map(isfinite, numbers)):
         raise ProtocolError("a time that is no number")
-
-
-def _can_be(drafting: Drafting) -> bool:
-    """What it counts; it is summed up and divided."""
-    return drafting.accepted <= min(drafting.drafted, drafting.emitted)

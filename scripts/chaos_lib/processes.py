@@ -34,7 +34,7 @@ class Process:
     @property
     def child(self) -> str:
         """What kind of child: "engine", "rank", "reward", or ""."""
-        if "from lightrl.system.child import run; run()" not in self.words:
+        if self.words[3:4] != ("from lightrl.system.child import run; run()",):  # a reaper has it further on
             return ""
         target = self.words[-3]
         return KINDS.get(target, "engine")

@@ -26,7 +26,6 @@ BATCHES = (64, 256) if IS_GPU else (8,)
 PROMPT_TOKENS, NEW_TOKENS = (128, 256) if IS_GPU else (8, 24)
 TORCH_NEW_TOKENS = 96 if IS_GPU else 16  # one kernel launch after the other: as slow for both
 MAX_LENGTH = 512
-KV_GIB = 16.0
 REPEAT = 2  # the first time warms up
 LIMIT_S = 140
 NEEDED_BYTES = 24 << 30  # three times 3B in bfloat16, with room

@@ -71,7 +71,6 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
                 "pull over loopback": pulled - written,
                 f"load by the {kind} engine": loaded - pulled,
                 "published to served": loaded - written,
-                "published to served, without the pull": loaded - pulled,
             }
             best = {name: min(s, best.get(name, s)) for name, s in found.items()}
             path.unlink()

@@ -74,7 +74,7 @@ def _script(
     return f"#!/bin/bash\n{settings}\n\n{about}\n{command}\n"
 
 
-def submit(config: Config, wishes: SlurmOptions, dry_run: bool = False) -> list[str]:
+def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list[str]:
     """Writes both scripts into the run directory and submits them; returns what was done, in lines.
 
     The config is fixed now: later edits of the user's file change nothing. Raises LightRLError.
@@ -84,31 +84,31 @@ def submit(config: Config, wishes: SlurmOptions, dry_run: bool = False) -> list[
     if not has_journal(run_dir):
         require_new(config)
     folder = run_dir / SLURM_FOLDER
-    scripts = _scripts(config, wishes, folder)
+    scripts = _scripts(config, options, folder)
     if dry_run:
         return [line for file, text in scripts.items() for line in (f"== {shown(file)}", text)]
     _write(folder, {**scripts, folder / "run.toml": to_toml(_anchored(config, run_dir))})
     head, spot = scripts
     job = _sbatch(str(head))
     done = [f"job {job}: coordinator and trainer ({shown(head)})"]
-    if wishes.nodes:
-        array = (f"--array=1-{wishes.nodes}", f"--dependency=after:{job}")
+    if options.nodes:
+        array = (f"--array=1-{options.nodes}", f"--dependency=after:{job}")
         nodes = _sbatch(*array, str(spot))
-        done.append(f"job {nodes}: {wishes.nodes} rollout nodes, once job {job} has begun ({shown(spot)})")
+        done.append(f"job {nodes}: {options.nodes} rollout nodes, once job {job} has begun ({shown(spot)})")
     return [*done, f"what they say is in {shown(folder)}; lightrl top {shown(run_dir)} shows the run"]
 
 
-def _scripts(config: Config, wishes: SlurmOptions, folder: Path) -> dict[Path, str]:
+def _scripts(config: Config, options: SlurmOptions, folder: Path) -> dict[Path, str]:
     lightrl = str(Path(sys.executable).with_name("lightrl"))
-    time = [f"--time={wishes.time}"] if wishes.time else []
-    head = [*_partition(wishes.partition_reserved), *time, f"--output={folder}/%x-%j.out"]
-    spot = [*_partition(wishes.partition_spot), *time, f"--output={folder}/%x-%A_%a.out"]
+    time = [f"--time={options.time}"] if options.time else []
+    head = [*_partition(options.partition_reserved), *time, f"--output={folder}/%x-%j.out"]
+    spot = [*_partition(options.partition_spot), *time, f"--output={folder}/%x-%A_%a.out"]
     return {
         folder / "reserved.sbatch": reserved_script(
-            [str(folder / "run.toml")], [*head, *shlex.split(wishes.reserved_args)], lightrl
+            [str(folder / "run.toml")], [*head, *shlex.split(options.reserved_args)], lightrl
         ),
         folder / "preemptible.sbatch": spot_script(
-            [str(config.run_dir.resolve())], [*spot, *shlex.split(wishes.spot_args)], lightrl
+            [str(config.run_dir.resolve())], [*spot, *shlex.split(options.spot_args)], lightrl
         ),
     }
 

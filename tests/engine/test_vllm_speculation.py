@@ -129,10 +129,10 @@ def load(engine: Any, path: Any, manifest: Any) -> str:
 
 def without(engine: Any, part: str, fields: dict[str, Any]) -> tuple[Any, ...]:
     """In the child: what an engine says, and does, for whose vLLM a part of it is missing."""
-    from lightrl.engine import vllm_versions
+    from lightrl.engine import vllm, vllm_versions
 
-    speculation, required = engine._speculation, vllm_versions.DRAFTS
-    vllm_versions.DRAFTS = (*required, vllm_versions.Call(part))
+    speculation, required = engine._speculation, vllm.DRAFTS
+    vllm.DRAFTS = (*required, vllm_versions.Call(part))
     engine._speculation = engine._speculate(EngineSpec("vllm", "", "auto", 1, 1, max_window=4))
     plan = Plan(**fields)
     engine.remember(plan.histories)
@@ -143,7 +143,7 @@ def without(engine: Any, part: str, fields: dict[str, Any]) -> tuple[Any, ...]:
         for d in engine.step():
             tokens[d.response] += d.token_ids
     said = engine.notes, engine.load().drafting, tokens
-    engine._speculation, engine.notes, vllm_versions.DRAFTS = speculation, (), required
+    engine._speculation, engine.notes, vllm.DRAFTS = speculation, (), required
     return said
 
 

@@ -1,4 +1,5 @@
-"""What users write on the command line: the options that several commands share, and how they are read.
+"""What users write on the command line: the options that several commands share, and how they are
+read.
 
 Owns syntax and what must not be combined; runs nothing. Must stay quick to import.
 """
@@ -22,7 +23,8 @@ MAX_NAME = 64  # characters of a node's name
 Target = Annotated[
     str | None,
     typer.Argument(
-        metavar="[ADDR]", help="tcp://HOST:PORT, a run directory, a run's name; default: runs/latest"
+        metavar="[ADDR]",
+        help="tcp://HOST:PORT, a run directory, a run's name; default: runs/latest",
     ),
 ]
 KeyFile = Annotated[
@@ -30,23 +32,30 @@ KeyFile = Annotated[
     typer.Option(
         "--key",
         metavar="FILE",
-        help="RUN_DIR/key or, to add a node, RUN_DIR/join; default: LIGHTRL_KEY, else the run directory's",
+        help="RUN_DIR/key or, to add a node, RUN_DIR/join; default: LIGHTRL_KEY, else the run "
+        "directory's",
     ),
 ]
 RoleOption = Annotated[
     str,
-    typer.Option("--role", metavar="ROLE,...", help="coordinator, trainer, rollout: one daemon with these"),
+    typer.Option(
+        "--role", metavar="ROLE,...", help="coordinator, trainer, rollout: one daemon with these"
+    ),
 ]
 NameOption = Annotated[str, typer.Option("--name", help="of this node; default: HOST-PID")]
 Slots = Annotated[
     int,
-    typer.Option("--slots", min=0, max=65536, help="responses at once here; default: rollout.slots"),
+    typer.Option(
+        "--slots", min=0, max=65536, help="responses at once here; default: rollout.slots"
+    ),
 ]
 NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]
 AsJson = Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")]
 Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CONFIG] [section.key=value ...]", help="a TOML file; values that override it"),
+    typer.Argument(
+        metavar="[CONFIG] [section.key=value ...]", help="a TOML file; values that override it"
+    ),
 ]
 
 
@@ -56,11 +65,13 @@ def require_coherent(
     """Nothing that a user says may be ignored. Raises ConfigError, one line."""
     if join and settings and "coordinator" not in roles:
         raise ConfigError(
-            f"--join: a joining node takes its config from the coordinator; leave out {' '.join(settings)}"
+            "--join: a joining node takes its config from the coordinator; leave out "
+            f"{' '.join(settings)}"
         )
     if slots and "rollout" not in roles:
         raise ConfigError(
-            "--slots is for one rollout daemon: --join, or --role ...,rollout; else set rollout.slots"
+            "--slots is for one rollout daemon: --join, or --role ...,rollout; else set "
+            "rollout.slots"
         )
     if name and not roles:
         raise ConfigError("--name is for one daemon: --join or --role; else set run.name")

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from lightrl import arguments
-from lightrl.arguments import AsJson, KeyFile, NameOption, NoTui, RoleOption, Settings, Slots, Target
+from lightrl.arguments import (
+    AsJson,
+    KeyFile,
+    NameOption,
+    NoTui,
+    RoleOption,
+    Settings,
+    Slots,
+    Target,
+)
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.say import complain, show
 
@@ -23,7 +32,8 @@ RED = "\x1b[31m"
 T = TypeVar("T")
 
 app = typer.Typer(
-    help="Reinforcement-learning post-training of language models on reserved and preemptible nodes.",
+    help="Reinforcement-learning post-training of language models on reserved and "
+    "preemptible nodes.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain help: rich would double the time of --help
@@ -36,7 +46,8 @@ app = typer.Typer(
 def up(
     settings: Settings = None,
     join: Annotated[
-        str, typer.Option(metavar="tcp://HOST:PORT", help="become a node of that running coordinator")
+        str,
+        typer.Option(metavar="tcp://HOST:PORT", help="become a node of that running coordinator"),
     ] = "",
     key: KeyFile = None,
     role: RoleOption = "",
@@ -44,14 +55,17 @@ def up(
     slots: Slots = 0,
     no_tui: NoTui = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the resolved config and what it means, start nothing")
+        bool,
+        typer.Option(
+            "--dry-run", help="print the resolved config and what it means, start nothing"
+        ),
     ] = False,
 ) -> None:
     """Start a run on this machine, or join one as a node.
 
-    With CONFIG alone: coordinator, trainer and rollout nodes as separate processes here. With --role: one
-    daemon with these roles in the foreground. With --join: a node of a running coordinator; ctrl-C leaves.
-    Needs the key of that run: --key FILE.
+    With CONFIG alone: coordinator, trainer and rollout nodes as separate processes here. With
+    --role: one daemon with these roles in the foreground. With --join: a node of a running
+    coordinator; ctrl-C leaves. Needs the key of that run: --key FILE.
     """
     roles = arguments.roles(role or ("rollout" if join else ""))
     arguments.require_coherent(settings or [], join, roles, name, slots)
@@ -63,7 +77,9 @@ def up(
     elif roles:
         _foreground(config, join, key, roles, name, slots)
     elif config is None:
-        raise typer.BadParameter("give a CONFIG to start a run, or --join tcp://HOST:PORT to join one")
+        raise typer.BadParameter(
+            "give a CONFIG to start a run, or --join tcp://HOST:PORT to join one"
+        )
     else:
         _whole_run(config, no_tui)
 
@@ -106,7 +122,11 @@ def resume(
         from lightrl.launch.local import in_foreground
 
         require_room(config, roles, slots)
-        _exit(in_foreground(config, _coordinator(config, roles, name, slots, resume=True), resume=True))
+        _exit(
+            in_foreground(
+                config, _coordinator(config, roles, name, slots, resume=True), resume=True
+            )
+        )
     else:
         _whole_run(config, no_tui, resume=True)
 
@@ -204,22 +224,36 @@ def check(settings: Settings = None) -> None:
 def simulate(
     settings: Settings = None,
     nodes: Annotated[
-        int | None, typer.Option(min=0, help="rollout nodes that are always there; default: rollout.nodes")
+        int | None,
+        typer.Option(min=0, help="rollout nodes that are always there; default: rollout.nodes"),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="CSV of more nodes that come and go: milliseconds,add|remove,node"),
+        typer.Option(
+            metavar="FILE", help="CSV of more nodes that come and go: milliseconds,add|remove,node"
+        ),
     ] = None,
     workload: Annotated[
-        str, typer.Option(metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess")
+        str,
+        typer.Option(
+            metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess"
+        ),
     ] = "",
-    steps: Annotated[int | None, typer.Option(min=1, help="default: train.steps, at most 20")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="each mechanism alone, in one table")] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="default: train.steps, at most 20")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="each mechanism alone, in one table")
+    ] = False,
     reproduce: Annotated[
         bool,
-        typer.Option("--reproduce", help="no CONFIG: reproduce published figures; LightRL on the same work"),
+        typer.Option(
+            "--reproduce", help="no CONFIG: reproduce published figures; LightRL on the same work"
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="all figures, as one line of JSON")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="all figures, as one line of JSON")
+    ] = False,
 ) -> None:
     """Predict how fast CONFIG would run on a fleet, with the real scheduler."""
     from lightrl.launch.plan import count_prompts
@@ -227,12 +261,16 @@ def simulate(
 
     if reproduce:
         if settings or nodes is not None or trace or workload or steps or compare:
-            raise typer.BadParameter("--reproduce has its own workloads and fleets; only --json goes with it")
+            raise typer.BadParameter(
+                "--reproduce has its own workloads and fleets; only --json goes with it"
+            )
         reproduce_published(json_line=as_json)
         return
     config = arguments.config(settings or [])
     if config is None:
-        raise typer.BadParameter("give a CONFIG; overrides such as rollout.slots=64 describe the nodes")
+        raise typer.BadParameter(
+            "give a CONFIG; overrides such as rollout.slots=64 describe the nodes"
+        )
     simulate_run(
         config,
         num_prompts=count_prompts(config.data.path),
@@ -250,25 +288,33 @@ def slurm(
     settings: Settings = None,
     nodes: Annotated[int, typer.Option(min=0, help="rollout nodes")] = 1,
     partition_reserved: Annotated[str, typer.Option(help="of coordinator and trainer")] = "",
-    partition_spot: Annotated[str, typer.Option(help="of the rollout nodes, which may be preempted")] = "",
+    partition_spot: Annotated[
+        str, typer.Option(help="of the rollout nodes, which may be preempted")
+    ] = "",
     time: Annotated[str, typer.Option(help="limit of both jobs, as sbatch has it")] = "",
     reserved_args: Annotated[str, typer.Option(help="more for sbatch, '--gpus=8 --mem=0'")] = "",
     spot_args: Annotated[str, typer.Option(help="more for sbatch")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print both scripts, submit nothing")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print both scripts, submit nothing")
+    ] = False,
 ) -> None:
-    """Run CONFIG on a Slurm cluster: two batch scripts in the run directory, written and submitted."""
+    """Run CONFIG on a Slurm cluster: two batch scripts in the run directory, written and
+    submitted."""
     config = arguments.config(settings or [])
     if config is None:
         raise typer.BadParameter("give a CONFIG")
     from lightrl.launch.slurm.scripts import SlurmOptions, submit
 
-    options = SlurmOptions(nodes, partition_reserved, partition_spot, time, reserved_args, spot_args)
+    options = SlurmOptions(
+        nodes, partition_reserved, partition_spot, time, reserved_args, spot_args
+    )
     print("\n".join(submit(config, options, dry_run)))
 
 
 @app.command("slurm-job", hidden=True)
 def slurm_job(part: str, what: list[str], slots: Slots = 0) -> None:
-    """What the scripts run: head CONFIG [section.key=value ...], node RUN_DIR, node ADDRESS KEY_FILE."""
+    """What the scripts run: head CONFIG [section.key=value ...], node RUN_DIR, node ADDRESS
+    KEY_FILE."""
     from lightrl.launch.slurm.job import run_part
 
     _exit(_wait_for(run_part(part, what, slots)))
@@ -294,7 +340,9 @@ def daemon(
     run_dir: Annotated[Path, typer.Option()],
     join: Annotated[str, typer.Option()] = "",
     tied: Annotated[bool, typer.Option("--tied", help="leave when stdin closes")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="a coordinator: go on from the journal")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="a coordinator: go on from the journal")
+    ] = False,
     gpus: Annotated[str, typer.Option(help="for CUDA_VISIBLE_DEVICES of its children")] = "",
     gpu_memory: Annotated[float, typer.Option(help="share of them that its engine may take")] = 0.0,
 ) -> None:
@@ -310,8 +358,11 @@ def daemon(
     if tied:
         leave_when_stdin_closes(config.node.grace_s)
     part, roles = Part(tuple(filter(None, gpus.split(","))), gpu_memory), arguments.roles(role)
-    key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))  # no more than it needs
-    options = DaemonOptions(name, roles, run_dir, config, join or None, resume=resume, key=key, gpus=part)
+    # no more than it needs
+    key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))
+    options = DaemonOptions(
+        name, roles, run_dir, config, join or None, resume=resume, key=key, gpus=part
+    )
     _exit(NOT_FINISHED if run(options) else 0)  # else 1 of an error, or of a crash
 
 
@@ -322,7 +373,12 @@ def _whole_run(config: "Config", no_tui: bool, resume: bool = False) -> None:
 
 
 def _foreground(
-    config: "Config | None", join: str, key: Path | None, roles: "tuple[Role, ...]", name: str, slots: int
+    config: "Config | None",
+    join: str,
+    key: Path | None,
+    roles: "tuple[Role, ...]",
+    name: str,
+    slots: int,
 ) -> None:
     """One daemon in this process."""
     if "coordinator" in roles:
@@ -340,7 +396,9 @@ def _foreground(
 
         _exit(in_foreground(config, _coordinator(config, roles, name, slots)))
     elif not join:
-        raise typer.BadParameter(f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator")
+        raise typer.BadParameter(
+            f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator"
+        )
     else:
         from lightrl.client.address import parse, require_reachable
         from lightrl.keys import find_key, require_full
@@ -353,7 +411,13 @@ def _foreground(
         require_reachable(join)
         from lightrl.daemon.main import DaemonOptions, run
 
-        _exit(run(DaemonOptions(name or arguments.default_name(), roles, join=join, slots=slots, key=text)))
+        _exit(
+            run(
+                DaemonOptions(
+                    name or arguments.default_name(), roles, join=join, slots=slots, key=text
+                )
+            )
+        )
 
 
 def _coordinator(
@@ -396,7 +460,8 @@ def _exit(status: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """What a user can do something about is one line; anything else is a bug and shows its traceback."""
+    """What a user can do something about is one line; anything else is a bug and shows its
+    traceback."""
     try:
         app(arguments)
     except LightRLError as e:

@@ -1,5 +1,6 @@
-"""The run's configuration. Owns every key, default and allowed value, and which of them go together;
-knows nothing of what they are used for, nor of files (run_file.py). Must stay importable without torch.
+"""The run's configuration. Owns every key, default and allowed value, and which of them go
+together; knows nothing of what they are used for, nor of files (run_file.py). Must stay importable
+without torch.
 """
 
 import json
@@ -56,7 +57,8 @@ class Run(Section):
     )
     deterministic: bool = Field(
         default=False,
-        description="sum gradients in a fixed order, whatever arrived first: a run repeats bit for bit",
+        description="sum gradients in a fixed order, whatever arrived first: a run repeats bit "
+        "for bit",
     )
 
 
@@ -69,17 +71,26 @@ class Model(Section):
 
 class Data(Section):
     path: str = Field(description="JSONL or parquet file of prompts, or an HF datasets id")
-    prompt_key: str = Field(default="prompt", description="column with the prompt: text or chat messages")
-    answer_key: str = Field(default="answer", description="column with the reference answer, if there is one")
-    max_prompt_length: Positive = Field(default=1024, description="tokens; a longer prompt is an error")
+    prompt_key: str = Field(
+        default="prompt", description="column with the prompt: text or chat messages"
+    )
+    answer_key: str = Field(
+        default="answer", description="column with the reference answer, if there is one"
+    )
+    max_prompt_length: Positive = Field(
+        default=1024, description="tokens; a longer prompt is an error"
+    )
     shuffle: bool = Field(default=True, description="a new order every epoch, from run.seed")
-    system_prompt: str = Field(default="", description="put before chat prompts that bring no system message")
+    system_prompt: str = Field(
+        default="", description="put before chat prompts that bring no system message"
+    )
 
 
 class Rollout(Section):
     engine: EngineKind = Field(
         default="auto",
-        description="auto = vllm where it is installed, else torch; emulated = arbitrary tokens, no model",
+        description="auto = vllm where it is installed, else torch; emulated = arbitrary tokens, "
+        "no model",
     )
     nodes: Annotated[int, Field(ge=0)] = Field(
         default=1, description="rollout daemons that `lightrl up` starts here"
@@ -98,10 +109,15 @@ class Rollout(Section):
     kv_cache_gib: float = Field(
         default=0.0, ge=0, description="KV cache of a CPU engine; 0 = what slots need"
     )
-    chunk_tokens: Positive = Field(default=16, description="tokens of a response after which a chunk is sent")
-    chunk_ms: Positive = Field(default=50, description="milliseconds after which a chunk is sent anyway")
+    chunk_tokens: Positive = Field(
+        default=16, description="tokens of a response after which a chunk is sent"
+    )
+    chunk_ms: Positive = Field(
+        default=50, description="milliseconds after which a chunk is sent anyway"
+    )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="handed to vLLM as they are; what takes how long if emulated"
+        default_factory=dict,
+        description="handed to vLLM as they are; what takes how long if emulated",
     )
     devices: Devices = Field(
         default=(),
@@ -120,37 +136,51 @@ class Optim(Section):
 class Train(Section):
     engine: TrainKind = Field(
         default="torch",
-        description="emulated = nothing is learnt: weights are a digest of what was trained; for tests",
+        description="emulated = nothing is learnt: weights are a digest of what was trained; "
+        "for tests",
     )
     steps: Positive = Field(default=100, description="optimizer steps of the run")
-    prompts_per_step: Positive = Field(default=32, description="groups that feed one optimizer step")
+    prompts_per_step: Positive = Field(
+        default=32, description="groups that feed one optimizer step"
+    )
     ranks: Positive = Field(default=1, description="training processes on the trainer node")
-    max_tokens_per_gpu: Positive = Field(default=16384, description="tokens of one micro-batch on one rank")
+    max_tokens_per_gpu: Positive = Field(
+        default=16384, description="tokens of one micro-batch on one rank"
+    )
     threads: Positive = Field(default=1, description="CPU threads of one rank")
     activation_checkpointing: bool = False
-    devices: Devices = Field(default=(), description="GPU indices, one for each rank; default: the first")
+    devices: Devices = Field(
+        default=(), description="GPU indices, one for each rank; default: the first"
+    )
     optim: Optim = Optim()
 
 
 class AlgorithmSection(Section):
     name: Algorithm = "grpo"
     clip_low: float = Field(default=0.2, ge=0, description="ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(default=0.2, ge=0, description="ratio is clipped above at 1 + clip_high")
+    clip_high: float = Field(
+        default=0.2, ge=0, description="ratio is clipped above at 1 + clip_high"
+    )
     kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     loss_norm: LossNorm | Positive | None = Field(
         default=None,
-        description="default: what the algorithm prescribes; a number: so many tokens for each response,"
+        description="default: what the algorithm prescribes; a number: so many tokens for each "
+        "response,"
         ' as which "constant" takes rollout.max_response_length',
     )
     tis_cap: float = Field(
         default=0.0,
         ge=0,
-        description="cap of the truncated importance weight; 0 = off; default 2 if async.max_staleness > 0",
+        description="cap of the truncated importance weight; 0 = off; default 2 if "
+        "async.max_staleness > 0",
     )
-    overlong_buffer: int = Field(default=0, ge=0, description="last tokens that cost reward (DAPO); 0 = off")
+    overlong_buffer: int = Field(
+        default=0, ge=0, description="last tokens that cost reward (DAPO); 0 = off"
+    )
     dynamic_sampling: bool = Field(
-        default=False, description="groups whose rewards are all equal are replaced by new prompts (DAPO)"
+        default=False,
+        description="groups whose rewards are all equal are replaced by new prompts (DAPO)",
     )
 
 
@@ -160,10 +190,12 @@ class RoundSection(Section):
         description="short rounds launch more prompts, or responses too, and put off the longest",
     )
     eta: Annotated[float | tuple[float, float], BeforeValidator(eta_or_pair)] = Field(
-        default=1.25, description="launched for each one kept, 1 to 4; or a pair [prompts, responses]"
+        default=1.25,
+        description="launched for each one kept, 1 to 4; or a pair [prompts, responses]",
     )
     race: Literal["tokens", "clock"] = Field(
-        default="tokens", description="what decides who is first: token counts (repeatable), or wall clock"
+        default="tokens",
+        description="what decides who is first: token counts (repeatable), or wall clock",
     )
 
     @property
@@ -189,13 +221,15 @@ class AsyncSection(Section):
 
 class Speculation(Section):
     enabled: bool = Field(
-        default=True, description="draft from earlier responses, exactly; off with run.deterministic"
+        default=True,
+        description="draft from earlier responses, exactly; off with run.deterministic",
     )
     max_window: Annotated[int, Field(ge=1, le=64)] = Field(
         default=16, description="tokens drafted at once for a response, at most"
     )
     prefer: Literal["count", "reward"] = Field(
-        default="count", description="which continuation to draft: the most frequent, or the best rewarded"
+        default="count",
+        description="which continuation to draft: the most frequent, or the best rewarded",
     )
     history_mb: Positive = Field(
         default=1024, description="megabytes of earlier responses kept by the coordinator"
@@ -203,19 +237,28 @@ class Speculation(Section):
 
 
 class Reward(Section):
-    functions: Names = Field(default=("exact_match",), description='"path.py:function" or a built-in name')
-    weights: tuple[float, ...] = Field(default=(), description="one for each function; default all 1")
+    functions: Names = Field(
+        default=("exact_match",), description='"path.py:function" or a built-in name'
+    )
+    weights: tuple[float, ...] = Field(
+        default=(), description="one for each function; default all 1"
+    )
     workers: Positive = Field(default=1, description="reward processes")
-    timeout_s: Seconds = Field(default=10.0, description="limit of one call, counted from its start")
+    timeout_s: Seconds = Field(
+        default=10.0, description="limit of one call, counted from its start"
+    )
     env: Names = Field(
         default=(),
-        description='variables that the functions need besides the usual ones; "OPENAI_*" works, too',
+        description='variables that the functions need besides the usual ones; "OPENAI_*" '
+        "works, too",
     )
     command: tuple[str, ...] = Field(
-        default=(), description='put before the command line of a worker: ["bwrap", ...], ["nice", "-n", "5"]'
+        default=(),
+        description='put before the command line of a worker: ["bwrap", ...], ["nice", "-n", "5"]',
     )
     on_failure: float | Literal["drop"] = Field(
-        default="drop", description="for a response without a score: drop its group, or give it this reward"
+        default="drop",
+        description="for a response without a score: drop its group, or give it this reward",
     )
 
 
@@ -223,7 +266,9 @@ class Eval(Section):
     path: str = Field(
         default="", description="held-out prompts in the layout of data.path; empty = no evaluation"
     )
-    interval: int = Field(default=0, ge=0, description="steps between evaluations; 0 = only first and last")
+    interval: int = Field(
+        default=0, ge=0, description="steps between evaluations; 0 = only first and last"
+    )
     samples: Positive = Field(default=1, description="responses for each prompt")
     temperature: float = Field(default=0.0, ge=0)
 
@@ -232,7 +277,8 @@ class Checkpoint(Section):
     interval: int = Field(
         default=20,
         ge=0,
-        description="steps between checkpoints; 0 = only at the end: a trainer that dies starts over",
+        description="steps between checkpoints; 0 = only at the end: a trainer that dies "
+        "starts over",
     )
     keep_last: Positive = Field(default=2, description="checkpoints kept")
 
@@ -240,23 +286,34 @@ class Checkpoint(Section):
 class NodeSection(Section):
     heartbeat_s: Seconds = 0.5
     lease_s: Seconds = Field(default=3.0, description="a node silent for this long counts as lost")
-    grace_s: Seconds = Field(default=20.0, description="how long a stopping daemon waits for its children")
+    grace_s: Seconds = Field(
+        default=20.0, description="how long a stopping daemon waits for its children"
+    )
     patience_s: Seconds = Field(
         default=600.0,
-        description="how long a node waits for its coordinator, and a run for its trainer, to come back;"
+        description="how long a node waits for its coordinator, and a run for its trainer, to "
+        "come back;"
         " also how long an engine with work may be silent, and a training rank three times as long",
     )
     weights_port: int = Field(
-        default=0, ge=0, lt=1 << 16, description="where the trainer node serves weights; 0 = any free port"
+        default=0,
+        ge=0,
+        lt=1 << 16,
+        description="where the trainer node serves weights; 0 = any free port",
     )
 
 
 class Journal(Section):
     enabled: bool = Field(default=True, description="false: the run cannot be resumed")
-    flush_ms: Positive = Field(default=50, description="milliseconds after which an event is synced to disk")
-    segment_mb: Positive = Field(default=64, description="megabytes after which a new segment is started")
+    flush_ms: Positive = Field(
+        default=50, description="milliseconds after which an event is synced to disk"
+    )
+    segment_mb: Positive = Field(
+        default=64, description="megabytes after which a new segment is started"
+    )
     keep_history: bool = Field(
-        default=False, description="keep all segments for `lightrl replay`, not only those a resume needs"
+        default=False,
+        description="keep all segments for `lightrl replay`, not only those a resume needs",
     )
 
 
@@ -293,12 +350,17 @@ class Config(Section):
             return sections
         if cast("dict[str, Any]", asynchronous).get("max_staleness", 0) in (0, "0"):
             return sections
-        return {**sections, "algorithm": {"tis_cap": DEFAULT_TIS_CAP, **cast("dict[str, Any]", algorithm)}}
+        return {
+            **sections,
+            "algorithm": {"tis_cap": DEFAULT_TIS_CAP, **cast("dict[str, Any]", algorithm)},
+        }
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.run.name == "latest":
-            raise ValueError("run.name = 'latest': is the link to the newest run; choose another name")
+            raise ValueError(
+                "run.name = 'latest': is the link to the newest run; choose another name"
+            )
         if problem := not_plain(self.rollout.engine_args):
             raise ValueError(f"rollout.engine_args: {problem}")
         if self.rollout.engine_args.get("trust_remote_code"):
@@ -307,7 +369,9 @@ class Config(Section):
             )
         weights, functions = self.reward.weights, self.reward.functions
         if weights and len(weights) != len(functions):
-            raise ValueError(f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions")
+            raise ValueError(
+                f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
+            )
         if not functions:
             raise ValueError("reward.functions: at least one is needed")
         if self.node.lease_s < 2 * self.node.heartbeat_s:
@@ -323,8 +387,10 @@ class Config(Section):
         mode = self.round.tail_batching
         if mode != "off" and self.launched == (prompts, responses):
             raise ValueError(
-                f"round.eta = {self.round.eta}: with round.tail_batching = {mode!r} this over-provisions "
-                f"nothing: {prompts} prompts x {responses} responses are needed and launched; raise it"
+                f"round.eta = {self.round.eta}: with round.tail_batching = {mode!r} this "
+                "over-provisions "
+                f"nothing: {prompts} prompts x {responses} responses are needed and "
+                "launched; raise it"
             )
         if self.train.engine == "emulated" and self.rollout.engine != "emulated":
             raise ValueError(
@@ -333,7 +399,8 @@ class Config(Section):
             )
         if self.async_.max_staleness and not self.algorithm.tis_cap:
             raise ValueError(
-                f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} trains tokens of "
+                f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} "
+                "trains tokens of "
                 "older versions, which is biased without importance weights; leave it out"
             )
         limit = self.rollout.max_response_length
@@ -345,7 +412,8 @@ class Config(Section):
         if self.algorithm.dynamic_sampling and (responses == 1 or self.rollout.temperature == 0):
             equal = f"group_size = {responses}" if responses == 1 else "temperature = 0"
             raise ValueError(
-                f"algorithm.dynamic_sampling = true: with rollout.{equal} the rewards of a group are always "
+                f"algorithm.dynamic_sampling = true: with rollout.{equal} the rewards of a "
+                "group are always "
                 "equal, so that every group would be replaced"
             )
         return self
@@ -374,14 +442,18 @@ class Config(Section):
 
     @property
     def gpus_per_engine(self) -> int:
-        sizes = map(self.rollout.engine_args.get, ("tensor_parallel_size", "pipeline_parallel_size"))
+        sizes = map(
+            self.rollout.engine_args.get, ("tensor_parallel_size", "pipeline_parallel_size")
+        )
         return math.prod(n for n in sizes if isinstance(n, int) and n > 0)
 
     @property
     def launched(self) -> tuple[int, int]:
         """Prompts of a short round, and responses of each."""
         prompts, responses = self.round.etas
-        return round(prompts * self.train.prompts_per_step), round(responses * self.rollout.group_size)
+        return round(prompts * self.train.prompts_per_step), round(
+            responses * self.rollout.group_size
+        )
 
     @property
     def run_dir(self) -> Path:
@@ -389,7 +461,8 @@ class Config(Section):
 
     @property
     def speculates(self) -> bool:
-        """How much is drafted depends on the clock, and so do the shapes of batches and their rounding."""
+        """How much is drafted depends on the clock, and so do the shapes of batches and their
+        rounding."""
         return self.speculation.enabled and not self.run.deterministic
 
     @property

@@ -1,5 +1,5 @@
-"""What a single value of the config may be, whichever key it belongs to: how it may be written, how it is
-shown, whether it can travel.
+"""What a single value of the config may be, whichever key it belongs to: how it may be written, how
+it is shown, whether it can travel.
 
 Owns no key. Raises ValueError with a line that config.py passes on.
 """
@@ -29,7 +29,8 @@ def one_or_several(value: Any) -> Any:
 def eta_or_pair(value: Any) -> Any:
     if not _is_eta(value) and not _is_pair(value):
         raise ValueError(
-            f"round.eta = {shortened(value)}: expected a number from 1 to {MAX_ETA:g}, or a pair of such "
+            f"round.eta = {shortened(value)}: expected a number from 1 to {MAX_ETA:g}, or a "
+            "pair of such "
             "numbers [prompts, responses]"
         )
     return value
@@ -53,5 +54,7 @@ def not_plain(value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} cannot be sent to nodes"
     if not isinstance(value, str | int | float):
-        return f"{shortened(value)} has the type {type(value).__name__}, which cannot be sent to nodes"
+        return (
+            f"{shortened(value)} has the type {type(value).__name__}, which cannot be sent to nodes"
+        )
     return None

@@ -1,4 +1,5 @@
-"""The config as the core sees it: the one mapping, for the coordinator and the simulator alike. No policy."""
+"""The config as the core sees it: the one mapping, for the coordinator and the simulator alike. No
+policy."""
 
 from lightrl.config import Config
 from lightrl.core.state import Settings, Tail
@@ -12,7 +13,8 @@ def settings_of(
     vocabulary: int = 1,
     stop_ids: tuple[int, ...] = (),
 ) -> Settings:
-    """What is not in the config is given; without tokens of a model there is neither vocabulary nor stop."""
+    """What is not in the config is given; without tokens of a model there is neither vocabulary nor
+    stop."""
     r = config.rollout
     eta_prompts, eta_responses = config.round.etas
     return Settings(

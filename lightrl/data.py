@@ -1,8 +1,8 @@
 """Prompts: read from files or the hub, tokenised once, drawn in a seeded order.
 
-Owns which data set layouts are understood and the stable ids of prompts. Every problem is one line that
-names the file and the line. Must not import transformers, datasets or pyarrow before they are needed:
-daemons and `lightrl --help` import this module.
+Owns which data set layouts are understood and the stable ids of prompts. Every problem is one line
+that names the file and the line. Must not import transformers, datasets or pyarrow before they are
+needed: daemons and `lightrl --help` import this module.
 """
 
 import hashlib
@@ -23,17 +23,29 @@ from lightrl.wire import to_json
 _TOKENIZE_BATCH = 1024
 MAX_ID = 128  # characters
 # What a chat template, which is code of the model's, can fail with beside jinja2's own errors.
-TEMPLATE_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+TEMPLATE_ERRORS = (
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task. Example: Prompt("9f3a0c51d2e4b687", "39%3=", array("i", [5, 11, 12, 5, 13]), {...})."""
+    """One task. Example: Prompt("9f3a0c51d2e4b687", "39%3=", array("i", [5, 11, 12, 5, 13]),
+    {...})."""
 
-    id: str  # stable over runs and epochs
-    text: str  # chat template applied
-    token_ids: "array[int]"  # int32
-    row: dict[str, Any]  # all columns
+    # stable over runs and epochs
+    id: str
+    # chat template applied
+    text: str
+    # int32
+    token_ids: "array[int]"
+    # all columns
+    row: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +66,9 @@ def load_prompts(path: str, data: config.Data, tokenizer: Any) -> list[Prompt]:
     """
     seen: dict[str, str] = {}
     occurrences: Counter[str] = Counter()
-    tasks = [_task(where, row, data, tokenizer, seen, occurrences) for where, row in _numbered_rows(path)]
+    tasks = [
+        _task(where, row, data, tokenizer, seen, occurrences) for where, row in _numbered_rows(path)
+    ]
     if not tasks:
         raise DataError(f"{path}: holds no prompts")
     bos = _expected_bos(tokenizer)
@@ -63,7 +77,8 @@ def load_prompts(path: str, data: config.Data, tokenizer: Any) -> list[Prompt]:
         batch = tasks[start : start + _TOKENIZE_BATCH]
         encoded = tokenizer([t.text for t in batch], add_special_tokens=False)["input_ids"]
         for task, ids in zip(batch, encoded, strict=True):
-            if bos is not None and not task.is_chat and ids[:1] != [bos]:  # a template writes its own
+            # a template writes its own
+            if bos is not None and not task.is_chat and ids[:1] != [bos]:
                 ids = [bos, *ids]
             if not ids:
                 raise DataError(f"{task.where}: the prompt is empty")
@@ -88,13 +103,18 @@ def answer_of(row: Mapping[str, Any], answer_key: str) -> Any:
 
 
 def _numbered_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file, line 3", row) of every row. Rows hold only what JSON can carry: they travel to workers."""
+    """("file, line 3", row) of every row. Rows hold only what JSON can carry: they travel to
+    workers."""
     file = Path(path)
     if file.is_dir():
         raise DataError(f"{path}: is a directory, not a JSONL or parquet file")
     if file.exists():
         rows = _parquet_rows(file) if file.suffix == ".parquet" else _jsonl_rows(file)
-    elif HUB_ID.fullmatch(path.partition(":")[0]) and file.suffix not in (".jsonl", ".json", ".parquet"):
+    elif HUB_ID.fullmatch(path.partition(":")[0]) and file.suffix not in (
+        ".jsonl",
+        ".json",
+        ".parquet",
+    ):
         rows = _hub_rows(path)
     else:
         raise DataError(f"{path}: no such file")
@@ -102,7 +122,9 @@ def _numbered_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             to_json(row)
         except (TypeError, ValueError, RecursionError) as e:
-            raise DataError(f"{where}: a column holds what JSON cannot carry: {first_line(e)}") from None
+            raise DataError(
+                f"{where}: a column holds what JSON cannot carry: {first_line(e)}"
+            ) from None
         yield where, row
 
 
@@ -129,7 +151,9 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         import pyarrow  # pyright: ignore[reportMissingImports]
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise DataError(f"{file}: reading parquet needs pyarrow: pip install 'lightrl[data]'") from None
+        raise DataError(
+            f"{file}: reading parquet needs pyarrow: pip install 'lightrl[data]'"
+        ) from None
     try:
         table = pyarrow.parquet.read_table(file)
     except (OSError, pyarrow.ArrowException) as e:
@@ -148,7 +172,8 @@ def _hub_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise DataError(
-            f"{path}: no such file; as an HF data set it needs datasets: pip install 'lightrl[data]'"
+            f"{path}: no such file; as an HF data set it needs datasets: pip install "
+            "'lightrl[data]'"
         ) from None
     try:
         rows = datasets.load_dataset(name, split=split)
@@ -171,7 +196,9 @@ def _task(
     if key == "prompt" and key not in row and "question" in row:  # GSM8K
         key = "question"
     if key not in row:
-        raise DataError(f"{where}: no {key!r} (data.prompt_key); its keys are {', '.join(row) or 'none'}")
+        raise DataError(
+            f"{where}: no {key!r} (data.prompt_key); its keys are {', '.join(row) or 'none'}"
+        )
     prompt = row[key]
     if isinstance(prompt, str):
         text = prompt
@@ -184,11 +211,17 @@ def _task(
 
     explicit = _explicit_id(row)
     if explicit is None:
-        content = hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=8).hexdigest()
+        content = hashlib.blake2b(
+            json.dumps(prompt, sort_keys=True).encode(), digest_size=8
+        ).hexdigest()
         occurrences[content] += 1
         number = occurrences[content]
         return _Task(
-            where, text, isinstance(prompt, list), row, content if number == 1 else f"{content}-{number}"
+            where,
+            text,
+            isinstance(prompt, list),
+            row,
+            content if number == 1 else f"{content}-{number}",
         )
     _require_usable(where, explicit)
     if explicit in seen:
@@ -209,15 +242,19 @@ def _require_usable(where: str, name: str) -> None:
     """It becomes part of the names of responses, which are printed and travel in messages."""
     if len(name) > MAX_ID or not name.isprintable():
         raise DataError(
-            f"{where}: id {name[:40]!r}: at most {MAX_ID} characters, none of them control characters"
+            f"{where}: id {name[:40]!r}: at most {MAX_ID} characters, none of them control "
+            "characters"
         )
 
 
-def _apply_chat_template(where: str, messages: list[Any], system_prompt: str, tokenizer: Any) -> str:
+def _apply_chat_template(
+    where: str, messages: list[Any], system_prompt: str, tokenizer: Any
+) -> str:
     for m in messages:
         if not isinstance(m, dict) or not isinstance(m.get("role"), str) or "content" not in m:
             raise DataError(
-                f"{where}: a chat message looks like {{'role': ..., 'content': ...}}, not {str(m)[:80]!r}"
+                f"{where}: a chat message looks like {{'role': ..., 'content': ...}}, not "
+                f"{str(m)[:80]!r}"
             )
     if not messages:
         raise DataError(f"{where}: the prompt is empty")
@@ -236,7 +273,8 @@ def _apply_chat_template(where: str, messages: list[Any], system_prompt: str, to
 
 
 def _expected_bos(tokenizer: Any) -> int | None:
-    """The BOS id if the tokenizer starts plain text with it; nothing else it adds belongs in a prompt."""
+    """The BOS id if the tokenizer starts plain text with it; nothing else it adds belongs in a
+    prompt."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else None
 
@@ -245,7 +283,8 @@ def _expected_bos(tokenizer: Any) -> int | None:
 
 
 class PromptCursor:
-    """Draws prompt numbers epoch after epoch, each in its own order that depends on (seed, epoch) only."""
+    """Draws prompt numbers epoch after epoch, each in its own order that depends on (seed, epoch)
+    only."""
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
         if num_prompts < 1:
@@ -277,7 +316,8 @@ class PromptCursor:
         epoch, position = state["epoch"], state["position"]
         if epoch < 0 or not 0 <= position <= self._num_prompts:
             raise DataError(
-                f"the data cursor {dict(state)} does not fit a data set of {self._num_prompts} prompts"
+                f"the data cursor {dict(state)} does not fit a data set of "
+                f"{self._num_prompts} prompts"
             )
         self._epoch, self._position = epoch, position
         self._order = self._order_of(epoch)

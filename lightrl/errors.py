@@ -8,7 +8,8 @@ class LightRLError(Exception):
 
 
 class ConfigError(LightRLError):
-    """A config file, override or command-line value is wrong. Carries the dotted key and the value."""
+    """A config file, override or command-line value is wrong. Carries the dotted key and the
+    value."""
 
 
 class DataError(LightRLError):
@@ -52,7 +53,8 @@ class WrongKey(LightRLError):
 
 
 class SimError(LightRLError):
-    """A workload, a trace or an option of the simulator is wrong. Carries the file and the line number."""
+    """A workload, a trace or an option of the simulator is wrong. Carries the file and the line
+    number."""
 
 
 class InvariantViolation(LightRLError):

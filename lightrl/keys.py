@@ -1,14 +1,16 @@
-"""The keys of a run: who has one may take part, who has none gets nothing. Made, kept, found, derived from.
+"""The keys of a run: who has one may take part, who has none gets nothing. Made, kept, found,
+derived from.
 
 Owns the form of the keys and of what is derived from them. Opens no connection.
 
-There are two, each in a file of the run directory that only its owner can read (mode 0600). They never
-travel: both ends of a connection compute their key pairs from them (transport/link.py).
+There are two, each in a file of the run directory that only its owner can read (mode 0600). They
+never travel: both ends of a connection compute their key pairs from them (transport/link.py).
 
-- `key`, 32 random bytes as 64 hexadecimal digits, is for the operator, the trainer and tools. All else is
-  derived from it.
-- `join`, "join-" and 128 digits, lets one be a rollout node, no more. It holds the secret of a node's key
-  pair and the *public* key of the coordinator: neither `key` nor the coordinator's secret follows from it.
+- `key`, 32 random bytes as 64 hexadecimal digits, is for the operator, the trainer and tools. All
+  else is derived from it.
+- `join`, "join-" and 128 digits, lets one be a rollout node, no more. It holds the secret of a
+  node's key pair and the *public* key of the coordinator: neither `key` nor the coordinator's
+  secret follows from it.
 
 `join` is derived from `key`, not random: there is one secret to keep and to make durable, and a run
 directory that lacks `join` gets the same one again, which copies elsewhere are equal to.
@@ -30,7 +32,8 @@ KEY_FILE = "key"  # in the run directory
 JOIN_FILE = "join"  # beside it
 ENVIRONMENT = "LIGHTRL_KEY"  # a key itself, not a file
 MAX_FILE_BYTES = 256  # of which a key has at most 133 characters and an end of line
-# Purposes. "lightrl node" is also that of older releases: their nodes are told so, not refused as strangers.
+# Purposes. "lightrl node" is also that of older releases: their nodes are told so, not refused as
+# strangers.
 _OPERATOR, _NODE, _COORDINATOR = "lightrl operator", "lightrl node", "lightrl coordinator"
 _FULL = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _JOIN = re.compile(rf"join-([0-9a-f]{{{2 * KEY_BYTES}}})([0-9a-f]{{{2 * KEY_BYTES}}})")
@@ -40,7 +43,8 @@ class Access(StrEnum):
     """What a key is good for."""
 
     FULL = "full"
-    JOIN = "join"  # to be a rollout node
+    # to be a rollout node
+    JOIN = "join"
 
 
 def new_key() -> str:
@@ -64,7 +68,9 @@ def write_key(path: Path, key: str | None = None) -> str:
     Raises OSError, FileExistsError included: a key is never replaced unawares.
     """
     key = key or new_key()
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+    with os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
+    ) as file:
         os.fchmod(file.fileno(), 0o600)  # whatever the umask says
         file.write(key + "\n")
         file.flush()
@@ -81,7 +87,8 @@ def write_keys(run_dir: Path) -> str:
 
 
 def restore_keys(run_dir: Path) -> None:
-    """Writes what is missing, as in a run that began before there was a `join`, or does not fit together.
+    """Writes what is missing, as in a run that began before there was a `join`, or does not fit
+    together.
 
     Raises OSError, and ConfigError if `key` is there but cannot be used.
     """
@@ -98,8 +105,8 @@ def restore_keys(run_dir: Path) -> None:
 
 
 def read_key(path: Path) -> str:
-    """The key, of either form, in `path`. Raises ConfigError: no such file, no key in it, or others may read
-    it, too."""
+    """The key, of either form, in `path`. Raises ConfigError: no such file, no key in it, or others
+    may read it, too."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -107,12 +114,15 @@ def read_key(path: Path) -> str:
     except OSError as e:
         raise ConfigError(f"{path}: cannot read the key of the run: {e.strerror}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{path}: others can read this key (mode {mode & 0o777:o}); chmod 600 {path}")
+        raise ConfigError(
+            f"{path}: others can read this key (mode {mode & 0o777:o}); chmod 600 {path}"
+        )
     return _checked(data.decode("ascii", errors="replace"), str(path))
 
 
 def find_key(explicit: Path | None, run_dir: Path | None) -> str:
-    """From --key FILE, else from the environment, else from the run directory. Raises ConfigError."""
+    """From --key FILE, else from the environment, else from the run directory. Raises
+    ConfigError."""
     if explicit is not None:
         return read_key(explicit)
     if text := os.environ.get(ENVIRONMENT):
@@ -120,13 +130,15 @@ def find_key(explicit: Path | None, run_dir: Path | None) -> str:
     if run_dir is not None:
         return read_key(run_dir / KEY_FILE)
     raise ConfigError(
-        f"this needs a key of the run: pass --key FILE (a copy of RUN_DIR/{JOIN_FILE} to add a node, of "
+        f"this needs a key of the run: pass --key FILE (a copy of RUN_DIR/{JOIN_FILE} to "
+        "add a node, of "
         f"RUN_DIR/{KEY_FILE} for anything else), or set {ENVIRONMENT} to its text"
     )
 
 
 def require_full(key: str, what: str) -> str:
-    """Returns `key` if it is good for everything, else raises ConfigError; `what` says what needs that."""
+    """Returns `key` if it is good for everything, else raises ConfigError; `what` says what needs
+    that."""
     if access_of(key) is not Access.FULL:
         raise ConfigError(f"this key only lets a rollout node join; {what} RUN_DIR/{KEY_FILE}")
     return key
@@ -138,14 +150,16 @@ def derived(key: str, purpose: str) -> bytes:
 
 
 def secret_of(key: str) -> bytes:
-    """The secret, 32 bytes, of the Curve25519 pair with which the holder of a key of either form connects."""
+    """The secret, 32 bytes, of the Curve25519 pair with which the holder of a key of either form
+    connects."""
     if (parts := _JOIN.fullmatch(key)) is not None:
         return bytes.fromhex(parts[1])
     return derived(key, _OPERATOR)
 
 
 def coordinator_public_key(key: str) -> bytes:
-    """The public Curve25519 key, 32 bytes, by which a holder of either key knows the coordinator."""
+    """The public Curve25519 key, 32 bytes, by which a holder of either key knows the
+    coordinator."""
     if (parts := _JOIN.fullmatch(key)) is not None:
         return bytes.fromhex(parts[2])
     return _public(derived(key, _COORDINATOR))
@@ -170,6 +184,7 @@ def _checked(text: str, where: str) -> str:
     if not (_FULL.fullmatch(text) or _JOIN.fullmatch(text)):
         digits = 2 * KEY_BYTES
         raise ConfigError(
-            f'{where}: not a key; one has {digits} hexadecimal digits, or "join-" and {2 * digits} of them'
+            f'{where}: not a key; one has {digits} hexadecimal digits, or "join-" and '
+            f"{2 * digits} of them"
         )
     return text

@@ -4,14 +4,15 @@ Frozen dataclasses of plain types, so that they can be compared, printed and val
 import anything of LightRL. Arrays travel as raw little-endian bytes: token ids as int32, logprobs
 as float32 (see `wire.pack_i32`, `wire.pack_f32`).
 
-The types say how long a field may be, and numbers within which range: wire.py looks at the length that a
-frame announces before it makes anything of what follows, so a frame costs a bounded multiple of its size,
-whoever sent it. What types cannot say is in transport/validate.py and daemon/admission.py.
+The types say how long a field may be, and numbers within which range: wire.py looks at the length
+that a frame announces before it makes anything of what follows, so a frame costs a bounded multiple
+of its size, whoever sent it. What types cannot say is in transport/validate.py and
+daemon/admission.py.
 
 Who says what to whom (node = any daemon, head = the coordinator's daemon):
 
-    node -> head   Hello Heartbeat TokenChunk PublishWeights WeightsReady WeightsFailed ShardsTaken StepDone
-                   Checkpointed Drain Bye
+    node -> head   Hello Heartbeat TokenChunk PublishWeights WeightsReady WeightsFailed ShardsTaken
+                   StepDone Checkpointed Drain Bye
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights Drain
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
@@ -23,9 +24,11 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta
 
 PROTOCOL = 5
-REJOIN = "rejoin"  # why a node is refused that was given up while it was silent: it may say hello again
+# why a node is refused that was given up while it was silent: it may say hello again
+REJOIN = "rejoin"
 ENDING = "the run is ending"  # and one that comes too late
-TAKEN = "another process with this name takes part"  # it may say hello again: that one may be gone soon
+# it may say hello again: that one may be gone soon
+TAKEN = "another process with this name takes part"
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
@@ -61,7 +64,8 @@ Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=MAX_LONG_TEXT)]
 Tokens: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-Int32: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # not negative, and written down as int32
+# not negative, and written down as int32
+Int32: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Version: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]  # of the policy; a step, too
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]
 EngineSeconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MAX_ENGINE_S)]
@@ -75,14 +79,21 @@ Attempt: TypeAlias = tuple[Name, Int32]  # at a response
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What speculation did since the engine started. Example: Drafting(90, 80, 12, 92, 0.001, 0.2)."""
+    """What speculation did since the engine started. Example: Drafting(90, 80, 12, 92, 0.001,
+    0.2)."""
 
-    drafted: Count = 0  # tokens
-    accepted: Count = 0  # of them
-    forwards: Count = 0  # response-steps, with a draft or without
-    emitted: Count = 0  # tokens that came of them
-    draft_s: EngineSeconds = 0.0  # spent on drafting alone
-    engine_s: EngineSeconds = 0.0  # of all steps
+    # tokens
+    drafted: Count = 0
+    # of them
+    accepted: Count = 0
+    # response-steps, with a draft or without
+    forwards: Count = 0
+    # tokens that came of them
+    emitted: Count = 0
+    # spent on drafting alone
+    draft_s: EngineSeconds = 0.0
+    # of all steps
+    engine_s: EngineSeconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +102,12 @@ class Load:
 
     running: Int64 = 0
     waiting: Int64 = 0
-    kv_usage: Annotated[float, Meta(ge=0, le=1e6)] = 0.0  # share of the KV cache in use, 0..1
-    num_preemptions: Int64 = 0  # KV preemptions since the engine started
-    drafting: Drafting | None = None  # None: this engine does not speculate
+    # share of the KV cache in use, 0..1
+    kv_usage: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    # KV preemptions since the engine started
+    num_preemptions: Int64 = 0
+    # None: this engine does not speculate
+    drafting: Drafting | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +119,18 @@ class Hello:
     """
 
     node: Name
-    incarnation: Int64  # of what runs there; another one replaces what was known under this name
+    # of what runs there; another one replaces what was known under this name
+    incarnation: Int64
     roles: Annotated[tuple[Role, ...], Meta(max_length=3)]
     protocol: Int64
     pid: Int64
     host: Word
-    slots: Slots = 0  # responses that may run at once; 0 = as the run's config says
-    serves: tuple[Version, Word] | None = None  # policy version and digest that its engine has loaded
-    running: Annotated[tuple[Attempt, ...], RESPONSES] = ()  # (response, attempt) that it generates
+    # responses that may run at once; 0 = as the run's config says
+    slots: Slots = 0
+    # policy version and digest that its engine has loaded
+    serves: tuple[Version, Word] | None = None
+    # (response, attempt) that it generates
+    running: Annotated[tuple[Attempt, ...], RESPONSES] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +138,16 @@ class Welcome:
     """The coordinator accepts a node, or says in one line why not.
 
     Carries all a node needs to take part, so that it needs no shared file system: the resolved
-    config as JSON and the small files of the model directory (config.json and the like, no weights).
-    Example: Welcome("quickstart", config_json="{...}", model_files={"config.json": b"{...}"})
+    config as JSON and the small files of the model directory (config.json and the like, no
+    weights). Example: Welcome("quickstart", config_json="{...}", model_files={"config.json":
+    b"{...}"})
     """
 
     run: Word
     config_json: Annotated[str, Meta(max_length=MAX_CONFIG)] = ""
     model_files: ModelFiles = field(default_factory=dict[str, bytes])
-    refused: Reason = ""  # empty = accepted; or one line, of which REJOIN, ENDING and TAKEN are known
+    # empty = accepted; or one line, of which REJOIN, ENDING and TAKEN are known
+    refused: Reason = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +155,10 @@ class Heartbeat:
     """I am alive; the head sends its own. Example: Heartbeat(Load(running=3), 0.4, "cpu")."""
 
     load: Load = field(default_factory=Load)
-    loop_lag_ms: float = 0.0  # how late the sender's event loop is
-    device: Word = ""  # of its engine or ranks, once they have started
+    # how late the sender's event loop is
+    loop_lag_ms: float = 0.0
+    # of its engine or ranks, once they have started
+    device: Word = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +176,20 @@ class ResponseRequest:
     """One response to generate or to resume.
 
     `seed` and the absolute position (index into prompt + response) determine the noise of every
-    sampled token. `prefix` holds tokens sampled earlier, by this or another node.
-    Example: ResponseRequest("p7@0#3", 1, seed=9, prompt=<2 tokens>, prefix=<0 tokens>, max_new_tokens=5)
+    sampled token. `prefix` holds tokens sampled earlier, by this or another node. Example:
+    ResponseRequest("p7@0#3", 1, seed=9, prompt=<2 tokens>, prefix=<0 tokens>, max_new_tokens=5)
     """
 
     response: Name
     attempt: Int32
-    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # 0 <= seed < 2**63
-    prompt: Tokens  # int32
-    prefix: Tokens  # int32, tokens of the response already held
-    max_new_tokens: Int64  # counted after the prefix
+    # 0 <= seed < 2**63
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    # int32
+    prompt: Tokens
+    # int32, tokens of the response already held
+    prefix: Tokens
+    # counted after the prefix
+    max_new_tokens: Int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +199,12 @@ class PromptHistory:
     Example: PromptHistory("p7@1", responses=(<12 int32>, <9 int32>), rewards=(1.0, None))
     """
 
-    group: Name  # of the responses that it helps
-    responses: Annotated[tuple[Tokens, ...], RESPONSES]  # int32
-    rewards: Annotated[tuple[float | None, ...], RESPONSES]  # one for each; None = no score
+    # of the responses that it helps
+    group: Name
+    # int32
+    responses: Annotated[tuple[Tokens, ...], RESPONSES]
+    # one for each; None = no score
+    rewards: Annotated[tuple[float | None, ...], RESPONSES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +223,8 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Stop generating these attempts; tokens already sent are kept. Example: Abort((("p7@0#3", 1),))."""
+    """Stop generating these attempts; tokens already sent are kept. Example: Abort((("p7@0#3",
+    1),))."""
 
     attempts: Annotated[tuple[Attempt, ...], RESPONSES]
 
@@ -209,8 +239,10 @@ class ResponseTokens:
     response: Name
     attempt: Int32
     offset: Int32
-    token_ids: Tokens  # int32
-    logprobs: Tokens  # float32, of the distribution that was sampled from
+    # int32
+    token_ids: Tokens
+    # float32, of the distribution that was sampled from
+    logprobs: Tokens
     finish_reason: FinishReason | None = None
 
 
@@ -228,21 +260,26 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class TrainResponse:
-    """One scored response to train on. Example: TrainResponse("p7@0#3", ids, logprobs, 1.0, "stop")."""
+    """One scored response to train on. Example: TrainResponse("p7@0#3", ids, logprobs, 1.0,
+    "stop")."""
 
     response: Name
-    token_ids: Tokens  # int32
-    rollout_logprobs: Tokens  # float32
+    # int32
+    token_ids: Tokens
+    # float32
+    rollout_logprobs: Tokens
     reward: float
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class TrainGroup:
-    """A whole group: what one prompt's advantage needs. Example: TrainGroup("p7@0", ids, (r0, r1))."""
+    """A whole group: what one prompt's advantage needs. Example: TrainGroup("p7@0", ids, (r0,
+    r1))."""
 
     group: Name
-    prompt: Tokens  # int32
+    # int32
+    prompt: Tokens
     responses: Annotated[tuple[TrainResponse, ...], RESPONSES]
 
 
@@ -261,12 +298,14 @@ class TrainShard:
     groups: Annotated[tuple[TrainGroup, ...], Meta(max_length=MAX_GROUPS)]
     last: bool = False
     num_groups: Int32 = 0
-    alone: bool = False  # accumulate just these groups at once: a step trained again must give the same bits
+    # accumulate just these groups at once: a step trained again must give the same bits
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ShardsTaken:
-    """The trainer has taken shard `index` of a step, and those before it, out of its queue: more may come.
+    """The trainer has taken shard `index` of a step, and those before it, out of its queue: more
+    may come.
 
     Example: ShardsTaken(4, 2)
     """
@@ -279,16 +318,19 @@ class ShardsTaken:
 class Checkpointed:
     """A checkpoint of `step` steps is durable; no step before `oldest` will be trained again.
 
-    Should it turn out to be damaged, the trainer goes back to an older one. Example: Checkpointed(20, 10).
+    Should it turn out to be damaged, the trainer goes back to an older one. Example:
+    Checkpointed(20, 10).
     """
 
     step: Version
-    oldest: Version = 0  # steps done in the oldest checkpoint that is kept; 0 = in the model itself
+    # steps done in the oldest checkpoint that is kept; 0 = in the model itself
+    oldest: Version = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """The optimizer step is done and its version published. Example: StepDone(4, 5, {"loss/policy": 0.1})."""
+    """The optimizer step is done and its version published. Example: StepDone(4, 5, {"loss/policy":
+    0.1})."""
 
     step: Version
     policy_version: Version
@@ -302,8 +344,10 @@ class TensorSpec:
     Example: TensorSpec("model.norm.weight", "float32", (128,), bucket=0, offset=512)
     """
 
-    name: Annotated[str, Meta(max_length=MAX_NAME)]  # HF parameter name
-    dtype: Word  # torch name without prefix: "float32", "bfloat16"
+    # HF parameter name
+    name: Annotated[str, Meta(max_length=MAX_NAME)]
+    # torch name without prefix: "float32", "bfloat16"
+    dtype: Word
     shape: Annotated[tuple[Int64, ...], Meta(max_length=MAX_DIMENSIONS)]
     bucket: Int64
     offset: Int64
@@ -313,8 +357,10 @@ class TensorSpec:
 class Bucket:
     """A contiguous run of weight bytes, the unit of transfer and of verification."""
 
-    size: Int64  # bytes
-    digest: Word  # hex
+    # bytes
+    size: Int64
+    # hex
+    digest: Word
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +380,10 @@ class Manifest:
 class PublishWeights:
     """A complete version can be pulled from `holders` ("host:port", any of them) with `ticket`.
 
-    From the trainer `ticket` is the version's secret; what a node gets is derived from it for that node
-    (tickets.pull_ticket). Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator.
-    The first one of a trainer that has said hello tells where it stands: it trains that step next.
+    From the trainer `ticket` is the version's secret; what a node gets is derived from it for that
+    node (tickets.pull_ticket). Host 0.0.0.0 stands for the one by which the receiver reaches the
+    coordinator. The first one of a trainer that has said hello tells where it stands: it trains
+    that step next.
 
     Example: PublishWeights(manifest, ("10.0.0.1:41873",), ticket="c0ffee...", portions=(3, 29))
     """
@@ -364,7 +411,8 @@ class WeightsReady:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFailed:
-    """A version cannot be served, or not any more. Example: WeightsFailed(4, "bucket 3: digest differs")."""
+    """A version cannot be served, or not any more. Example: WeightsFailed(4, "bucket 3: digest
+    differs")."""
 
     policy_version: Version
     reason: Text
@@ -372,7 +420,8 @@ class WeightsFailed:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """From a tool: let `node` go ("*" = stop the run). To a node: leave. From a node: no more work, I leave.
+    """From a tool: let `node` go ("*" = stop the run). To a node: leave. From a node: no more work,
+    I leave.
 
     Example: Drain("rollout-0", "SIGTERM")
     """
@@ -405,7 +454,8 @@ class NodeRow:
 
     name: Word
     roles: Annotated[tuple[Role, ...], Meta(max_length=3)]
-    state: Word  # joining loading ready updating draining gone
+    # joining loading ready updating draining gone
+    state: Word
     host: Word
     pid: int
     device: Word
@@ -434,14 +484,21 @@ class Sample:
 class TailRow:
     """Tail batching as an operator sees it; the figures are of the whole run so far."""
 
-    mode: str  # "prompts", "both"
-    queue: int  # prompts put off that wait for a long round
-    num_short: int  # rounds
-    num_long: int  # rounds, those that flush an epoch's rest included
-    kept_length: float  # mean tokens of what is trained
-    launched_length: float  # and of all that was launched, as estimated
+    # "prompts", "both"
+    mode: str
+    # prompts put off that wait for a long round
+    queue: int
+    # rounds
+    num_short: int
+    # rounds, those that flush an epoch's rest included
+    num_long: int
+    # mean tokens of what is trained
+    kept_length: float
+    # and of all that was launched, as estimated
+    launched_length: float
     kept_reward: float
-    scored_reward: float  # of all that has a score
+    # of all that has a score
+    scored_reward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,35 +510,48 @@ class Snapshot:
 
     run: str
     run_dir: str
-    state: str  # starting running evaluating finishing finished stopped failed
-    step: int  # optimizer steps done
+    # starting running evaluating finishing finished stopped failed
+    state: str
+    # optimizer steps done
+    step: int
     num_steps: int
     policy_version: int | None
     elapsed_s: float
     nodes: Annotated[tuple[NodeRow, ...], ROWS] = ()
-    round_kind: str = ""  # "" between rounds, "plain", "short", "long", "flush", "eval"
-    round_accepted: int = 0  # groups that have all the scores they need
+    # "" between rounds, "plain", "short", "long", "flush", "eval"
+    round_kind: str = ""
+    # groups that have all the scores they need
+    round_accepted: int = 0
     round_needed: int = 0
     responses_running: int = 0
     responses_queued: int = 0
-    responses_done: int = 0  # of the rounds that are open
-    tail: TailRow | None = None  # None: no tail batching
-    max_staleness: int = 0  # 0 = synchronous
-    rollout_tokens: int = 0  # of the whole run
+    # of the rounds that are open
+    responses_done: int = 0
+    # None: no tail batching
+    tail: TailRow | None = None
+    # 0 = synchronous
+    max_staleness: int = 0
+    # of the whole run
+    rollout_tokens: int = 0
     tokens_per_s: float = 0.0
     rewards: Annotated[tuple[float, ...], ROWS] = ()
-    lengths: Annotated[tuple[float, ...], ROWS] = ()  # mean response length per step
+    # mean response length per step
+    lengths: Annotated[tuple[float, ...], ROWS] = ()
     step_seconds: Annotated[tuple[float, ...], ROWS] = ()
-    evals: Annotated[tuple[tuple[int, float], ...], ROWS] = ()  # (step, score)
+    # (step, score)
+    evals: Annotated[tuple[tuple[int, float], ...], ROWS] = ()
     # (upper bound in tokens, responses), last step
     length_histogram: Annotated[tuple[tuple[int, int], ...], ROWS] = ()
-    metrics: Metrics = field(default_factory=dict[str, float])  # of the last step
+    # of the last step
+    metrics: Metrics = field(default_factory=dict[str, float])
+    # reward failures, lost nodes, bad frames, ...
     counters: Annotated[dict[Word, int], Meta(max_length=MAX_METRICS)] = field(
         default_factory=dict[str, int]
-    )  # reward failures, lost nodes, bad frames, ...
+    )
     # (seconds since the start, one line), oldest first
     events: Annotated[tuple[tuple[float, LongText], ...], ROWS] = ()
-    samples: Annotated[tuple[Sample, ...], ROWS] = ()  # latest first
+    # latest first
+    samples: Annotated[tuple[Sample, ...], ROWS] = ()
 
 
 Message: TypeAlias = (

@@ -1,7 +1,8 @@
-"""A model directory or hub id: its tokenizer, the small files that travel, and where its weights are.
+"""A model directory or hub id: its tokenizer, the small files that travel, and where its weights
+are.
 
-Every problem is one line that names model.path. Must not import transformers or huggingface_hub before
-they are needed: daemons import this module.
+Every problem is one line that names model.path. Must not import transformers or huggingface_hub
+before they are needed: daemons import this module.
 """
 
 import json
@@ -30,13 +31,19 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The HF tokenizer of a model directory or hub id. Raises ConfigError, one line, naming model.path."""
+    """The HF tokenizer of a model directory or hub id. Raises ConfigError, one line, naming
+    model.path."""
     folder = _model_folder(model_path)
     require_no_code(model_path, folder)
-    if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        raise ConfigError(f"model.path = {model_path!r}: has no tokenizer.json or tokenizer_config.json")
+    if not any(
+        (folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+    ):
+        raise ConfigError(
+            f"model.path = {model_path!r}: has no tokenizer.json or tokenizer_config.json"
+        )
     try:
-        if (folder / "tokenizer.json").is_file():  # complete in itself; AutoTokenizer would load torch
+        # complete in itself; AutoTokenizer would load torch
+        if (folder / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
@@ -50,7 +57,8 @@ def load_tokenizer(model_path: str) -> Any:
 def require_no_code(model_path: str, folder: Path) -> None:
     """Raises ConfigError if the model is of a kind that only code in its own directory defines.
 
-    A directory may hold code for a kind that transformers has, too: then that of transformers is used.
+    A directory may hold code for a kind that transformers has, too: then that of transformers is
+    used.
     """
     table = _read_json(model_path, folder / "config.json")
     if not isinstance(table.get("auto_map"), dict):
@@ -59,8 +67,10 @@ def require_no_code(model_path: str, folder: Path) -> None:
 
     if (kind := str(table.get("model_type"))) not in CONFIG_MAPPING:
         raise ConfigError(
-            f"model.path = {model_path!r}: its model_type {kind!r} is defined by Python code in the "
-            "directory (auto_map), which LightRL does not run; use a model that transformers itself knows"
+            f"model.path = {model_path!r}: its model_type {kind!r} is defined by Python "
+            "code in the "
+            "directory (auto_map), which LightRL does not run; use a model that "
+            "transformers itself knows"
         )
 
 
@@ -71,25 +81,31 @@ def _read_json(model_path: str, file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"model.path = {model_path!r}: {file.name} is not JSON: {first_line(e)}") from None
+        raise ConfigError(
+            f"model.path = {model_path!r}: {file.name} is not JSON: {first_line(e)}"
+        ) from None
     if not isinstance(table, dict):
         raise ConfigError(f"model.path = {model_path!r}: {file.name} is not a JSON object")
     return table
 
 
 def _read(model_path: str, file: Path) -> bytes:
-    """Raises FileNotFoundError, and ConfigError for what keeps a file that is there from being read."""
+    """Raises FileNotFoundError, and ConfigError for what keeps a file that is there from being
+    read."""
     try:
         return file.read_bytes()
     except FileNotFoundError:
         raise
     except OSError as e:
         why = e.strerror or first_line(e)
-        raise ConfigError(f"model.path = {model_path!r}: {file.name} cannot be read: {why}") from None
+        raise ConfigError(
+            f"model.path = {model_path!r}: {file.name} cannot be read: {why}"
+        ) from None
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end a response: those of generation_config.json, config.json and the tokenizer."""
+    """Token ids that end a response: those of generation_config.json, config.json and the
+    tokenizer."""
     folder = _model_folder(model_path)
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -121,34 +137,45 @@ def model_files(model_path: str) -> dict[str, bytes]:
 
 
 def weights_folder(model_path: str) -> Path:
-    """The directory itself, or for a hub id its local copy with the weights, which may be downloaded now.
+    """The directory itself, or for a hub id its local copy with the weights, which may be
+    downloaded now.
 
     Raises ConfigError, one line, if it does not hold all its weights as safetensors.
     """
     folder = _model_folder(model_path, ("*.safetensors", "*.safetensors.index.json"))
     if (folder / WEIGHTS_INDEX).is_file():
         try:
-            shards = set(json.loads(_read(model_path, folder / WEIGHTS_INDEX))["weight_map"].values())
+            shards = set(
+                json.loads(_read(model_path, folder / WEIGHTS_INDEX))["weight_map"].values()
+            )
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise ConfigError(f"model.path = {model_path!r}: {WEIGHTS_INDEX} is not an index") from None
+            raise ConfigError(
+                f"model.path = {model_path!r}: {WEIGHTS_INDEX} is not an index"
+            ) from None
         missing = sorted(name for name in shards if not (folder / name).is_file())
         if missing:
-            raise ConfigError(f"model.path = {model_path!r}: {len(missing)} shards are missing: {missing[0]}")
+            raise ConfigError(
+                f"model.path = {model_path!r}: {len(missing)} shards are missing: {missing[0]}"
+            )
     elif not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"model.path = {model_path!r}: has no *.safetensors; a model that has only .bin or .pt files is "
+            f"model.path = {model_path!r}: has no *.safetensors; a model that has only .bin "
+            "or .pt files is "
             "converted by loading it with transformers and save_pretrained()"
         )
     return folder
 
 
 def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
-    """The directory itself, or for a hub id the local copy of its small files and `further_files`."""
+    """The directory itself, or for a hub id the local copy of its small files and
+    `further_files`."""
     folder = Path(model_path)
     if folder.is_dir():
         return folder
     if folder.exists() or not HUB_ID.fullmatch(model_path):
-        raise ConfigError(f"model.path = {model_path!r}: no such directory, and not a hub id (org/name)")
+        raise ConfigError(
+            f"model.path = {model_path!r}: no such directory, and not a hub id (org/name)"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -156,7 +183,8 @@ def _model_folder(model_path: str, further_files: tuple[str, ...] = ()) -> Path:
             snapshot_download(
                 model_path,
                 allow_patterns=[*MODEL_FILES, *further_files],
-                # "*" matches "/" too: folders hold other formats, "consolidated" the same weights once more.
+                # "*" matches "/" too: folders hold other formats, "consolidated" the same weights
+                # once more.
                 ignore_patterns=["*/*", "consolidated*"],
             )
         )

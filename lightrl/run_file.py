@@ -1,4 +1,5 @@
-"""The run's TOML file: read with dotted overrides, checked, written. One line for everything that is wrong.
+"""The run's TOML file: read with dotted overrides, checked, written. One line for everything that
+is wrong.
 
 Owns the syntax; which keys there are and what they may hold is said in config.py.
 """
@@ -82,11 +83,16 @@ def _anchored(key: str, value: str, folder: Path) -> str:
     """Hub ids ("org/name") stay as they are unless such a file lies beside the config."""
     file, colon, rest = value.partition(".py:")
     candidate = folder / (file + ".py" if colon else value)
-    looks_local = value.startswith(".") or colon or Path(value).suffix in {".jsonl", ".parquet", ".json"}
+    looks_local = (
+        value.startswith(".") or colon or Path(value).suffix in {".jsonl", ".parquet", ".json"}
+    )
     try:
         if value and not Path(value).is_absolute() and (candidate.exists() or looks_local):
             return str(candidate.resolve()) + (f":{rest}" if colon else "")
-    except (OSError, ValueError) as e:  # too long, a zero byte, a directory that may not be looked into
+    except (
+        OSError,
+        ValueError,
+    ) as e:  # too long, a zero byte, a directory that may not be looked into
         raise ConfigError(f"{key} = {shortened(value)}: cannot be looked up: {e}") from None
     return value
 
@@ -120,7 +126,9 @@ def _one_line(error: ValidationError) -> str:
         case "missing":
             return f"{_first_required(dotted)}: is required"
         case "model_type":
-            return f"{dotted} = {shortened(problem['input'])}: is a section; its keys are {dotted}.KEY"
+            return (
+                f"{dotted} = {shortened(problem['input'])}: is a section; its keys are {dotted}.KEY"
+            )
         case "value_error":
             return problem["msg"].removeprefix("Value error, ")
         case _:

@@ -1,8 +1,10 @@
-"""Lines for whoever reads the output of a process. They are never worth more than the process itself.
+"""Lines for whoever reads the output of a process. They are never worth more than the process
+itself.
 
-Owns that a reader who is slow, has stopped the terminal or has gone holds nothing up: a thread writes to
-whatever may block, and drops the oldest lines when too much waits. A file is written at once, and nothing
-of it is lost but by a full disk. Also owns that no text can command the terminal that it is printed on.
+Owns that a reader who is slow, has stopped the terminal or has gone holds nothing up: a thread
+writes to whatever may block, and drops the oldest lines when too much waits. A file is written at
+once, and nothing of it is lost but by a full disk. Also owns that no text can command the terminal
+that it is printed on.
 """
 
 import atexit
@@ -25,21 +27,26 @@ _WHITE = "\t\n\r"
 
 
 def plain(text: str) -> str:
-    """`text` on one line, without what could move the cursor, colour the terminal or reverse the reading.
+    """`text` on one line, without what could move the cursor, colour the terminal or reverse the
+    reading.
 
-    White space becomes blanks; every other character that is not printable is spelled as JSON does it, so
-    that JSON stays the same JSON. Example: plain("a\\x1b[31m") is "a\\\\u001b[31m".
+    White space becomes blanks; every other character that is not printable is spelled as JSON does
+    it, so that JSON stays the same JSON. Example: plain("a\\x1b[31m") is "a\\\\u001b[31m".
     """
-    return text if text.isprintable() else "".join(c if c.isprintable() else _spelled(c) for c in text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _spelled(c) for c in text)
 
 
 def say(text: str) -> None:
-    """Prints the lines of `text` at once, or as soon as they are read; they are lost if they cannot be."""
+    """Prints the lines of `text` at once, or as soon as they are read; they are lost if they cannot
+    be."""
     _print(sys.stdout, text)
 
 
 def complain(text: str, style: str = "") -> None:
-    """The same on stderr, after all that was said before. `style` is an escape sequence for a terminal."""
+    """The same on stderr, after all that was said before. `style` is an escape sequence for a
+    terminal."""
     flush()
     styled = bool(style) and sys.stderr is not None and sys.stderr.isatty()
     _print(sys.stderr, text, *((style, "\x1b[0m") if styled else ()))
@@ -123,9 +130,11 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 class _Writer:
-    """What waits to be written to one descriptor, oldest first, and the thread that may block in it.
+    """What waits to be written to one descriptor, oldest first, and the thread that may block in
+    it.
 
-    The thread touches no stream of Python: whoever ends this process would wait for the lock of that.
+    The thread touches no stream of Python: whoever ends this process would wait for the lock of
+    that.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -148,7 +157,8 @@ class _Writer:
             self._changed.notify_all()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="say", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads here: the next line tries again
+                # no more threads here: the next line tries again
+                with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._thread = thread
 
@@ -172,7 +182,9 @@ class _Writer:
             self._is_writing = True
             num_missing, self._num_missing = self._num_missing, 0
             if num_missing:
-                return f"... {num_missing} lines that were not read in time are missing here ...\n".encode()
+                return (
+                    f"... {num_missing} lines that were not read in time are missing here ...\n"
+                ).encode()
             data = self._waiting.popleft()
             self._size -= len(data)
             return data

@@ -1,8 +1,9 @@
-"""Messages to bytes and back: the only file that knows MessagePack, and the border where types are checked.
+"""Messages to bytes and back: the only file that knows MessagePack, and the border where types are
+checked.
 
 A frame is the MessagePack array [class name, fields by name]. Unknown fields are skipped, so that a
-newer peer may add some; missing or mistyped ones are a `ProtocolError`, and so are those that are longer
-than their type says, before they are read. Never pickle.
+newer peer may add some; missing or mistyped ones are a `ProtocolError`, and so are those that are
+longer than their type says, before they are read. Never pickle.
 """
 
 from array import array
@@ -33,7 +34,8 @@ class Codec(Generic[T]):
         return _encoder.encode((_tag(type(message)), message))
 
     def decode(self, frame: bytes | memoryview) -> T:
-        """Raises ProtocolError for anything that is not exactly one well-typed message of the union."""
+        """Raises ProtocolError for anything that is not exactly one well-typed message of the
+        union."""
         if len(frame) > MAX_FRAME_BYTES:
             raise ProtocolError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
         try:
@@ -45,7 +47,8 @@ class Codec(Generic[T]):
             raise ProtocolError(f"undecodable frame: {e}") from None
 
     def name(self, frame: bytes | memoryview) -> str:
-        """The class that a frame says it is, its fields unread. Raises ProtocolError if it says none."""
+        """The class that a frame says it is, its fields unread. Raises ProtocolError if it says
+        none."""
         try:
             return _envelope.decode(frame)[0]
         except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as e:

@@ -4,7 +4,9 @@
 The task: `87%7=` -> `80,73,66,...,10,03`, subtract until the rest is smaller than the divisor. The
 warm start imitates a careless pupil who mostly forgets to borrow from a last digit 0 or 1
 (31-7=34): the model learns the skill together with a bad habit, and RL removes the habit.
-Needs nothing of LightRL. Run: .venv/bin/python scripts/make_quickstart.py --seed 0  (about 2 minutes)
+Needs nothing of LightRL. Takes about 2 minutes:
+
+    .venv/bin/python scripts/make_quickstart.py --seed 0
 """
 
 import argparse
@@ -94,7 +96,9 @@ def response_loss(model: Qwen2ForCausalLM, rows: list[tuple[list[int], list[int]
     return -(logprobs * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
-def warm_start(model: Qwen2ForCausalLM, every: list[Problem], seed: int, steps: int, peak_lr: float) -> None:
+def warm_start(
+    model: Qwen2ForCausalLM, every: list[Problem], seed: int, steps: int, peak_lr: float
+) -> None:
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     batches: list[list[tuple[list[int], list[int]]]] = []
@@ -116,7 +120,8 @@ def warm_start(model: Qwen2ForCausalLM, every: list[Problem], seed: int, steps: 
         optimizer.zero_grad()
         if (step + 1) % 100 == 0:
             print(
-                f"step {step + 1} of {steps}  loss {loss:.3f}  {time.monotonic() - started:.0f} s", flush=True
+                f"step {step + 1} of {steps}  loss {loss:.3f}  {time.monotonic() - started:.0f} s",
+                flush=True,
             )
 
 
@@ -138,11 +143,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="initial weights and the pupil's slips")
     parser.add_argument("--steps", type=int, default=STEPS, help="fewer limit what RL can reach")
-    parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"of the model; heads of {HEAD_DIM}")
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--lr", type=float, default=PEAK_LR, help="at its highest; larger models want less")
     parser.add_argument(
-        "--out", type=Path, default=Path(__file__).resolve().parent.parent / "configs" / "quickstart"
+        "--hidden", type=int, default=HIDDEN, help=f"of the model; heads of {HEAD_DIM}"
+    )
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument(
+        "--lr", type=float, default=PEAK_LR, help="at its highest; larger models want less"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).resolve().parent.parent / "configs" / "quickstart",
     )
     options = parser.parse_args()
     torch.set_num_threads(1)  # more do not pay at this size, and sums stay the same

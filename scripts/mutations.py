@@ -1,14 +1,18 @@
-"""Bugs that `scripts/mutate` plants in lightrl, one at a time; every one must be caught by a test."""
+"""Bugs that `scripts/mutate` plants in lightrl, one at a time; every one must be caught by a
+test."""
 
 from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
     bug: str
-    file: str  # in lightrl/
-    text: str  # found there exactly once
+    # in lightrl/
+    file: str
+    # found there exactly once
+    text: str
     instead: str
-    tests: tuple[str, ...] = ()  # what must catch it, as pytest is told; () = any of tests/core
+    # what must catch it, as pytest is told; () = any of tests/core
+    tests: tuple[str, ...] = ()
 
 
 MUTATIONS = [
@@ -187,14 +191,14 @@ MUTATIONS = [
     Mutation(
         "winners are those whose score arrives first",
         "core/race.py",
-        'by_clock = round.races and settings.tail.race == "clock"\n    bisect',
-        "by_clock = round.races\n    bisect",
+        'by_clock = round.races and settings.tail.race == "clock"\n',
+        "by_clock = round.races\n",
     ),
     Mutation(
         "ties in a group are broken by arrival",
         "core/race.py",
-        "else len(response.tokens), response.index))",
-        "else len(response.tokens), response.index))\n"
+        "bisect.insort(group.finishers, (rank, response.index))",
+        "bisect.insort(group.finishers, (rank, response.index))\n"
         "    group.finishers.sort(key=lambda f: f[0] * 1000 + (f[1] + round.num_scores) % 7)",
     ),
     Mutation(
@@ -306,10 +310,12 @@ MUTATIONS = [
     Mutation(
         "prompt that waits is drawn again",
         "core/round_scheduler.py",
-        "{g.prompt.id for g in round.groups.values()} | {p.prompt.id for p in self.backlog.put_off}",
+        "{g.prompt.id for g in round.groups.values()} | put_off",
         "{g.prompt.id for g in round.groups.values()}",
     ),
-    Mutation("prompt that was held back is lost", "core/backlog.py", "self.spare.append(prompt)", "pass"),
+    Mutation(
+        "prompt that was held back is lost", "core/backlog.py", "self.spare.append(prompt)", "pass"
+    ),
     Mutation(
         "epoch ends without a flush",
         "core/rounds.py",
@@ -380,8 +386,8 @@ MUTATIONS = [
     Mutation(
         "training does not wait for an evaluation",
         "core/round_scheduler.py",
-        "                    return  # the evaluation waits",
-        "                    pass  # the evaluation waits",
+        "for the evaluation\n                    return\n",
+        "for the evaluation\n                    pass\n",
     ),
     Mutation(
         "last shard is never sent",
@@ -570,7 +576,9 @@ MUTATIONS = [
         "transport/link.py",
         "self._unheard.pop(peer, None)",
         "pass",
-        tests=("tests/transport/test_link.py::test_a_peer_that_comes_back_with_a_hello_is_not_lost",),
+        tests=(
+            "tests/transport/test_link.py::test_a_peer_that_comes_back_with_a_hello_is_not_lost",
+        ),
     ),
     Mutation(
         "peer that cannot be reached is lost before it is heard out",
@@ -652,14 +660,18 @@ MUTATIONS = [
         "weights/serve.py",
         "theirs < MAX_OF_A_NODE",
         "theirs < 9999",
-        tests=("tests/weights/test_pull.py::test_a_node_has_no_more_than_its_share_of_connections",),
+        tests=(
+            "tests/weights/test_pull.py::test_a_node_has_no_more_than_its_share_of_connections",
+        ),
     ),
     Mutation(
         "peer that does not read keeps its turn",
         "weights/serve.py",
         "loop.call_later(STALL_S, turn.pass_on)",
         "loop.call_later(999, turn.pass_on)",
-        tests=("tests/weights/test_pull.py::test_peers_that_never_read_do_not_keep_others_waiting",),
+        tests=(
+            "tests/weights/test_pull.py::test_peers_that_never_read_do_not_keep_others_waiting",
+        ),
     ),
     Mutation(
         "overtaken pull leaves its part",
@@ -828,7 +840,9 @@ MUTATIONS = [
         "trainer/seal.py",
         "now != digest]",
         "False]",
-        tests=("tests/trainer/test_checkpoint.py::test_whatever_is_changed_in_a_checkpoint_is_noticed",),
+        tests=(
+            "tests/trainer/test_checkpoint.py::test_whatever_is_changed_in_a_checkpoint_is_noticed",
+        ),
     ),
     Mutation(
         "key stays in the environment",
@@ -851,14 +865,18 @@ MUTATIONS = [
         "system/reaper.py",
         "last = _end_all(child)",
         "last = None",
-        tests=("tests/rewards/test_processes.py::test_nothing_is_left_of_a_worker_however_it_ends",),
+        tests=(
+            "tests/rewards/test_processes.py::test_nothing_is_left_of_a_worker_however_it_ends",
+        ),
     ),
     Mutation(
         "worker outlives its reaper",
         "system/reaper.py",
         "_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)",
         "pass",
-        tests=("tests/rewards/test_processes.py::test_a_worker_dies_with_its_reaper_and_is_replaced",),
+        tests=(
+            "tests/rewards/test_processes.py::test_a_worker_dies_with_its_reaper_and_is_replaced",
+        ),
     ),
     Mutation(
         "terminal that is not read stops its writer",
@@ -872,8 +890,8 @@ MUTATIONS = [
     Mutation(
         "escapes are sent to the terminal",
         "say.py",
-        "return text if text.isprintable() else",
-        "return text if True else",
+        "    if text.isprintable():\n",
+        "    if True:\n",
         tests=("tests/test_say.py::test_say_shows_escapes_instead_of_sending_them",),
     ),
     Mutation(
@@ -890,7 +908,9 @@ MUTATIONS = [
         "system/child.py",
         "(signal.SIGTERM, signal.SIGHUP)",
         "(signal.SIGTERM,)",
-        tests=("tests/system/test_child.py::test_signals_that_are_for_the_daemon_do_not_end_a_child",),
+        tests=(
+            "tests/system/test_child.py::test_signals_that_are_for_the_daemon_do_not_end_a_child",
+        ),
     ),
     # GPUs and the releases of what drives them
     Mutation(
@@ -1008,7 +1028,9 @@ MUTATIONS = [
         "trainer/group.py",
         'os.environ["GLOO_SOCKET_IFNAME"] = _loopback()',
         "pass",
-        tests=("tests/trainer/test_loopback.py::test_no_socket_of_two_ranks_is_open_beyond_loopback",),
+        tests=(
+            "tests/trainer/test_loopback.py::test_no_socket_of_two_ranks_is_open_beyond_loopback",
+        ),
     ),
     # The emulated rank: what its digest must show
     Mutation(
@@ -1016,7 +1038,9 @@ MUTATIONS = [
         "trainer/emulated.py",
         "[self._trained.hex(), totals, all_R]",
         "[totals, all_R]",
-        tests=("tests/trainer/test_emulated.py::test_order_and_cut_and_number_make_another_version",),
+        tests=(
+            "tests/trainer/test_emulated.py::test_order_and_cut_and_number_make_another_version",
+        ),
     ),
     Mutation(
         "emulated weights are those of rank 0 alone",
@@ -1039,7 +1063,9 @@ MUTATIONS = [
         "trainer/emulated.py",
         "if saved and self.manifest and saved.digest != self.manifest.digest:",
         "if False:",
-        tests=("tests/trainer/test_emulated.py::test_a_restored_rank_goes_on_with_the_same_versions",),
+        tests=(
+            "tests/trainer/test_emulated.py::test_a_restored_rank_goes_on_with_the_same_versions",
+        ),
     ),
     Mutation(
         "emulated rank is not sent what has no signal",

@@ -16,7 +16,8 @@ _SKIPPED = "Skipped: "
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A machine without root, TUN, Slurm, vLLM or a GPU tests less: a green run must not hide that."""
+    """A machine without root, TUN, Slurm, vLLM or a GPU tests less: a green run must not hide
+    that."""
     skipped = terminalreporter.stats.get("skipped", [])
     terminalreporter.write_line(not_tested([(r.nodeid, reason(r.longrepr)) for r in skipped]))
 
@@ -27,12 +28,16 @@ def reason(longrepr: object) -> str:
 
 
 def not_tested(skipped: list[tuple[str, str]]) -> str:
-    """One line from (test, reason) of each test that was skipped; a file with all its reasons counts once.
+    """One line from (test, reason) of each test that was skipped; a file with all its reasons
+    counts once.
 
     Example: "not tested here: 3 of tests/slurm/test_jobs.py (no slurmctld here)"
     """
     counts = Counter((test.partition("::")[0], " ".join(why.split())) for test, why in skipped)
     if not counts:
         return "not tested here: nothing, no test was skipped"
-    parts = [f"{count} of {Path(file).as_posix()} ({why})" for (file, why), count in sorted(counts.items())]
+    parts = [
+        f"{count} of {Path(file).as_posix()} ({why})"
+        for (file, why), count in sorted(counts.items())
+    ]
     return f"not tested here: {'; '.join(parts)}"

@@ -1,4 +1,5 @@
-"""The sizes of files, functions and folders, and words that must not come back: see tests/budgets.toml."""
+"""The sizes of files, functions and folders, and words that must not come back: see
+tests/budgets.toml."""
 
 import ast
 import io
@@ -26,7 +27,9 @@ def num_lines(path: Path) -> int:
 def test_no_file_is_longer_than_its_budget():
     sizes = {name_of(f): num_lines(f) for f in FILES}
     limits = BUDGETS["longer_files"]
-    too_long = {n: size for n, size in sizes.items() if size > limits.get(n, BUDGETS["lines_of_file"])}
+    too_long = {
+        n: size for n, size in sizes.items() if size > limits.get(n, BUDGETS["lines_of_file"])
+    }
     assert too_long == {}
 
 

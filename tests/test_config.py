@@ -1,4 +1,5 @@
-"""The config: what it accepts, that it survives its file, and one line for everything that is wrong."""
+"""The config: what it accepts, that it survives its file, and one line for everything that is
+wrong."""
 
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,19 @@ def test_number_of_keys_stays_small():
     "engine_args",
     [
         {},
-        {"gpu_memory_utilization": 0.85, "enforce_eager": True, "max_num_seqs": 2**40, "tiny": 1e-300},
-        {"a dotted.key": "x", "": 1, "é": "ü", 'quo"te': "\\", "-_": "tab\tnew\nline \x00\x1b\x7f 漢"},
+        {
+            "gpu_memory_utilization": 0.85,
+            "enforce_eager": True,
+            "max_num_seqs": 2**40,
+            "tiny": 1e-300,
+        },
+        {
+            "a dotted.key": "x",
+            "": 1,
+            "é": "ü",
+            'quo"te': "\\",
+            "-_": "tab\tnew\nline \x00\x1b\x7f 漢",
+        },
         {"deep": {"er": {"est": [1, [2, []], {}]}, "empty": {}}},
         {"tables": [{"a": 1, "b c": {"d": [True]}}, {"a": 2}], "mixed": [1, "two", 3.0, {"f": 4}]},
     ],
@@ -62,7 +74,10 @@ def test_what_is_written_reads_back_to_the_same(tmp_path, engine_args):
     ("tree", "text"),
     [
         ({"train": {"stepz": 3}}, "train.stepz: unknown key; did you mean train.steps?"),
-        ({"train": {"optim": {"lrr": 1}}}, "train.optim.lrr: unknown key; did you mean train.optim.lr?"),
+        (
+            {"train": {"optim": {"lrr": 1}}},
+            "train.optim.lrr: unknown key; did you mean train.optim.lr?",
+        ),
         ({"train": {"lr": 1}}, "train.lr: unknown key; did you mean train.optim.lr?"),
         ({"run": {"str": 1}}, "run.str: unknown key; did you mean run.dir?"),
         ({"trian": {"steps": 3}}, "trian: unknown key; did you mean [train]?"),
@@ -82,9 +97,15 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ({"train": {"steps": 1.5}}, ("train.steps = 1.5", "integer")),
         ({"train": {"optim": {"lr": float("nan")}}}, ("train.optim.lr = nan", "finite")),
         ({"train": {"optim": {"lr": float("inf")}}}, ("train.optim.lr = inf", "finite")),
-        ({"train": {"optim": {"betas": [0.9, float("inf")]}}}, ("train.optim.betas = inf", "finite")),
+        (
+            {"train": {"optim": {"betas": [0.9, float("inf")]}}},
+            ("train.optim.betas = inf", "finite"),
+        ),
         ({"train": {"optim": {"betas": [0.9, 1.0]}}}, ("train.optim.betas = 1.0", "less than 1")),
-        ({"train": {"optim": {"betas": [-0.1, 0.9]}}}, ("train.optim.betas = -0.1", "greater than or equal")),
+        (
+            {"train": {"optim": {"betas": [-0.1, 0.9]}}},
+            ("train.optim.betas = -0.1", "greater than or equal"),
+        ),
         ({"train": {"optim": {"betas": [0.9]}}}, ("train.optim.betas",)),
         ({"train": {"optim": 3}}, ("train.optim = 3", "is a section")),
         ({"train": 3}, ("train = 3", "is a section")),
@@ -97,7 +118,10 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ),
         ({"algorithm": {"loss_norm": "mean"}}, ("algorithm.loss_norm = 'mean'", "'constant'")),
         ({"algorithm": {"loss_norm": -1}}, ("algorithm.loss_norm = -1",)),
-        ({"rollout": {"engine_args": {"a": [{"b": float("inf")}]}}}, ("rollout.engine_args", "inf")),
+        (
+            {"rollout": {"engine_args": {"a": [{"b": float("inf")}]}}},
+            ("rollout.engine_args", "inf"),
+        ),
         ({"rollout": {"engine_args": {"a": object}}}, ("rollout.engine_args", "type")),
         ({"reward": {"on_failure": "ignore"}}, ("reward.on_failure = 'ignore'",)),
         ({"reward": {"on_failure": float("nan")}}, ("reward.on_failure = nan",)),
@@ -117,9 +141,17 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ({"round": {"tail_batching": "all"}}, ("round.tail_batching = 'all'", "'prompts'")),
         (
             {"round": {"tail_batching": "prompts", "eta": 1.01}},
-            ("round.eta = 1.01", "'prompts'", "over-provisions nothing: ", "32 prompts x 8 responses"),
+            (
+                "round.eta = 1.01",
+                "'prompts'",
+                "over-provisions nothing: ",
+                "32 prompts x 8 responses",
+            ),
         ),
-        ({"round": {"tail_batching": "prompts", "eta": [1, 2]}}, ("round.eta = (1.0, 2.0)", "nothing")),
+        (
+            {"round": {"tail_batching": "prompts", "eta": [1, 2]}},
+            ("round.eta = (1.0, 2.0)", "nothing"),
+        ),
         ({"train": {"devices": [0, 0], "ranks": 2}}, ("train.devices = [0, 0]", "GPU 0 twice")),
         ({"rollout": {"devices": [2, 1, 2]}}, ("rollout.devices = [2, 1, 2]", "GPU 2 twice")),
         ({"train": {"devices": [0], "ranks": 2}}, ("train.devices = [0]", "train.ranks = 2")),
@@ -162,7 +194,10 @@ def test_missing_sections_and_files(tmp_path):
     for toml, part in (("a = ", "not valid TOML"), ("[model]\npath = 1", "model.path = 1")):
         with pytest.raises(ConfigError, match=part):
             load(tmp_path, toml=toml)
-    for path, part in ((tmp_path / "none.toml", "no such config file"), (tmp_path, "cannot be read")):
+    for path, part in (
+        (tmp_path / "none.toml", "no such config file"),
+        (tmp_path, "cannot be read"),
+    ):
         with pytest.raises(ConfigError, match=part):
             load_config(path)
 
@@ -210,8 +245,14 @@ def test_stale_tokens_are_weighted_unless_another_cap_is_given():
     assert config().algorithm.tis_cap == 0.0
     assert config(**{"async": {"max_staleness": 0}}).algorithm.tis_cap == 0.0
     assert config(**{"async": {"max_staleness": 1}}).algorithm.tis_cap == 2.0
-    assert config(**{"async": {"max_staleness": 1}}, algorithm={"clip_low": 0.3}).algorithm.tis_cap == 2.0
-    assert config(**{"async": {"max_staleness": 1}}, algorithm={"tis_cap": 5.0}).algorithm.tis_cap == 5.0
+    assert (
+        config(**{"async": {"max_staleness": 1}}, algorithm={"clip_low": 0.3}).algorithm.tis_cap
+        == 2.0
+    )
+    assert (
+        config(**{"async": {"max_staleness": 1}}, algorithm={"tis_cap": 5.0}).algorithm.tis_cap
+        == 5.0
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ MUTATIONS: list[Any] = runpy.run_path(str(ROOT / "scripts" / "mutations.py"))["M
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug)
 def test_bug_can_be_planted(mutation: Any):
     source = (ROOT / "lightrl" / mutation.file).read_text(encoding="utf-8")
-    assert source.count(mutation.text) == 1, f"{mutation.file} must contain exactly once:\n{mutation.text}"
+    assert source.count(mutation.text) == 1, (
+        f"{mutation.file} must contain exactly once:\n{mutation.text}"
+    )
     compile(source.replace(mutation.text, mutation.instead), mutation.file, "exec")
 
 

@@ -11,8 +11,15 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_each_file_and_reason_is_named_with_its_count():
-    skipped = [("tests/a.py::x", "no root"), ("tests/a.py::y[1]", "no\nroot"), ("tests/b.py::z", "no TUN")]
-    assert not_tested(skipped) == "not tested here: 2 of tests/a.py (no root); 1 of tests/b.py (no TUN)"
+    skipped = [
+        ("tests/a.py::x", "no root"),
+        ("tests/a.py::y[1]", "no\nroot"),
+        ("tests/b.py::z", "no TUN"),
+    ]
+    assert (
+        not_tested(skipped)
+        == "not tested here: 2 of tests/a.py (no root); 1 of tests/b.py (no TUN)"
+    )
 
 
 def test_a_run_in_which_nothing_was_skipped_says_so():
@@ -21,7 +28,16 @@ def test_a_run_in_which_nothing_was_skipped_says_so():
 
 def test_a_machine_without_slurm_is_told_at_the_end_of_the_run_also_by_several_workers():
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "tests/slurm/test_notice.py"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "2",
+            "tests/slurm/test_notice.py",
+        ],
         cwd=ROOT,
         env={**os.environ, "PATH": str(Path(sys.executable).parent)},
         capture_output=True,

@@ -1,4 +1,5 @@
-"""The READMEs are true where that can be checked: files that they name, the walk, errors that they quote."""
+"""The READMEs are true where that can be checked: files that they name, the walk, errors that they
+quote."""
 
 import ast
 import re
@@ -27,7 +28,9 @@ def section(title: str) -> list[str]:
 
 def walk() -> dict[Path, str]:
     """The files of the ordered list in "Where things are", and what each of them is entered by."""
-    found = [re.match(r"(\d+)\. `([^`]+)`: `(\w+)` .", line) for line in section("Where things are")]
+    found = [
+        re.match(r"(\d+)\. `([^`]+)`: `(\w+)` .", line) for line in section("Where things are")
+    ]
     steps = [(int(m[1]), ROOT / m[2], m[3]) for m in found if m is not None]
     assert [number for number, _, _ in steps] == list(range(1, len(steps) + 1))
     return {path: entry for _, path, entry in steps}
@@ -51,7 +54,11 @@ def imported(file: Path) -> set[Path]:
             modules |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
         elif isinstance(node, ast.Import):
             modules |= {name.name for name in node.names}
-    return {ROOT / f"{module.replace('.', '/')}.py" for module in modules if module.startswith("lightrl.")}
+    return {
+        ROOT / f"{module.replace('.', '/')}.py"
+        for module in modules
+        if module.startswith("lightrl.")
+    }
 
 
 def called(file: Path) -> set[str]:
@@ -67,7 +74,9 @@ def defined(file: Path) -> set[str]:
 
 def strings(folder: Path) -> list[str]:
     """All literal text in the code of a folder, docstrings included."""
-    constants = [n.value for f in folder.rglob("*.py") for n in parsed(f) if isinstance(n, ast.Constant)]
+    constants = [
+        n.value for f in folder.rglob("*.py") for n in parsed(f) if isinstance(n, ast.Constant)
+    ]
     return [value for value in constants if isinstance(value, str)]
 
 
@@ -84,7 +93,9 @@ def test_the_walk_leaves_no_file_out():
     for at, (file, entry) in enumerate(walk().items()):
         assert entry in defined(file), f"{file.relative_to(ROOT)} has no {entry}"
         callers = [path for path in files[:at] if file in imported(path) and entry in called(path)]
-        assert callers or at == 0, f"{entry} of {file.relative_to(ROOT)} is called by no file before it"
+        assert callers or at == 0, (
+            f"{entry} of {file.relative_to(ROOT)} is called by no file before it"
+        )
 
 
 def test_the_map_names_every_folder_of_the_package_and_no_other():
@@ -119,7 +130,9 @@ def test_files_and_links_in_a_readme_exist(readme: Path):
 def test_the_readme_can_be_read_in_ten_minutes():
     lines = README.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= MAX_LINES
-    assert [n for n, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS and line[0] != "|"] == []
+    assert [
+        n for n, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS and line[0] != "|"
+    ] == []
 
 
 def test_commands_that_others_rely_on_are_there():
@@ -129,7 +142,9 @@ def test_commands_that_others_rely_on_are_there():
 
 
 def test_common_errors_are_those_that_the_code_says():
-    errors = [m[1] for line in section("Ten common errors") if (m := re.match(r"\| `([^`]+)` \|", line))]
+    errors = [
+        m[1] for line in section("Ten common errors") if (m := re.match(r"\| `([^`]+)` \|", line))
+    ]
     assert len(errors) == 10
     said = strings(ROOT / "lightrl")
     assert [e for e in errors if not any(e in text for text in said)] == []

@@ -1,4 +1,5 @@
-"""Lines of a process: what a terminal must not do to it, and what they must not do to a terminal."""
+"""Lines of a process: what a terminal must not do to it, and what they must not do to a
+terminal."""
 
 import os
 import pty
@@ -52,7 +53,9 @@ os.write({mark}, b'x')
 flush({LIMIT_S})
 say('read again')
 """
-    with subprocess.Popen([sys.executable, "-c", SAY + source], stdout=theirs, pass_fds=(mark,)) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SAY + source], stdout=theirs, pass_fds=(mark,)
+    ) as process:
         for descriptor in (theirs, mark):
             os.close(descriptor)
         try:
@@ -91,7 +94,8 @@ def test_a_stopped_terminal_does_not_keep_a_process_from_ending(source):
 def test_a_process_that_forks_says_nothing_twice():
     ours, theirs = os.pipe()
     process = python(
-        "import os\nsay('one')\nif os.fork() == 0:\n    say('child')\nelse:\n    os.wait()\n    say('two')",
+        "import os\nsay('one')\nif os.fork() == 0:\n    say('child')\nelse:\n    "
+        "os.wait()\n    say('two')",
         theirs,
     )
     os.close(theirs)
@@ -119,7 +123,9 @@ for i in range(50_000): print(f'line {{i}}', file=sys.stderr)
 os.write({told}, b'x')
 flush({LIMIT_S})
 """
-    with subprocess.Popen([sys.executable, "-c", SAY + source], stderr=theirs, pass_fds=(told,)) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SAY + source], stderr=theirs, pass_fds=(told,)
+    ) as process:
         for descriptor in (theirs, told):
             os.close(descriptor)
         assert os.read(read, 1) == b"x"

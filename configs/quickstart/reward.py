@@ -1,4 +1,5 @@
-"""The quickstart's reward: 1 if the whole chain is right and the model ended it by itself, else 0."""
+"""The quickstart's reward: 1 if the whole chain is right and the model ended it by itself, else
+0."""
 
 
 def reward(sample) -> float:

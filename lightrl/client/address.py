@@ -1,4 +1,5 @@
-"""Addresses of coordinators: how users write them, where runs leave them, which can be bound or reached.
+"""Addresses of coordinators: how users write them, where runs leave them, which can be bound or
+reached.
 
 Speaks no protocol: a reachable address is one that accepts a TCP connection.
 """
@@ -20,7 +21,9 @@ def parse(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
     if ":" in host or "[" in host:
-        raise ConfigError(f"{address}: IPv6 is not supported; use an IPv4 address: tcp://10.0.0.1:5600")
+        raise ConfigError(
+            f"{address}: IPv6 is not supported; use an IPv4 address: tcp://10.0.0.1:5600"
+        )
     number = "0" if port == "*" else port
     if not colon or not host or "/" in host or not number.isdecimal() or int(number) > 65535:
         raise ConfigError(f"{address}: not an address; one looks like tcp://10.0.0.1:5600")
@@ -40,7 +43,8 @@ def _own_host() -> str:
     """The address that this machine uses towards others; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # a documentation address: routed like the rest of the world
+            # a documentation address: routed like the rest of the world
+            probe.connect(("192.0.2.1", 9))
             return probe.getsockname()[0]
         except OSError:  # no route out of here
             pass
@@ -55,7 +59,9 @@ def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Pat
 
     Returns the address to ask and the run directory, as far as they are known.
     """
-    if target is not None and (target.startswith("tcp://") or (":" in target and not Path(target).exists())):
+    if target is not None and (
+        target.startswith("tcp://") or (":" in target and not Path(target).exists())
+    ):
         parse(target)
         return "tcp://" + target.removeprefix("tcp://"), None
     folder = runs / "latest" if target is None else Path(target)
@@ -97,7 +103,8 @@ def require_free(bind: str) -> None:
 
 
 def require_weights_port(port: int, bind: str) -> None:
-    """Raises ConfigError if a trainer on the machine of the coordinator could not serve weights on `port`.
+    """Raises ConfigError if a trainer on the machine of the coordinator could not serve weights on
+    `port`.
 
     0 is any port that is free.
     """
@@ -121,16 +128,21 @@ def _problem_listening(host: str, port: int) -> str:
 
 
 def accepts(address: str) -> bool:
-    """Whether somebody listens at `address`, as far as can be known here without a descriptor to ask with."""
+    """Whether somebody listens at `address`, as far as can be known here without a descriptor to
+    ask with."""
     try:
         require_reachable(address)
     except PeerUnreachable as e:
-        return isinstance(e.__context__, OSError) and e.__context__.errno in {errno.EMFILE, errno.ENFILE}
+        return isinstance(e.__context__, OSError) and e.__context__.errno in {
+            errno.EMFILE,
+            errno.ENFILE,
+        }
     return True
 
 
 def require_reachable(address: str) -> None:
-    """Raises PeerUnreachable if nothing accepts connections at `address` within CONNECT_S seconds."""
+    """Raises PeerUnreachable if nothing accepts connections at `address` within CONNECT_S
+    seconds."""
     host, port = parse(address)
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()

@@ -1,4 +1,5 @@
-"""What tools say to a running coordinator: watch it, drain a node, stop the run. Decides nothing."""
+"""What tools say to a running coordinator: watch it, drain a node, stop the run. Decides
+nothing."""
 
 import asyncio
 import os

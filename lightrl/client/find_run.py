@@ -23,8 +23,10 @@ from lightrl.wire import from_json
 class Target:
     """Whom a user means by ADDR and --key FILE."""
 
-    address: str | None  # None: it has never listened, or is over
-    run_dir: Path | None  # None: only its address is known
+    # None: it has never listened, or is over
+    address: str | None
+    # None: only its address is known
+    run_dir: Path | None
     key_file: Path | None = None
 
     @property
@@ -32,10 +34,17 @@ class Target:
         return shown(self.run_dir) if self.run_dir is not None else str(self.address)
 
     def key(self) -> str:
-        """Who names a run means the key in it, whatever the environment says. Raises ConfigError."""
-        if self.key_file is None and self.run_dir is not None and os.access(self.run_dir / KEY_FILE, os.R_OK):
+        """Who names a run means the key in it, whatever the environment says. Raises
+        ConfigError."""
+        if (
+            self.key_file is None
+            and self.run_dir is not None
+            and os.access(self.run_dir / KEY_FILE, os.R_OK)
+        ):
             return read_key(self.run_dir / KEY_FILE)
-        return require_full(find_key(self.key_file, self.run_dir), "status, top, drain and down need")
+        return require_full(
+            find_key(self.key_file, self.run_dir), "status, top, drain and down need"
+        )
 
     def last(self) -> Snapshot | None:
         return final_snapshot(self.run_dir) if self.run_dir is not None else None
@@ -47,7 +56,8 @@ def meant(addr: str | None, key_file: Path | None = None) -> Target:
 
 
 async def one_snapshot(target: Target) -> Snapshot:
-    """How the run stands. One whose coordinator is gone is "interrupted", and stands where its journal ends.
+    """How the run stands. One whose coordinator is gone is "interrupted", and stands where its
+    journal ends.
 
     Raises LightRLError if it neither answers nor has left anything.
     """
@@ -55,7 +65,8 @@ async def one_snapshot(target: Target) -> Snapshot:
 
 
 async def live_run(target: Target) -> tuple[str, Snapshot]:
-    """The address of a run that is not over, and how it stands. Raises LightRLError if there is none."""
+    """The address of a run that is not over, and how it stands. Raises LightRLError if there is
+    none."""
     if target.last() is not None:
         raise LightRLError(f"{target.name}: this run is over")
     snapshot = await _ask(target)
@@ -78,7 +89,9 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
     if address is None:
         if or_journal and run_dir is not None and (left := interrupted(run_dir)) is not None:
             return left
-        raise PeerUnreachable(f"{target.name}: its coordinator never came up; see {target.name}/logs")
+        raise PeerUnreachable(
+            f"{target.name}: its coordinator never came up; see {target.name}/logs"
+        )
     why = f"nobody answers at {address}"
     if run_dir is None or accepts(address):  # else no key is needed to say so
         try:
@@ -111,7 +124,9 @@ def is_same(snapshot: Snapshot, run_dir: Path) -> bool:
 def require_same(snapshot: Snapshot, run_dir: Path | None, address: str) -> None:
     """Raises LightRLError if `address` belongs to another run than the one in `run_dir` by now."""
     if run_dir is not None and not is_same(snapshot, run_dir):
-        raise LightRLError(f"{shown(run_dir)}: its coordinator is gone (another run answers at {address})")
+        raise LightRLError(
+            f"{shown(run_dir)}: its coordinator is gone (another run answers at {address})"
+        )
 
 
 def require_drainable(snapshot: Snapshot, node: str) -> None:

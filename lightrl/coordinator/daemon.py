@@ -45,7 +45,14 @@ from lightrl.core.events import (
 )
 from lightrl.core.recovery import recover
 from lightrl.core.state import ResponseState, RunState
-from lightrl.errors import DataError, JournalError, LightRLError, PeerUnreachable, ProtocolError, first_error
+from lightrl.errors import (
+    DataError,
+    JournalError,
+    LightRLError,
+    PeerUnreachable,
+    ProtocolError,
+    first_error,
+)
 from lightrl.history.lengths import LengthsLog
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.keys import Access
@@ -79,7 +86,8 @@ MAX_TURN_S = 0.05  # of messages that are dealt with before other tasks get thei
 
 
 class CoordinatorDaemon:
-    """Listens from its construction on, so that nodes may connect while the data is still being read."""
+    """Listens from its construction on, so that nodes may connect while the data is still being
+    read."""
 
     def __init__(
         self,
@@ -90,10 +98,11 @@ class CoordinatorDaemon:
         resume: bool = False,
         max_trouble_s: float = MAX_TROUBLE_S,
     ) -> None:
-        """With `resume` it goes on from the journal in `run_dir`, at the address that it had. The run ends
-        when the disk has refused the journal for `max_trouble_s`.
+        """With `resume` it goes on from the journal in `run_dir`, at the address that it had. The
+        run ends when the disk has refused the journal for `max_trouble_s`.
 
-        Raises ConfigError, DataError or JournalError, one line, for anything that is wrong with the input.
+        Raises ConfigError, DataError or JournalError, one line, for anything that is wrong with the
+        input.
         """
         self._config = config
         self._run_dir = run_dir
@@ -114,7 +123,9 @@ class CoordinatorDaemon:
         )
         self._histories = open_histories(config, run_dir, resume, self._report)
         self._journaling = Journaling(run_dir, config.journal, self._report, max_trouble_s)
-        self._replays = Replays(self._journaling, self._send_shard, lambda why: self.feed(ShellFailed(why)))
+        self._replays = Replays(
+            self._journaling, self._send_shard, lambda why: self.feed(ShellFailed(why))
+        )
         self._to_do = self._recover() if resume else []  # before anything else
         self._lengths = LengthsLog(run_dir, self._core.step, self._report)
         if resume:
@@ -137,17 +148,24 @@ class CoordinatorDaemon:
         self._inbox.put_nowait(DrainRequested("*", reason))
 
     async def run(self) -> None:
-        """Returns when the run is over. Raises RewardError if the reward functions cannot be used."""
+        """Returns when the run is over. Raises RewardError if the reward functions cannot be
+        used."""
         with scratch_dir("head") as scratch:
             for name, data in self._prompts.model_files.items():
                 (scratch / name).write_bytes(data)
             logs = self._run_dir / "logs"
             logs.mkdir(exist_ok=True)
             rewards = self._rewards = RewardPool(
-                self._config.reward, scratch, self._config.data.answer_key, logs, self._scored, self._report
+                self._config.reward,
+                scratch,
+                self._config.data.answer_key,
+                logs,
+                self._scored,
+                self._report,
             )
             try:
-                self._journaling.close_step()  # what is recorded now stands in the segment that follows
+                # what is recorded now stands in the segment that follows
+                self._journaling.close_step()
                 self._carry_out(self._to_do)
                 self._begin_segment()
                 async with asyncio.TaskGroup() as tasks:
@@ -168,7 +186,8 @@ class CoordinatorDaemon:
                 raise first_error(errors) from None
             else:
                 await self._write_end()
-            finally:  # a coordinator that is killed, or has a bug, leaves all as it is, to be resumed
+            finally:
+                # One that is killed, or has a bug, leaves all as it is, to be resumed.
                 await rewards.stop()
                 await self._journaling.close()
                 self._metrics.close()
@@ -188,7 +207,8 @@ class CoordinatorDaemon:
             known = from_json(note, RecordsNote)
             if known.data != self._prompts.digest:
                 raise DataError(
-                    f"data.path = {self._config.data.path}: these are not the prompts that the run began with"
+                    f"data.path = {self._config.data.path}: these are not the prompts that "
+                    "the run began with"
                 )
             self._records.recall(known, self._core, steps)
             self._core.started_at -= known.elapsed_s
@@ -200,16 +220,20 @@ class CoordinatorDaemon:
         self._set_timer()
 
     async def _serve_rewards(self, rewards: RewardPool) -> None:
-        """Nodes may come while the workers start; that all input is good is said by the address file."""
+        """Nodes may come while the workers start; that all input is good is said by the address
+        file."""
         await rewards.start()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(run_files.announce(self._run_dir, self.address, self._report), name="announce")
+            tasks.create_task(
+                run_files.announce(self._run_dir, self.address, self._report), name="announce"
+            )
             tasks.create_task(rewards.run(), name="scores")
 
     # Events in, commands out
 
     def feed(self, event: Event) -> None:
-        """Hands an event to the core and does what it says; failures met on the way go back in as events."""
+        """Hands an event to the core and does what it says; failures met on the way go back in as
+        events."""
         self._carry_out(self._core.handle(event, time.monotonic()))
         if self._journaling.is_due and self._records.is_hashed:
             self._begin_segment()
@@ -244,7 +268,9 @@ class CoordinatorDaemon:
                 self._replays.start(self._background, command)
             case Admit(node):
                 config_json = self._config.model_dump_json()
-                self._send(node, Welcome(self._config.run.name, config_json, self._prompts.model_files))
+                self._send(
+                    node, Welcome(self._config.run.name, config_json, self._prompts.model_files)
+                )
             case DrawPrompts(source, count):
                 return PromptsDrawn(self._prompts.draw(source, count))
             case Score(r, prompt, source):
@@ -278,7 +304,8 @@ class CoordinatorDaemon:
         return None
 
     def _send(self, node: str, message: Message) -> None:
-        """To a node; one that cannot be reached is lost, once all is heard that it has said before."""
+        """To a node; one that cannot be reached is lost, once all is heard that it has said
+        before."""
         peer = self._peers.get(node)
         if peer is None:
             if node in self._core.fleet.nodes:
@@ -302,14 +329,17 @@ class CoordinatorDaemon:
         if self._core.trainer_feed.num_hellos != hello:
             return False
         self._send(node, shard)
-        sent = ShardLeft(shard.step, shard.index)  # to nobody: then the trainer is lost and says hello anew
-        asyncio.get_running_loop().call_soon(self._inbox.put_nowait, sent)  # others get their turn first
+        # to nobody: then the trainer is lost and says hello anew
+        sent = ShardLeft(shard.step, shard.index)
+        # others get their turn first
+        asyncio.get_running_loop().call_soon(self._inbox.put_nowait, sent)
         return True
 
     def _scored(self, result: RewardResult) -> None:
         response = self._core.table.responses.get(result.response)
         done = response is not None and response.state is ResponseState.DONE
-        if response is not None and done and response.attempt == result.attempt:  # else it came too late
+        # else it came too late
+        if response is not None and done and response.attempt == result.attempt:
             self._records.reward_figures(response, result.metrics)
             task = self._prompts.get(response.group.prompt.id, response.group.round.is_eval)
             self._records.sample(sample_of(response, task.text, result.text, result.reward))
@@ -367,7 +397,8 @@ class CoordinatorDaemon:
                     self._records.bad_frames += 1
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
-        """The process that says hello speaks for its node from now on, if it may and the core agrees."""
+        """The process that says hello speaks for its node from now on, if it may and the core
+        agrees."""
         if peer.access is not Access.FULL:
             if (why := why_unwelcome(self._name, hello)) is not None:
                 self._report(f"{hello.node} refused: {why}")
@@ -400,8 +431,9 @@ class CoordinatorDaemon:
     def _is_taken(self, peer: Peer) -> bool:
         """Whether another process speaks under this name and lives, as far as is known.
 
-        Only with the full key one takes over from it: who may join could else end any node. A daemon that was
-        started again gets its name when the connection of the one before is gone, or its lease is over.
+        Only with the full key one takes over from it: who may join could else end any node. A
+        daemon that was started again gets its name when the connection of the one before is gone,
+        or its lease is over.
         """
         before = self._peers.get(peer.name)
         if before in {None, peer} or peer.name not in self._core.fleet.nodes:
@@ -415,7 +447,11 @@ class CoordinatorDaemon:
             self._send(node, Welcome(self._config.run.name, refused=REJOIN))
         elif isinstance(message, Checkpointed):
             stands_at = self._core.trainer_feed.stands_at
-            if node == self._core.fleet.trainer and stands_at is not None and message.step <= stands_at:
+            if (
+                node == self._core.fleet.trainer
+                and stands_at is not None
+                and message.step <= stands_at
+            ):
                 self._journaling.drop_before(message.oldest)
         else:
             event = as_event(node, message)

@@ -1,5 +1,5 @@
-"""Whether this process may still open something: without that, ZeroMQ lets nobody in, says nothing, and does
-not stop trying. So the last ones are kept from nodes: one that is too many is told so.
+"""Whether this process may still open something: without that, ZeroMQ lets nobody in, says nothing,
+and does not stop trying. So the last ones are kept from nodes: one that is too many is told so.
 """
 
 import errno
@@ -18,8 +18,11 @@ TELL_AGAIN_S = 60.0
 
 
 class Descriptors:
-    def __init__(self, report: Callable[[str], None], num_connections: Callable[[], tuple[int, int]]) -> None:
-        """`num_connections`: of nodes and tools, and of those who have not said yet who they are."""
+    def __init__(
+        self, report: Callable[[str], None], num_connections: Callable[[], tuple[int, int]]
+    ) -> None:
+        """`num_connections`: of nodes and tools, and of those who have not said yet who they
+        are."""
         self._report = report
         self._num_connections = num_connections
         self._num_looks = 0  # in a row, at which there were none
@@ -29,7 +32,8 @@ class Descriptors:
         self._others: int | None = None  # not connections; None: not counted yet
 
     def look(self) -> None:
-        """Reports it when they have run out, and when there are some again. To be called now and then.
+        """Reports it when they have run out, and when there are some again. To be called now and
+        then.
 
         Once may be an attack that is being ended.
         """
@@ -40,7 +44,8 @@ class Descriptors:
         if self._num_looks >= 2 and not self._has_told and now - self._told_at > TELL_AGAIN_S:
             self._told_at, self._has_told = now, True
             self._report(
-                f"WARNING: no free file descriptors: nobody can connect until there are some ({_how()})"
+                "WARNING: no free file descriptors: nobody can connect until there are "
+                f"some ({_how()})"
             )
         elif self._num_looks == 0 and self._has_told:
             self._has_told = False
@@ -60,14 +65,17 @@ class Descriptors:
 
 
 def require_room(config: Config) -> None:
-    """Raises ConfigError if the nodes of this config need more connections than this process may have."""
+    """Raises ConfigError if the nodes of this config need more connections than this process may
+    have."""
     limit = open_files.raised_limit()
     workers = config.reward.workers * OF_WORKER
     needed = BASE + workers + FOR_TOOLS + config.rollout.nodes + 1
     if needed > limit:
         raise ConfigError(
-            f"rollout.nodes = {config.rollout.nodes}: the coordinator needs {needed} open files, and "
-            f"{limit} are allowed; raise the hard limit (ulimit -Hn {needed + open_files.SET_ASIDE})"
+            f"rollout.nodes = {config.rollout.nodes}: the coordinator needs {needed} open "
+            "files, and "
+            f"{limit} are allowed; raise the hard limit (ulimit -Hn "
+            f"{needed + open_files.SET_ASIDE})"
         )
 
 

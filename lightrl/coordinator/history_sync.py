@@ -1,9 +1,9 @@
 """What the coordinator remembers of earlier responses on its way to the nodes, to be drafted from.
 
-Owns which node has been sent which group's history. A history travels with the first request of its group
-to a node, so that a node that has just come can draft at once, and so does a response that moves. A node
-that may have lost what it was sent, because it says hello (again) or its engine died, is sent it anew.
-Nothing but speed depends on it: what does not fit is left out.
+Owns which node has been sent which group's history. A history travels with the first request of its
+group to a node, so that a node that has just come can draft at once, and so does a response that
+moves. A node that may have lost what it was sent, because it says hello (again) or its engine died,
+is sent it anew. Nothing but speed depends on it: what does not fit is left out.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ MAX_MESSAGE_BYTES = 8 << 20  # of one message: what comes after it on the line m
 
 
 class Histories:
-    """Example: attach("a/0f", Generate(...), {"p7@1#0": r}).histories == (PromptHistory("p7@1", ...),)"""
+    """Example: attach("a/0f", Generate(...), {"p7@1#0": r}).histories == (PromptHistory("p7@1",
+    ...),)"""
 
     def __init__(self, history: History | None, saved: SavedHistory | None = None) -> None:
         """Without a history nothing is kept, and nothing travels."""
@@ -33,7 +34,9 @@ class Histories:
         self._saved = saved
         self._sent: dict[str, set[str]] = {}  # identity of a node -> open groups
 
-    def attach(self, identity: str, generate: Generate, responses: Mapping[str, Response]) -> Generate:
+    def attach(
+        self, identity: str, generate: Generate, responses: Mapping[str, Response]
+    ) -> Generate:
         """With the histories that this node lacks; `responses` are those of the open rounds."""
         if self._history is None:
             return generate
@@ -54,7 +57,8 @@ class Histories:
         return replace(generate, histories=tuple(histories))
 
     def heard(self, identity: str, message: object) -> None:
-        """A node that has started again, or whose engine has, knows nothing of what was sent to it."""
+        """A node that has started again, or whose engine has, knows nothing of what was sent to
+        it."""
         if isinstance(message, Hello | WeightsFailed):
             self._sent.pop(identity, None)
 
@@ -82,8 +86,11 @@ class Histories:
             self._saved.close()
 
 
-def open_histories(config: Config, run_dir: Path, resume: bool, report: Callable[[str], None]) -> Histories:
-    """With `resume` it knows what an earlier process has saved. `report` is called on the running loop."""
+def open_histories(
+    config: Config, run_dir: Path, resume: bool, report: Callable[[str], None]
+) -> Histories:
+    """With `resume` it knows what an earlier process has saved. `report` is called on the running
+    loop."""
     if not config.speculates:
         return Histories(None)
     history = History(config.speculation.history_mb << 20)
@@ -103,11 +110,14 @@ def open_histories(config: Config, run_dir: Path, resume: bool, report: Callable
 
 
 def _history_of(group: Group, pasts: list[PastResponse]) -> PromptHistory:
-    return PromptHistory(group.id, tuple(encode(p.tokens) for p in pasts), tuple(p.reward for p in pasts))
+    return PromptHistory(
+        group.id, tuple(encode(p.tokens) for p in pasts), tuple(p.reward for p in pasts)
+    )
 
 
 def _newest(history: History, group: Group) -> list[PastResponse]:
-    """Of what is known, within the bounds. Nothing is copied: of many groups only a few fit in a message."""
+    """Of what is known, within the bounds. Nothing is copied: of many groups only a few fit in a
+    message."""
     kept: list[PastResponse] = []
     left = MAX_PROMPT_BYTES
     for past in reversed(_known(history, group)):
@@ -118,7 +128,11 @@ def _newest(history: History, group: Group) -> list[PastResponse]:
 
 
 def _known(history: History, group: Group) -> list[PastResponse]:
-    """Oldest first; of one epoch those that were given up come first, for least is lost with them."""
+    """Oldest first; of one epoch those that were given up come first, for least is lost with
+    them."""
     earlier = sorted(history.of(key_of(group)), key=lambda past: past.finished)
     finished = (r for r in group.responses if r.finish_reason is not None)
-    return [*earlier, *(PastResponse(group.prompt.epoch, r.tokens, True, r.reward) for r in finished)]
+    return [
+        *earlier,
+        *(PastResponse(group.prompt.epoch, r.tokens, True, r.reward) for r in finished),
+    ]

@@ -1,7 +1,8 @@
 """What of a run is on the disk: the journal as the coordinator's shell uses it.
 
-Owns when a segment begins and what waits until something is durable. What a fact is, and how a core comes
-of facts, is said in core/log_entries.py and core/recovery.py; how they are written, in journal/.
+Owns when a segment begins and what waits until something is durable. What a fact is, and how a core
+comes of facts, is said in core/log_entries.py and core/recovery.py; how they are written, in
+journal/.
 """
 
 import asyncio
@@ -23,8 +24,8 @@ FOLDER = "journal"  # in the run directory
 
 
 def last_stand(run_dir: Path) -> tuple[list[LogEntry], list[str]]:
-    """The facts to go on from, and lines that say what is lost; newer segments that cannot be used are
-    moved aside, and where to. Raises JournalError if there is nothing to go on from."""
+    """The facts to go on from, and lines that say what is lost; newer segments that cannot be used
+    are moved aside, and where to. Raises JournalError if there is nothing to go on from."""
     segment, facts, lines = read.newest(run_dir / FOLDER, read.LOG)
     if aside := read.trim(run_dir / FOLDER, segment):
         lines.append(f"what cannot be used is set aside in {run_dir / FOLDER}: {', '.join(aside)}")
@@ -46,18 +47,24 @@ class Journaling:
         report: Callable[[str], None],
         max_trouble_s: float = MAX_TROUBLE_S,
     ) -> None:
-        """`max_trouble_s`: how long the disk may refuse. Raises JournalError if the folder cannot be used, or
-        another coordinator has it open."""
+        """`max_trouble_s`: how long the disk may refuse. Raises JournalError if the folder cannot
+        be used, or another coordinator has it open."""
         self._folder = run_dir / FOLDER
         self._report = report
         self._segment_bytes = settings.segment_mb << 20
-        self._is_step_over = False  # what is recorded now will be in what the next segment begins with
+        # what is recorded now will be in what the next segment begins with
+        self._is_step_over = False
         self._shards: list[ShardSent] = []  # but for these
         self._acts: list[Callable[[], object]] = []  # that wait for them
         self._writer: JournalWriter[LogEntry] | None = None
         if settings.enabled:
             self._writer = JournalWriter(
-                self._folder, read.LOG, settings.flush_ms, report, settings.keep_history, max_trouble_s
+                self._folder,
+                read.LOG,
+                settings.flush_ms,
+                report,
+                settings.keep_history,
+                max_trouble_s,
             )
 
     def begin(self, core: Coordinator, note: bytes) -> None:
@@ -102,7 +109,8 @@ class Journaling:
             self._writer.after_flush(act)
 
     async def shards(self, step: int) -> AsyncGenerator[TrainShard, None]:
-        """Of a step that was trained, cut as they were accumulated, read one by one. Raises JournalError."""
+        """Of a step that was trained, cut as they were accumulated, read one by one. Raises
+        JournalError."""
         if self._writer is None:
             raise JournalError(f"step {step} cannot be trained again: journal.enabled = false")
         flushed = asyncio.Event()
@@ -115,7 +123,9 @@ class Journaling:
         parts = read.recut(sent, portions, sent.num_groups)
         # A `next` that was refused for lack of a thread has not been called, so no part is skipped.
         while (
-            part := await retry_on_resource_limit(lambda: in_thread(next, parts, None), what, self._report)
+            part := await retry_on_resource_limit(
+                lambda: in_thread(next, parts, None), what, self._report
+            )
         ) is not None:
             yield part
 
@@ -125,7 +135,8 @@ class Journaling:
         return self._writer.pending_bytes if self._writer is not None else 0
 
     def drop_before(self, step: int) -> None:
-        """Nobody will train the steps before this one again: no checkpoint that is kept has fewer."""
+        """Nobody will train the steps before this one again: no checkpoint that is kept has
+        fewer."""
         if self._writer is not None:
             self._writer.drop_before(step)
 

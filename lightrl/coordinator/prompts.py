@@ -15,12 +15,15 @@ from lightrl.wire import pack_i32
 
 class Prompts:
     def __init__(self, config: Config) -> None:
-        """Raises ConfigError or DataError, one line, for anything that is wrong with the run's input."""
+        """Raises ConfigError or DataError, one line, for anything that is wrong with the run's
+        input."""
         self.model_files = model_files(config.model.path)
         tokenizer = load_tokenizer(config.model.path)
         self._train = _by_id(load_prompts(config.data.path, config.data, tokenizer))
         self._eval = (
-            _by_id(load_prompts(config.eval.path, config.data, tokenizer)) if config.eval.path else {}
+            _by_id(load_prompts(config.eval.path, config.data, tokenizer))
+            if config.eval.path
+            else {}
         )
         self._order = list(self._train.values())  # what the cursor's indices mean
         self._cursor = PromptCursor(len(self._train), config.run.seed, config.data.shuffle)
@@ -34,7 +37,8 @@ class Prompts:
 
     @property
     def digest(self) -> str:
-        """Of the prompts in their order: a run that goes on with other data would repeat or skip some."""
+        """Of the prompts in their order: a run that goes on with other data would repeat or skip
+        some."""
         names = "\n".join(prompt.id for prompt in self._order)
         return hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 

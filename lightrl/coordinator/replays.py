@@ -1,4 +1,5 @@
-"""Steps that the trainer trains again: their shards, from the journal to the trainer as it takes them.
+"""Steps that the trainer trains again: their shards, from the journal to the trainer as it takes
+them.
 
 Owns how much of such a step is under way. Which step it is, is decided in core/trainer_feed.py.
 """
@@ -21,8 +22,8 @@ class Replays:
         send: Callable[[str, TrainShard, int], bool],
         fail: Callable[[str], None],
     ) -> None:
-        """`send` sends to a node whose trainer has said so many hellos. False: it is gone, or has said
-        another. `fail` is told why a step cannot be trained again.
+        """`send` sends to a node whose trainer has said so many hellos. False: it is gone, or has
+        said another. `fail` is told why a step cannot be trained again.
         """
         self._journaling = journaling
         self._send = send

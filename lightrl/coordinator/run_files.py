@@ -1,7 +1,8 @@
-"""What a coordinator leaves in the run directory for others: where it listens, and how the run has ended.
+"""What a coordinator leaves in the run directory for others: where it listens, and how the run has
+ended.
 
-Owns `address`, `summary.json` and `snapshot.json`. Each is there whole or not at all, and the last two only
-while the run is over: so no clock has to tell whether it is.
+Owns `address`, `summary.json` and `snapshot.json`. Each is there whole or not at all, and the last
+two only while the run is over: so no clock has to tell whether it is.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ def go_on(run_dir: Path) -> None:
 async def announce(run_dir: Path, address: str, report: Callable[[str], None]) -> None:
     """Returns when it is written, however long the disk refuses: nobody can come without it.
 
-    When cancelled it ends after the attempt that is under way: what is removed later does not come back.
+    When cancelled it ends after the attempt that is under way: what is removed later does not come
+    back.
     """
     told = False
     while True:
@@ -52,8 +54,11 @@ async def announce(run_dir: Path, address: str, report: Callable[[str], None]) -
         await asyncio.sleep(TRY_AGAIN_S)
 
 
-async def end(run_dir: Path, summary: bytes, snapshot: bytes, report: Callable[[str], None]) -> None:
-    """The run is over, also when this is cancelled. What the disk refuses is missing; `report` is told."""
+async def end(
+    run_dir: Path, summary: bytes, snapshot: bytes, report: Callable[[str], None]
+) -> None:
+    """The run is over, also when this is cancelled. What the disk refuses is missing; `report` is
+    told."""
     try:
         lines = await _to_its_end(_end, run_dir, summary, snapshot)
     except OSError:  # there is no thread for it, and it does not wait

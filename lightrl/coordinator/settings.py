@@ -1,4 +1,5 @@
-"""What the core's settings take from data and model, and whether these fit the config. No policy."""
+"""What the core's settings take from data and model, and whether these fit the config. No
+policy."""
 
 from lightrl.config import Config
 from lightrl.core.state import Settings
@@ -9,7 +10,11 @@ from lightrl.wire import from_json
 
 
 def core_settings(
-    config: Config, vocabulary: int, stop_ids: tuple[int, ...], num_prompts: int, num_eval_prompts: int
+    config: Config,
+    vocabulary: int,
+    stop_ids: tuple[int, ...],
+    num_prompts: int,
+    num_eval_prompts: int,
 ) -> Settings:
     """Raises DataError if the data holds fewer prompts than a round launches."""
     _require_enough(config, num_prompts)
@@ -29,7 +34,8 @@ def _require_enough(config: Config, num_prompts: int) -> None:
 
 
 def vocabulary(files: dict[str, bytes], prompts: dict[str, Prompt], config: Config) -> int:
-    """The model's, from its config.json. Raises DataError for a prompt with tokens that it does not have."""
+    """The model's, from its config.json. Raises DataError for a prompt with tokens that it does not
+    have."""
     tree = from_json(files["config.json"], dict)
     text = tree.get("text_config") or tree  # of models that read more than text
     size = text.get("vocab_size")
@@ -44,7 +50,8 @@ def vocabulary(files: dict[str, bytes], prompts: dict[str, Prompt], config: Conf
     for prompt in prompts.values():
         if max(prompt.token_ids, default=0) >= size:
             raise DataError(
-                f"prompt {prompt.id}: the tokenizer's token {max(prompt.token_ids)} is outside the model's "
+                f"prompt {prompt.id}: the tokenizer's token {max(prompt.token_ids)} is "
+                "outside the model's "
                 f"vocabulary of {size}"
             )
     return size

@@ -22,7 +22,8 @@ class Watchers:
         self._tasks: dict[Peer, asyncio.Task[None]] = {}
 
     def renew(self, peer: Peer, every_s: float, tasks: asyncio.TaskGroup) -> None:
-        """A snapshot now, and every `every_s` seconds until the lease runs out; 0 = just this one."""
+        """A snapshot now, and every `every_s` seconds until the lease runs out; 0 = just this
+        one."""
         previous = self._tasks.pop(peer, None)
         if previous is not None:
             previous.cancel()

@@ -1,4 +1,5 @@
-"""Tokens and logprobs as the core keeps them, arrays, and as they travel: raw little-endian bytes."""
+"""Tokens and logprobs as the core keeps them, arrays, and as they travel: raw little-endian
+bytes."""
 
 import sys
 from array import array

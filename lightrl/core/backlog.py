@@ -15,21 +15,28 @@ class PutOff:
     """A prompt that lost the race of a short round."""
 
     prompt: DrawnPrompt
-    attempts: int  # placements of its responses so far; later ones count on, so that late news is told apart
-    since: int  # the step that first put it off
+    # placements of its responses so far; later ones count on, so that late news is told apart
+    attempts: int
+    # the step that first put it off
+    since: int
 
 
 @dataclass(slots=True)
 class Backlog:
-    """First in, first out: a prompt waits for about one period of rounds. It survives a resume as data.
+    """First in, first out: a prompt waits for about one period of rounds. It survives a resume as
+    data.
 
-    Example: Backlog(256, put_off=deque([PutOff(DrawnPrompt("p7", 0, <int32>), 2, since=3)]), num_drawn=64)
+    Example: Backlog(256, put_off=deque([PutOff(DrawnPrompt("p7", 0, <int32>), 2, since=3)]),
+    num_drawn=64)
     """
 
-    num_prompts: int  # of one epoch
+    # of one epoch
+    num_prompts: int
     put_off: deque[PutOff] = field(default_factory=deque[PutOff])
-    spare: deque[DrawnPrompt] = field(default_factory=deque[DrawnPrompt])  # drawn, but not usable then
-    num_drawn: int = 0  # from the data, over all epochs
+    # drawn, but not usable then
+    spare: deque[DrawnPrompt] = field(default_factory=deque[DrawnPrompt])
+    # from the data, over all epochs
+    num_drawn: int = 0
 
     @property
     def epoch_left(self) -> int:
@@ -41,7 +48,8 @@ class Backlog:
         return len(self.put_off) + len(self.spare)
 
     def take(self, count: int) -> list[PutOff]:
-        """The `count` that have waited longest, or all there are; of one prompt only the older epoch."""
+        """The `count` that have waited longest, or all there are; of one prompt only the older
+        epoch."""
         taken: dict[str, PutOff] = {}
         kept: list[PutOff] = []
         while self.put_off and len(taken) < count:
@@ -69,7 +77,8 @@ class Backlog:
     def draw(self, drawn: Iterable[DrawnPrompt], busy: set[str]) -> list[DrawnPrompt]:
         """Takes in what the data gave; returns what can be used now, keeps the rest for later.
 
-        `busy` prompts are in the put-off queue or in the round already, from the end of the last epoch.
+        `busy` prompts are in the put-off queue or in the round already, from the end of the last
+        epoch.
         """
         usable: list[DrawnPrompt] = []
         for prompt in drawn:

@@ -39,30 +39,37 @@ class Score:
     """Compute the reward of a finished response; answer with ResponseScored."""
 
     response: Response
-    prompt: str  # prompt id
+    # prompt id
+    prompt: str
     source: Literal["train", "eval"]
 
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """Every group is accepted, put off or dropped. Read its figures now: its tokens go with its step."""
+    """Every group is accepted, put off or dropped. Read its figures now: its tokens go with its
+    step."""
 
     round: Round
 
 
 @dataclass(frozen=True, slots=True)
 class CloseStep:
-    """Step `step` is trained and its version served. The three times follow each other without a gap.
+    """Step `step` is trained and its version served. The three times follow each other without a
+    gap.
 
-    In asynchronous mode a step begins where the one before it ended and ends when it is trained: nobody
-    waits for the new version then, and weights_s is next to nothing.
+    In asynchronous mode a step begins where the one before it ended and ends when it is trained:
+    nobody waits for the new version then, and weights_s is next to nothing.
     """
 
     step: int
-    rollout_s: float  # from the opening of its round until it closed
-    train_s: float  # from then on until the new version was published; the rest of training was hidden
-    weights_s: float  # from then on until a node served it and the next round could open
-    metrics: dict[str, float]  # the trainer's
+    # from the opening of its round until it closed
+    rollout_s: float
+    # from then on until the new version was published; the rest of training was hidden
+    train_s: float
+    # from then on until a node served it and the next round could open
+    weights_s: float
+    # the trainer's
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +102,20 @@ class Report:
 class Finish:
     """The run is over; nothing follows."""
 
-    state: RunState  # finished, stopped or failed
+    # finished, stopped or failed
+    state: RunState
     reason: str
 
 
 Command: TypeAlias = (
-    Send | Admit | DrawPrompts | Score | CloseRound | CloseStep | Record | ReplayShards | Report | Finish
+    Send
+    | Admit
+    | DrawPrompts
+    | Score
+    | CloseRound
+    | CloseStep
+    | Record
+    | ReplayShards
+    | Report
+    | Finish
 )

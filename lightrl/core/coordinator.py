@@ -1,10 +1,11 @@
-"""The run as one state machine: events in, commands out. Daemon, simulator and tests drive the same object.
+"""The run as one state machine: events in, commands out. Daemon, simulator and tests drive the same
+object.
 
-Owns what becomes of the work of a node that leaves, and the end of the run. Who takes part is kept in
-`fleet`, every response in `table`, the order of rounds and steps in `steps`. Decisions are pure
+Owns what becomes of the work of a node that leaves, and the end of the run. Who takes part is kept
+in `fleet`, every response in `table`, the order of rounds and steps in `steps`. Decisions are pure
 functions: what a round holds in `rounds`, who wins it in `race`, who generates a response in
-`placement`. How a core is made again from a journal: `recovery`. Must not await, read a clock or touch
-a socket: time is an argument.
+`placement`. How a core is made again from a journal: `recovery`. Must not await, read a clock or
+touch a socket: time is an argument.
 """
 
 from collections.abc import Callable
@@ -88,7 +89,8 @@ class Coordinator:
         return self.steps.step
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Everything to do because of `event`, in order. Raises InvariantViolation if the core is broken."""
+        """Everything to do because of `event`, in order. Raises InvariantViolation if the core is
+        broken."""
         self._out = self.steps.out = []
         if self._over:
             return self._out
@@ -151,8 +153,13 @@ class Coordinator:
     # Weights
 
     def _publish(self, name: str, message: PublishWeights, now: float) -> None:
-        """The trainer has a version: a new one, or after it has come (back) the one where it stands."""
-        manifest, published, stood_at = message.manifest, self.fleet.published, self.trainer_feed.stands_at
+        """The trainer has a version: a new one, or after it has come (back) the one where it
+        stands."""
+        manifest, published, stood_at = (
+            message.manifest,
+            self.fleet.published,
+            self.trainer_feed.stands_at,
+        )
         version, digest = manifest.policy_version, manifest.digest
         if name != self.fleet.trainer or version == stood_at:
             return  # not the trainer, or it came twice
@@ -162,7 +169,8 @@ class Coordinator:
         is_new = published is not None and version > published.policy_version
         if stood_at is not None and is_new and not self.steps.has_closed(stood_at):
             self._report(
-                f"{name} published version {version}, but the round of step {stood_at} is still open: ignored"
+                f"{name} published version {version}, but the round of step {stood_at} is "
+                "still open: ignored"
             )
             return
         if (problem := self._why_wrong(version, digest)) is not None:
@@ -188,7 +196,8 @@ class Coordinator:
         known = self.fleet.digests.get(version, digest)
         if known != digest:
             return (
-                f"version {version} was trained again and came out different (digest {digest}, published was "
+                f"version {version} was trained again and came out different (digest "
+                f"{digest}, published was "
                 f"{known}): lightrl resume --from-checkpoint goes back to the last checkpoint"
             )
         return self.steps.why_not_at(version) if self.trainer_feed.stands_at is None else None
@@ -202,9 +211,11 @@ class Coordinator:
             self.table.mark_dirty()
 
     def _refuse(self, name: str, failed: WeightsFailed) -> None:
-        """A node cannot load the published version, or its engine died; what ran there resumes elsewhere.
+        """A node cannot load the published version, or its engine died; what ran there resumes
+        elsewhere.
 
-        In asynchronous mode it may still generate with the version before: that is aborted, not lost.
+        In asynchronous mode it may still generate with the version before: that is aborted, not
+        lost.
         """
         node = self.fleet.nodes.get(name)
         self.table.counters.engines_lost += name in self.fleet.ready
@@ -235,7 +246,9 @@ class Coordinator:
 
     def _join(self, hello: Hello, now: float) -> None:
         if self.fleet.is_ghost(hello):
-            self._out.append(Send(hello.node, Welcome(run="", refused="another process has this name now")))
+            self._out.append(
+                Send(hello.node, Welcome(run="", refused="another process has this name now"))
+            )
             return
         is_awaited = "trainer" in hello.roles and self._awaits_trainer
         reason = self.fleet.why_refused(hello)
@@ -290,7 +303,9 @@ class Coordinator:
         if "trainer" in node.roles:
             self.trainer_feed.lost(now)
             if self._ending is None:
-                self._report(f"the run waits {self.settings.patience_s:g} s for a trainer to come back")
+                self._report(
+                    f"the run waits {self.settings.patience_s:g} s for a trainer to come back"
+                )
 
     @property
     def _awaits_trainer(self) -> bool:
@@ -335,7 +350,8 @@ class Coordinator:
                 self.table.rebalance(self._out)
 
     def _plan_rebalance(self, now: float) -> None:
-        """Soon after a node got room that nothing waits for; not too often, for it looks at all nodes."""
+        """Soon after a node got room that nothing waits for; not too often, for it looks at all
+        nodes."""
         if not (self.settings.migration and self.table.has_idle_room):
             self._rebalance_at = None
         elif self._rebalance_at is None:

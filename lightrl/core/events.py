@@ -115,7 +115,8 @@ class StepTrained:
 
 @dataclass(frozen=True, slots=True)
 class ShardLeft:
-    """A TrainShard is durable and on its way. Feed it in a later turn than that in which it was made."""
+    """A TrainShard is durable and on its way. Feed it in a later turn than that in which it was
+    made."""
 
     step: int
     index: int

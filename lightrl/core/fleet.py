@@ -22,7 +22,8 @@ from lightrl.messages import (
 )
 from lightrl.tickets import pull_ticket
 
-VERSIONS_REMEMBERED = 8  # beyond those that asynchronous mode allows: late chunks are told from forged ones
+# beyond those that asynchronous mode allows: late chunks are told from forged ones
+VERSIONS_REMEMBERED = 8
 SPEED_SAMPLE = 16  # nodes from which the speed of a new one is guessed
 SHARE_BATCH = 32  # responses at which the speeds of nodes are compared
 MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is asked to leave
@@ -41,7 +42,8 @@ class Fleet:
         self.published: Published | None = None
         self.digests: dict[int, str] = {}  # of the newest versions
         self.num_joined = 0
-        self._replaced: dict[str, deque[int]] = {}  # incarnations of a node that were followed by another
+        # incarnations of a node that were followed by another
+        self._replaced: dict[str, deque[int]] = {}
         self.num_weights_failed = 0
         self.lease_check_at: float | None = None
         self._settings = settings
@@ -75,7 +77,8 @@ class Fleet:
             del self._replaced[next(iter(self._replaced))]
 
     def add(self, hello: Hello, now: float) -> list[Command]:
-        """Takes a node in, or once more if it is known; another incarnation must have been removed."""
+        """Takes a node in, or once more if it is known; another incarnation must have been
+        removed."""
         known = self.nodes.get(hello.node)
         if known is not None:
             known.heard_at = now
@@ -123,7 +126,9 @@ class Fleet:
         return Speed(fmean(s.base for s in known), fmean(s.slope for s in known))
 
     def _typical_gain(self) -> Gain:
-        known = [n.gain.tokens for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed]
+        known = [
+            n.gain.tokens for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed
+        ]
         return Gain(fmean(known)) if known else Gain()
 
     def remove(self, name: str) -> None:
@@ -139,7 +144,8 @@ class Fleet:
         self._move(node, NodeState.DRAINING)
 
     def _move(self, node: Node, to: NodeState) -> None:
-        """Keeps the views of `nodes` true. For a node that has only just joined nothing is reserved."""
+        """Keeps the views of `nodes` true. For a node that has only just joined nothing is
+        reserved."""
         node.move(to)
         if self.ready.pop(node.name, None) is not None:
             self.share_ready = self.share_ready - node.share if self.ready else 0.0
@@ -179,7 +185,9 @@ class Fleet:
 
     def publish_again(self, message: PublishWeights) -> list[Command]:
         """The newest version is to be had where it was not before; nodes without it are told so."""
-        self.published = Published(message.manifest.policy_version, message.manifest.digest, message)
+        self.published = Published(
+            message.manifest.policy_version, message.manifest.digest, message
+        )
         nodes = [n for n in self.nodes.values() if n.state is not NodeState.READY]
         for node in nodes:
             node.weights_failures = 0
@@ -203,7 +211,11 @@ class Fleet:
             self._move(node, NodeState.READY)
 
     def _offer(self, node: Node) -> list[Command]:
-        if self.published is None or "rollout" not in node.roles or node.state is NodeState.DRAINING:
+        if (
+            self.published is None
+            or "rollout" not in node.roles
+            or node.state is NodeState.DRAINING
+        ):
             return []
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
@@ -216,7 +228,11 @@ class Fleet:
     def confirm(self, name: str, ready: WeightsReady) -> list[Command]:
         """A node's engine has loaded a version; the node is ready only if the digests agree."""
         node, published = self.nodes.get(name), self.published
-        if node is None or published is None or node.state not in {NodeState.LOADING, NodeState.UPDATING}:
+        if (
+            node is None
+            or published is None
+            or node.state not in {NodeState.LOADING, NodeState.UPDATING}
+        ):
             return []
         if ready.policy_version != published.policy_version:
             return []  # the newer one is on its way
@@ -228,7 +244,8 @@ class Fleet:
         return []
 
     def refuse(self, name: str, failed: WeightsFailed) -> list[Command]:
-        """A node does not serve the published version: again, and after MAX_WEIGHTS_FAILURES it must go.
+        """A node does not serve the published version: again, and after MAX_WEIGHTS_FAILURES it
+        must go.
 
         If it was ready, its engine has died; the caller has taken its responses away.
         """

@@ -44,7 +44,8 @@ def _nodes(core: "Coordinator") -> None:
     for node in core.fleet.nodes.values():
         _require(node.state is not NodeState.GONE, f"{node.name} is gone but listed")
         _require(
-            len(node.running) <= node.slots, f"{node.name} runs {len(node.running)} of {node.slots} slots"
+            len(node.running) <= node.slots,
+            f"{node.name} runs {len(node.running)} of {node.slots} slots",
         )
         serves = node.state is NodeState.READY and "rollout" in node.roles
         if serves:
@@ -58,10 +59,13 @@ def _nodes(core: "Coordinator") -> None:
         )
         updating = core.fleet.updating.get(node.name) is node
         _require(
-            updating == (node.state is NodeState.UPDATING), f"{node.name} is {node.state} and listed wrongly"
+            updating == (node.state is NodeState.UPDATING),
+            f"{node.name} is {node.state} and listed wrongly",
         )
     known = core.fleet.nodes.keys()
-    _require(core.fleet.ready.keys() | core.fleet.updating.keys() <= known, "a node that left is listed")
+    _require(
+        core.fleet.ready.keys() | core.fleet.updating.keys() <= known, "a node that left is listed"
+    )
     for nodes, share in (
         (core.fleet.updating, core.fleet.share_updating),
         (core.fleet.ready, core.fleet.share_ready),
@@ -87,7 +91,10 @@ def _places(core: "Coordinator") -> None:
         for name, response in node.running.items():
             _require(name not in seen, f"{name} runs in two places")
             seen.add(name)
-            _require(core.table.responses.get(name) is response, f"{name} runs but is not of an open round")
+            _require(
+                core.table.responses.get(name) is response,
+                f"{name} runs but is not of an open round",
+            )
             _require(response.node is node, f"{name} is not where {node.name} says")
     held = core.table.responses.values()
     running = {r.id for r in held if r.state is ResponseState.RUNNING}
@@ -98,7 +105,10 @@ def _places(core: "Coordinator") -> None:
 
 
 def _response(core: "Coordinator", round: Round, r: Response) -> None:
-    _require((r.node is not None) == (r.state is ResponseState.RUNNING), f"{r.id} is {r.state} at {r.node}")
+    _require(
+        (r.node is not None) == (r.state is ResponseState.RUNNING),
+        f"{r.id} is {r.state} at {r.node}",
+    )
     _require(len(r.tokens) == len(r.logprobs), f"{r.id}: tokens and logprobs differ in length")
     covered = all(n > 0 for _, n in r.spans) and sum(n for _, n in r.spans) == len(r.tokens)
     _require(covered, f"{r.id}: version spans do not cover its tokens")
@@ -109,7 +119,9 @@ def _response(core: "Coordinator", round: Round, r: Response) -> None:
     _require(not r.scored or r.state is ResponseState.DONE, f"{r.id} is scored but {r.state}")
     open_states = {ResponseState.QUEUED, ResponseState.RUNNING}
     _require(not (r.resolved and r.state in open_states), f"{r.id} is settled but {r.state}")
-    _require(r.resolved or r.state is not ResponseState.ABORTED, f"{r.id} is aborted but not settled")
+    _require(
+        r.resolved or r.state is not ResponseState.ABORTED, f"{r.id} is aborted but not settled"
+    )
 
 
 def _round(core: "Coordinator", round: Round) -> None:
@@ -119,12 +131,17 @@ def _round(core: "Coordinator", round: Round) -> None:
         unsettled = sum(not r.resolved for r in group.responses)
         _require(group.num_open == unsettled, f"{group.id}: {unsettled} responses are open")
         num_open += unsettled > 0
-        _require(len(group.responses) == round.responses_launched, f"{group.id} has too few responses")
+        _require(
+            len(group.responses) == round.responses_launched, f"{group.id} has too few responses"
+        )
         if group.state in {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}:
-            _require(len(group.kept) == round.group_size, f"{group.id} keeps {len(group.kept)} responses")
+            _require(
+                len(group.kept) == round.group_size, f"{group.id} keeps {len(group.kept)} responses"
+            )
             unscored = [r.id for r in group.kept if not r.scored or r.reward is None]
             _require(
-                not unscored or round.is_eval, f"{group.id} is {group.state} without rewards for {unscored}"
+                not unscored or round.is_eval,
+                f"{group.id} is {group.state} without rewards for {unscored}",
             )
             _require(
                 _has_right_winners(core, round, [r.id for r in group.kept], group.responses),
@@ -133,9 +150,14 @@ def _round(core: "Coordinator", round: Round) -> None:
         undecided = group.state is GroupState.OPEN and race.is_won(group)
         _require(not undecided, f"{group.id} is complete, but nobody noticed")
     _require(round.num_open == num_open, f"{name}: {num_open} groups are open")
-    final = [g for g in round.groups.values() if g.state in {GroupState.ACCEPTED, GroupState.TRAINED}]
+    final = [
+        g for g in round.groups.values() if g.state in {GroupState.ACCEPTED, GroupState.TRAINED}
+    ]
     if not round.is_eval:
-        _require(len(final) == len(round.accepted) <= round.needed, f"{name}: {len(final)} groups accepted")
+        _require(
+            len(final) == len(round.accepted) <= round.needed,
+            f"{name}: {len(final)} groups accepted",
+        )
     if round.state is not RoundState.FILLING and not round.is_eval:
         prompts = {g.prompt.id for g in round.groups.values()}
         _require(len(prompts) == len(round.groups), f"{name}: a prompt twice")
@@ -144,7 +166,9 @@ def _round(core: "Coordinator", round: Round) -> None:
         _require(done and not num_open, f"{name} closed with open groups")
 
 
-def _has_right_winners(core: "Coordinator", round: Round, kept: list[str], group: list[Response]) -> bool:
+def _has_right_winners(
+    core: "Coordinator", round: Round, kept: list[str], group: list[Response]
+) -> bool:
     """In token space nobody who lost is shorter than one who was kept."""
     if round.races and core.settings.tail.race == "clock":
         return True

@@ -19,7 +19,9 @@ FORGET = 0.5  # weight of earlier rounds in the overall distribution
 class Memory:
     """What is remembered, as plain data."""
 
-    lengths: dict[str, tuple[int, list[int]]] = field(default_factory=dict[str, tuple[int, list[int]]])
+    lengths: dict[str, tuple[int, list[int]]] = field(
+        default_factory=dict[str, tuple[int, list[int]]]
+    )
     finished: dict[str, int] = field(default_factory=dict[str, int])
     counts: tuple[float, ...] = ()
 
@@ -27,8 +29,10 @@ class Memory:
 class LengthPredictor:
     def __init__(self, max_response_tokens: int) -> None:
         self._max_tokens = max_response_tokens
-        self._lengths: dict[str, tuple[int, list[int]]] = {}  # prompt -> newest epoch known, lengths in it
-        self._finished: dict[str, int] = {}  # prompt -> longest response trained in its newest epoch
+        # prompt -> newest epoch known, lengths in it
+        self._lengths: dict[str, tuple[int, list[int]]] = {}
+        # prompt -> longest response trained in its newest epoch
+        self._finished: dict[str, int] = {}
         self._counts = [0.0] * NUM_BINS  # of all finished responses, by length
         self._means: list[float] | None = None  # of those longer than a bin's lower end
 
@@ -54,7 +58,8 @@ class LengthPredictor:
             self._finished[group.prompt.id] = max(len(r.tokens) for r in group.kept)
 
     def _remember(self, group: Group) -> None:
-        """How far a group came that was put off says less than its last epoch, unless it came farther."""
+        """How far a group came that was put off says less than its last epoch, unless it came
+        farther."""
         lengths = [len(r.tokens) for r in group.responses if r.tokens]
         epoch, older = self._lengths.get(group.prompt.id, (-1, []))
         if group.state is GroupState.PUT_OFF and epoch < group.prompt.epoch and older:
@@ -64,7 +69,8 @@ class LengthPredictor:
             self._lengths[group.prompt.id] = (group.prompt.epoch, lengths)
 
     def mean(self, group: Group) -> float | None:
-        """Expected length of the group's responses by what earlier epochs say; None = they say nothing."""
+        """Expected length of the group's responses by what earlier epochs say; None = they say
+        nothing."""
         epoch, known = self._lengths.get(group.prompt.id, (0, []))
         return sum(known) / len(known) if known and epoch < group.prompt.epoch else None
 
@@ -84,7 +90,8 @@ class LengthPredictor:
         return min(self._tail_mean(held), float(self._max_tokens))
 
     def finished(self, prompt: str) -> int | None:
-        """When this prompt's group finished in its last epoch: the length of its longest kept response.
+        """When this prompt's group finished in its last epoch: the length of its longest kept
+        response.
 
         Depends on samples alone, unlike how far a response had come that was given up.
         """

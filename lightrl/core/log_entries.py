@@ -1,8 +1,9 @@
 """What must outlive the coordinator: facts, in the order in which the core took them.
 
-Owns the vocabulary of the journal. From a `SnapshotBegan` and all facts after it `Coordinator.recover` makes
-the same run again, without any node: where work ran is no fact, nodes say so themselves when they come
-back. Facts are emitted as commands (`Record`); who writes them, and when, is the shell's business.
+Owns the vocabulary of the journal. From a `SnapshotBegan` and all facts after it
+`Coordinator.recover` makes the same run again, without any node: where work ran is no fact, nodes
+say so themselves when they come back. Facts are emitted as commands (`Record`); who writes them,
+and when, is the shell's business.
 """
 
 from dataclasses import dataclass, field
@@ -22,30 +23,40 @@ class SnapshotBegan:
     Example: SnapshotBegan(step=3, num_drawn=96, version=3, digests={3: "9f3a..."})
     """
 
-    TAG: ClassVar[str] = "Resumed"  # in journals
+    # in journals
+    TAG: ClassVar[str] = "Resumed"
 
-    step: int = 0  # optimizer steps done
-    num_drawn: int = 0  # prompts, over all epochs: the position in the data
+    # optimizer steps done
+    step: int = 0
+    # prompts, over all epochs: the position in the data
+    num_drawn: int = 0
     put_off: tuple[PutOff, ...] = ()
     spare: tuple[DrawnPrompt, ...] = ()
     last_cut: int = 0
-    evaluated: int | None = None  # the policy version evaluated last
-    version: int | None = None  # the one published last
-    digests: dict[int, str] = field(default_factory=dict[int, str])  # of the newest versions
+    # the policy version evaluated last
+    evaluated: int | None = None
+    # the one published last
+    version: int | None = None
+    # of the newest versions
+    digests: dict[int, str] = field(default_factory=dict[int, str])
     counters: Counters = field(default_factory=Counters)
-    memory: Memory = field(default_factory=Memory)  # of lengths
+    # of lengths
+    memory: Memory = field(default_factory=Memory)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSnapshot:
-    """A round that is open when a segment begins; its tokens and scores follow: `recovery.take_snapshot`."""
+    """A round that is open when a segment begins; its tokens and scores follow:
+    `recovery.take_snapshot`."""
 
-    TAG: ClassVar[str] = "RoundStood"  # in journals
+    # in journals
+    TAG: ClassVar[str] = "RoundStood"
 
     step: int
     kind: RoundKind
     prompts_launched: int
-    prompts: tuple[PutOff, ...]  # in the order of their groups
+    # in the order of their groups
+    prompts: tuple[PutOff, ...]
     is_closed: bool
 
 
@@ -53,12 +64,14 @@ class RoundSnapshot:
 class SnapshotEnded:
     """What stood when the segment began is told; from here on things happen."""
 
-    TAG: ClassVar[str] = "Restated"  # in journals
+    # in journals
+    TAG: ClassVar[str] = "Restated"
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened:
-    """What it holds follows from the backlog and the facts before; its prompts come as PromptsDrawn."""
+    """What it holds follows from the backlog and the facts before; its prompts come as
+    PromptsDrawn."""
 
     step: int
     kind: RoundKind
@@ -66,7 +79,8 @@ class RoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class TokensTaken:
-    """Tokens of one policy version that were accepted; what an item holds already is known, is skipped."""
+    """Tokens of one policy version that were accepted; what an item holds already is known, is
+    skipped."""
 
     version: int
     items: tuple[ResponseTokens, ...]
@@ -90,9 +104,11 @@ class ShardSent:
 
 @dataclass(frozen=True, slots=True)
 class ShellNote:
-    """What the shell wants to find again; the core does not read it. Example: ShellNote(b'{"evals": []}')."""
+    """What the shell wants to find again; the core does not read it. Example: ShellNote(b'{"evals":
+    []}')."""
 
-    TAG: ClassVar[str] = "Noted"  # in journals
+    # in journals
+    TAG: ClassVar[str] = "Noted"
 
     data: bytes
 

@@ -1,5 +1,5 @@
-"""What a node is to generate, in as many messages as it takes: a message has a limit, and a node with many
-slots may be given long prefixes for all of them at once.
+"""What a node is to generate, in as many messages as it takes: a message has a limit, and a node
+with many slots may be given long prefixes for all of them at once.
 
 Pure. Which response runs where is decided in `placement` and `responses`.
 """
@@ -12,8 +12,11 @@ MAX_ORDER_BYTES = 8 << 20  # of tokens in one message
 OF_REQUEST = 512  # bytes of a request without its tokens, at most
 
 
-def orders(version: int, sampling: Sampling, requests: Iterable[ResponseRequest]) -> Iterator[Generate]:
-    """All requests in their order. One that is larger than a message should be has one to itself."""
+def orders(
+    version: int, sampling: Sampling, requests: Iterable[ResponseRequest]
+) -> Iterator[Generate]:
+    """All requests in their order. One that is larger than a message should be has one to
+    itself."""
     part: list[ResponseRequest] = []
     size = 0
     for request in requests:

@@ -1,17 +1,18 @@
-"""Which node gets which response, and which running responses move. Pure functions of a view of the nodes.
+"""Which node gets which response, and which running responses move. Pure functions of a view of the
+nodes.
 
 Both decisions rest on one estimate. A node decodes its responses in lock step, and a step with B of
-them takes base + slope * B seconds (`Speed`, learned from its chunks). A response with so many tokens
-before it is in (tokens / gain) steps: one token comes of a step, more where the node speculates and the
-response has a history to draft from (`Gain`, learned likewise). Summed over the steps until the last one
-is done, the node finishes in
+them takes base + slope * B seconds (`Speed`, learned from its chunks). A response with so many
+tokens before it is in (tokens / gain) steps: one token comes of a step, more where the node
+speculates and the response has a history to draft from (`Gain`, learned likewise). Summed over the
+steps until the last one is done, the node finishes in
 
     base * (most steps of a response) + slope * (sum of the steps of all)        seconds
 
-since there are as many steps as that response needs, and each takes time for every response in it. It
-says at once what a slow node is worth, what a long response costs alone and among others, and where a batch
-is so large that another node is better: above the plateau of the throughput-against-batch curve slope
-dominates, below it base does.
+since there are as many steps as that response needs, and each takes time for every response in it.
+It says at once what a slow node is worth, what a long response costs alone and among others, and
+where a batch is so large that another node is better: above the plateau of the
+throughput-against-batch curve slope dominates, below it base does.
 """
 
 import heapq
@@ -22,14 +23,16 @@ from lightrl.core.state import Node, Response
 
 Foresee = Callable[[Response], float]  # expected whole length of a response that goes on
 
-# What a move costs, in engine steps of the receiving node: to sample again what was not sent yet (up to a
-# chunk), and to prefill what is held (16,000 tokens take less than 100 ms where a step takes 17 ms; CPUs
-# are slower).
+# What a move costs, in engine steps of the receiving node: to sample again what was not sent yet
+# (up to a chunk), and to prefill what is held (16,000 tokens take less than 100 ms where a step
+# takes 17 ms; CPUs are slower).
 PREFILL_TOKENS_PER_STEP = 256
-MIN_GAIN = 2.0  # gained seconds for each second a move costs; moving eagerly is known to cost 18 to 20 %
+# gained seconds for each second a move costs; moving eagerly is known to cost 18 to 20 %
+MIN_GAIN = 2.0
 SAME_LENGTH = 1.25  # predicted lengths that differ by less are placed by the same order of nodes
 REBALANCE_S = 0.5  # at least so long between two looks at all nodes,
-REBALANCE_S_PER_NODE = 0.002  # and so much longer for each: looking then takes under one percent of the time
+# and so much longer for each: looking then takes under one percent of the time
+REBALANCE_S_PER_NODE = 0.002
 
 
 @dataclass(slots=True)
@@ -38,8 +41,10 @@ class Outlook:
 
     node: Node
     running: int
-    longest: float  # steps, of the response with most before it
-    total: float  # steps, of all its responses
+    # steps, of the response with most before it
+    longest: float
+    # steps, of all its responses
+    total: float
 
     def finishes_in(self, more: float = 0.0) -> float:
         """Seconds until all is done, with one more response of `more` steps."""
@@ -47,7 +52,8 @@ class Outlook:
         return speed.base * max(self.longest, more) + speed.slope * (self.total + more)
 
     def key(self, more: float) -> tuple[float, int, str]:
-        """Orders nodes for one more response; where it makes no difference, the emptier one is better."""
+        """Orders nodes for one more response; where it makes no difference, the emptier one is
+        better."""
         return self.finishes_in(more), self.running, self.node.name
 
     def add(self, steps: float) -> None:
@@ -63,11 +69,13 @@ def outlook(node: Node, foresee: Foresee) -> Outlook:
 
 @dataclass(slots=True)
 class _Order:
-    """Nodes with free slots, for responses of one kind: the one that would finish first comes first."""
+    """Nodes with free slots, for responses of one kind: the one that would finish first comes
+    first."""
 
     outlooks: dict[str, Outlook]
     heap: list[tuple[float, int, str]]
-    tokens: float = 0.0  # for which the heap's keys hold, nearly
+    # for which the heap's keys hold, nearly
+    tokens: float = 0.0
 
     def best(self, response: Response, tokens: float) -> Outlook | None:
         if not self.tokens / SAME_LENGTH <= tokens <= self.tokens:
@@ -79,7 +87,8 @@ class _Order:
             best = self.outlooks[self.heap[0][-1]]
             if self.heap[0][1] == best.running:
                 return best
-            self.rank(best, tokens / best.node.gain_of(response))  # the other kind's order gave it more
+            # the other kind's order gave it more
+            self.rank(best, tokens / best.node.gain_of(response))
         return None
 
     def rank(self, best: Outlook, steps: float) -> None:
@@ -98,8 +107,8 @@ def assign(
     Credit-based: a node never holds more than its slots, the rest waits. Each response goes to the
     node that would finish first with it, lengths taken as equal within SAME_LENGTH; the name breaks
     ties, so runs repeat. Where nodes speculate, responses with history and without have an order of
-    nodes each. With the longest first this is Graham's greedy rule (1969).
-    O(responses log nodes + nodes log(longest / shortest) + what runs at these nodes) if they are in order.
+    nodes each. With the longest first this is Graham's greedy rule (1969). O(responses log nodes +
+    nodes log(longest / shortest) + what runs at these nodes) if they are in order.
     """
     if not responses:
         return []
@@ -119,13 +128,15 @@ def assign(
     return placed
 
 
-def moves(nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16) -> list[tuple[Response, Node]]:
+def moves(
+    nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16
+) -> list[tuple[Response, Node]]:
     """Running responses that should go on elsewhere, and where, when nothing waits for a slot.
 
-    From the node that finishes last, the one with most steps goes to the node that would finish it first,
-    as long as (tokens that remain) x (time gained per token) is worth MIN_GAIN times the move, and that
-    node does not become the last one by it. What earlier moves cost a node counts against it.
-    O((nodes + moves) log nodes + running responses).
+    From the node that finishes last, the one with most steps goes to the node that would finish it
+    first, as long as (tokens that remain) x (time gained per token) is worth MIN_GAIN times the
+    move, and that node does not become the last one by it. What earlier moves cost a node counts
+    against it. O((nodes + moves) log nodes + running responses).
     """
     outlooks = {n.name: outlook(n, foresee) for n in nodes}
     cost_s = dict.fromkeys(outlooks, 0.0)  # of the moves to a node so far
@@ -154,7 +165,10 @@ def moves(nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16) -> li
         per_token = source.node.speed.step_s(source.running) / gain
         per_token -= target.node.speed.step_s(target.running + 1) / gain_there
         arrives = cost_s[target_name] + cost + target.finishes_in(tokens / gain_there)
-        if tokens * per_token <= MIN_GAIN * (cost_s[target_name] + cost) or arrives >= source.finishes_in():
+        if (
+            tokens * per_token <= MIN_GAIN * (cost_s[target_name] + cost)
+            or arrives >= source.finishes_in()
+        ):
             break
         candidates[source_name].pop()
         moved.append((response, target.node))
@@ -171,7 +185,8 @@ def moves(nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16) -> li
 
 
 def move_s(response: Response, target: Outlook, chunk_tokens: int) -> float:
-    """What taking a running response over costs a node: the prompt and all tokens so far are prefilled."""
+    """What taking a running response over costs a node: the prompt and all tokens so far are
+    prefilled."""
     held = len(response.group.prompt.tokens) // 4 + len(response.tokens)
     return target.node.speed.step_s(1) * (chunk_tokens + held / PREFILL_TOKENS_PER_STEP)
 

@@ -26,8 +26,9 @@ class WorkQueue:
     def push(self, response: Response, resumed: bool = False) -> None:
         """Older rounds first, then what is resumed, then what is predicted to run longest.
 
-        With steps that overlap, every other one goes by ascending length instead: a node that ends one
-        step with long responses begins the next with short ones (HistoPipe in RhymeRL, arXiv 2508.18588).
+        With steps that overlap, every other one goes by ascending length instead: a node that ends
+        one step with long responses begins the next with short ones (HistoPipe in RhymeRL, arXiv
+        2508.18588).
         """
         round = response.group.round
         tokens = self._expect(response)

@@ -1,20 +1,28 @@
 """Who wins a round: which responses a group keeps, which groups the step gets. Pure decisions.
 
-A short round launches more than it needs and keeps what finishes first (RollPacker, arXiv 2509.21009,
-section 4.1). "First" is measured in token space: the finishing time of a response is its number of
-tokens, that of a group the finishing time of the last response it keeps. Winners then depend on the
-samples alone, not on machines, placement, preemption or drafts, and runs repeat. In a race by the
-clock (`Tail.race`) it is the order in which scores arrive, as in the paper.
+A short round launches more than it needs and keeps what finishes first (RollPacker, arXiv
+2509.21009, section 4.1). "First" is measured in token space: the finishing time of a response is
+its number of tokens, that of a group the finishing time of the last response it keeps. Winners then
+depend on the samples alone, not on machines, placement, preemption or drafts, and runs repeat. In a
+race by the clock (`Tail.race`) it is the order in which scores arrive, as in the paper.
 
 Ties are broken by a response's index in its group and a group's position in its round. With tokens
-nothing is decided by waiting: an unfinished response with n tokens will have at least n + 1, so it has
-lost as soon as n reaches the finishing time of those ahead. A round is over when every response has
-finished and has its score, or has provably lost.
+nothing is decided by waiting: an unfinished response with n tokens will have at least n + 1, so it
+has lost as soon as n reaches the finishing time of those ahead. A round is over when every response
+has finished and has its score, or has provably lost.
 """
 
 import bisect
 
-from lightrl.core.state import UNBOUNDED, Group, GroupState, Response, ResponseState, Round, Settings
+from lightrl.core.state import (
+    UNBOUNDED,
+    Group,
+    GroupState,
+    Response,
+    ResponseState,
+    Round,
+    Settings,
+)
 
 DECIDED = -1  # bound and cut of a race by the clock that is over: whoever has not arrived has lost
 MAX_RECHECKS = 32  # looks at who is certain to be accepted, in one round: keeps its cost linear
@@ -34,7 +42,8 @@ def take_score(settings: Settings, response: Response) -> list[Response]:
     round = group.round
     round.num_scores += 1
     by_clock = round.races and settings.tail.race == "clock"
-    bisect.insort(group.finishers, (round.num_scores if by_clock else len(response.tokens), response.index))
+    rank = round.num_scores if by_clock else len(response.tokens)
+    bisect.insort(group.finishers, (rank, response.index))
     if not round.races or len(group.finishers) < round.group_size:
         return []
     group.bound = DECIDED if by_clock else _last_kept(group)[0]
@@ -42,7 +51,8 @@ def take_score(settings: Settings, response: Response) -> list[Response]:
 
 
 def take_group(settings: Settings, round: Round, group: Group) -> bool:
-    """A group is complete and may be trained. Returns whether the round's cut has become smaller."""
+    """A group is complete and may be trained. Returns whether the round's cut has become
+    smaller."""
     bisect.insort(round.finishers, (_last_kept(group)[0], group.position))
     if not round.races or len(round.finishers) < round.needed:
         return False
@@ -119,7 +129,11 @@ def is_flat(group: Group) -> bool:
 
 def is_surplus_flat(settings: Settings, group: Group) -> bool:
     """Whether a group was left out for being flat alone; put off, it would only come again."""
-    if group.state is not GroupState.COMPLETE or not settings.dynamic_sampling or not is_flat(group):
+    if (
+        group.state is not GroupState.COMPLETE
+        or not settings.dynamic_sampling
+        or not is_flat(group)
+    ):
         return False
     return group.round.cut == DECIDED or _last_kept(group)[0] <= group.round.cut
 

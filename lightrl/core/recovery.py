@@ -1,9 +1,9 @@
 """A core made again from its journal, and what a new segment of a journal must begin with.
 
-Owns how facts are applied, and the view of a core that stays as it was while the core goes on. Facts drive
-the same functions that events do, so that nothing is decided in two places; where work ran is forgotten, and
-every response that is not finished waits in the queue until a node comes and says that it has it, or takes it
-on from its tokens.
+Owns how facts are applied, and the view of a core that stays as it was while the core goes on.
+Facts drive the same functions that events do, so that nothing is decided in two places; where work
+ran is forgotten, and every response that is not finished waits in the queue until a node comes and
+says that it has it, or takes it on from its tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,8 +44,8 @@ MAX_TOKENS_TOLD = 1 << 20  # in one fact: some 8 MiB
 class Standing:
     """Where a core stands at one moment, as facts from which `recover` makes it again.
 
-    Iterate over it as often as you like, in any thread, while the core goes on: what the facts hold is made
-    piece by piece. Tokens are not copied before: a response only ever gets more of them.
+    Iterate over it as often as you like, in any thread, while the core goes on: what the facts hold
+    is made piece by piece. Tokens are not copied before: a response only ever gets more of them.
     """
 
     def __init__(self, facts: list[LogEntry], rounds: "list[_StandingRound]") -> None:
@@ -78,11 +78,11 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> Standing:
 
 
 def recover(core: Coordinator, facts: Iterable[LogEntry], now: float) -> list[Command]:
-    """Brings a new core to where the facts end. Returns what is to be done at once: rounds that closed since
-    the segment began, prompts to draw, finished responses without a score.
+    """Brings a new core to where the facts end. Returns what is to be done at once: rounds that
+    closed since the segment began, prompts to draw, finished responses without a score.
 
-    Raises InvariantViolation if the facts contradict each other or the settings, JournalError if the run is
-    further than the settings let it go.
+    Raises InvariantViolation if the facts contradict each other or the settings, JournalError if
+    the run is further than the settings let it go.
     """
     recovery = _Recovery(core, now)
     for fact in facts:
@@ -132,7 +132,8 @@ class _Recovery:
         core = self._core
         if core.steps.opened > core.settings.num_steps:
             raise JournalError(
-                f"train.steps = {core.settings.num_steps}: the run has begun step {core.steps.opened} already"
+                f"train.steps = {core.settings.num_steps}: the run has begun step "
+                f"{core.steps.opened} already"
             )
         commands: list[Command] = [c for c in self._out if isinstance(c, CloseRound)]
         for round in core.steps.draws:
@@ -148,7 +149,10 @@ class _Recovery:
             core.trainer_feed.lost(self._now)
         num_tokens = sum(len(r.tokens) for r in held)
         commands.append(
-            Report(f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens")
+            Report(
+                f"resumed at step {core.step} with {len(held)} open responses of "
+                f"{num_tokens} tokens"
+            )
         )
         core.table.was_recovered = True
         core.steps.out = []
@@ -170,7 +174,8 @@ class _Recovery:
             core.fleet.know(stood.version, stood.digests[stood.version])
 
     def _set_up(self, fact: RoundSnapshot) -> None:
-        """A round that was open. While it is being filled, nothing is drawn for it and it does not close."""
+        """A round that was open. While it is being filled, nothing is drawn for it and it does not
+        close."""
         core = self._core
         round = rounds.new_round(core.settings, fact.kind, fact.step, self._now)
         round.prompts_launched = fact.prompts_launched
@@ -193,7 +198,9 @@ class _Recovery:
         core = self._core
         expected = rounds.next_kind(core.settings, core.backlog)
         if kind not in {"eval", expected}:
-            raise InvariantViolation(f"journal: round {step} was {kind}, and now would be {expected}")
+            raise InvariantViolation(
+                f"journal: round {step} was {kind}, and now would be {expected}"
+            )
         core.steps.open(rounds.new_round(core.settings, kind, step, self._now))
 
     def _score(self, fact: ResponseScored) -> None:
@@ -209,7 +216,8 @@ class _Held(NamedTuple):
 
     response: Response
     attempt: int
-    starts: tuple[tuple[int, int], ...]  # as Response.starts
+    # as Response.starts
+    starts: tuple[tuple[int, int], ...]
     num_tokens: int
     finish_reason: FinishReason | None
 
@@ -255,7 +263,8 @@ def _stand(round: Round) -> _StandingRound:
 
 
 def _told(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[LogEntry]:
-    """By the number of the span in its response: in asynchronous mode an older version may follow a newer."""
+    """By the number of the span in its response: in asynchronous mode an older version may follow a
+    newer."""
     for number, version in sorted(items):
         yield TokensTaken(version, tuple(items[number, version]))
     items.clear()
@@ -273,11 +282,15 @@ def _spans(held: _Held) -> Iterator[tuple[int, ResponseTokens]]:
         finish = held.finish_reason if end == num_tokens else None
         if end > start or finish is not None:
             part = slice(4 * start, 4 * end)
-            yield version, ResponseTokens(response.id, held.attempt, start, ids[part], logprobs[part], finish)
+            yield (
+                version,
+                ResponseTokens(response.id, held.attempt, start, ids[part], logprobs[part], finish),
+            )
 
 
 def _scores(round: Round) -> Iterator[LogEntry]:
-    """In the order in which they counted; then those without a reward, then those that came too late."""
+    """In the order in which they counted; then those without a reward, then those that came too
+    late."""
     counted: list[tuple[int, Response]] = []
     failed: list[Response] = []
     late: list[Response] = []

@@ -1,8 +1,8 @@
 """Every response of the open rounds: where it is, what it holds, what is still waited for.
 
-Owns responses and their queue; a response is in exactly one place. Which node gets one is decided in
-`placement`, who wins in `race`, what a round holds in `rounds`. Methods append what is to be done to
-`out`.
+Owns responses and their queue; a response is in exactly one place. Which node gets one is decided
+in `placement`, who wins in `race`, what a round holds in `rounds`. Methods append what is to be
+done to `out`.
 """
 
 import math
@@ -39,7 +39,8 @@ class ResponseTable:
         self.queue = WorkQueue(settings, expect)
         self.counters = Counters()
         self.was_recovered = False  # nodes may have attempts that another coordinator has given out
-        self.decided: list[Group] = []  # groups in which nothing goes on any more, until someone looks
+        # groups in which nothing goes on any more, until someone looks
+        self.decided: list[Group] = []
         self._settings = settings
         self._fleet = fleet
         self._expect: placement.Foresee = expect
@@ -73,7 +74,8 @@ class ResponseTable:
     # Tokens
 
     def accept(self, node: Node, chunk: TokenChunk, now: float, out: list[Command]) -> str | None:
-        """Takes what is new in a chunk; returns what is wrong with it, if its sender cannot be trusted."""
+        """Takes what is new in a chunk; returns what is wrong with it, if its sender cannot be
+        trusted."""
         if chunk.digest != self._fleet.digests.get(chunk.policy_version):
             self.counters.bad_chunks += 1
             return f"sent tokens of version {chunk.policy_version} with an unconfirmed digest"
@@ -81,10 +83,14 @@ class ResponseTable:
         self._taken = []
         for item in chunk.responses:
             response = self.responses.get(item.response)
-            is_fresh = response is not None and response.node is node and response.attempt == item.attempt
+            is_fresh = (
+                response is not None and response.node is node and response.attempt == item.attempt
+            )
             if response is None or not (is_fresh or self._comes_back(node, response, chunk, item)):
                 self.counters.chunks_ignored += 1  # late news of an attempt we gave up on
-            elif (problem := self._extend(node, response, chunk.policy_version, item, out)) is not None:
+            elif (
+                problem := self._extend(node, response, chunk.policy_version, item, out)
+            ) is not None:
                 self.counters.bad_chunks += 1
                 break
         if self._taken:
@@ -100,7 +106,8 @@ class ResponseTable:
     def _extend(
         self, node: Node, response: Response, version: int, item: ResponseTokens, out: list[Command]
     ) -> str | None:
-        """The one function that runs for every response in every chunk: no more work than must be."""
+        """The one function that runs for every response in every chunk: no more work than must
+        be."""
         settings, group, data = self._settings, response.group, item.token_ids
         round = group.round
         if not round.step - settings.max_staleness <= version <= round.step:
@@ -141,23 +148,33 @@ class ResponseTable:
         if item.finish_reason is None:
             if held >= group.bound or held >= round.cut:
                 self.give_up(response, out)
-        elif item.finish_reason == "abort":  # the node gave it up: it drains, or loads a new version
+        elif (
+            item.finish_reason == "abort"
+        ):  # the node gave it up: it drains, or loads a new version
             self.counters.responses_moved += 1
             self._requeue(response)
         else:
             self._finish(response, item, out)
         return None
 
-    def _comes_back(self, node: Node, response: Response, chunk: TokenChunk, item: ResponseTokens) -> bool:
-        """A node kept what it finished while nobody heard it. Its tokens are those that any other node
-        would sample, so a response that only waits takes them; it is then as if it ran there."""
-        if response.state is not ResponseState.QUEUED or item.finish_reason not in {"stop", "length"}:
+    def _comes_back(
+        self, node: Node, response: Response, chunk: TokenChunk, item: ResponseTokens
+    ) -> bool:
+        """A node kept what it finished while nobody heard it. Its tokens are those that any other
+        node would sample, so a response that only waits takes them; it is then as if it ran
+        there."""
+        if response.state is not ResponseState.QUEUED or item.finish_reason not in {
+            "stop",
+            "length",
+        }:
             return False
         if not attempts.can_exist(response, item.attempt, self.was_recovered):
             return False
         staleness = response.group.round.step - chunk.policy_version
         known = response.tokens[item.offset :]
-        is_sequel = 0 <= item.offset <= len(response.tokens) and item.token_ids.startswith(encode(known))
+        is_sequel = 0 <= item.offset <= len(response.tokens) and item.token_ids.startswith(
+            encode(known)
+        )
         if not is_sequel or not 0 <= staleness <= self._settings.max_staleness:
             return False  # another version, or another batch, has sampled other tokens since
         self.adopt(node, response, item.attempt)
@@ -171,13 +188,16 @@ class ResponseTable:
         self._num_running += 1
 
     def replay_tokens(self, version: int, item: ResponseTokens, out: list[Command]) -> None:
-        """Tokens that were accepted before the coordinator was started again. Raises InvariantViolation."""
+        """Tokens that were accepted before the coordinator was started again. Raises
+        InvariantViolation."""
         response = self.responses.get(item.response)
         if response is None or response.state is not ResponseState.QUEUED:
             return
         held, known = len(response.tokens), len(response.tokens) - item.offset
         if known < 0:
-            raise InvariantViolation(f"{response.id}: tokens {held} to {item.offset} are not in the journal")
+            raise InvariantViolation(
+                f"{response.id}: tokens {held} to {item.offset} are not in the journal"
+            )
         response.attempt = max(response.attempt, item.attempt)
         if len(item.token_ids) > 4 * known:
             if response.version != version:
@@ -210,7 +230,9 @@ class ResponseTable:
 
     # Races
 
-    def score(self, name: str, attempt: int, reward: float | None, failure: str, out: list[Command]) -> None:
+    def score(
+        self, name: str, attempt: int, reward: float | None, failure: str, out: list[Command]
+    ) -> None:
         """Takes the score of a finished response."""
         response = self.responses.get(name)
         if response is None or response.attempt != attempt or response.scored:
@@ -232,7 +254,8 @@ class ResponseTable:
         self._settle(response)
 
     def give_up(self, response: Response, out: list[Command]) -> None:
-        """It is out of the race; one that still waits for its score keeps waiting, without consequence."""
+        """It is out of the race; one that still waits for its score keeps waiting, without
+        consequence."""
         if response.resolved:
             return
         if response.state is ResponseState.RUNNING:
@@ -277,8 +300,8 @@ class ResponseTable:
         """Sends waiting responses to nodes with free slots.
 
         A node that is about to serve the newest version has its share kept for it: else the first
-        node to load would take the work of all the others. But a node that has nothing to do does not
-        wait for one that is slow to load.
+        node to load would take the work of all the others. But a node that has nothing to do does
+        not wait for one that is slow to load.
         """
         if not self.queue or not (self._is_dirty or self._freed):
             return
@@ -327,10 +350,14 @@ class ResponseTable:
         """What was reserved for a node that still loaded is free for the others."""
         self._is_dirty = True
 
-    def reconcile(self, node: Node, claims: dict[str, int], is_ready: bool, out: list[Command]) -> int:
-        """A node says again what it generates: (response -> attempt). Returns how many were taken back.
+    def reconcile(
+        self, node: Node, claims: dict[str, int], is_ready: bool, out: list[Command]
+    ) -> int:
+        """A node says again what it generates: (response -> attempt). Returns how many were taken
+        back.
 
-        What it does not have any more is queued; what runs elsewhere or is not wanted, it must abort.
+        What it does not have any more is queued; what runs elsewhere or is not wanted, it must
+        abort.
         """
         for response in list(node.running.values()):
             if claims.get(response.id) != response.attempt:
@@ -354,7 +381,8 @@ class ResponseTable:
         return len(node.running) - num_before
 
     def requeue_all(self, node: Node) -> int:
-        """Responses of a leaving node go to the head of the queue: their prefixes are already paid for."""
+        """Responses of a leaving node go to the head of the queue: their prefixes are already paid
+        for."""
         leaving = list(node.running.values())
         for response in leaving:
             self._requeue(response)
@@ -370,7 +398,9 @@ class ResponseTable:
                 taken.append(response)
         return taken
 
-    def _generate(self, sent: dict[tuple[str, Sampling], list[ResponseRequest]], out: list[Command]) -> None:
+    def _generate(
+        self, sent: dict[tuple[str, Sampling], list[ResponseRequest]], out: list[Command]
+    ) -> None:
         version = self._fleet.published.policy_version if self._fleet.published is not None else 0
         for (node, sampling), requests in sent.items():
             out += (Send(node, order) for order in orders(version, sampling, requests))

@@ -1,7 +1,7 @@
 """The order of rounds and steps: what is opened, closed and handed to the trainer, and when.
 
-Owns the open rounds' way through their states, and the prompts between rounds. What a round holds is
-decided in `rounds`, who wins it in `race`; which node does the work is no concern of this file.
+Owns the open rounds' way through their states, and the prompts between rounds. What a round holds
+is decided in `rounds`, who wins it in `race`; which node does the work is no concern of this file.
 What is to be done goes to `out`.
 """
 
@@ -49,7 +49,8 @@ class RoundScheduler:
         self._step_done: StepDone | None = None
 
     def judge(self) -> None:
-        """Groups in which nothing goes on any more are complete, or have lost the race of their round."""
+        """Groups in which nothing goes on any more are complete, or have lost the race of their
+        round."""
         if not self._table.decided:
             return
         touched: dict[int, Round] = {}
@@ -78,9 +79,11 @@ class RoundScheduler:
                 self._table.give_up(response, self.out)
 
     def _eliminate(self, group: Group) -> None:
-        """It will not be complete. A race puts it off, whether it is too long or has too few scores.
+        """It will not be complete. A race puts it off, whether it is too long or has too few
+        scores.
 
-        Which of the two is known first would depend on time; in a round that does not race it is dropped.
+        Which of the two is known first would depend on time; in a round that does not race it is
+        dropped.
         """
         if not group.round.races:
             self._drop(group)
@@ -90,11 +93,13 @@ class RoundScheduler:
 
     def _drop(self, group: Group) -> None:
         self._table.counters.groups_dropped += 1
-        self._table.counters.groups_flat += group.state is GroupState.COMPLETE  # else it lacks scores
+        # else it lacks scores
+        self._table.counters.groups_flat += group.state is GroupState.COMPLETE
         self._table.drop(group, GroupState.DROPPED, self.out)
 
     def _accept_decided(self, round: Round) -> None:
-        """Hands to the trainer what is certain to belong to the step, while others still generate."""
+        """Hands to the trainer what is certain to belong to the step, while others still
+        generate."""
         if round.is_eval or not race.should_recheck(round):
             return
         accepted = race.decided_groups(self._settings, round)
@@ -129,7 +134,11 @@ class RoundScheduler:
         """Closes the rounds that are over; opens nothing."""
         self.judge()
         for round in tuple(self._table.rounds):
-            if round.state is RoundState.RUNNING and not round.num_open and not self.num_missing(round):
+            if (
+                round.state is RoundState.RUNNING
+                and not round.num_open
+                and not self.num_missing(round)
+            ):
                 self.close_round(round, now)
 
     def finish_step(self, now: float) -> None:
@@ -144,21 +153,26 @@ class RoundScheduler:
         )
 
     def _open_next(self, version: int, now: float) -> None:
-        """Opens every round that may start: evaluations between steps, training up to max_staleness ahead."""
+        """Opens every round that may start: evaluations between steps, training up to max_staleness
+        ahead."""
         while not self.draws:  # what the next round is, depends on what this one takes
             if self._table.rounds and not self._settings.max_staleness:
                 return
             step = self.opened
             if rounds.is_eval_due(self._settings, step, self.evaluated):
                 if self._table.rounds or version != step or not self._fleet.ready:
-                    return  # the evaluation waits for its version, and the next round for the evaluation
+                    # the evaluation waits for its version, and the next round for the evaluation
+                    return
                 self.open(rounds.new_round(self._settings, "eval", step, now))
                 return
             if step == self._settings.num_steps:
                 self.finished = not self._table.rounds
                 return
             batch = self._settings.prompts_per_step
-            if staleness.admissible(self._settings.max_staleness, version, batch, step * batch) < batch:
+            if (
+                staleness.admissible(self._settings.max_staleness, version, batch, step * batch)
+                < batch
+            ):
                 return
             if not self._fleet.ready:
                 return
@@ -207,7 +221,9 @@ class RoundScheduler:
             return
         usable = self.backlog.draw(prompts, self._busy(round))
         if round.state is RoundState.FILLING:
-            unseen = rounds.put_off_unseen(self._settings, round, usable, self._predictor, self.last_cut)
+            unseen = rounds.put_off_unseen(
+                self._settings, round, usable, self._predictor, self.last_cut
+            )
             for prompt in unseen:
                 usable.remove(prompt)
                 self._put_off(PutOff(prompt, 0, round.step))
@@ -216,9 +232,12 @@ class RoundScheduler:
         self._draw_more(round)
 
     def _draws_now(self, round: Round) -> bool:
-        """Not for every single group that is dropped; how many are drawn in the end does not change."""
+        """Not for every single group that is dropped; how many are drawn in the end does not
+        change."""
         missing = rounds.num_missing(self._settings, round)
-        return missing >= max(1, round.needed // DRAWS_PER_ROUND) or (missing > 0 and not round.num_open)
+        return missing >= max(1, round.needed // DRAWS_PER_ROUND) or (
+            missing > 0 and not round.num_open
+        )
 
     def num_missing(self, round: Round) -> int:
         """Prompts that it must still draw, as far as there are any that it may have."""
@@ -226,8 +245,10 @@ class RoundScheduler:
         return min(missing, self._settings.num_prompts - len(self._busy(round))) if missing else 0
 
     def _busy(self, round: Round) -> set[str]:
-        """Prompts that this round must not draw: it has them already, or they wait from the last epoch."""
-        return {g.prompt.id for g in round.groups.values()} | {p.prompt.id for p in self.backlog.put_off}
+        """Prompts that this round must not draw: it has them already, or they wait from the last
+        epoch."""
+        put_off = {p.prompt.id for p in self.backlog.put_off}
+        return {g.prompt.id for g in round.groups.values()} | put_off
 
     def _start(self, round: Round, prompts: list[PutOff]) -> None:
         self._table.start(rounds.add(self._settings, round, prompts, self._predictor))
@@ -291,10 +312,13 @@ class RoundScheduler:
     def training(self) -> Round | None:
         """The round that the trainer is at; rounds of later steps wait for it."""
         round = self._table.round
-        return round if round is not None and not round.is_eval and round.step == self.step else None
+        return (
+            round if round is not None and not round.is_eval and round.step == self.step else None
+        )
 
     def _is_trained(self) -> bool:
-        """Nothing more will come of the step: its round is closed, trained, and its version published."""
+        """Nothing more will come of the step: its round is closed, trained, and its version
+        published."""
         round, published = self.training(), self._fleet.published
         if round is None or published is None or round.state is not RoundState.CLOSED:
             return False
@@ -324,7 +348,8 @@ class RoundScheduler:
         if version == newest + 1 == self.step + 1 and self.has_closed(self.step):
             return None  # it trained the step, and the coordinator was gone when it said so
         return (
-            f"the trainer is at step {version}, the run at step {self.step}: its checkpoints belong to "
+            f"the trainer is at step {version}, the run at step {self.step}: its "
+            "checkpoints belong to "
             "another journal"
         )
 
@@ -332,13 +357,16 @@ class RoundScheduler:
     def is_handing_over(self) -> bool:
         """All groups of the step are known, and the trainer has not been sent all of them."""
         round = self.training()
-        return round is not None and self.has_closed(round.step) and self.trainer_feed.is_owed(round)
+        return (
+            round is not None and self.has_closed(round.step) and self.trainer_feed.is_owed(round)
+        )
 
     def feed_trainer(self, has_come: bool) -> None:
         """The trainer stands at another step, or `has_come` and has said where it stands."""
         stands_at, round = self.trainer_feed.stands_at, self.training()
         if has_come and stands_at is not None and round is not None and stands_at > round.step:
-            # What it said of the step is lost if it, or we, were gone then; if not, it says it again.
+            # What it said of the step is lost if it, or we, were gone then; if not, it says it
+            # again.
             self._step_done = self._step_done or StepDone(round.step, stands_at, {})
         self.trainer_feed.feed(round, self.out)
 

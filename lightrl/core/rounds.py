@@ -1,24 +1,27 @@
 """What a round holds and which comes next: tail batching. Pure decisions; no messages, no nodes.
 
-A synchronous step waits for its longest response. Short rounds launch more prompts than they need and
-put off those that run long; long rounds run these together, when as many wait as a step holds. With
-eta = 1.25 a quarter of a step is put off each time, so four short rounds are followed by one long.
-(RollPacker, arXiv 2509.21009, section 4.1; the rest of an epoch and fairness are not said there.)
+A synchronous step waits for its longest response. Short rounds launch more prompts than they need
+and put off those that run long; long rounds run these together, when as many wait as a step holds.
+With eta = 1.25 a quarter of a step is put off each time, so four short rounds are followed by one
+long. (RollPacker, arXiv 2509.21009, section 4.1; the rest of an epoch and fairness are not said
+there.)
 
-    put-off queue holds P0 prompts            -> long:  the first P0 of it, R0 responses each, no surplus
-    else: less than a short round is left of
-          the epoch, or only prompts put off  -> flush: the queue and what is left of the epoch, topped up
-                                                        with prompts of the next one to P0, no surplus
-    else                                      -> short: round(eta P0) new prompts, round(eta R0) responses
+    put-off queue holds P0 prompts
+        -> long:  the first P0 of it, R0 responses each, no surplus
+    else: less than a short round is left of the epoch, or only prompts put off
+        -> flush: the queue and what is left of the epoch, topped up to P0 with prompts of
+                  the next one, no surplus
+    else
+        -> short: round(eta P0) new prompts, round(eta R0) responses
 
-The queue is first in, first out, so a prompt waits for about one period of rounds, and no longer than
-the end of its epoch; nobody is put off twice in an epoch: only short rounds race. A prompt in the queue is
-not drawn again: what the next epoch brings of it meanwhile is held back.
+The queue is first in, first out, so a prompt waits for about one period of rounds, and no longer
+than the end of its epoch; nobody is put off twice in an epoch: only short rounds race. A prompt in
+the queue is not drawn again: what the next epoch brings of it meanwhile is held back.
 
 A prompt that was put off starts again under the new weights, with the noise it had before: its
 responses are those it would have given anyway, so that being put off does not select among them.
-Rejected: fresh noise, as in the paper. It replaces responses that were known to be long by ones that
-need not be, which shortens what is trained. (`fresh_noise` keeps it for comparison.)
+Rejected: fresh noise, as in the paper. It replaces responses that were known to be long by ones
+that need not be, which shortens what is trained. (`fresh_noise` keeps it for comparison.)
 """
 
 from collections.abc import Iterable
@@ -37,7 +40,8 @@ from lightrl.core.state import (
 )
 
 MAX_REDRAWS = 8  # a round draws at most so many times the prompts that it needs (dynamic sampling)
-FORESEEN_MARGIN = 1.5  # of the last cut: a prompt that took longer in the last epoch is put off unseen
+# of the last cut: a prompt that took longer in the last epoch is put off unseen
+FORESEEN_MARGIN = 1.5
 
 
 def next_kind(settings: Settings, backlog: Backlog) -> RoundKind:
@@ -69,7 +73,8 @@ def new_round(settings: Settings, kind: RoundKind, step: int, now: float) -> Rou
 
 
 def evaluation(settings: Settings, step: int, now: float) -> Round:
-    """Of the policy after `step` steps; all prompts of the evaluation set, nothing raced or dropped."""
+    """Of the policy after `step` steps; all prompts of the evaluation set, nothing raced or
+    dropped."""
     return Round(
         kind="eval",
         step=step,
@@ -83,7 +88,8 @@ def evaluation(settings: Settings, step: int, now: float) -> Round:
 
 
 def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
-    """Before the first step, after the last, and every `eval_interval` steps in between, once each."""
+    """Before the first step, after the last, and every `eval_interval` steps in between, once
+    each."""
     done = step == settings.num_steps
     due = step == 0 or done or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
     return settings.num_eval_prompts > 0 and due and evaluated != step
@@ -98,8 +104,8 @@ def num_missing(settings: Settings, round: Round) -> int:
     """Prompts that this round must still draw.
 
     While it is being filled: up to what it launches. Later only with dynamic sampling, when so many
-    groups are out that those left cannot fill the step. How many are drawn then depends on the samples
-    alone, not on time: a race has no cut before it has enough groups that may be trained.
+    groups are out that those left cannot fill the step. How many are drawn then depends on the
+    samples alone, not on time: a race has no cut before it has enough groups that may be trained.
     """
     if round.state is RoundState.FILLING:
         return round.prompts_launched - len(round.groups)
@@ -111,7 +117,11 @@ def num_missing(settings: Settings, round: Round) -> int:
 
 
 def put_off_unseen(
-    settings: Settings, round: Round, prompts: list[DrawnPrompt], predictor: LengthPredictor, last_cut: int
+    settings: Settings,
+    round: Round,
+    prompts: list[DrawnPrompt],
+    predictor: LengthPredictor,
+    last_cut: int,
 ) -> list[DrawnPrompt]:
     """Those of a short round's prompts that will lose its race, to judge by their last epoch.
 
@@ -140,7 +150,9 @@ def add(
         label = f"eval{round.step}" if round.is_eval else str(held.prompt.epoch)
         if settings.tail.fresh_noise and held.attempts:
             label += f"'{round.step}"
-        group = Group(f"{held.prompt.id}@{label}", held.prompt, round, len(round.groups), held.attempts)
+        group = Group(
+            f"{held.prompt.id}@{label}", held.prompt, round, len(round.groups), held.attempts
+        )
         names = [f"{group.id}#{k}" for k in range(round.responses_launched)]
         group.responses = [
             Response(name, group, k, sample_seed(settings.run_seed, name), attempt=held.attempts)

@@ -1,4 +1,5 @@
-"""How fast a node decodes, learned from the chunks that it sends. Owns two small estimates, no policy.
+"""How fast a node decodes, learned from the chunks that it sends. Owns two small estimates, no
+policy.
 
 `Speed` says how long an engine step takes, `Gain` how many tokens of it a response gets. Without
 speculation that is one, and a step is a token.
@@ -18,14 +19,15 @@ PRIOR_TOKENS = 4.0  # of a response, by which the first gain is believed
 class Speed:
     """Seconds of one engine step with B responses: step_s(B) = base + slope * B.
 
-    Least squares over (B, seconds per step) with exponential forgetting. Where only one
-    batch size was seen the slope is undetermined: a weak prior keeps the assumed ratio of slope to base.
+    Least squares over (B, seconds per step) with exponential forgetting. Where only one batch size
+    was seen the slope is undetermined: a weak prior keeps the assumed ratio of slope to base.
     """
 
     base: float = PRIOR_STEP_S
     slope: float = PRIOR_STEP_S / PRIOR_HALF_BATCH
     num_observed: int = 0
-    _n: float = 0.0  # decayed sums
+    # decayed sums
+    _n: float = 0.0
     _x: float = 0.0
     _xx: float = 0.0
     _y: float = 0.0
@@ -59,19 +61,23 @@ class Speed:
 class Gain:
     """Tokens that one engine step brings a response with history to draft from; without, it is one.
 
-    All responses of a node take part in each of its steps, so neighbours tell it, and no clock is needed:
+    All responses of a node take part in each of its steps, so neighbours tell it, and no clock is
+    needed:
 
         gain = tokens of a response with history / tokens of one without,    at least 1
 
-    both summed over the chunks in which there were both, with exponential forgetting. Of a chunk only
-    those count that ran all the time since the one before. While a node has but one of the two kinds the
-    gain stays, and `Speed` takes up what is wrong with it: a node that never had both counts tokens as steps.
+    both summed over the chunks in which there were both, with exponential forgetting. Of a chunk
+    only those count that ran all the time since the one before. While a node has but one of the two
+    kinds the gain stays, and `Speed` takes up what is wrong with it: a node that never had both
+    counts tokens as steps.
     """
 
     tokens: float = 1.0
-    _with: float = field(init=False)  # decayed sums of means
+    # decayed sums of means
+    _with: float = field(init=False)
     _without: float = field(init=False, default=PRIOR_TOKENS)
-    # Of the chunk at hand: responses, those with history, and of each kind (responses, tokens) that ran on.
+    # Of the chunk at hand: responses, those with history, and of each kind (responses, tokens) that
+    # ran on.
     _num: int = field(init=False, default=0)
     _num_with: int = field(init=False, default=0)
     _ran_with: int = field(init=False, default=0)
@@ -83,7 +89,8 @@ class Gain:
         self._with = self.tokens * PRIOR_TOKENS
 
     def take(self, has_history: bool, num_tokens: int, is_whole: bool) -> None:
-        """A response got tokens; `is_whole`: it runs since before the last chunk, and still does."""
+        """A response got tokens; `is_whole`: it runs since before the last chunk, and still
+        does."""
         self._num += 1
         self._num_with += has_history
         if not is_whole:

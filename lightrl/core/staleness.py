@@ -7,9 +7,12 @@ from typing import NamedTuple
 class Staleness(NamedTuple):
     """Of one response when it is trained; synchronous training has (1, 0, 0)."""
 
-    span: int  # versions that sampled its tokens
-    newest_gap: int  # trainer's version minus the newest of them
-    oldest_gap: int  # trainer's version minus the oldest: this is what max_staleness bounds
+    # versions that sampled its tokens
+    span: int
+    # trainer's version minus the newest of them
+    newest_gap: int
+    # trainer's version minus the oldest: this is what max_staleness bounds
+    oldest_gap: int
 
 
 def staleness(spans: Sequence[tuple[int, int]], version: int) -> Staleness:
@@ -27,7 +30,8 @@ def admissible(max_staleness: int, version: int, batch: int, admitted: int) -> i
     """How many more prompts may start while `version` is the newest.
 
     (max_staleness + version + 1) * batch - (accepted + running), as in AReaL (arXiv 2505.24298,
-    section 5.1). Steps train what was admitted in the order of its admission, so a prompt that starts
-    under version v is trained at version v + max_staleness at the latest: nothing slow is ever dropped.
+    section 5.1). Steps train what was admitted in the order of its admission, so a prompt that
+    starts under version v is trained at version v + max_staleness at the latest: nothing slow is
+    ever dropped.
     """
     return (max_staleness + version + 1) * batch - admitted

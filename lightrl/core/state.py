@@ -27,7 +27,8 @@ class Tail:
     eta_prompts: float = 1.0
     eta_responses: float = 1.0
     race: Literal["tokens", "clock"] = "tokens"
-    fresh_noise: bool = False  # a prompt put off samples anew; else the same noise under the new weights
+    # a prompt put off samples anew; else the same noise under the new weights
+    fresh_noise: bool = False
 
     @property
     def races(self) -> bool:
@@ -44,23 +45,36 @@ class Settings:
     group_size: int
     max_response_tokens: int
     sampling: Sampling
-    eval_interval: int  # 0 = only before the first and after the last step
-    num_eval_prompts: int  # 0 = no evaluation
+    # 0 = only before the first and after the last step
+    eval_interval: int
+    # 0 = no evaluation
+    num_eval_prompts: int
     eval_samples: int
     eval_sampling: Sampling
-    slots: int  # of a node that does not name its own
-    vocabulary: int  # token ids are below it
+    # of a node that does not name its own
+    slots: int
+    # token ids are below it
+    vocabulary: int
     lease_s: float
-    reward_on_failure: float | None  # None = a response without a score cannot be kept
-    num_prompts: int  # of one epoch of the training data
-    chunk_tokens: int = 16  # of a response that a node may hold before it sends them
+    # None = a response without a score cannot be kept
+    reward_on_failure: float | None
+    # of one epoch of the training data
+    num_prompts: int
+    # of a response that a node may hold before it sends them
+    chunk_tokens: int = 16
     tail: Tail = Tail()
-    max_staleness: int = 0  # 0 = synchronous
-    dynamic_sampling: bool = False  # groups without signal are replaced (DAPO, arXiv 2503.14476)
-    patience_s: float = 600.0  # how long a run that has lost its trainer waits for it
-    deterministic: bool = False  # groups reach the trainer in the order of their prompts
-    foresight: bool = True  # predicted lengths order the work; off only for comparison
-    migration: bool = True  # running responses may move inside a step; off only for comparison
+    # 0 = synchronous
+    max_staleness: int = 0
+    # groups without signal are replaced (DAPO, arXiv 2503.14476)
+    dynamic_sampling: bool = False
+    # how long a run that has lost its trainer waits for it
+    patience_s: float = 600.0
+    # groups reach the trainer in the order of their prompts
+    deterministic: bool = False
+    # predicted lengths order the work; off only for comparison
+    foresight: bool = True
+    # running responses may move inside a step; off only for comparison
+    migration: bool = True
 
     @property
     def prompts_launched(self) -> int:
@@ -76,42 +90,55 @@ class Settings:
 class ResponseState(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
-    DONE = "done"  # finished and held here; scored or waiting for its score
-    ABORTED = "aborted"  # given up: it lost its race, or its group was dropped or put off
+    # finished and held here; scored or waiting for its score
+    DONE = "done"
+    # given up: it lost its race, or its group was dropped or put off
+    ABORTED = "aborted"
 
 
 class GroupState(StrEnum):
     OPEN = "open"
-    COMPLETE = "complete"  # the responses that it keeps are finished and scored
-    ACCEPTED = "accepted"  # it belongs to the step, whatever else happens in its round
+    # the responses that it keeps are finished and scored
+    COMPLETE = "complete"
+    # it belongs to the step, whatever else happens in its round
+    ACCEPTED = "accepted"
     TRAINED = "trained"
-    PUT_OFF = "put off"  # lost the race of its round; its prompt waits for a long one
-    DROPPED = "dropped"  # too few scores, or no signal
+    # lost the race of its round; its prompt waits for a long one
+    PUT_OFF = "put off"
+    # too few scores, or no signal
+    DROPPED = "dropped"
 
 
 class NodeState(StrEnum):
     JOINING = "joining"
-    LOADING = "loading"  # its first version is on the way
+    # its first version is on the way
+    LOADING = "loading"
     READY = "ready"
-    UPDATING = "updating"  # a newer version is on the way
+    # a newer version is on the way
+    UPDATING = "updating"
     DRAINING = "draining"
     GONE = "gone"
 
 
 class RoundState(StrEnum):
-    FILLING = "filling"  # its prompts are being drawn
+    # its prompts are being drawn
+    FILLING = "filling"
     RUNNING = "running"
-    CLOSED = "closed"  # every group is accepted, put off or dropped
+    # every group is accepted, put off or dropped
+    CLOSED = "closed"
     TRAINED = "trained"
 
 
 class RunState(StrEnum):
-    STARTING = "starting"  # until the first version is published and a rollout node serves it
+    # until the first version is published and a rollout node serves it
+    STARTING = "starting"
     RUNNING = "running"
     EVALUATING = "evaluating"
-    FINISHING = "finishing"  # nodes are leaving
+    # nodes are leaving
+    FINISHING = "finishing"
     FINISHED = "finished"
-    STOPPED = "stopped"  # by an operator
+    # by an operator
+    STOPPED = "stopped"
     FAILED = "failed"
 
 
@@ -168,28 +195,37 @@ class DrawnPrompt:
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """The tokens sampled for one prompt by one group member; `tokens` and `logprobs` grow together."""
+    """The tokens sampled for one prompt by one group member; `tokens` and `logprobs` grow
+    together."""
 
     id: str
     group: "Group" = field(repr=False)
-    index: int  # in its group
+    # in its group
+    index: int
     seed: int
     state: ResponseState = ResponseState.QUEUED
-    node: "Node | None" = field(default=None, repr=False)  # where it runs; None unless RUNNING
-    queued_as: int = 0  # number of its valid entry in the queue
-    attempt: int = 0  # placements so far; news of an older one is ignored
-    is_placed: bool = False  # by this core, which knows from then on how often
-    heard: int = 0  # the attempt that its newest tokens are of
+    # where it runs; None unless RUNNING
+    node: "Node | None" = field(default=None, repr=False)
+    # number of its valid entry in the queue
+    queued_as: int = 0
+    # placements so far; news of an older one is ignored
+    attempt: int = 0
+    # by this core, which knows from then on how often
+    is_placed: bool = False
+    # the attempt that its newest tokens are of
+    heard: int = 0
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    version: int = -1  # policy version of its newest token
-    starts: list[tuple[int, int]] = field(
-        default_factory=list[tuple[int, int]]
-    )  # (policy version, index of its first token), in order
+    # policy version of its newest token
+    version: int = -1
+    # (policy version, index of its first token), in order
+    starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     finish_reason: FinishReason | None = None
     reward: float | None = None
-    scored: bool = False  # or known to get no score
-    resolved: bool = False  # nothing that it still does matters to its group
+    # or known to get no score
+    scored: bool = False
+    # nothing that it still does matters to its group
+    resolved: bool = False
 
     def move(self, to: ResponseState, node: "Node | None" = None) -> None:
         check_edge(self.id, self.state, to)
@@ -198,7 +234,8 @@ class Response:
 
     @property
     def has_history(self) -> bool:
-        """Its prompt was answered before: in an earlier epoch, in a round that put it off, by a sibling."""
+        """Its prompt was answered before: in an earlier epoch, in a round that put it off, by a
+        sibling."""
         group = self.group
         return group.prompt.epoch > 0 or group.attempts > 0 or bool(group.finishers)
 
@@ -206,7 +243,9 @@ class Response:
     def spans(self) -> list[tuple[int, int]]:
         """(policy version, tokens), in order."""
         ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
-        return [(version, end - start) for (version, start), end in zip(self.starts, ends, strict=False)]
+        return [
+            (version, end - start) for (version, start), end in zip(self.starts, ends, strict=False)
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -216,17 +255,21 @@ class Group:
     id: str
     prompt: DrawnPrompt
     round: "Round" = field(repr=False)
-    position: int  # in its round, in the order in which prompts were drawn
-    attempts: int = 0  # at its responses in earlier rounds, which put it off
+    # in its round, in the order in which prompts were drawn
+    position: int
+    # at its responses in earlier rounds, which put it off
+    attempts: int = 0
     responses: list[Response] = field(default_factory=list[Response])
     state: GroupState = GroupState.OPEN
     # Its race; see `race`.
-    num_open: int = 0  # responses that are not settled
-    finishers: list[tuple[int, int]] = field(
-        default_factory=list[tuple[int, int]]
-    )  # (finishing time, index) of scored responses, first first
-    bound: int = UNBOUNDED  # a response with so many tokens that still goes on has lost
-    foreseen_tokens: float | None = None  # mean length of a response, from earlier epochs
+    # responses that are not settled
+    num_open: int = 0
+    # (finishing time, index) of scored responses, first first
+    finishers: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    # a response with so many tokens that still goes on has lost
+    bound: int = UNBOUNDED
+    # mean length of a response, from earlier epochs
+    foreseen_tokens: float | None = None
 
     def move(self, to: GroupState) -> None:
         check_edge(self.id, self.state, to)
@@ -241,32 +284,43 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """The groups that feed one optimizer step, or one evaluation of the policy before step `step`."""
+    """The groups that feed one optimizer step, or one evaluation of the policy before step
+    `step`."""
 
     kind: RoundKind
     step: int
     sampling: Sampling
-    needed: int  # prompts that it accepts
-    group_size: int  # responses that it keeps of each
+    # prompts that it accepts
+    needed: int
+    # responses that it keeps of each
+    group_size: int
     prompts_launched: int
-    responses_launched: int  # of each prompt
+    # of each prompt
+    responses_launched: int
     opened_at: float
     state: RoundState = RoundState.FILLING
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
-    num_open: int = 0  # groups with responses that are not settled
-    accepted: list[Group] = field(default_factory=list[Group])  # in the order the trainer gets them
-    num_sent: int = 0  # of those accepted, to the trainer
+    # groups with responses that are not settled
+    num_open: int = 0
+    # in the order the trainer gets them
+    accepted: list[Group] = field(default_factory=list[Group])
+    # of those accepted, to the trainer
+    num_sent: int = 0
     num_shards: int = 0
-    is_handed_over: bool = False  # the last shard was sent
+    # the last shard was sent
+    is_handed_over: bool = False
     # Its race; see `race`.
-    finishers: list[tuple[int, int]] = field(
-        default_factory=list[tuple[int, int]]
-    )  # (finishing time, position) of complete groups that may be trained, first first
-    cut: int = UNBOUNDED  # no response with more tokens can be kept
-    num_scores: int = 0  # the clock of a race by the clock
-    recheck_at: int = 0  # complete groups at which acceptance is looked at again
+    # (finishing time, position) of complete groups that may be trained, first first
+    finishers: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    # no response with more tokens can be kept
+    cut: int = UNBOUNDED
+    # the clock of a race by the clock
+    num_scores: int = 0
+    # complete groups at which acceptance is looked at again
+    recheck_at: int = 0
     closed_at: float = 0.0
-    published_at: float = 0.0  # when the version that it was trained into appeared
+    # when the version that it was trained into appeared
+    published_at: float = 0.0
 
     def move(self, to: RoundState) -> None:
         check_edge(f"round of step {self.step}", self.state, to)
@@ -282,7 +336,8 @@ class Round:
 
     @property
     def finishing_tokens(self) -> int:
-        """Length of the longest response that is trained: the token at which the round was decided."""
+        """Length of the longest response that is trained: the token at which the round was
+        decided."""
         return max((len(r.tokens) for g in self.accepted for r in g.kept), default=0)
 
 
@@ -299,16 +354,23 @@ class Node:
     host: str
     state: NodeState = NodeState.JOINING
     running: dict[str, Response] = field(default_factory=dict[str, Response], repr=False)
-    policy_version: int | None = None  # confirmed by digest
-    weights_failures: int = 0  # of the version on its way
+    # confirmed by digest
+    policy_version: int | None = None
+    # of the version on its way
+    weights_failures: int = 0
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
     device: str = ""
-    num_tokens: int = 0  # accepted from it
-    speed: Speed = field(default_factory=Speed)  # learned from its chunks,
-    gain: Gain = field(default_factory=Gain)  # as this is, if it speculates
-    share: float = 0.0  # of the work, against others, until it has loaded the version on its way
-    chunk_at: float | None = None  # when the last tokens came of what runs now
+    # accepted from it
+    num_tokens: int = 0
+    # learned from its chunks,
+    speed: Speed = field(default_factory=Speed)
+    # as this is, if it speculates
+    gain: Gain = field(default_factory=Gain)
+    # of the work, against others, until it has loaded the version on its way
+    share: float = 0.0
+    # when the last tokens came of what runs now
+    chunk_at: float | None = None
 
     def move(self, to: NodeState) -> None:
         check_edge(self.name, self.state, to)
@@ -336,7 +398,8 @@ class Node:
             response.heard = response.attempt
 
     def observe(self, now: float, batch: int, num_tokens: int) -> None:
-        """`num_tokens` came, of the `batch` responses that ran; learns from the time since the last ones."""
+        """`num_tokens` came, of the `batch` responses that ran; learns from the time since the last
+        ones."""
         per_step = self.gain.close()
         if batch and num_tokens and self.chunk_at is not None and now > self.chunk_at:
             self.speed.observe(batch, (now - self.chunk_at) * batch * per_step / num_tokens)
@@ -348,19 +411,29 @@ class Counters:
     """What happened in the run so far; all of it is shown to operators."""
 
     nodes_lost: int = 0
-    engines_lost: int = 0  # of nodes that served the newest version
-    responses_moved: int = 0  # resumed elsewhere from their tokens
-    migrations: int = 0  # of these, because another node is faster
-    chunks_ignored: int = 0  # of attempts given up
-    holes: int = 0  # chunks with tokens missing before them
-    bad_chunks: int = 0  # wrong version, digest or size; the sender is lost
+    # of nodes that served the newest version
+    engines_lost: int = 0
+    # resumed elsewhere from their tokens
+    responses_moved: int = 0
+    # of these, because another node is faster
+    migrations: int = 0
+    # of attempts given up
+    chunks_ignored: int = 0
+    # chunks with tokens missing before them
+    holes: int = 0
+    # wrong version, digest or size; the sender is lost
+    bad_chunks: int = 0
     rewards_failed: int = 0
     groups_dropped: int = 0
-    groups_flat: int = 0  # of these, without signal: replaced by dynamic sampling
-    prompts_put_off: int = 0  # a prompt at most once in an epoch
-    rollout_tokens: int = 0  # accepted for training rounds
+    # of these, without signal: replaced by dynamic sampling
+    groups_flat: int = 0
+    # a prompt at most once in an epoch
+    prompts_put_off: int = 0
+    # accepted for training rounds
+    rollout_tokens: int = 0
     eval_tokens: int = 0
-    aborted_tokens: int = 0  # accepted from nodes, but never trained
+    # accepted from nodes, but never trained
+    aborted_tokens: int = 0
     groups_trained: int = 0
     trained_responses: int = 0
 
@@ -371,10 +444,12 @@ class Published:
 
     policy_version: int
     digest: str
-    message: PublishWeights | None  # where it is to be had; None while the trainer is away
+    # where it is to be had; None while the trainer is away
+    message: PublishWeights | None
 
 
 def sample_seed(run_seed: int, response: str) -> int:
-    """Seed of a response's noise, 0 <= seed < 2**63: with the position it determines every sampled token."""
+    """Seed of a response's noise, 0 <= seed < 2**63: with the position it determines every sampled
+    token."""
     digest = hashlib.blake2b(f"{run_seed} {response}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

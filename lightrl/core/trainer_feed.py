@@ -1,9 +1,9 @@
 """The trainer node as the core sees it: where it stands, and which shards it gets next.
 
-Owns what was sent to it since its last hello, and how much of it may be under way: a step may be gigabytes,
-and neither a slow disk nor a slow trainer may pile them up. A trainer that comes back begins where its
-checkpoint, or its memory, says; what it has trained before is sent again as it was. Which groups belong to a
-step is decided in `race` and `steps`.
+Owns what was sent to it since its last hello, and how much of it may be under way: a step may be
+gigabytes, and neither a slow disk nor a slow trainer may pile them up. A trainer that comes back
+begins where its checkpoint, or its memory, says; what it has trained before is sent again as it
+was. Which groups belong to a step is decided in `race` and `steps`.
 """
 
 from collections import deque
@@ -17,13 +17,14 @@ from lightrl.core.state import Group, Round, RoundState
 from lightrl.messages import TrainGroup, TrainResponse, TrainShard
 
 MAX_SHARD_TOKENS = 1 << 18  # some 2 MiB with their logprobs
-MAX_UNWRITTEN = 2  # shards on their way to the journal; the event loop waits while that many are made
+# shards on their way to the journal; the event loop waits while that many are made
+MAX_UNWRITTEN = 2
 MAX_UNTAKEN_TOKENS = 1 << 22  # some 32 MiB: what a trainer with many ranks has to spread
 
 
 class Window:
-    """The shards of a step that were sent and that the trainer has not taken. One that is larger than all of
-    them may be goes alone.
+    """The shards of a step that were sent and that the trainer has not taken. One that is larger
+    than all of them may be goes alone.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,8 @@ class TrainerFeed:
         self.missing_since = now
 
     def feed(self, round: Round | None, out: list[Command]) -> None:
-        """It stands at a new step: that step's shards, of this round or, if it was trained before, again."""
+        """It stands at a new step: that step's shards, of this round or, if it was trained before,
+        again."""
         published = self._fleet.published
         if self.stands_at is None or self._fleet.trainer is None or published is None:
             return
@@ -89,13 +91,15 @@ class TrainerFeed:
             self.send(round, out)
 
     def is_owed(self, round: Round) -> bool:
-        """Whether it stands at this step and lacks some of it; one trained before comes by ReplayShards."""
+        """Whether it stands at this step and lacks some of it; one trained before comes by
+        ReplayShards."""
         published = self._fleet.published
         is_new = published is None or published.policy_version <= round.step
         return is_new and self.stands_at == round.step and not round.is_handed_over
 
     def send(self, round: Round, out: list[Command]) -> None:
-        """What it has not had yet of the round it is at, as far as it may; the last shard closes the step."""
+        """What it has not had yet of the round it is at, as far as it may; the last shard closes
+        the step."""
         last = round.state is RoundState.CLOSED
         if self._fleet.trainer is None or not self.is_owed(round):
             return
@@ -141,5 +145,7 @@ def _train_group(group: Group) -> TrainGroup:
     for r in group.kept:
         assert r.reward is not None
         assert r.finish_reason is not None
-        responses.append(TrainResponse(r.id, encode(r.tokens), encode(r.logprobs), r.reward, r.finish_reason))
+        responses.append(
+            TrainResponse(r.id, encode(r.tokens), encode(r.logprobs), r.reward, r.finish_reason)
+        )
     return TrainGroup(group.id, group.prompt.tokens, tuple(responses))

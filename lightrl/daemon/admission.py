@@ -1,7 +1,8 @@
-"""What a node takes from a welcome, and within which bounds: the config and the model's small files.
+"""What a node takes from a welcome, and within which bounds: the config and the model's small
+files.
 
-Who sends it has the key of the run, but may be broken or of another release: nothing of it is written to a
-place, or in an amount, that a welcome has no business with.
+Who sends it has the key of the run, but may be broken or of another release: nothing of it is
+written to a place, or in an amount, that a welcome has no business with.
 """
 
 import re

@@ -1,7 +1,8 @@
-"""One daemon: the roles of a node in one event loop, started together and asked to stop by a signal.
+"""One daemon: the roles of a node in one event loop, started together and asked to stop by a
+signal.
 
-Owns which roles run here. What they do is in coordinator/daemon.py and, for what a node does as client of the
-coordinator, in worker.py beside this file.
+Owns which roles run here. What they do is in coordinator/daemon.py and, for what a node does as
+client of the coordinator, in worker.py beside this file.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ from lightrl.system.signals import stop_signals
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that role.
+    """`config` and `run_dir` are needed by the coordinator role, `join` by a daemon without that
+    role.
 
     `slots` 0 = as the run's config says.
     """
@@ -37,13 +39,17 @@ class DaemonOptions:
     config: Config | None = None
     join: str | None = None
     slots: int = 0
-    key: str = ""  # of the run, as text
-    resume: bool = False  # the coordinator goes on from the journal in `run_dir`
-    gpus: Part | None = None  # settled by who started this daemon; None: it looks for itself
+    # of the run, as text
+    key: str = ""
+    # the coordinator goes on from the journal in `run_dir`
+    resume: bool = False
+    # settled by who started this daemon; None: it looks for itself
+    gpus: Part | None = None
 
 
 def run(options: DaemonOptions) -> int:
-    """Runs a daemon until it is done; returns the exit status. Raises LightRLError, one line, if it fails."""
+    """Runs a daemon until it is done; returns the exit status. Raises LightRLError, one line, if it
+    fails."""
     never_fail()
     open_files.raise_limit()
     os.environ.pop(ENVIRONMENT, None)  # no child that runs others' code inherits the key
@@ -56,7 +62,9 @@ async def _main(options: DaemonOptions) -> int:
     if "coordinator" in options.roles:
         assert options.config is not None
         assert options.run_dir is not None
-        head = CoordinatorDaemon(options.config, options.run_dir, options.name, options.key, options.resume)
+        head = CoordinatorDaemon(
+            options.config, options.run_dir, options.name, options.key, options.resume
+        )
         address = head.address
     worker_roles: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
     worker: Worker | None = None
@@ -72,7 +80,8 @@ async def _main(options: DaemonOptions) -> int:
             worker.drain(reason)
 
     gc.collect()
-    gc.freeze()  # what libraries and data hold lives as long as we do: scanning it again holds up the loop
+    # what libraries and data hold lives as long as we do: scanning it again holds up the loop
+    gc.freeze()
     loop = asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, stop, number.name)
@@ -88,7 +97,8 @@ async def _main(options: DaemonOptions) -> int:
 
 
 async def _work(worker: Worker, beside: CoordinatorDaemon | None) -> None:
-    """A worker that fails has told the coordinator why; it ends its daemon unless that is here, too."""
+    """A worker that fails has told the coordinator why; it ends its daemon unless that is here,
+    too."""
     try:
         await worker.run()
     except LightRLError as e:

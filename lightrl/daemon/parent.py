@@ -15,7 +15,9 @@ AFTER_GRACE_S = 5.0
 
 def leave_when_stdin_closes(grace_s: float) -> None:
     """Returns at once; a thread waits, since the event loop may be the thing that hangs."""
-    threading.Thread(target=_watch, args=(sys.stdin.fileno(), grace_s), name="tie", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(sys.stdin.fileno(), grace_s), name="tie", daemon=True
+    ).start()
 
 
 def _watch(descriptor: int, grace_s: float) -> None:

@@ -1,11 +1,12 @@
-"""The trainer and rollout roles of a node, as a client of the coordinator: hello, heartbeat, drain and bye.
+"""The trainer and rollout roles of a node, as a client of the coordinator: hello, heartbeat, drain
+and bye.
 
-Owns whether the coordinator hears this node, and what is said when it does again; what a role does is in
-rollout/agent.py and trainer/supervisor.py. Must never block the loop.
+Owns whether the coordinator hears this node, and what is said when it does again; what a role does
+is in rollout/agent.py and trainer/supervisor.py. Must never block the loop.
 
-A node that is not heard goes on with its work. Nothing but a hello leaves before the coordinator has
-answered it with a welcome: it says what still runs here, and whatever arrives before the answer was sent
-by someone who did not know that.
+A node that is not heard goes on with its work. Nothing but a hello leaves before the coordinator
+has answered it with a welcome: it says what still runs here, and whatever arrives before the answer
+was sent by someone who did not know that.
 """
 
 import asyncio
@@ -52,7 +53,8 @@ from lightrl.weights.scratch import scratch_dir
 
 WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
 TAKEN_PAUSE_S = 0.5  # before the next hello under a name that another process still has
-TAKEN_S = 120.0  # a process that is gone has lost its name by then: longer than any lease that makes sense
+# a process that is gone has lost its name by then: longer than any lease that makes sense
+TAKEN_S = 120.0
 
 
 class Worker:
@@ -90,10 +92,12 @@ class Worker:
         self._link: Link | None = None
         self._said: Hello | None = None  # and not answered yet
         self._said_at = 0.0
-        self._taken_since: float | None = None  # when we heard first that another process has our name
+        # when we heard first that another process has our name
+        self._taken_since: float | None = None
         self._heard_at = 0.0
         self._config_json = ""
-        self._admitted = asyncio.Event()  # welcomed, and nothing has happened since that makes it untrue
+        # welcomed, and nothing has happened since that makes it untrue
+        self._admitted = asyncio.Event()
         self._rollout: Rollout | None = None
         self._trainer: Trainer | None = None
         self._drained = asyncio.Event()
@@ -118,12 +122,15 @@ class Worker:
                 welcome, early = joined
                 self._config_json = welcome.config_json
                 config = config_of(welcome)
-                if self._is_alone and "trainer" not in self._roles:  # a checkpoint is worth waiting for
+                # a checkpoint is worth waiting for
+                if self._is_alone and "trainer" not in self._roles:
                     force = threading.Timer(config.node.grace_s, end_by_force)
                     force.daemon = True
                 gpus = await self._find_gpus(config, welcome.model_files)
                 with scratch_dir(self._name) as scratch:
-                    await self._serve(link, config, welcome.model_files, early, scratch, force, gpus)
+                    await self._serve(
+                        link, config, welcome.model_files, early, scratch, force, gpus
+                    )
             link.send(Bye(self._reason))
         except LightRLError as e:
             link.send(Bye(str(e)[:MAX_TEXT], ok=False))
@@ -136,12 +143,14 @@ class Worker:
     # What is said to the coordinator
 
     def _send(self, message: Message) -> None:
-        """Lost if the coordinator does not hear us: rollout and trainer say it again when it does."""
+        """Lost if the coordinator does not hear us: rollout and trainer say it again when it
+        does."""
         if self._link is not None and self._admitted.is_set():
             self._link.send(message)
 
     def _lose_touch(self) -> None:
-        """Messages may have been lost, in both directions, and nothing may be said until the next welcome."""
+        """Messages may have been lost, in both directions, and nothing may be said until the next
+        welcome."""
         was_heard = self._admitted.is_set()
         self._admitted.clear()
         self._said = self._taken_since = None
@@ -173,7 +182,9 @@ class Worker:
 
     def _restarted(self) -> None:
         """What was trained since the last checkpoint is gone: this is another trainer."""
-        self._hello = replace(self._hello, incarnation=max(time.time_ns(), self._hello.incarnation + 1))
+        self._hello = replace(
+            self._hello, incarnation=max(time.time_ns(), self._hello.incarnation + 1)
+        )
         self._rejoin()
 
     def _take_welcome(self, welcome: Welcome) -> None:
@@ -205,7 +216,8 @@ class Worker:
             self._send(Drain(self._name, self._reason))
 
     def _may_wait_for_name(self) -> bool:
-        """Another process has our name: most likely the one before us, which is gone but not yet given up."""
+        """Another process has our name: most likely the one before us, which is gone but not yet
+        given up."""
         now = time.monotonic()
         if self._taken_since is None:
             self._taken_since = now
@@ -215,7 +227,8 @@ class Worker:
     # Its life
 
     async def _join(self, link: Link) -> tuple[Welcome, list[Message]] | None:
-        """The first welcome, and what came with it and is yet to be handled. None if drained before."""
+        """The first welcome, and what came with it and is yet to be handled. None if drained
+        before."""
         self._say_hello()
         joining = asyncio.ensure_future(self._first_welcome(link))
         drained = asyncio.ensure_future(self._drained.wait())
@@ -251,13 +264,18 @@ class Worker:
                     return message, messages[i + 1 :]
 
     async def _find_gpus(self, config: Config, model_files: dict[str, bytes]) -> Assignment:
-        """For its ranks and its engine. Raises ConfigError, one line, if there is no room for them."""
+        """For its ranks and its engine. Raises ConfigError, one line, if there is no room for
+        them."""
         if self._gpus is not None:
             return Assignment(self._gpus.tokens, (self._gpus,))
         has_coordinator = not self._is_alone
-        find = partial(for_daemon, config, self._roles, model_files, self._hello.slots, has_coordinator)
+        find = partial(
+            for_daemon, config, self._roles, model_files, self._hello.slots, has_coordinator
+        )
         # nvidia-smi takes a second
-        found = await retry_on_resource_limit(lambda: in_thread(find), "the search for devices", say)
+        found = await retry_on_resource_limit(
+            lambda: in_thread(find), "the search for devices", say
+        )
         for note in found.notes:
             say(note)
         return found
@@ -284,7 +302,8 @@ class Worker:
                 ]
                 await self._drained.wait()
                 if force is not None:
-                    with contextlib.suppress(RuntimeError):  # no thread to spare: it leaves without that
+                    # no thread to spare: it leaves without that
+                    with contextlib.suppress(RuntimeError):
                         force.start()
                 await self._leave(roles, config)
                 for task in background:  # until here the coordinator must see that this node lives
@@ -305,15 +324,22 @@ class Worker:
     ) -> list[asyncio.Task[None]]:
         started: list[asyncio.Task[None]] = []
         if "rollout" in self._roles:
-            # A node that joined from elsewhere has no run directory: its engine writes where the daemon does.
-            log = self._run_dir / "logs" / f"{self._name}-engine.log" if self._run_dir is not None else None
+            # A node that joined from elsewhere has no run directory: its engine writes where the
+            # daemon does.
+            log = (
+                self._run_dir / "logs" / f"{self._name}-engine.log"
+                if self._run_dir is not None
+                else None
+            )
             model_dir, pulled = scratch / "model", scratch / "pulled"
             write_model_files(model_dir, model_files)
             pulled.mkdir()
             slots = self._hello.slots or config.rollout.slots
             places = (model_dir, pulled, log)
             part = gpus.engines[0] if gpus.engines else CPU
-            self._rollout = Rollout(self._name, config, slots, *places, self._address, self._send, part)
+            self._rollout = Rollout(
+                self._name, config, slots, *places, self._address, self._send, part
+            )
             started.append(tasks.create_task(self._rollout.run(), name="rollout"))
         if "trainer" in self._roles:
             run_dir = self._run_dir or _run_dir_here(config)
@@ -350,7 +376,9 @@ class Worker:
     def _handle(self, message: Message) -> None:
         match message:
             case Generate() if self._drained.is_set() or not self._admitted.is_set():
-                pass  # sent before the coordinator knew; it hands it to another node, or sends it once more
+                # sent before the coordinator knew; it hands it to another node, or sends it once
+                # more
+                pass
             case Generate() | Abort() | PublishWeights() if self._rollout is not None:
                 self._rollout.handle(message)
             case TrainShard() if self._trainer is not None and self._admitted.is_set():
@@ -365,7 +393,8 @@ class Worker:
                 pass  # a heartbeat, or news for a role that this daemon does not have
 
     async def _beat(self, link: Link, config: Config) -> None:
-        """Says that this node lives and how late its loop is; loses patience with a silent coordinator."""
+        """Says that this node lives and how late its loop is; loses patience with a silent
+        coordinator."""
         period, patience_s = config.node.heartbeat_s, config.node.patience_s
         due = time.monotonic()
         while True:
@@ -376,7 +405,9 @@ class Worker:
             self._send(Heartbeat(load, lag * 1000, next((p.device for p in parts if p.device), "")))
             silent_s = now - self._heard_at
             if silent_s > patience_s and lag < period:  # else it is this process that was stopped
-                raise PeerUnreachable(f"{self._address}: no word from the coordinator for {silent_s:.1f} s")
+                raise PeerUnreachable(
+                    f"{self._address}: no word from the coordinator for {silent_s:.1f} s"
+                )
             pause_s = WELCOME_S if self._taken_since is None else TAKEN_PAUSE_S
             if self._said is not None and now - self._said_at > pause_s and link.is_up:
                 self._say_hello()  # it may have been too busy to keep it
@@ -385,14 +416,16 @@ class Worker:
 
 
 def end_by_force() -> None:
-    """From a thread: whatever hangs, event loop included, must not outlast the grace of who leaves."""
+    """From a thread: whatever hangs, event loop included, must not outlast the grace of who
+    leaves."""
     say("did not end in time: ended by force")
     flush()  # nothing else does before such an end
     os._exit(1)  # the kernel ends the children; the next daemon removes what is left in scratch
 
 
 def _run_dir_here(config: Config) -> Path:
-    """On a machine that does not share the coordinator's: checkpoints and logs under the same name."""
+    """On a machine that does not share the coordinator's: checkpoints and logs under the same
+    name."""
     run_dir = config.run_dir.resolve()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     return run_dir

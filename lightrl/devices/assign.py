@@ -1,7 +1,8 @@
 """Which GPUs a training rank and an engine get, and how much memory an engine takes of each.
 
-Pure: what the driver says, what the user allows (CUDA_VISIBLE_DEVICES, set by hand or by Slurm) and what
-the config wants go in; what each child process gets comes out, or one line of refusal. Asks nobody.
+Pure: what the driver says, what the user allows (CUDA_VISIBLE_DEVICES, set by hand or by Slurm) and
+what the config wants go in; what each child process gets comes out, or one line of refusal. Asks
+nobody.
 """
 
 import math
@@ -14,11 +15,13 @@ from lightrl.devices.memory import GIB, Item
 from lightrl.errors import ConfigError
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-NOTHING = {"", "-1", "NoDevFiles"}  # how CUDA, and Slurm for a job without GPUs, say that there is none
+# how CUDA, and Slurm for a job without GPUs, say that there is none
+NOTHING = {"", "-1", "NoDevFiles"}
 KINDS = (("GPU-", "GPU"), ("MIG-", "MIG slice"))  # how a UUID begins
 ALONE = 0.92  # gpu_memory_utilization as vLLM has it
 SPARE = 0.01  # of a GPU's memory: what is free moves a little
-STARTED = 0.6 * GIB  # of a process that uses CUDA: vLLM counts it to no share, but asks what is free then
+# of a process that uses CUDA: vLLM counts it to no share, but asks what is free then
+STARTED = 0.6 * GIB
 
 
 class TooLittleMemory(ConfigError):
@@ -29,7 +32,8 @@ class TooLittleMemory(ConfigError):
 class Device:
     """Something that CUDA can use: a GPU or a MIG slice. Bytes; None where they are not known."""
 
-    token: str  # what names it in a child's CUDA_VISIBLE_DEVICES
+    # what names it in a child's CUDA_VISIBLE_DEVICES
+    token: str
     label: str
     total: int | None = None
     free: int | None = None
@@ -43,7 +47,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one daemon gets. `memory`: the share of each GPU that its engine may take; 0 = as it likes."""
+    """What one daemon gets. `memory`: the share of each GPU that its engine may take; 0 = as it
+    likes."""
 
     tokens: tuple[str, ...] = ()
     memory: float = 0.0
@@ -54,17 +59,21 @@ CPU = Part()
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to run here. `least`: bytes without which an engine cannot work on one of its GPUs."""
+    """What is to run here. `least`: bytes without which an engine cannot work on one of its
+    GPUs."""
 
     ranks: int = 0
     engines: int = 0
-    per_engine: int = 1  # GPUs of one engine
+    # GPUs of one engine
+    per_engine: int = 1
     train_devices: tuple[int, ...] = ()
     rollout_devices: tuple[int, ...] = ()
-    rank_items: tuple[Item, ...] = ()  # empty: not known
+    # empty: not known
+    rank_items: tuple[Item, ...] = ()
     rank_bytes: int = 0
     least: int = 0
-    utilization: float | None = None  # gpu_memory_utilization of rollout.engine_args
+    # gpu_memory_utilization of rollout.engine_args
+    utilization: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,11 @@ class Assignment:
             part = Part(self.ranks)
         elif role == "rollout" and int(k) < len(self.engines):
             part = self.engines[int(k)]
-        return ("--gpus", ",".join(part.tokens), "--gpu-memory", str(part.memory)) if part.tokens else ()
+        return (
+            ("--gpus", ",".join(part.tokens), "--gpu-memory", str(part.memory))
+            if part.tokens
+            else ()
+        )
 
 
 NO_GPUS = Assignment()
@@ -98,7 +111,8 @@ class _Users:
 
 
 def environment(tokens: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """What is added to a child's environment. Without tokens nothing: there is no GPU, or none is used."""
+    """What is added to a child's environment. Without tokens nothing: there is no GPU, or none is
+    used."""
     if not tokens:
         return {}
     added = {VISIBLE: ",".join(tokens)}
@@ -155,7 +169,8 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
 
 
 def visible(machine: Machine, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """In the order in which torch would number them. Raises ConfigError for a wrong CUDA_VISIBLE_DEVICES."""
+    """In the order in which torch would number them. Raises ConfigError for a wrong
+    CUDA_VISIBLE_DEVICES."""
     setting = environ.get(VISIBLE)
     if setting is None:
         return tuple(device for i in range(len(machine.gpus)) for device in _devices(machine, i))
@@ -165,7 +180,8 @@ def visible(machine: Machine, environ: Mapping[str, str]) -> tuple[Device, ...]:
     if not machine.gpus[0].uuid:  # counted only: nothing can be looked up
         return tuple(Device(part, f"GPU {part}") for part in named)
     numbers = [gpu.index for gpu in machine.gpus]
-    # CUDA counts the fastest first if it is not told otherwise: then nvidia-smi's figures are of others.
+    # CUDA counts the fastest first if it is not told otherwise: then nvidia-smi's figures are of
+    # others.
     is_mixed = len({gpu.name for gpu in machine.gpus}) > 1 and environ.get(ORDER) != "PCI_BUS_ID"
     found = [_named(machine, part, setting, numbers, is_mixed) for part in named]
     for token, count in Counter(device.label for device in found).items():
@@ -184,7 +200,8 @@ def _named(machine: Machine, part: str, setting: str, numbers: list[int], is_mix
         devices = _devices(machine, numbers.index(int(part)))
         if len(devices) != 1:
             raise ConfigError(
-                f"{wrong}: GPU {part} is divided into {len(devices)} MIG slices; name them by the UUIDs of "
+                f"{wrong}: GPU {part} is divided into {len(devices)} MIG slices; name them "
+                "by the UUIDs of "
                 "nvidia-smi -L"
             )
         return devices[0]
@@ -192,23 +209,34 @@ def _named(machine: Machine, part: str, setting: str, numbers: list[int], is_mix
     every = [(i, device) for i in range(len(machine.gpus)) for device in _devices(machine, i)]
     if part.startswith("GPU-"):
         meant = [
-            device for i, device in every if machine.gpus[i].uuid.startswith(part) and not device.is_slice
+            device
+            for i, device in every
+            if machine.gpus[i].uuid.startswith(part) and not device.is_slice
         ]
     else:
         meant = [device for _, device in every if device.token == part]
     if len(meant) != 1:
-        raise ConfigError(f"{wrong}: {part!r} is no {kind} of this machine; nvidia-smi -L lists them")
+        raise ConfigError(
+            f"{wrong}: {part!r} is no {kind} of this machine; nvidia-smi -L lists them"
+        )
     return meant[0]
 
 
 def _devices(machine: Machine, i: int) -> tuple[Device, ...]:
-    """The GPU, or what it is divided into. By number and not by UUID: vLLM before 0.25 reads numbers only."""
+    """The GPU, or what it is divided into. By number and not by UUID: vLLM before 0.25 reads
+    numbers only."""
     gpu = machine.gpus[i]
     label = f"GPU {gpu.index} ({gpu.name})" if gpu.uuid else f"GPU {gpu.index}"
     if not gpu.is_mig:
         return (Device(str(gpu.index), label, gpu.total, gpu.free),)
     return tuple(
-        Device(s.uuid, f"slice {s.uuid} ({s.profile} of GPU {gpu.index})", s.total, s.total, is_slice=True)
+        Device(
+            s.uuid,
+            f"slice {s.uuid} ({s.profile} of GPU {gpu.index})",
+            s.total,
+            s.total,
+            is_slice=True,
+        )
         for s in gpu.slices
     )
 
@@ -228,17 +256,20 @@ def _of_ranks(devices: tuple[Device, ...], wanted: Wanted) -> list[int]:
     _require_there("train.devices", chosen, devices)
     if len(chosen) < wanted.ranks:
         raise ConfigError(
-            f"train.ranks = {wanted.ranks}: each needs a GPU of its own, and {len(chosen)} can be used here"
+            f"train.ranks = {wanted.ranks}: each needs a GPU of its own, and {len(chosen)} "
+            "can be used here"
         )
     if wanted.ranks > 1 and any(devices[d].is_slice for d in chosen):
         raise ConfigError(
-            f"train.ranks = {wanted.ranks}: NCCL does not connect MIG slices; train with one rank, or on GPUs"
+            f"train.ranks = {wanted.ranks}: NCCL does not connect MIG slices; train with "
+            "one rank, or on GPUs"
         )
     return chosen
 
 
 def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -> list[list[int]]:
-    """The devices of each engine: beside the ranks as long as there are any, else shared in turn."""
+    """The devices of each engine: beside the ranks as long as there are any, else shared in
+    turn."""
     if not wanted.engines:
         return []
     size = wanted.per_engine
@@ -265,7 +296,9 @@ def _grouped(numbers: Sequence[int], size: int) -> list[list[int]]:
 def _require_there(key: str, chosen: Sequence[int], devices: tuple[Device, ...]) -> None:
     for d in chosen:
         if d >= len(devices):
-            raise ConfigError(f"{key}: there is no GPU {d} to use here, only {_listed(range(len(devices)))}")
+            raise ConfigError(
+                f"{key}: there is no GPU {d} to use here, only {_listed(range(len(devices)))}"
+            )
 
 
 def _users(ranks: list[int], engines: list[list[int]]) -> dict[int, _Users]:
@@ -282,8 +315,8 @@ def _users(ranks: list[int], engines: list[list[int]]) -> dict[int, _Users]:
 
 
 def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
-    """The share of a device's memory for each engine on it, 1 = what the engine takes by itself; how it
-    comes about. Raises TooLittleMemory."""
+    """The share of a device's memory for each engine on it, 1 = what the engine takes by itself;
+    how it comes about. Raises TooLittleMemory."""
     is_shared = len(on.engines) + len(on.ranks) > 1
     if device.total is None or device.free is None or (on.ranks and not wanted.rank_items):
         return _divided_blindly(device, on, wanted) if is_shared and on.engines else (1.0, "")
@@ -299,7 +332,8 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     if (share := wanted.utilization) is not None:
         if share > each:
             raise TooLittleMemory(
-                f"{held}{_minus(rank)}: gpu_memory_utilization = {share:g} for {_engines(on)} is more than "
+                f"{held}{_minus(rank)}: gpu_memory_utilization = {share:g} for "
+                f"{_engines(on)} is more than "
                 f"that; {_floor(each):g} is possible"
             )
     elif not is_shared and each >= ALONE + spare:
@@ -314,14 +348,21 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     if not is_shared and wanted.utilization is not None:
         return 1.0, ""  # as the config has it
     return share, (
-        f"{held}{_minus(rank)} = {_gib(left)} for {_engines(on)}: gpu_memory_utilization = {share:g} each, "
+        f"{held}{_minus(rank)} = {_gib(left)} for {_engines(on)}: gpu_memory_utilization = "
+        f"{share:g} each, "
         f"which is {_gib(share * device.total)}"
     )
 
 
 def _divided_blindly(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     share = wanted.utilization or _floor(0.9 / (len(on.engines) + len(on.ranks)))
-    return share, f"{device.label}: memory needs are unknown, so its engines get equal shares: {share:g} each"
+    return (
+        share,
+        (
+            f"{device.label}: memory needs are unknown, so its engines get equal shares: "
+            f"{share:g} each"
+        ),
+    )
 
 
 def _minus(rank: int) -> str:
@@ -334,7 +375,9 @@ def _engines(on: _Users) -> str:
 
 def _remedy(on: _Users) -> str:
     fewer = ", fewer rollout.nodes" if len(on.engines) > 1 else ""
-    less = ", a smaller train.max_tokens_per_gpu, train.activation_checkpointing" if on.ranks else ""
+    less = (
+        ", a smaller train.max_tokens_per_gpu, train.activation_checkpointing" if on.ranks else ""
+    )
     return f"another GPU (train.devices, rollout.devices){fewer}{less}, or end what else runs there"
 
 

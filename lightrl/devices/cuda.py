@@ -15,14 +15,15 @@ from lightrl.errors import ConfigError
 
 
 def has_cuda() -> bool:
-    """Raises ConfigError, one line, if this process was given a GPU that torch does not find: a model that
-    is silently trained on the CPU is worse than none."""
+    """Raises ConfigError, one line, if this process was given a GPU that torch does not find: a
+    model that is silently trained on the CPU is worse than none."""
     if torch.cuda.is_available():
         return True
     given = os.environ.get(VISIBLE, "").strip()
     if torch.version.cuda is not None and given not in NOTHING:
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES = {given}, but torch {torch.__version__} finds no GPU: lightrl check says "
+            f"CUDA_VISIBLE_DEVICES = {given}, but torch {torch.__version__} finds no GPU: "
+            "lightrl check says "
             "more; set CUDA_VISIBLE_DEVICES= to use the CPU only"
         )
     return False
@@ -37,8 +38,9 @@ def now(device: torch.device) -> float:
 
 
 class Stopwatch:
-    """Adds up how long stretches of work took. On CUDA by events in the stream, which nobody waits for
-    before `take`: the processor goes on launching, and time between stretches does not count."""
+    """Adds up how long stretches of work took. On CUDA by events in the stream, which nobody waits
+    for before `take`: the processor goes on launching, and time between stretches does not
+    count."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,8 @@
-"""What the NVIDIA driver says of this machine's GPUs, and what the installed torch asks of a driver.
+"""What the NVIDIA driver says of this machine's GPUs, and what the installed torch asks of a
+driver.
 
-Owns how it is asked: by nvidia-smi, which comes with every driver and initialises no CUDA in this process.
-Decides nothing. Must not import torch: daemons call this.
+Owns how it is asked: by nvidia-smi, which comes with every driver and initialises no CUDA in this
+process. Decides nothing. Must not import torch: daemons call this.
 """
 
 import importlib.util
@@ -15,7 +16,8 @@ from pathlib import Path
 TIMEOUT_S = 30.0  # without persistence mode a driver that was not loaded takes seconds for each GPU
 MIB = 1 << 20
 QUERY = "index,uuid,memory.total,memory.free,driver_version,mig.mode.current,name"
-# The oldest driver branch that runs a major version of CUDA (NVIDIA: "CUDA minor version compatibility").
+# The oldest driver branch that runs a major version of CUDA (NVIDIA: "CUDA minor version
+# compatibility").
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 
 _SLICE = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
@@ -35,20 +37,23 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`index` is nvidia-smi's, in the order of PCI buses. Bytes; None where the driver does not say."""
+    """`index` is nvidia-smi's, in the order of PCI buses. Bytes; None where the driver does not
+    say."""
 
     index: int
     uuid: str
     name: str
     total: int | None
     free: int | None
-    is_mig: bool = False  # divided into slices: it cannot be used as a whole
+    # divided into slices: it cannot be used as a whole
+    is_mig: bool = False
     slices: tuple[Slice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`problem`: one line, why torch can use none of the GPUs here; "" if nothing speaks against it."""
+    """`problem`: one line, why torch can use none of the GPUs here; "" if nothing speaks against
+    it."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
@@ -75,7 +80,9 @@ def look() -> Machine:
             gpus = with_slices(gpus, _ask(command, "-L").stdout)
         problem = torch_problem(torch_build(), driver, lambda: _ask(command).stdout) if gpus else ""
     except subprocess.TimeoutExpired:
-        return Machine(problem=f"nvidia-smi does not answer within {TIMEOUT_S:.0f} s; is the driver loaded?")
+        return Machine(
+            problem=f"nvidia-smi does not answer within {TIMEOUT_S:.0f} s; is the driver loaded?"
+        )
     except (OSError, ValueError) as e:
         return Machine(problem=f"nvidia-smi cannot be understood: {e}")
     return Machine(gpus, driver, problem)
@@ -93,14 +100,16 @@ def _ask(command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def _without_smi(devices: Path) -> Machine:
-    """A container may have the driver's libraries without its tools: then GPUs can be counted, no more."""
+    """A container may have the driver's libraries without its tools: then GPUs can be counted, no
+    more."""
     found = sorted(int(p.name[6:]) for p in devices.glob("nvidia[0-9]*") if p.name[6:].isdigit())
     problem = torch_problem(torch_build(), "", str) if found else ""
     return Machine(tuple(Gpu(i, "", "GPU", None, None) for i in range(len(found))), "", problem)
 
 
 def parse_gpus(text: str) -> tuple[tuple[Gpu, ...], str]:
-    """The answer to QUERY without header and units (MiB), and the driver's version. Raises ValueError."""
+    """The answer to QUERY without header and units (MiB), and the driver's version. Raises
+    ValueError."""
     gpus: list[Gpu] = []
     driver = ""
     for line in text.splitlines():
@@ -152,19 +161,24 @@ def torch_build() -> TorchBuild | None:
         return None
     version = re.search(r"__version__ *= *'([^']+)'", text)
     cuda = _BUILT_FOR.search(text)
-    return TorchBuild(version[1] if version else "?", (int(cuda[1]), int(cuda[2])) if cuda else None)
+    return TorchBuild(
+        version[1] if version else "?", (int(cuda[1]), int(cuda[2])) if cuda else None
+    )
 
 
 def torch_problem(build: TorchBuild | None, driver: str, header: Callable[[], str]) -> str:
     """Why this torch cannot use the GPUs of this driver, in one line with what to do; "" if it can.
 
-    `header` gives nvidia-smi's own header, which knows of a compatibility package that lifts what an old
-    driver can do; it is asked only where the driver alone would be too old.
+    `header` gives nvidia-smi's own header, which knows of a compatibility package that lifts what
+    an old driver can do; it is asked only where the driver alone would be too old.
     """
     if build is None:
         return "torch is not installed; run scripts/setup"
     if build.cuda is None:
-        return f"torch {build.version} is built for CPU; run scripts/setup, or install a torch for CUDA"
+        return (
+            f"torch {build.version} is built for CPU; run scripts/setup, or install a torch "
+            "for CUDA"
+        )
     major = build.cuda[0]
     oldest = OLDEST_DRIVER.get(major)
     if not driver or oldest is None or _numbers(driver) >= oldest:
@@ -174,7 +188,8 @@ def torch_problem(build: TorchBuild | None, driver: str, header: Callable[[], st
         return ""
     wanted = ".".join(map(str, oldest))
     return (
-        f"driver {driver} is too old for torch {build.version} (CUDA {major}.{build.cuda[1]}), which "
+        f"driver {driver} is too old for torch {build.version} (CUDA "
+        f"{major}.{build.cuda[1]}), which "
         f"needs driver {wanted} or newer; update it, or install a torch for an older CUDA"
     )
 

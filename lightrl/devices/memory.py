@@ -1,7 +1,7 @@
 """How much GPU memory a training rank and an engine need, by arithmetic on the model's config.
 
-Owns the estimates, which are for planning: who shares a GPU gets what others leave. Pure; the files of a
-model directory are read by `shape_of_folder` alone. Must not import torch.
+Owns the estimates, which are for planning: who shares a GPU gets what others leave. Pure; the files
+of a model directory are read by `shape_of_folder` alone. Must not import torch.
 """
 
 import json
@@ -14,8 +14,10 @@ from typing import Any, cast
 GIB = 1 << 30
 CONTEXT_BYTES = 1 * GIB  # CUDA context, libraries' workspaces, kernels
 PEER_BYTES = GIB // 2  # buffers of NCCL
-FRAGMENTATION = 1.1  # of a rank's tensors: micro-batches differ in shape, and freed blocks do not always fit
-SCORED_VALUES = 1 << 26  # logits that become float32 logprobs at once: trainer/model.py, engine/sampling.py
+# of a rank's tensors: micro-batches differ in shape, and freed blocks do not always fit
+FRAGMENTATION = 1.1
+# logits that become float32 logprobs at once: trainer/model.py, engine/sampling.py
+SCORED_VALUES = 1 << 26
 SCORE_BYTES = 20  # for each of them: float32 logits, logprobs, their gradients
 SAMPLE_BYTES = 28  # for each: float32 logits, logprobs, probabilities; float64 sums
 ENGINE_STEP_TOKENS = 8192  # of one forward pass of vLLM as it comes
@@ -29,15 +31,18 @@ class Shape:
 
     num_parameters: int
     hidden: int
-    intermediate: int  # of the experts of a token together
+    # of the experts of a token together
+    intermediate: int
     layers: int
-    q_width: int  # heads x head dimension
+    # heads x head dimension
+    q_width: int
     kv_width: int
     vocabulary: int
 
 
 def shape_of(config: Mapping[str, Any], num_parameters: int | None = None) -> Shape | None:
-    """Of a config.json; the parameters are counted from it if not given. None if it is of another kind."""
+    """Of a config.json; the parameters are counted from it if not given. None if it is of another
+    kind."""
     text: Mapping[str, Any] = config.get("text_config") or config
     try:
         hidden, layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
@@ -55,7 +60,9 @@ def shape_of(config: Mapping[str, Any], num_parameters: int | None = None) -> Sh
         mlp = 3 * hidden * (experts * expert if experts else dense)
         tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
         embeddings = vocabulary * hidden * (1 if tied else 2)
-        num_parameters = embeddings + layers * (2 * hidden * (q_width + kv_width) + mlp + 2 * hidden)
+        num_parameters = embeddings + layers * (
+            2 * hidden * (q_width + kv_width) + mlp + 2 * hidden
+        )
     intermediate = active * expert if experts else dense
     return Shape(num_parameters, hidden, intermediate, layers, q_width, kv_width, vocabulary)
 
@@ -70,13 +77,18 @@ def shape_of_file(data: bytes) -> Shape | None:
 
 
 def shape_of_folder(folder: Path) -> Shape | None:
-    """Of a model directory; its safetensors files say how many parameters there are. None: not known."""
+    """Of a model directory; its safetensors files say how many parameters there are. None: not
+    known."""
     try:
         config: Any = json.loads((folder / "config.json").read_bytes())
         count = sum(_parameters(file) for file in folder.glob("*.safetensors"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return shape_of(cast("dict[str, Any]", config), count or None) if isinstance(config, dict) else None
+    return (
+        shape_of(cast("dict[str, Any]", config), count or None)
+        if isinstance(config, dict)
+        else None
+    )
 
 
 def _parameters(file: Path) -> int:
@@ -86,15 +98,17 @@ def _parameters(file: Path) -> int:
         if size > 100 << 20:  # the format's own limit
             raise ValueError(f"{file}: no safetensors header")
         header = json.loads(data.read(size))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return sum(
+        math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+    )
 
 
 def activation_bytes(shape: Shape, checkpointing: bool) -> int:
     """Of one token, kept for the backward pass by a transformers decoder in bfloat16 autocast.
 
-    Counted by hooks on what autograd saves: the residual stream and all norms in float32, the inputs of
-    every matrix product in bfloat16. It fits Qwen3, which keeps most; Llama keeps a tenth less.
-    `checkpointing` keeps the input of each layer and all of one layer.
+    Counted by hooks on what autograd saves: the residual stream and all norms in float32, the
+    inputs of every matrix product in bfloat16. It fits Qwen3, which keeps most; Llama keeps a tenth
+    less. `checkpointing` keeps the input of each layer and all of one layer.
     """
     layer = 13 * shape.hidden + 14 * shape.q_width + 10 * shape.kv_width + 8 * shape.intermediate
     return layer + 4 * shape.hidden * (shape.layers + 1) if checkpointing else layer * shape.layers
@@ -102,7 +116,8 @@ def activation_bytes(shape: Shape, checkpointing: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the arithmetic. Example: Item("weights, gradients and Adam, 16 B each", 8 << 30)."""
+    """One line of the arithmetic. Example: Item("weights, gradients and Adam, 16 B each", 8 <<
+    30)."""
 
     what: str
     num_bytes: int
@@ -111,21 +126,30 @@ class Item:
 def trainer_items(
     shape: Shape, ranks: int, tokens: int, checkpointing: bool = False, has_reference: bool = False
 ) -> Iterator[Item]:
-    """What one rank of `ranks` needs at most, for micro-batches of `tokens` tokens, padding included."""
+    """What one rank of `ranks` needs at most, for micro-batches of `tokens` tokens, padding
+    included."""
     each = MASTER + GRADIENT + ADAM
-    yield Item(f"weights, gradients and Adam in float32, {each} B each", each * shape.num_parameters // ranks)
+    yield Item(
+        f"weights, gradients and Adam in float32, {each} B each",
+        each * shape.num_parameters // ranks,
+    )
     if has_reference:
         yield Item("reference model in float32", MASTER * shape.num_parameters // ranks)
-    # Autocast keeps a copy of every weight until the backward pass is over; FSDP gathers layer by layer.
+    # Autocast keeps a copy of every weight until the backward pass is over; FSDP gathers layer by
+    # layer.
     copies = shape.num_parameters
     if ranks > 1:
-        copies = 2 * shape.vocabulary * shape.hidden + 2 * shape.num_parameters // max(1, shape.layers)
+        copies = 2 * shape.vocabulary * shape.hidden + 2 * shape.num_parameters // max(
+            1, shape.layers
+        )
     yield Item("weights in bfloat16", BF16 * copies)
     yield Item(f"activations of {tokens:,} tokens", tokens * activation_bytes(shape, checkpointing))
     values = tokens * shape.vocabulary
     logits = 2 * BF16 * values + SCORE_BYTES * min(values, SCORED_VALUES)
     yield Item(f"logits of {tokens:,} tokens", logits)
-    yield Item("CUDA" if ranks == 1 else "CUDA and NCCL", CONTEXT_BYTES + (PEER_BYTES if ranks > 1 else 0))
+    yield Item(
+        "CUDA" if ranks == 1 else "CUDA and NCCL", CONTEXT_BYTES + (PEER_BYTES if ranks > 1 else 0)
+    )
 
 
 def trainer_bytes(items: Iterable[Item]) -> int:
@@ -138,27 +162,31 @@ def kv_bytes_per_token(shape: Shape) -> int:
 
 
 def working_bytes(shape: Shape, slots: int) -> int:
-    """Of an engine besides weights and KV cache: one forward pass, logits and their sampling, CUDA."""
+    """Of an engine besides weights and KV cache: one forward pass, logits and their sampling,
+    CUDA."""
     step = ENGINE_STEP_TOKENS * (20 * shape.hidden + 8 * shape.intermediate)
     return step + sampling_bytes(shape, slots) + CONTEXT_BYTES + GRAPHS_BYTES
 
 
 def sampling_bytes(shape: Shape, slots: int) -> int:
-    """Of logits, and of what is made of them, in a step that draws one token for each of `slots`."""
+    """Of logits, and of what is made of them, in a step that draws one token for each of
+    `slots`."""
     values = slots * shape.vocabulary
     return (BF16 + 4) * values + SAMPLE_BYTES * min(values, SCORED_VALUES)
 
 
 def draftable_values(room: float, most: int) -> int:
-    """Logits of one step with drafts that fit into `room` bytes, at most `most`: each is there once in
-    bfloat16, and those that are sampled from at once take more."""
+    """Logits of one step with drafts that fit into `room` bytes, at most `most`: each is there once
+    in bfloat16, and those that are sampled from at once take more."""
     sampled = SAMPLE_BYTES + BF16
     if room < sampled * SCORED_VALUES:
         return min(most, max(0, int(room)) // sampled)
     return min(most, int(room - SAMPLE_BYTES * SCORED_VALUES) // BF16)
 
 
-def kv_cache_bytes(share: int, weights: int, shape: Shape, slots: int, max_length: int, gpus: int = 1) -> int:
+def kv_cache_bytes(
+    share: int, weights: int, shape: Shape, slots: int, max_length: int, gpus: int = 1
+) -> int:
     """What is left for the KV cache of an engine that may take `share` bytes of each of its `gpus`.
 
     `weights`: bytes of the whole model. 0 if not even one sequence of `max_length` tokens fits.
@@ -168,6 +196,7 @@ def kv_cache_bytes(share: int, weights: int, shape: Shape, slots: int, max_lengt
 
 
 def engine_bytes(shape: Shape, slots: int, max_length: int, gpus: int = 1) -> int:
-    """The least with which an engine can work, on each of its `gpus`: room for one sequence in its cache."""
+    """The least with which an engine can work, on each of its `gpus`: room for one sequence in its
+    cache."""
     sequence = kv_bytes_per_token(shape) * (max_length + 1)
     return (BF16 * shape.num_parameters + sequence) // gpus + working_bytes(shape, slots)

@@ -22,7 +22,8 @@ PAUSE_S = 1.0
 def wanted(
     config: Config, ranks: int, engines: int, shape: memory.Shape | None = None, slots: int = 0
 ) -> Wanted:
-    """`ranks` and `engines`: how many of them are to run here. `slots`: of this node, 0 = as configured."""
+    """`ranks` and `engines`: how many of them are to run here. `slots`: of this node, 0 = as
+    configured."""
     train, rollout = config.train, config.rollout
     if train.engine == "emulated":
         ranks = 0
@@ -54,10 +55,13 @@ def wanted(
 
 def rank_items(config: Config, shape: memory.Shape) -> tuple[memory.Item, ...]:
     train = config.train
-    tokens = max(train.max_tokens_per_gpu, config.max_model_length)  # a longer sample is a batch of its own
+    # a longer sample is a batch of its own
+    tokens = max(train.max_tokens_per_gpu, config.max_model_length)
     has_reference = config.algorithm.kl_coef > 0
     return tuple(
-        memory.trainer_items(shape, train.ranks, tokens, train.activation_checkpointing, has_reference)
+        memory.trainer_items(
+            shape, train.ranks, tokens, train.activation_checkpointing, has_reference
+        )
     )
 
 
@@ -77,9 +81,14 @@ def _of_run(config: Config) -> tuple[memory.Shape | None, Wanted]:
 
 
 def for_daemon(
-    config: Config, roles: Sequence[Role], model_files: Mapping[str, bytes], slots: int, has_coordinator: bool
+    config: Config,
+    roles: Sequence[Role],
+    model_files: Mapping[str, bytes],
+    slots: int,
+    has_coordinator: bool,
 ) -> Assignment:
-    """Of one daemon that is alone on its machine, as far as it knows. Blocks; raises ConfigError."""
+    """Of one daemon that is alone on its machine, as far as it knows. Blocks; raises
+    ConfigError."""
     shape = memory.shape_of_file(model_files.get("config.json", b""))
     ranks = config.train.ranks if "trainer" in roles else 0
     some = wanted(config, ranks, int("rollout" in roles), shape, slots)
@@ -89,22 +98,26 @@ def for_daemon(
 
 
 def require_room(config: Config, roles: Sequence[Role], slots: int) -> None:
-    """Refuses, before anything is started, what `for_daemon` would refuse of a coordinator's daemon that has
-    these roles, too. Blocks; raises ConfigError."""
+    """Refuses, before anything is started, what `for_daemon` would refuse of a coordinator's daemon
+    that has these roles, too. Blocks; raises ConfigError."""
     shape = memory.shape_of_folder(Path(config.model.path))
     ranks = config.train.ranks if "trainer" in roles else 0
     _patiently(wanted(config, ranks, int("rollout" in roles), shape, slots))
 
 
 def describe(config: Config) -> list[str]:
-    """What a run here does with the GPUs, and the arithmetic behind it. Raises ConfigError as `for_run`."""
+    """What a run here does with the GPUs, and the arithmetic behind it. Raises ConfigError as
+    `for_run`."""
     shape, some = _of_run(config)
     found = assign(look(), os.environ, some)
     lines = list(found.notes) or ["no GPU here: everything runs on the CPU"]
     if config.train.engine == "emulated":
         return lines
     if shape is None:
-        return [*lines, f"{config.model.path}: its files are not here, so the memory it needs is not known"]
+        return [
+            *lines,
+            f"{config.model.path}: its files are not here, so the memory it needs is not known",
+        ]
     if found.ranks:
         return [*lines, *arithmetic(some.rank_items, some.rank_bytes)]
     return [*lines, f"on a GPU a training rank would need {some.rank_bytes / memory.GIB:.1f} GiB"]

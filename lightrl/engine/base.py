@@ -1,4 +1,5 @@
-"""What every rollout engine is: one protocol, and what a daemon and its engine process say to each other.
+"""What every rollout engine is: one protocol, and what a daemon and its engine process say to each
+other.
 
 An engine is synchronous and lives in a child process of the rollout daemon (`engine/process.py`
 drives it), so that a forward pass never blocks an event loop and a crash is an event. Must not
@@ -34,22 +35,31 @@ class EngineSpec:
 
     kind: Kind
     model_dir: str
-    dtype: str  # "auto", "float32", ...
-    max_model_length: int  # tokens, prompt + response
-    slots: int  # responses that may run at once
-    kv_cache_gib: float = 0.0  # 0 = what `slots` sequences of max_model_length need
+    # "auto", "float32", ...
+    dtype: str
+    # tokens, prompt + response
+    max_model_length: int
+    # responses that may run at once
+    slots: int
+    # 0 = what `slots` sequences of max_model_length need
+    kv_cache_gib: float = 0.0
     chunk_tokens: int = 16
     chunk_ms: int = 50
     engine_args: dict[str, Any] = field(default_factory=dict)
-    max_window: int = 0  # drafted tokens that are verified at once for a response; 0 = no speculation
-    prefer: Literal["count", "reward"] = "count"  # of several continuations the frequent or the rewarded one
-    gpu_memory: float = 0.0  # share of each of its GPUs that it may take; 0 = as it comes
-    is_deterministic: bool = False  # the same tokens whatever runs beside them, at the price of speed
+    # drafted tokens that are verified at once for a response; 0 = no speculation
+    max_window: int = 0
+    # of several continuations the frequent or the rewarded one
+    prefer: Literal["count", "reward"] = "count"
+    # share of each of its GPUs that it may take; 0 = as it comes
+    gpu_memory: float = 0.0
+    # the same tokens whatever runs beside them, at the price of speed
+    is_deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Load the version in `path` (the buckets of `manifest`, back to back) and drop the prefix cache."""
+    """Load the version in `path` (the buckets of `manifest`, back to back) and drop the prefix
+    cache."""
 
     path: str
     manifest: Manifest
@@ -75,8 +85,8 @@ class EngineLoaded:
 class EngineFailed:
     """A command failed and why, in one line; the engine goes on unless its process ends.
 
-    `policy_version` is that of a failed LoadWeights, else None. `is_unusable`: no engine of this kind can be
-    built here, whatever is asked of it.
+    `policy_version` is that of a failed LoadWeights, else None. `is_unusable`: no engine of this
+    kind can be built here, whatever is asked of it.
     """
 
     reason: str
@@ -90,7 +100,8 @@ EngineEvent: TypeAlias = EngineStarted | TokenChunk | EngineLoaded | EngineFaile
 
 @dataclass(slots=True)
 class Delta:
-    """Tokens that one engine step added to one response; logprobs are of the sampled distribution."""
+    """Tokens that one engine step added to one response; logprobs are of the sampled
+    distribution."""
 
     response: str
     token_ids: list[int]
@@ -102,19 +113,22 @@ class Engine(Protocol):
     """One process, one model, many responses at once.
 
     Coupled sampling: the token at absolute position p of a response is a pure function of the
-    weights, the tokens before p, and `sampling.uniform(seed, p)`; so a response is the same whatever
-    ran beside it and wherever it was interrupted.
+    weights, the tokens before p, and `sampling.uniform(seed, p)`; so a response is the same
+    whatever ran beside it and wherever it was interrupted.
     """
 
     device: str
-    notes: tuple[str, ...]  # what it cannot do of what was asked, one line each
+    # what it cannot do of what was asked, one line each
+    notes: tuple[str, ...]
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
-        """What to speculate with, if this engine does: before the requests of these groups are added."""
+        """What to speculate with, if this engine does: before the requests of these groups are
+        added."""
         ...
 
     def add(self, request: ResponseRequest, sampling: Sampling) -> None:
-        """Accept a response; its prefix counts as sampled. Raises EngineError if it cannot be run."""
+        """Accept a response; its prefix counts as sampled. Raises EngineError if it cannot be
+        run."""
         ...
 
     def abort(self, response: str) -> None:
@@ -122,13 +136,15 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Delta]:
-        """Advance what runs by one engine step. A stop token is part of the response (finish "stop")."""
+        """Advance what runs by one engine step. A stop token is part of the response (finish
+        "stop")."""
         ...
 
     def num_unfinished(self) -> int: ...
 
     def load_weights(self, path: Path, manifest: Manifest) -> str:
-        """Replace all weights in place; running responses go on under the new ones with their KV recomputed.
+        """Replace all weights in place; running responses go on under the new ones with their KV
+        recomputed.
 
         Returns the manifest digest recomputed from the bytes loaded. Raises WeightsError if names,
         shapes or digests do not match; the engine then keeps or loses its old weights but must not

@@ -1,4 +1,5 @@
-"""What a model directory says without its weights: config, tensor names and shapes, bytes of KV cache.
+"""What a model directory says without its weights: config, tensor names and shapes, bytes of KV
+cache.
 
 Owns the check that a version of the weights fits the model; loads no weights. Imports torch and
 transformers.
@@ -21,7 +22,9 @@ def read_config(model_dir: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
-        raise EngineError(f"{model_dir}: no usable model config: {str(e).splitlines()[0]}") from None
+        raise EngineError(
+            f"{model_dir}: no usable model config: {str(e).splitlines()[0]}"
+        ) from None
 
 
 def resolve_dtype(name: str, config: Any, device: str) -> torch.dtype:
@@ -63,12 +66,16 @@ def check_fits(targets: dict[str, torch.Tensor], manifest: Manifest) -> None:
         if target is None:
             raise WeightsError(f"{spec.name}: the model has no such tensor")
         if tuple(target.shape) != tuple(spec.shape):
-            raise WeightsError(f"{spec.name}: shape {tuple(spec.shape)}, the model has {tuple(target.shape)}")
+            raise WeightsError(
+                f"{spec.name}: shape {tuple(spec.shape)}, the model has {tuple(target.shape)}"
+            )
         given.add(id(target))
     missing = [name for name, target in targets.items() if id(target) not in given]
     if missing:
         version = manifest.policy_version
-        raise WeightsError(f"{missing[0]}: missing from version {version} ({len(missing)} tensors are)")
+        raise WeightsError(
+            f"{missing[0]}: missing from version {version} ({len(missing)} tensors are)"
+        )
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:

@@ -71,7 +71,9 @@ class EmulatedEngine:
             stop = r.sampling.stop_token_ids
             token = stop[0] if stop and self._ends(r) else self._token(u, r.stop)
             deltas.append(Delta(r.response, [token], [math.log1p(-u)], r.grow(token)))
-        self._running = [r for r, d in zip(self._running, deltas, strict=True) if d.finish_reason is None]
+        self._running = [
+            r for r, d in zip(self._running, deltas, strict=True) if d.finish_reason is None
+        ]
         return deltas
 
     def num_unfinished(self) -> int:
@@ -102,7 +104,8 @@ class EmulatedEngine:
         return token
 
     def _ends(self, r: Running) -> bool:
-        """A constant hazard at every position: lengths are geometric, and no matter where it was resumed."""
+        """A constant hazard at every position: lengths are geometric, and no matter where it was
+        resumed."""
         if not self._mean_length or uniform(r.seed ^ _RUNAWAY_SALT, 0) < self._runaway_share:
             return False
         return uniform(r.seed ^ _LENGTH_SALT, len(r.tokens)) < 1 / self._mean_length

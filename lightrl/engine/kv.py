@@ -1,8 +1,8 @@
 """The KV cache of the torch engine: one row of keys and values for each running response.
 
-Owns where keys and values lie; knows nothing of requests or sampling. Rows stay where they are while
-others join and leave; a row's token at position p lies in column p, so rows of different lengths
-need no padding to each other and no re-alignment, only a mask.
+Owns where keys and values lie; knows nothing of requests or sampling. Rows stay where they are
+while others join and leave; a row's token at position p lies in column p, so rows of different
+lengths need no padding to each other and no re-alignment, only a mask.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,15 @@ FIRST_COLUMNS = 64  # the cache doubles from here to the longest sequence allowe
 
 @dataclass(slots=True)
 class Placement:
-    """Where one forward pass writes and what it may read. `rows` [b], `columns` [b, q], both int64."""
+    """Where one forward pass writes and what it may read. `rows` [b], `columns` [b, q], both
+    int64."""
 
     rows: torch.Tensor
     columns: torch.Tensor
-    first: int  # = rows[0]; rows are consecutive
-    width: int  # columns that are read
+    # = rows[0]; rows are consecutive
+    first: int
+    # columns that are read
+    width: int
 
 
 class RowCache(Cache):
@@ -59,7 +62,8 @@ class RowCache(Cache):
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's part, behind the interface by which transformers' attention reads and writes a cache."""
+    """One layer's part, behind the interface by which transformers' attention reads and writes a
+    cache."""
 
     def __init__(self, num_rows: int, columns: int) -> None:
         super().__init__()
@@ -68,14 +72,16 @@ class RowLayer(CacheLayerMixin):
         self.placement: Placement | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates at the first update: only then are heads, dimensions and dtype known for any model."""
+        """Allocates at the first update: only then are heads, dimensions and dtype known for any
+        model."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys = self._allocate(key_states)
         self.values = self._allocate(value_states)
         self.is_initialized = True
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not arbitrary memory: a NaN in a masked column would still reach the result as 0 * NaN.
+        # Zeros, not arbitrary memory: a NaN in a masked column would still reach the result as 0 *
+        # NaN.
         return like.new_zeros((self._num_rows, like.shape[1], self._columns + 1, like.shape[3]))
 
     def widen(self, columns: int) -> None:
@@ -89,7 +95,8 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New keys and values [b, heads, q, dim] in; all that may be read [b, heads, width, dim] out."""
+        """New keys and values [b, heads, q, dim] in; all that may be read [b, heads, width, dim]
+        out."""
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
         assert self.placement is not None

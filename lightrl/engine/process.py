@@ -53,9 +53,13 @@ def resolve_engine(kind: EngineKind) -> Kind:
 
 
 async def start_engine(
-    spec: EngineSpec, threads: int, log: Path | None = None, devices: Mapping[str, str] = EVERY_DEVICE
+    spec: EngineSpec,
+    threads: int,
+    log: Path | None = None,
+    devices: Mapping[str, str] = EVERY_DEVICE,
 ) -> EngineChild:
-    """Starts an engine with `threads` CPU threads; its first event is EngineStarted or EngineFailed.
+    """Starts an engine with `threads` CPU threads; its first event is EngineStarted or
+    EngineFailed.
 
     `devices`: what its environment says of the GPUs that it may use.
 
@@ -76,7 +80,8 @@ async def start_engine(
 
 
 def main(sock: socket.socket) -> None:
-    """The child: builds the engine that the first command describes, then serves until the pipe closes."""
+    """The child: builds the engine that the first command describes, then serves until the pipe
+    closes."""
     pipe: EnginePipe = Pipe(sock, Codec(EngineCommand), Codec(EngineEvent))
     try:
         spec, *commands = pipe.receive()
@@ -89,7 +94,8 @@ def main(sock: socket.socket) -> None:
             pipe.send(EngineFailed(str(e), is_unusable=isinstance(e, EngineUnusable)))
             raise SystemExit(str(e)) from None
         gc.collect()
-        gc.freeze()  # the libraries' objects live as long as we do; scanning them again costs milliseconds
+        # the libraries' objects live as long as we do; scanning them again costs milliseconds
+        gc.freeze()
         pipe.send(EngineStarted(engine.device, time.perf_counter() - started, engine.notes))
         Server(engine, spec, pipe).serve(commands)
     except EOFError:
@@ -120,14 +126,16 @@ class Outbox:
     """Sampled tokens of one running attempt that have not been sent."""
 
     attempt: int
-    offset: int  # of the first of them, in tokens of the response
+    # of the first of them, in tokens of the response
+    offset: int
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     finish_reason: FinishReason | None = None
 
 
 class Server:
-    """Drives one engine from one pipe. Blocking; `serve` ends with EOFError when the pipe closes."""
+    """Drives one engine from one pipe. Blocking; `serve` ends with EOFError when the pipe
+    closes."""
 
     def __init__(self, engine: Engine, spec: EngineSpec, pipe: EnginePipe) -> None:
         self._engine = engine
@@ -150,7 +158,8 @@ class Server:
                 self._report_load(time.perf_counter(), LOAD_EVERY_S)
                 commands = self._pipe.receive(0.0)
             else:
-                self._send(self._outboxes)  # what finished waits for another step; after an abort none comes
+                # what finished waits for another step; after an abort none comes
+                self._send(self._outboxes)
                 self._report_load(time.perf_counter(), 0.0)
                 commands = self._pipe.receive(None)
 
@@ -171,7 +180,9 @@ class Server:
         if self._version is None or command.policy_version != self._version[0]:
             held = "none" if self._version is None else self._version[0]
             wanted = command.policy_version
-            self._pipe.send(EngineFailed(f"asked to generate with version {wanted}, loaded is {held}"))
+            self._pipe.send(
+                EngineFailed(f"asked to generate with version {wanted}, loaded is {held}")
+            )
             return
         if not self._outboxes:
             self._flushed_at = time.perf_counter()
@@ -224,7 +235,10 @@ class Server:
         if full or now - self._flushed_at >= self._chunk_s or not self._engine.num_unfinished():
             self._send(self._outboxes)
             self._flushed_at, self._finished_at = now, None
-        elif self._finished_at is not None and now - self._finished_at >= self._chunk_s / FINISHED_SHARE:
+        elif (
+            self._finished_at is not None
+            and now - self._finished_at >= self._chunk_s / FINISHED_SHARE
+        ):
             self._send([r for r, outbox in self._outboxes.items() if outbox.finish_reason])
             self._finished_at = None
 
@@ -247,7 +261,9 @@ class Server:
             if box.token_ids or box.finish_reason:
                 ids, logprobs = pack_i32(box.token_ids), pack_f32(box.logprobs)
                 chunk.append(
-                    ResponseTokens(response, box.attempt, box.offset, ids, logprobs, box.finish_reason)
+                    ResponseTokens(
+                        response, box.attempt, box.offset, ids, logprobs, box.finish_reason
+                    )
                 )
             if box.finish_reason:
                 del self._outboxes[response]

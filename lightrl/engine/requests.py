@@ -1,4 +1,5 @@
-"""A response as an engine holds it, and the check that it can be run at all: the same for every engine.
+"""A response as an engine holds it, and the check that it can be run at all: the same for every
+engine.
 
 Must be importable without torch.
 """
@@ -21,7 +22,8 @@ class Running:
     seed: int
     sampling: Sampling
     tokens: list[int]
-    end: int  # tokens of the longest this response may get, prompt included
+    # tokens of the longest this response may get, prompt included
+    end: int
     stop: frozenset[int] = field(default=frozenset())
 
     def grow(self, token: int) -> FinishReason | None:
@@ -32,7 +34,9 @@ class Running:
         return "length" if len(self.tokens) >= self.end else None
 
 
-def accept(request: ResponseRequest, sampling: Sampling, vocabulary: int, max_model_length: int) -> Running:
+def accept(
+    request: ResponseRequest, sampling: Sampling, vocabulary: int, max_model_length: int
+) -> Running:
     """The request as a `Running`. Raises EngineError, one line, if it cannot be run."""
     tokens = unpack_i32(request.prompt)
     if not tokens:
@@ -41,19 +45,29 @@ def accept(request: ResponseRequest, sampling: Sampling, vocabulary: int, max_mo
     if min(tokens) < 0 or max(tokens) >= vocabulary:
         raise EngineError(f"{request.response}: token ids must be in 0..{vocabulary - 1}")
     if request.max_new_tokens < 1:
-        raise EngineError(f"{request.response}: max_new_tokens = {request.max_new_tokens}: must be above 0")
+        raise EngineError(
+            f"{request.response}: max_new_tokens = {request.max_new_tokens}: must be above 0"
+        )
     end = len(tokens) + request.max_new_tokens
     if end > max_model_length:
-        raise EngineError(f"{request.response}: {end} tokens exceed the engine's {max_model_length}")
+        raise EngineError(
+            f"{request.response}: {end} tokens exceed the engine's {max_model_length}"
+        )
     if not 0 <= request.seed < 1 << 63:
         raise EngineError(f"{request.response}: seed = {request.seed}: must be in 0..2**63-1")
     if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
-        raise EngineError(f"{request.response}: temperature = {sampling.temperature}: must be 0 or more")
+        raise EngineError(
+            f"{request.response}: temperature = {sampling.temperature}: must be 0 or more"
+        )
     if not 0 < sampling.top_p <= 1:
-        raise EngineError(f"{request.response}: top_p = {sampling.top_p}: must be above 0 and at most 1")
+        raise EngineError(
+            f"{request.response}: top_p = {sampling.top_p}: must be above 0 and at most 1"
+        )
     if sampling.top_k < 0:
         raise EngineError(f"{request.response}: top_k = {sampling.top_k}: must be 0 (off) or more")
-    return Running(request.response, request.seed, sampling, tokens, end, frozenset(sampling.stop_token_ids))
+    return Running(
+        request.response, request.seed, sampling, tokens, end, frozenset(sampling.stop_token_ids)
+    )
 
 
 def vocabulary_size(model_dir: Path) -> int:

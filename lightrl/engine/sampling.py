@@ -1,4 +1,5 @@
-"""Coupled sampling: which token is drawn from given logits. The one definition, used by all engines.
+"""Coupled sampling: which token is drawn from given logits. The one definition, used by all
+engines.
 
 The noise of a token is one uniform number that depends on (seed, absolute position) alone, and the
 token is the inverse CDF of the sampled distribution at that number. So a response is the same
@@ -34,7 +35,8 @@ def uniform(seed: int, position: int) -> float:
 
 
 def uniforms(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> Floats:
-    """`uniform` for arrays: int [rows], int [rows] -> float64 [rows]. Bit for bit the same numbers."""
+    """`uniform` for arrays: int [rows], int [rows] -> float64 [rows]. Bit for bit the same
+    numbers."""
     s = np.asarray(seeds, dtype=np.uint64)
     p = np.asarray(positions, dtype=np.uint64)
     bits = _mix_array(_mix_array(s) ^ (p * np.uint64(_STRIDE)))
@@ -108,7 +110,8 @@ def _sample(
 
 
 def _filtered(logits: "torch.Tensor", top_p: Floats, top_k: Ints) -> "torch.Tensor":
-    """Logits with -inf outside the `top_k` likeliest tokens and then outside the nucleus of `top_p`.
+    """Logits with -inf outside the `top_k` likeliest tokens and then outside the nucleus of
+    `top_p`.
 
     A token is in the nucleus if the tokens before it, by falling probability and then by id, hold
     less than `top_p`; the likeliest one always is.
@@ -117,16 +120,22 @@ def _filtered(logits: "torch.Tensor", top_p: Floats, top_k: Ints) -> "torch.Tens
 
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     limit = _column(np.where(top_k > 0, top_k, logits.shape[-1]), torch.int64, logits)
-    ordered = ordered.masked_fill(torch.arange(logits.shape[-1], device=logits.device) >= limit, -math.inf)
+    ordered = ordered.masked_fill(
+        torch.arange(logits.shape[-1], device=logits.device) >= limit, -math.inf
+    )
     probabilities = torch.softmax(ordered, -1)
     before = torch.cumsum(probabilities, -1, dtype=torch.float64) - probabilities
     limit = _column(np.where(top_p < 1, top_p, 2.0), torch.float64, logits)
     outside = before >= limit
     outside[:, 0] = False
-    return torch.full_like(logits, -math.inf).scatter(-1, order, ordered.masked_fill(outside, -math.inf))
+    return torch.full_like(logits, -math.inf).scatter(
+        -1, order, ordered.masked_fill(outside, -math.inf)
+    )
 
 
-def _column(values: "npt.NDArray[np.generic] | Sequence[float]", dtype: "torch.dtype", like: "torch.Tensor"):
+def _column(
+    values: "npt.NDArray[np.generic] | Sequence[float]", dtype: "torch.dtype", like: "torch.Tensor"
+):
     import torch
 
     return torch.as_tensor(np.asarray(values), dtype=dtype).to(like.device)[:, None]

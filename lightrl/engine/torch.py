@@ -1,8 +1,9 @@
 """The torch engine: any transformers decoder, batched continuously in one process. Needs no vLLM.
 
-Owns the batch: which responses run, in which cache row, and when they leave; and that a drafted token
-enters a response only if it is the one that is sampled there. The forward pass is transformers' own;
-what is sampled is defined in `sampling.py`, what is drafted in `history/draft.py`.
+Owns the batch: which responses run, in which cache row, and when they leave; and that a drafted
+token enters a response only if it is the one that is sampled there. The forward pass is
+transformers' own; what is sampled is defined in `sampling.py`, what is drafted in
+`history/draft.py`.
 """
 
 import time
@@ -34,16 +35,19 @@ from lightrl.history.draft import Drafter
 from lightrl.messages import Load, Manifest, PromptHistory, ResponseRequest, Sampling
 from lightrl.weights.tensors import read_tensors
 
-PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS  # of one forward pass, padding included; bounds its activations
+# of one forward pass, padding included; bounds its activations
+PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS
 UNEVEN = (
-    "run.deterministic: GPU kernels round differently for different batch sizes, so the torch engine may "
+    "run.deterministic: GPU kernels round differently for different batch sizes, so the "
+    "torch engine may "
     "draw another token where two are almost equally likely; vLLM has batch-invariant kernels"
 )
 DRAFT_LOGITS = 1 << 26  # of one forward pass with drafts, at most
 
 
 class TorchEngine:
-    """Implements `base.Engine`. One engine step = one prefill of new responses + one decode of the others."""
+    """Implements `base.Engine`. One engine step = one prefill of new responses + one decode of the
+    others."""
 
     notes: tuple[str, ...] = ()
 
@@ -64,13 +68,16 @@ class TorchEngine:
             fits = int(spec.kv_cache_gib * 2**30 / cache_bytes * spec.slots)
             if fits < 1:
                 one = cache_bytes / spec.slots / 2**30
-                raise EngineError(f"kv_cache_gib = {spec.kv_cache_gib}: one sequence needs {one:.3f}")
+                raise EngineError(
+                    f"kv_cache_gib = {spec.kv_cache_gib}: one sequence needs {one:.3f}"
+                )
             self._slots = min(self._slots, fits)
         elif self.device == "cuda":
             self._slots, self._draft_logits = _fitting(spec, config, cache_bytes // spec.slots)
         self._cache = RowCache(text.num_hidden_layers, self._slots, spec.max_model_length)
         self._waiting: deque[Running] = deque()
-        self._rows: list[Running] = []  # row i of the cache and of the arrays below belongs to response i
+        # row i of the cache and of the arrays below belongs to response i
+        self._rows: list[Running] = []
         self._length = np.zeros(self._slots, np.int64)  # tokens so far
         self._last = np.zeros(self._slots, np.int64)  # the latest token, not yet in the cache
         self._seed = np.zeros(self._slots, np.uint64)
@@ -88,7 +95,9 @@ class TorchEngine:
         by_reward = spec.prefer == "reward"
         self._drafter = None
         if spec.max_window:
-            self._drafter = Drafter(spec.max_window, by_reward, is_padded=True, vocabulary=self._vocabulary)
+            self._drafter = Drafter(
+                spec.max_window, by_reward, is_padded=True, vocabulary=self._vocabulary
+            )
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
         if self._drafter:
@@ -141,7 +150,8 @@ class TorchEngine:
     def load_weights(self, path: Path, manifest: Manifest) -> str:
         targets = tensor_targets(self._model)
         check_fits(targets, manifest)
-        self._waiting.extendleft(reversed(self._rows))  # their KV is of the old weights: prefill again
+        # their KV is of the old weights: prefill again
+        self._waiting.extendleft(reversed(self._rows))
         self._rows.clear()
         for name, tensor in read_tensors(path, manifest):
             targets[name].copy_(tensor)
@@ -155,7 +165,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _advance(self, drafts: Sequence[Sequence[int]]) -> tuple[list[Delta], int]:
-        """What the step brings, and the tokens of its decoding pass. `drafts`: one for each row, or none."""
+        """What the step brings, and the tokens of its decoding pass. `drafts`: one for each row, or
+        none."""
         deltas: list[Delta] = []
         num_tokens = num_decoding = len(self._rows)
         joining = self._joining()
@@ -165,7 +176,9 @@ class TorchEngine:
             num_tokens = self._verify(drafts, deltas)
         elif num_decoding:
             self._decode(num_decoding, deltas)
-        self._leave([i for i, d in enumerate(self._ordered(deltas, num_decoding)) if d.finish_reason])
+        self._leave(
+            [i for i, d in enumerate(self._ordered(deltas, num_decoding)) if d.finish_reason]
+        )
         return deltas, num_tokens
 
     def _drafts(self, drafter: Drafter) -> Sequence[Sequence[int]]:
@@ -173,10 +186,13 @@ class TorchEngine:
         if not self._rows:
             return ()
         most = max(0, self._draft_logits // (len(self._rows) * self._vocabulary) - 1)
-        return drafter.drafts([(r.response, min(r.end - len(r.tokens) - 1, most)) for r in self._rows])
+        return drafter.drafts(
+            [(r.response, min(r.end - len(r.tokens) - 1, most)) for r in self._rows]
+        )
 
     def _joining(self) -> list[Running]:
-        """The responses that start now, in order: as many as there are free rows, within PREFILL_TOKENS."""
+        """The responses that start now, in order: as many as there are free rows, within
+        PREFILL_TOKENS."""
         joining: list[Running] = []
         longest = 0
         while self._waiting and len(self._rows) + len(joining) < self._slots:
@@ -187,7 +203,8 @@ class TorchEngine:
         return joining
 
     def _prefill(self, joining: list[Running], deltas: list[Delta]) -> None:
-        """Runs whole contexts into new rows behind the running ones and samples a token for each."""
+        """Runs whole contexts into new rows behind the running ones and samples a token for
+        each."""
         first, num = len(self._rows), len(joining)
         for row, r in enumerate(joining, first):
             self._seed[row], self._length[row] = r.seed, len(r.tokens)
@@ -210,7 +227,9 @@ class TorchEngine:
         logits = self._forward(first, tokens, positions, columns, longest)[:, -1]
         if len(distinct) < num:
             rows = torch.from_numpy(source).to(self.device)
-            self._cache.copy_rows(first + rows, torch.arange(first, first + num, device=self.device), longest)
+            self._cache.copy_rows(
+                first + rows, torch.arange(first, first + num, device=self.device), longest
+            )
             logits = logits[rows]
         self._draw(logits, first, first + num, deltas)
 
@@ -223,11 +242,11 @@ class TorchEngine:
         self._draw(logits, 0, num, deltas)
 
     def _verify(self, drafts: Sequence[Sequence[int]], deltas: list[Delta]) -> int:
-        """As `_decode`, for rows of which some have a draft: as many tokens of each draft as are what is
-        sampled in their place, and the first that is not. Returns the tokens in the pass.
+        """As `_decode`, for rows of which some have a draft: as many tokens of each draft as are
+        what is sampled in their place, and the first that is not. Returns the tokens in the pass.
 
-        The keys and values of rejected tokens stay in columns at or behind the new last token. They are
-        never read: a query sees no column behind its own, and all up to it are written by then.
+        The keys and values of rejected tokens stay in columns at or behind the new last token. They
+        are never read: a query sees no column behind its own, and all up to it are written by then.
         """
         num = len(drafts)
         lengths = np.fromiter(map(len, drafts), np.int64, num)
@@ -236,7 +255,8 @@ class TorchEngine:
         tokens = np.zeros(is_real.shape, np.int64)
         tokens[:, 0] = self._last[:num]
         tokens[:, 1:][is_real[:, 1:]] = np.fromiter(chain.from_iterable(drafts), np.int64)
-        # Padding is on the right, is seen by none and stands at the position of the last token before it.
+        # Padding is on the right, is seen by none and stands at the position of the last token
+        # before it.
         positions = self._length[:num, None] - 1 + np.minimum(ahead, lengths[:, None])
         width = int(positions.max()) + 1
         self._cache.reserve(width)
@@ -248,11 +268,14 @@ class TorchEngine:
     def _accept(
         self, tokens: np.ndarray, is_real: np.ndarray, logits: torch.Tensor, deltas: list[Delta]
     ) -> None:
-        """Samples behind every token and appends one delta for each row. [rows, 1 + longest draft] each."""
+        """Samples behind every token and appends one delta for each row. [rows, 1 + longest draft]
+        each."""
         num = len(tokens)
         rows, ahead = np.nonzero(is_real)
         if len(rows) < is_real.size:
-            logits = logits[torch.from_numpy(rows).to(self.device), torch.from_numpy(ahead).to(self.device)]
+            logits = logits[
+                torch.from_numpy(rows).to(self.device), torch.from_numpy(ahead).to(self.device)
+            ]
         noise = uniforms(self._seed[rows], self._length[rows] + ahead)
         flat_ids, flat_logprobs = sample(
             logits.reshape(len(rows), -1),
@@ -284,10 +307,13 @@ class TorchEngine:
         width: int,
         num_logits: int = 1,
     ) -> torch.Tensor:
-        """int64 [b, q] each, for the rows from `first` on; the last logits, [b, num_logits, vocabulary]."""
+        """int64 [b, q] each, for the rows from `first` on; the last logits, [b, num_logits,
+        vocabulary]."""
         rows = torch.arange(first, first + len(tokens), device=self.device)
         position_ids = torch.from_numpy(positions).to(self.device)
-        column_ids = position_ids if columns is positions else torch.from_numpy(columns).to(self.device)
+        column_ids = (
+            position_ids if columns is positions else torch.from_numpy(columns).to(self.device)
+        )
         self._cache.place(Placement(rows, column_ids, first, width))
         out = self._model(
             input_ids=torch.from_numpy(tokens).to(self.device),
@@ -300,11 +326,14 @@ class TorchEngine:
         return out.logits
 
     def _mask(self, positions: torch.Tensor, width: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Bool [b, 1, q, width]: what each query may see. For models that mix attention kinds, by kind."""
+        """Bool [b, 1, q, width]: what each query may see. For models that mix attention kinds, by
+        kind."""
         columns = torch.arange(width, device=self.device)
         causal = (columns <= positions[..., None])[:, None]
         masks = {
-            kind: causal if window is None else causal & (columns > positions[..., None] - window)[:, None]
+            kind: causal
+            if window is None
+            else causal & (columns > positions[..., None] - window)[:, None]
             for kind, window in self._windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -313,7 +342,9 @@ class TorchEngine:
         """Samples for rows start..end-1 and appends one delta for each."""
         at = slice(start, end)
         noise = uniforms(self._seed[at], self._length[at])
-        ids, logprobs = sample(logits, noise, self._temperature[at], self._top_p[at], self._top_k[at])
+        ids, logprobs = sample(
+            logits, noise, self._temperature[at], self._top_p[at], self._top_k[at]
+        )
         ids = ids.cpu().numpy()
         self._last[at] = ids
         self._length[at] += 1
@@ -346,8 +377,8 @@ class TorchEngine:
 
 
 def _fitting(spec: EngineSpec, config: Any, sequence_bytes: int) -> tuple[int, int]:
-    """Of the slots as many as have room for their KV cache beside the weights, which are there, and the
-    logits that a step with drafts may have then. Raises EngineError."""
+    """Of the slots as many as have room for their KV cache beside the weights, which are there, and
+    the logits that a step with drafts may have then. Raises EngineError."""
     free, total = torch.cuda.mem_get_info()
     room = 0.9 * free
     if spec.gpu_memory:
@@ -360,11 +391,14 @@ def _fitting(spec: EngineSpec, config: Any, sequence_bytes: int) -> tuple[int, i
     if room < sequence_bytes:
         gib = memory.GIB
         raise EngineError(
-            f"the GPU has room for {max(0, room) / gib:.1f} GiB of KV cache, and one sequence needs "
+            f"the GPU has room for {max(0, room) / gib:.1f} GiB of KV cache, and one "
+            "sequence needs "
             f"{sequence_bytes / gib:.1f}; see lightrl up --dry-run"
         )
     slots = min(spec.slots, int(room // sequence_bytes))
-    left = room - slots * sequence_bytes + (memory.sampling_bytes(shape, spec.slots) if shape else 0)
+    left = (
+        room - slots * sequence_bytes + (memory.sampling_bytes(shape, spec.slots) if shape else 0)
+    )
     return slots, memory.draftable_values(left, DRAFT_LOGITS)
 
 
@@ -376,5 +410,7 @@ def _windows(config: object) -> dict[str, int | None]:
         return {"full_attention": window}
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown:
-        raise EngineError(f'the torch engine knows no {sorted(unknown)[0]} layers; use engine = "vllm"')
+        raise EngineError(
+            f'the torch engine knows no {sorted(unknown)[0]} layers; use engine = "vllm"'
+        )
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}

@@ -1,9 +1,9 @@
 """The vLLM engine: LightRL's requests straight into vLLM's engine core, in this process.
 
 Owns how vLLM is configured and driven. It skips vLLM's request and output processing (tokenizers,
-detokenizers, asyncio), which for small models costs more than the forward pass. What runs inside the
-worker is in `vllm_worker.py`, which releases it fits in `vllm_versions.py`. Its use on CUDA has been read
-in the sources of several releases, not run.
+detokenizers, asyncio), which for small models costs more than the forward pass. What runs inside
+the worker is in `vllm_worker.py`, which releases it fits in `vllm_versions.py`. Its use on CUDA has
+been read in the sources of several releases, not run.
 """
 
 import math
@@ -36,10 +36,12 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 CUDA_ENVIRONMENT = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for several GPUs: this process has asked CUDA already
+    # for several GPUs: this process has asked CUDA already
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" binds every engine of a machine to the same core
+    # "auto" binds every engine of a machine to the same core
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCH_COMPILE_DISABLE": "1",
 }
 
@@ -56,14 +58,20 @@ class VllmEngine:
         os.environ.update({k: v for k, v in added.items() if k not in os.environ})
         if spec.is_deterministic and self.device == "cuda":
             os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
-        from lightrl.engine.checkpoint import build_model, read_config, resolve_dtype, tensor_targets
+        from lightrl.engine.checkpoint import (
+            build_model,
+            read_config,
+            resolve_dtype,
+            tensor_targets,
+        )
 
         config = read_config(Path(spec.model_dir))
         dtype = resolve_dtype(spec.dtype, config, self.device)
         self._targets = tensor_targets(build_model(config, dtype, "meta"))
         self._vocabulary = int(config.get_text_config().vocab_size)
         self._max_length = spec.max_model_length
-        # vLLM gets an id of its own for every add: a response may come back after an abort with other tokens.
+        # vLLM gets an id of its own for every add: a response may come back after an abort with
+        # other tokens.
         self._ids: dict[str, str] = {}  # response -> vLLM request
         self._responses: dict[str, str] = {}  # vLLM request -> response
         self._num_added = 0
@@ -138,7 +146,9 @@ class VllmEngine:
             reason = None if out.finish_reason is None else _finish_reason(out)
             if reason is not None:
                 del self._responses[out.request_id], self._ids[response]
-            logprobs = out.new_logprobs.logprobs[:, 0].tolist() if out.new_logprobs is not None else []
+            logprobs = (
+                out.new_logprobs.logprobs[:, 0].tolist() if out.new_logprobs is not None else []
+            )
             deltas.append(Delta(response, list(out.new_token_ids), logprobs, reason))
         if self._speculation is not None:
             self._speculation.after_step(deltas, self._ids, started)
@@ -151,7 +161,9 @@ class VllmEngine:
         scheduler = self._core.scheduler
         running, waiting = scheduler.get_request_counts()
         drafting = None if self._speculation is None else self._speculation.drafter.counts
-        return Load(running, waiting, scheduler.kv_cache_manager.usage, self._num_preemptions, drafting)
+        return Load(
+            running, waiting, scheduler.kv_cache_manager.usage, self._num_preemptions, drafting
+        )
 
     def load_weights(self, path: Path, manifest: Manifest) -> str:
         from lightrl.engine.checkpoint import check_fits
@@ -170,7 +182,8 @@ class VllmEngine:
         self._core.shutdown()
 
     def _speculate(self, spec: EngineSpec) -> "Speculation | None":
-        """None if this vLLM cannot; that is a loss of speed alone, so the engine runs on without."""
+        """None if this vLLM cannot; that is a loss of speed alone, so the engine runs on
+        without."""
         from lightrl.engine.vllm_speculation import Speculation, refusal
 
         reason = refusal(self._core, lacking(DRAFTS, self._api.found))
@@ -199,11 +212,13 @@ def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": spec.max_model_length + 1,  # vLLM ends a response one token early otherwise
+        # vLLM ends a response one token early otherwise
+        "max_model_len": spec.max_model_length + 1,
         "max_num_seqs": spec.slots,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "worker_extension_cls": "lightrl.engine.vllm_worker.WorkerExtension",
-        "async_scheduling": False,  # a step's tokens are out before the next starts, so a load is a clean cut
+        # a step's tokens are out before the next starts, so a load is a clean cut
+        "async_scheduling": False,
         "disable_log_stats": True,
         "seed": 0,
     }
@@ -214,7 +229,8 @@ def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict
             "kv_cache_memory_bytes": _cpu_kv_bytes(spec, config, dtype),
         }
         return args
-    # Its own default for an engine core is a quarter of this, and prompts take four times as many steps.
+    # Its own default for an engine core is a quarter of this, and prompts take four times as many
+    # steps.
     args["max_num_batched_tokens"] = max(ENGINE_STEP_TOKENS, spec.slots)
     if spec.kv_cache_gib:
         args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * 2**30)
@@ -245,17 +261,20 @@ def _finish_reason(out: Any) -> FinishReason:
 def shared_memory_args(
     spec: EngineSpec, config: Any, targets: "dict[str, torch.Tensor]", args: dict[str, Any]
 ) -> dict[str, Any]:
-    """For an engine that may take `spec.gpu_memory` of each of its GPUs, beside others. Raises EngineError.
+    """For an engine that may take `spec.gpu_memory` of each of its GPUs, beside others. Raises
+    EngineError.
 
-    vLLM measures how much it may use, and takes for its own what others allocate meanwhile. So it is told
-    how large the KV cache is; it then looks at its share once only, when it starts.
+    vLLM measures how much it may use, and takes for its own what others allocate meanwhile. So it
+    is told how large the KV cache is; it then looks at its share once only, when it starts.
     """
     import torch
 
     from lightrl.devices import memory
 
     shape = memory.shape_of(config.to_dict())
-    asked = {"gpu_memory_utilization": spec.engine_args.get("gpu_memory_utilization", spec.gpu_memory)}
+    asked = {
+        "gpu_memory_utilization": spec.engine_args.get("gpu_memory_utilization", spec.gpu_memory)
+    }
     if shape is None or args.get("kv_cache_memory_bytes"):
         return asked
     gpus = int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
@@ -265,7 +284,8 @@ def shared_memory_args(
     kv = memory.kv_cache_bytes(share, weights, shape, slots, length, gpus)
     if not kv:
         raise EngineError(
-            f"{share / memory.GIB:.1f} GiB of the GPU are too few for the weights and one sequence of "
+            f"{share / memory.GIB:.1f} GiB of the GPU are too few for the weights and one "
+            "sequence of "
             f"{length:,} tokens; see lightrl up --dry-run"
         )
     return asked | {"kv_cache_memory_bytes": kv}
@@ -311,8 +331,8 @@ class Api:
                 f"vLLM cannot be used: {type(e).__name__}: {reason}{_for_another_torch()}{INSTEAD}"
             ) from e
         if not torch.cuda.is_available():
-            # vLLM inspects model classes in a subprocess, to keep CUDA uninitialised. Without CUDA that
-            # only costs seconds, and a process that our death would leave behind.
+            # vLLM inspects model classes in a subprocess, to keep CUDA uninitialised. Without CUDA
+            # that only costs seconds, and a process that our death would leave behind.
             registry._run_in_subprocess = lambda inspect: inspect()
         self.SamplingParams = SamplingParams
         self.EngineCoreRequest = EngineCoreRequest
@@ -329,12 +349,17 @@ class Api:
             return self._core(config, self._executor.get_class(config), log_stats=False)
         except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as e:
             # pydantic puts the reason before a line that only names its documentation.
-            lines = [x.strip() for x in str(e).splitlines() if x.strip() and "errors.pydantic.dev" not in x]
+            lines = [
+                x.strip()
+                for x in str(e).splitlines()
+                if x.strip() and "errors.pydantic.dev" not in x
+            ]
             raise EngineError(f"vLLM cannot start: {lines[-1] if lines else repr(e)}") from e
 
 
 def _require_kernels(version: str) -> None:
-    """vLLM only warns of kernels that it cannot load, and fails in its first pass. Raises EngineUnusable."""
+    """vLLM only warns of kernels that it cannot load, and fails in its first pass. Raises
+    EngineUnusable."""
     import torch
     from vllm import _custom_ops
 

@@ -1,10 +1,11 @@
 """Speculation in vLLM: all that LightRL knows of how vLLM verifies drafted tokens is in this file.
 
-Owns which parts of vLLM that needs, how drafts reach the scheduler, and which of the tokens that the
-sampler drew become part of a response. vLLM is built without a `speculative_config`. Its scheduler takes
-drafts all the same, and the model runner is told step by step whether there are any; so a step without is
-what it would be without speculation, CUDA graphs included, which a window for the whole engine would cost
-several percent. The parts of vLLM that it needs are in `vllm_versions.py`; on CUDA it has been read, not run.
+Owns which parts of vLLM that needs, how drafts reach the scheduler, and which of the tokens that
+the sampler drew become part of a response. vLLM is built without a `speculative_config`. Its
+scheduler takes drafts all the same, and the model runner is told step by step whether there are
+any; so a step without is what it would be without speculation, CUDA graphs included, which a window
+for the whole engine would cost several percent. The parts of vLLM that it needs are in
+`vllm_versions.py`; on CUDA it has been read, not run.
 """
 
 import time
@@ -19,12 +20,14 @@ from lightrl.devices.memory import draftable_values
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.history.draft import Drafter
 
-# Logits of one step with drafts: vLLM keeps those of every drafted position, in the dtype of the model.
+# Logits of one step with drafts: vLLM keeps those of every drafted position, in the dtype of the
+# model.
 MAX_LOGITS = 1 << 28
 
 
 def refusal(core: Any, lacking: str | None) -> str | None:
-    """Why this engine core cannot speculate; None: it can. `lacking`: what `vllm_versions.lacking` said."""
+    """Why this engine core cannot speculate; None: it can. `lacking`: what `vllm_versions.lacking`
+    said."""
     config = core.vllm_config
     if lacking is not None:
         return f"this vLLM has {lacking}"
@@ -57,8 +60,11 @@ def let_verify(runner: Any) -> None:
 class Speculation:
     """An engine's drafts: made after each step, for the responses that got tokens in it."""
 
-    def __init__(self, spec: EngineSpec, core: Any, vocabulary: int, room: float | None = None) -> None:
-        """`room`: bytes of the GPU that are left for the logits of drafts; None: as much as is needed."""
+    def __init__(
+        self, spec: EngineSpec, core: Any, vocabulary: int, room: float | None = None
+    ) -> None:
+        """`room`: bytes of the GPU that are left for the logits of drafts; None: as much as is
+        needed."""
         from vllm.v1.outputs import DraftTokenIds
 
         self.drafter = Drafter(spec.max_window, spec.prefer == "reward", vocabulary=vocabulary)
@@ -67,9 +73,12 @@ class Speculation:
         self._max_step_tokens = min(most, max_drafted_rows(vocabulary, spec.slots, room))
         self._as_drafts = DraftTokenIds
         self._left: dict[str, int] = {}  # tokens that may still be added to each response
-        self._ready: dict[str, int] = {}  # responses that decode in the next step, and how much was drafted
+        # responses that decode in the next step, and how much was drafted
+        self._ready: dict[str, int] = {}
 
-    def start(self, response: str, prompt: Sequence[int], prefix: Sequence[int], max_new_tokens: int) -> None:
+    def start(
+        self, response: str, prompt: Sequence[int], prefix: Sequence[int], max_new_tokens: int
+    ) -> None:
         self.drafter.start(response, prompt, prefix)
         self._left[response] = max_new_tokens
 
@@ -107,19 +116,24 @@ class Speculation:
         self.drafter.stepped(len(deltas), num_tokens, now - started, now - drafting, is_pure)
 
     def _hand_over(self, responses: list[str], ids: dict[str, str]) -> None:
-        # The scheduler serves in order until its step is full: with longer drafts the last would starve.
+        # The scheduler serves in order until its step is full: with longer drafts the last would
+        # starve.
         share = max(0, self._max_step_tokens // len(responses) - 1)
         left = self._left
         drafts = self.drafter.drafts([(r, min(left[r] - 1, share)) for r in responses])
         self._ready = {r: len(draft) for r, draft in zip(responses, drafts, strict=True)}
-        drafted = [(ids[r], list(draft)) for r, draft in zip(responses, drafts, strict=True) if draft]
+        drafted = [
+            (ids[r], list(draft)) for r, draft in zip(responses, drafts, strict=True) if draft
+        ]
         if drafted:
-            self._scheduler.update_draft_token_ids(self._as_drafts(*map(list, zip(*drafted, strict=True))))
+            self._scheduler.update_draft_token_ids(
+                self._as_drafts(*map(list, zip(*drafted, strict=True)))
+            )
 
 
 def max_drafted_rows(vocabulary: int, slots: int, room: float | None) -> int:
-    """Rows of logits that a step may have: those of a step without drafts at least, for which vLLM has kept
-    memory. It has kept none for drafts, as it knows of none."""
+    """Rows of logits that a step may have: those of a step without drafts at least, for which vLLM
+    has kept memory. It has kept none for drafts, as it knows of none."""
     values = MAX_LOGITS if room is None else draftable_values(room, MAX_LOGITS)
     return max(slots, values // vocabulary)
 
@@ -127,8 +141,8 @@ def max_drafted_rows(vocabulary: int, slots: int, room: float | None) -> int:
 class Rows:
     """The rows of logits in a step in which drafts are verified.
 
-    One for every drafted token of a request and one for what follows. Example: with [3, 0] drafted tokens
-    4 rows are of the first request and 1 is of the other.
+    One for every drafted token of a request and one for what follows. Example: with [3, 0] drafted
+    tokens 4 rows are of the first request and 1 is of the other.
     """
 
     def __init__(self, metadata: Any) -> None:
@@ -140,11 +154,15 @@ class Rows:
         self._shape = len(counts), int(counts.max())
         self._drafted = metadata.draft_token_ids
 
-    def accepted(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of what was drawn for each row what the requests get, [requests, most rows of one], and logprobs.
+    def accepted(
+        self, tokens: torch.Tensor, logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of what was drawn for each row what the requests get, [requests, most rows of one], and
+        logprobs.
 
-        A drafted token was fed to the model whether it is right or not, so a row is valid if all drafts up
-        to it were what had been drawn: those, and the first that was not. -1 after them, as vLLM has it.
+        A drafted token was fed to the model whether it is right or not, so a row is valid if all
+        drafts up to it were what had been drawn: those, and the first that was not. -1 after them,
+        as vLLM has it.
         """
         device = tokens.device
         row = torch.from_numpy(self.request * self._shape[1] + self.offset).to(device)

@@ -1,9 +1,11 @@
-"""The window of vLLM releases that the adapter works with, and all it needs of one: names and signatures.
+"""The window of vLLM releases that the adapter works with, and all it needs of one: names and
+signatures.
 
-The only place that knows of versions. Nothing else in the adapter asks for a version number: what a release
-lacks is found by looking (`lacking`), and what releases do differently is chosen by looking
-(`decides_by_config`). The same table is held against the sources of releases that are not installed:
-scripts/vllm_signatures reads them, tests/engine/vllm_signatures holds what it read. Must not import vLLM.
+The only place that knows of versions. Nothing else in the adapter asks for a version number: what a
+release lacks is found by looking (`lacking`), and what releases do differently is chosen by looking
+(`decides_by_config`). The same table is held against the sources of releases that are not
+installed: scripts/vllm_signatures reads them, tests/engine/vllm_signatures holds what it read. Must
+not import vLLM.
 """
 
 import importlib
@@ -17,8 +19,9 @@ from typing import Any, TypeAlias
 OLDEST, NEWEST = (0, 20), (0, 32)
 WINDOW = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
 
-# Name -> parameters or fields in order: "name", or "name=" if it has a default, "*", "**". Of "owner#names"
-# the names that are used in the body of a function. A name that does not exist is left out.
+# Name -> parameters or fields in order: "name", or "name=" if it has a default, "*", "**". Of
+# "owner#names" the names that are used in the body of a function. A name that does not exist is
+# left out.
 Signatures: TypeAlias = Mapping[str, Sequence[str]]
 
 
@@ -86,7 +89,12 @@ _BY_CONFIG, _BY_STEP = "speculative_config", "scheduled_spec_decode_tokens"
 ARGUMENTS = (
     *("model", "load_format", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs"),
     *("logprobs_mode", "worker_extension_cls", "async_scheduling", "disable_log_stats", "seed"),
-    *("enforce_eager", "distributed_executor_backend", "kv_cache_memory_bytes", "gpu_memory_utilization"),
+    *(
+        "enforce_eager",
+        "distributed_executor_backend",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+    ),
     "max_num_batched_tokens",
 )
 SAMPLING = (
@@ -94,7 +102,14 @@ SAMPLING = (
     *("detokenize", "extra_args"),
 )
 REQUEST = (
-    *("request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time"),
+    *(
+        "request_id",
+        "prompt_token_ids",
+        "mm_features",
+        "sampling_params",
+        "pooling_params",
+        "arrival_time",
+    ),
     *("lora_request", "cache_salt", "data_parallel_rank"),
 )
 
@@ -105,7 +120,10 @@ ENGINE: tuple[Part, ...] = (
     Has("vllm.usage.usage_lib:UsageContext", ("ENGINE_CONTEXT",)),
     Call("vllm.v1.executor.abstract:Executor.get_class", positional=1),
     Call("vllm.v1.engine:EngineCoreRequest", keywords=REQUEST),
-    Has("vllm.v1.engine:EngineCoreOutput", ("request_id", "new_token_ids", "new_logprobs", "finish_reason")),
+    Has(
+        "vllm.v1.engine:EngineCoreOutput",
+        ("request_id", "new_token_ids", "new_logprobs", "finish_reason"),
+    ),
     Has("vllm.v1.engine:EngineCoreOutputs", ("outputs",)),
     Has("vllm.v1.engine:FinishReason", ("STOP", "LENGTH")),
     Call(f"{_CORE}.__init__", positional=2, keywords=("log_stats",)),
@@ -177,7 +195,8 @@ def outside(version: str) -> str | None:
 
 
 def torch_mismatch() -> str | None:
-    """Whether the installed vLLM was built for another torch, by what its package asks for; imports neither.
+    """Whether the installed vLLM was built for another torch, by what its package asks for; imports
+    neither.
 
     Its kernels fit one release of torch only. None also where there is no telling.
     """
@@ -189,7 +208,10 @@ def torch_mismatch() -> str | None:
             continue
         releases = {re.split(r"[+;\s]", r.split("==")[1].strip())[0] for r in wanted}
         if releases and found.split("+")[0] not in releases:
-            return f"vLLM {version} is built for torch {', '.join(sorted(releases))}, installed is {found}"
+            return (
+                f"vLLM {version} is built for torch {', '.join(sorted(releases))}, installed is "
+                f"{found}"
+            )
         return None
     return None
 
@@ -217,7 +239,9 @@ def _resolve(name: str) -> Any:
     thing: Any = importlib.import_module(module)
     for attribute in path.split("."):
         thing = (
-            inspect.getattr_static(thing, attribute) if inspect.isclass(thing) else getattr(thing, attribute)
+            inspect.getattr_static(thing, attribute)
+            if inspect.isclass(thing)
+            else getattr(thing, attribute)
         )
     if isinstance(thing, classmethod | staticmethod):
         return thing.__func__

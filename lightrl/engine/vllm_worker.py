@@ -24,17 +24,20 @@ from lightrl.messages import Manifest
 from lightrl.system.child import die_with
 from lightrl.weights.tensors import read_tensors
 
-SEED = "lightrl_seed"  # in SamplingParams.extra_args, because that reaches workers in other processes too
+# in SamplingParams.extra_args, because that reaches workers in other processes too
+SEED = "lightrl_seed"
 
 _stock_sample = GPUModelRunner._sample
 
 
-def _coupled_sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any = None) -> SamplerOutput:
+def _coupled_sample(
+    runner: Any, logits: torch.Tensor, spec_decode_metadata: Any = None
+) -> SamplerOutput:
     """Replaces GPUModelRunner._sample: all rows at once, by `sampling.sample`.
 
-    Also cheaper than the stock sampler, which keeps a torch.Generator for each request and ranks all
-    logprobs. Verifies drafted tokens, too. vLLM's own dummy runs (warm-up, graph capture) have no requests
-    and keep the stock one.
+    Also cheaper than the stock sampler, which keeps a torch.Generator for each request and ranks
+    all logprobs. Verifies drafted tokens, too. vLLM's own dummy runs (warm-up, graph capture) have
+    no requests and keep the stock one.
     """
     batch = runner.input_batch
     num = batch.num_reqs
@@ -57,7 +60,8 @@ def _coupled_sample(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any
         uniforms(runner.lightrl_seeds[request], position),
         batch.temperature_cpu[request].astype(np.float64),
         batch.top_p_cpu[request].astype(np.float64),
-        np.where(top_k >= batch.vocab_size, 0, top_k),  # vLLM writes "off" as the size of the vocabulary
+        # vLLM writes "off" as the size of the vocabulary
+        np.where(top_k >= batch.vocab_size, 0, top_k),
     )
     tokens = tokens.to(torch.int32)
     if rows is None:
@@ -74,18 +78,20 @@ _found = installed(DRAFTS)
 if lacking(DRAFTS, _found) is None and decides_by_config(_found):
     let_verify(GPUModelRunner)
 
-# It warns at every reload of modules that have nothing to load, such as tied heads. A filter: levels are
-# set anew when vLLM configures its loggers.
+# It warns at every reload of modules that have nothing to load, such as tied heads. A filter:
+# levels are set anew when vLLM configures its loggers.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
     lambda record: record.levelno >= logging.ERROR
 )
 
-if multiprocessing.parent_process() is not None:  # a tensor-parallel worker must not outlive its engine
+# a tensor-parallel worker must not outlive its engine
+if multiprocessing.parent_process() is not None:
     die_with(os.getppid())
 
 
 class WorkerExtension:
-    """Methods that `collective_rpc` can call in every worker; vLLM mixes this class into its own."""
+    """Methods that `collective_rpc` can call in every worker; vLLM mixes this class into its
+    own."""
 
     vllm_config: Any
     model_runner: Any
@@ -97,17 +103,21 @@ class WorkerExtension:
         Raises WeightsError before anything changed if a digest is wrong.
         """
         tensors = dict(read_tensors(Path(path), manifest))
-        with set_current_vllm_config(self.vllm_config):  # layers look up there how their weights are laid out
+        # layers look up there how their weights are laid out
+        with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
             self._refresh_tied_head()
-        if self.device.type == "cuda":  # what goes wrong does so here, and the time is that of the load
+        # what goes wrong does so here, and the time is that of the load
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return manifest.digest
 
     def _refresh_tied_head(self) -> None:
-        """On CPU, lm_head multiplies with a copy of the embeddings that was packed when the model was built.
+        """On CPU, lm_head multiplies with a copy of the embeddings that was packed when the model
+        was built.
 
-        Reloading renews the embeddings only; without this, tied models silently keep their old head.
+        Reloading renews the embeddings only; without this, tied models silently keep their old
+        head.
         """
         model = self.model_runner.model
         head = getattr(model, "lm_head", None)

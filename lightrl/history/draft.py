@@ -1,11 +1,13 @@
 """Drafts from history for the responses that run in one engine: what is tried, and how much of it.
 
-Owns what an engine knows of earlier responses, where each running response stands in it, and the windows.
-Whether a drafted token enters a response is decided by the engine alone: it must be the token that the
-coupled sampler draws. So nothing here can change a response, only how soon it is there. Reads no clock.
+Owns what an engine knows of earlier responses, where each running response stands in it, and the
+windows. Whether a drafted token enters a response is decided by the engine alone: it must be the
+token that the coupled sampler draws. So nothing here can change a response, only how soon it is
+there. Reads no clock.
 
-A window is the number of tokens drafted at once for a response. It doubles when all were kept and halves
-when one was not (as in RhymeRL's release), below the width that the gate allows the whole batch.
+A window is the number of tokens drafted at once for a response. It doubles when all were kept and
+halves when one was not (as in RhymeRL's release), below the width that the gate allows the whole
+batch.
 """
 
 from array import array
@@ -23,7 +25,8 @@ MIN_WINDOW = 2
 MIN_SHARE = 0.2  # a draft ends where its tokens together have less of the history's weight
 MAX_BYTES = 512 << 20  # of what an engine knows; the prompts that came first go first
 MAX_GROUPS = 10_000
-INDEX_EVERY = 8  # steps between two indexes of what was indexed before: it waits, to be sorted together
+# steps between two indexes of what was indexed before: it waits, to be sorted together
+INDEX_EVERY = 8
 MAX_SORTED = 1 << 20  # tokens in one index, but for a single prompt: making it holds a step up
 LEAST_WEIGHT = 0.1  # of the worst response against the best one, where rewards count
 
@@ -46,11 +49,15 @@ class _Known:
 
     responses: "list[array[int]]" = field(default_factory=lambda: [])
     weights: list[float] = field(default_factory=list[float])
-    num_tokens: int = 0  # with the context before each response
-    num_indexed: int = 0  # of them in `index`
+    # with the context before each response
+    num_tokens: int = 0
+    # of them in `index`
+    num_indexed: int = 0
     index: SuffixIndex | None = None
-    book: int = 0  # there
-    prompt: Sequence[int] = ()  # its last LONGEST tokens, once a response has begun to run
+    # there
+    book: int = 0
+    # its last LONGEST tokens, once a response has begun to run
+    prompt: Sequence[int] = ()
     num_running: int = 0
 
     @property
@@ -64,17 +71,21 @@ class _Cursor:
     """A running response."""
 
     known: _Known
-    tokens: list[int]  # the last LONGEST of the prompt, and the response so far
+    # the last LONGEST of the prompt, and the response so far
+    tokens: list[int]
     index: SuffixIndex | None = None
-    at: int = NOWHERE  # where the index expects the next token
+    # where the index expects the next token
+    at: int = NOWHERE
     window: int = FIRST_WINDOW
-    draft: list[int] = field(default_factory=list[int])  # of the step that runs
-    after: int = NOWHERE  # where the index expects what follows the draft
+    # of the step that runs
+    draft: list[int] = field(default_factory=list[int])
+    # where the index expects what follows the draft
+    after: int = NOWHERE
 
 
 class Drafter:
-    """Example: remember([PromptHistory("p@0", ...)]), start("p@0#1", prompt, ()), drafts([("p@0#1", 60)])
-    -> [[5, 6, 7, 8]], and took("p@0#1", [5, 6, 9]): two were kept, 9 was drawn instead of 7.
+    """Example: remember([PromptHistory("p@0", ...)]), start("p@0#1", prompt, ()), drafts([("p@0#1",
+    60)]) -> [[5, 6, 7, 8]], and took("p@0#1", [5, 6, 9]): two were kept, 9 was drawn instead of 7.
     """
 
     def __init__(
@@ -85,8 +96,9 @@ class Drafter:
         max_bytes: int = MAX_BYTES,
         vocabulary: int = 1 << 31,
     ) -> None:
-        """`max_window` tokens, at least 1. `by_reward`: continuations that earned more weigh more; else each
-        response counts once. `is_padded`: see `Gate`. Token ids from `vocabulary` on are never drafted.
+        """`max_window` tokens, at least 1. `by_reward`: continuations that earned more weigh more;
+        else each response counts once. `is_padded`: see `Gate`. Token ids from `vocabulary` on are
+        never drafted.
         """
         self._vocabulary = vocabulary
         self.gate = Gate(max_window, is_padded)
@@ -96,7 +108,8 @@ class Drafter:
         self._num_tokens = 0
         self._counts = _Counts()
         self._steps_since_index = 0
-        self._is_urgent = False  # something is known of a group that runs, and it has no index at all
+        # something is known of a group that runs, and it has no index at all
+        self._is_urgent = False
         self._stale: dict[int, _Known] = {}  # by identity, what has doubled since it was indexed
         self._known: dict[str, _Known] = {}  # by group; oldest first
         self._cursors: dict[str, _Cursor] = {}
@@ -114,7 +127,12 @@ class Drafter:
             weights = _weights(h.rewards) if self._by_reward else [1.0] * len(h.responses)
             for data, weight in zip(h.responses, weights, strict=False):
                 tokens = array("i", unpack_i32(data) if len(data) % 4 == 0 else ())
-                if tokens and min(tokens) >= 0 and max(tokens) < self._vocabulary and tokens not in before:
+                if (
+                    tokens
+                    and min(tokens) >= 0
+                    and max(tokens) < self._vocabulary
+                    and tokens not in before
+                ):
                     self._add(known, tokens, weight)
         self._evict()
 
@@ -183,9 +201,12 @@ class Drafter:
         elif not known.num_running:
             self._stale.pop(id(known), None)
 
-    def stepped(self, batch: int, num_tokens: int, engine_s: float, draft_s: float, is_pure: bool) -> None:
-        """A step for `batch` responses is done: tokens in its pass, padding included; seconds of all of it,
-        and of those on drafting. `is_pure`: nothing was prefilled in it, so that it tells what tokens cost.
+    def stepped(
+        self, batch: int, num_tokens: int, engine_s: float, draft_s: float, is_pure: bool
+    ) -> None:
+        """A step for `batch` responses is done: tokens in its pass, padding included; seconds of
+        all of it, and of those on drafting. `is_pure`: nothing was prefilled in it, so that it
+        tells what tokens cost.
         """
         self._counts.engine_s += engine_s
         self._counts.draft_s += draft_s
@@ -212,7 +233,8 @@ class Drafter:
                 c.at = c.index.advance(c.after, tokens[-1])
 
     def _make_index(self) -> None:
-        """One for all groups that run and need it: the arrays are small, and numpy's price is by the call."""
+        """One for all groups that run and need it: the arrays are small, and numpy's price is by
+        the call."""
         self._is_urgent = False
         stale = [known for known in self._stale.values() if known.num_running]
         if not stale:
@@ -239,8 +261,11 @@ class Drafter:
             self._is_urgent |= known.index is None and known.num_running > 0
 
     def _evict(self) -> None:
-        """What a running response stands in stays in memory until it has ended, but is counted no more."""
-        while self._known and (self._num_tokens > self._max_tokens or len(self._known) > MAX_GROUPS):
+        """What a running response stands in stays in memory until it has ended, but is counted no
+        more."""
+        while self._known and (
+            self._num_tokens > self._max_tokens or len(self._known) > MAX_GROUPS
+        ):
             known = self._known.pop(next(iter(self._known)))
             self._num_tokens -= known.num_tokens
             if not known.num_running:
@@ -253,7 +278,8 @@ def group_of(response: str) -> str:
 
 
 def _weights(rewards: Sequence[float | None]) -> list[float]:
-    """From LEAST_WEIGHT for the lowest reward to 1 for the highest; without a score, in the middle."""
+    """From LEAST_WEIGHT for the lowest reward to 1 for the highest; without a score, in the
+    middle."""
     known = [r for r in rewards if r is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     if low == high:

@@ -1,10 +1,12 @@
-"""Whether speculation pays, and how wide a draft may be: measured, not assumed, for one engine and its load.
+"""Whether speculation pays, and how wide a draft may be: measured, not assumed, for one engine and
+its load.
 
-Owns the cost model of an engine's steps. A step decodes one token for each of its responses; every drafted
-token makes the forward pass wider. What a step without drafts takes is a line in the number of responses.
-What a drafted token adds is kept by the size of the pass in steps of half an octave, since hardware verifies
-a few tokens for nothing and many at their full price. Passes are widened twofold at most at a time, so that
-no trial costs much, and what keeps losing is tried ever more rarely. Never reads a clock.
+Owns the cost model of an engine's steps. A step decodes one token for each of its responses; every
+drafted token makes the forward pass wider. What a step without drafts takes is a line in the number
+of responses. What a drafted token adds is kept by the size of the pass in steps of half an octave,
+since hardware verifies a few tokens for nothing and many at their full price. Passes are widened
+twofold at most at a time, so that no trial costs much, and what keeps losing is tried ever more
+rarely. Never reads a clock.
 """
 
 from dataclasses import dataclass, field
@@ -17,11 +19,14 @@ FIRST_ACCEPTANCE = 0.8
 MARGIN = 1.03  # speculation must be better by so much, and a wider draft than a narrower one
 SLOW = 1.25  # a step that takes longer by this factor was held up, unless the next one is as slow
 FIRST_STEPS = 8  # without drafts before the first with them
-PROBE_EVERY = 64  # steps after which an open gate measures a step without drafts, sooner if it gains little
+# steps after which an open gate measures a step without drafts, sooner if it gains little
+PROBE_EVERY = 64
 MIN_PROBE_EVERY = 6
-PROBE_STEPS = 3  # in a row, in which a closed gate tries again: after PROBE_EVERY steps, then twice as many,
+# in a row, in which a closed gate tries again: after PROBE_EVERY steps, then twice as many,
+PROBE_STEPS = 3
 PROBE_RARELY = 2048  # up to so many
-FADING = 0.9  # by so much every PROBE_EVERY steps do passes look cheaper that are not taken: they may be, now
+# by so much every PROBE_EVERY steps do passes look cheaper that are not taken: they may be, now
+FADING = 0.9
 
 
 @dataclass(slots=True)
@@ -45,7 +50,8 @@ class Plain:
         if self.n:
             usual_s = self.step_s(batch)
             if not self._is_near(batch):
-                keep = 1 / self.n  # the load has changed: all that was known becomes one point of the line
+                # the load has changed: all that was known becomes one point of the line
+                keep = 1 / self.n
             else:
                 is_slow = seconds > SLOW * usual_s
                 if seconds < usual_s / 2 or (is_slow and self.was_slow):
@@ -62,7 +68,8 @@ class Plain:
 
     def step_s(self, batch: int) -> float:
         x, y = self.x / self.n, self.y / self.n
-        # Where one batch size was seen only: half of a step is for the step, half for what is in it.
+        # Where one batch size was seen only: half of a step is for the step, half for what is in
+        # it.
         spread = self.xx / self.n - x * x + 0.01 * x * x
         slope = (self.xy / self.n - x * y + 0.01 * x * x * 0.5 * y / x) / spread
         slope = min(max(slope, 0.0), y / x)
@@ -93,18 +100,25 @@ class _Price:
 
 @dataclass(slots=True)
 class Gate:
-    """Example: gate.width(8) -> 4, then gate.observe(8, 26, 0.004) after a step that drafted 18 tokens."""
+    """Example: gate.width(8) -> 4, then gate.observe(8, 26, 0.004) after a step that drafted 18
+    tokens."""
 
     max_width: int
-    is_padded: bool = False  # every response takes as much of a pass as the one with the longest draft
+    # every response takes as much of a pass as the one with the longest draft
+    is_padded: bool = False
     plain: Plain = field(default_factory=Plain)
-    _prices: dict[int, _Price] = field(default_factory=dict[int, _Price])  # by `_size` of the pass
+    # by `_size` of the pass
+    _prices: dict[int, _Price] = field(default_factory=dict[int, _Price])
     _accepted: float = FIRST_ACCEPTANCE
     _tried: float = 1.0
-    _drafted: float = 1.0  # share of responses that have a draft, in steps with drafts
-    _since: int = 0  # steps since the last probe
-    _patience: int = PROBE_EVERY  # steps until a closed gate probes
-    _probing: int = 0  # steps that are left of a probe
+    # share of responses that have a draft, in steps with drafts
+    _drafted: float = 1.0
+    # steps since the last probe
+    _since: int = 0
+    # steps until a closed gate probes
+    _patience: int = PROBE_EVERY
+    # steps that are left of a probe
+    _probing: int = 0
     _open_steps: int = 0
 
     @property
@@ -138,12 +152,14 @@ class Gate:
             self._drafted += (1 - MEMORY) * (num_with_draft / batch - self._drafted)
 
     def verified(self, accepted: int, rejected: int) -> None:
-        """Of drafted tokens so many were kept, and so many were the first of their draft that was not."""
+        """Of drafted tokens so many were kept, and so many were the first of their draft that was
+        not."""
         self._accepted += accepted
         self._tried += accepted + rejected
 
     def observe(self, batch: int, num_tokens: int, seconds: float) -> None:
-        """A step without prefill: `batch` responses, a pass of `num_tokens` tokens, padding included."""
+        """A step without prefill: `batch` responses, a pass of `num_tokens` tokens, padding
+        included."""
         if num_tokens <= batch:
             self.plain.observe(batch, seconds)
         elif self.plain.n:
@@ -171,7 +187,9 @@ class Gate:
             if width > self.max_width or (width > 1 and _size(batch + extra) > widest):
                 break
             gained = batch * share * a * (1 - a**width) / (1 - a)
-            rate = (batch + gained) / (plain_s + extra * self._token_s(batch + extra, plain_s / batch))
+            rate = (batch + gained) / (
+                plain_s + extra * self._token_s(batch + extra, plain_s / batch)
+            )
             if rate > MARGIN * best_rate:
                 best, best_rate = width, rate
         return best, best_rate * plain_s / batch
@@ -184,8 +202,9 @@ class Gate:
                 price.is_fresh = False
 
     def _token_s(self, num_tokens: float, decoded_s: float) -> float:
-        """Of a drafted token in a pass of `num_tokens`. Unknown: as in the next smaller pass that is known,
-        for from there on it costs what it does in doubt; nothing known: a quarter of a decoded one.
+        """Of a drafted token in a pass of `num_tokens`. Unknown: as in the next smaller pass that
+        is known, for from there on it costs what it does in doubt; nothing known: a quarter of a
+        decoded one.
         """
         size = _size(num_tokens)
         known = [s for s, price in self._prices.items() if s <= size and price.count > 1]

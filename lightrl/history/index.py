@@ -1,11 +1,12 @@
 """What followed the last few tokens in earlier responses to a prompt.
 
-Owns the arrays in which that is looked up, and their memory. A lookup costs a few binary searches, each
-further token of a draft one step along an array, however much is known. Must not know of engines.
+Owns the arrays in which that is looked up, and their memory. A lookup costs a few binary searches,
+each further token of a draft one step along an array, however much is known. Must not know of
+engines.
 
-The idea is HistoSpec's (RhymeRL): match the newest tokens, follow the most promising continuation. Instead
-of a suffix tree every position of the history holds, worked out at once by sorting, the position at which
-the most promising continuation of its own last tokens goes on.
+The idea is HistoSpec's (RhymeRL): match the newest tokens, follow the most promising continuation.
+Instead of a suffix tree every position of the history holds, worked out at once by sorting, the
+position at which the most promising continuation of its own last tokens goes on.
 """
 
 from array import array
@@ -28,7 +29,8 @@ _MASK = (1 << 64) - 1
 # Of the newest token first. Not 1: the upper bits are kept, and every token must reach them.
 _FACTORS = tuple(_BASE**k & _MASK for k in range(1, LONGEST + 1))
 _BOOK_FACTOR = _BASE ** (LONGEST + 1) & _MASK
-# Of each order: its factors, oldest token first, and what they make of the 1 that is added to each token.
+# Of each order: its factors, oldest token first, and what they make of the 1 that is added to each
+# token.
 _HASHES = tuple((m, _FACTORS[m - 1 :: -1], sum(_FACTORS[:m])) for m in ORDERS)
 _TOKEN_BITS = 20  # a hash has the other 44; one that is wrong once in a while costs a wrong draft
 _TIE = 1 - 1e-9  # weights are sums of floats: of continuations this close the newest is taken
@@ -36,21 +38,25 @@ _TIE = 1 - 1e-9  # weights are sums of floats: of continuations this close the n
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """The responses to one prompt. `weights` above 0: of several continuations the heaviest is followed.
+    """The responses to one prompt. `weights` above 0: of several continuations the heaviest is
+    followed.
 
     Example: Book((1, 2), [[5, 6, 7, 8]], [1.0])
     """
 
-    prompt: Sequence[int]  # its last LONGEST tokens suffice
+    # its last LONGEST tokens suffice
+    prompt: Sequence[int]
     responses: Sequence[Sequence[int]]
-    weights: Sequence[float]  # one for each response
+    # one for each response
+    weights: Sequence[float]
 
 
 class SuffixIndex:
-    """Books in one index, of which each is looked up by itself; making one for many costs little more.
+    """Books in one index, of which each is looked up by itself; making one for many costs little
+    more.
 
-    Example: in SuffixIndex([Book((1, 2), [[5, 6, 7, 8]], [1.0])]) locate((1, 2)) is where 5 stands, from
-    where `draft` reads 5 6 7 8.
+    Example: in SuffixIndex([Book((1, 2), [[5, 6, 7, 8]], [1.0])]) locate((1, 2)) is where 5 stands,
+    from where `draft` reads 5 6 7 8.
     """
 
     def __init__(self, books: Sequence[Book]) -> None:
@@ -66,7 +72,8 @@ class SuffixIndex:
                     filled.append((k, LONGEST + len(response), weight))
         lengths = np.array([n for _, n, _ in filled], np.int64)
         tokens = np.concatenate(parts, dtype=np.int64) if parts else np.zeros(0, np.int64)
-        # Where a response token follows: from the prompt's last token to the response's last but one.
+        # Where a response token follows: from the prompt's last token to the response's last but
+        # one.
         ends = np.cumsum(lengths)
         is_context = np.ones(len(tokens), bool)
         is_context[ends - 1] = False
@@ -80,7 +87,10 @@ class SuffixIndex:
         self._tables: dict[int, tuple[array[int], array[int]]] = {}
         for order, hashes in _hashes(tokens, at, book):
             keys, group, best, best_share = _best(hashes, tokens[at + 1], weight, at + 1)
-            self._tables[order] = array("Q", keys.tobytes()), array("i", best.astype(np.int32).tobytes())
+            self._tables[order] = (
+                array("Q", keys.tobytes()),
+                array("i", best.astype(np.int32).tobytes()),
+            )
             if order == LONGEST:
                 onward[at], share[at] = best[group], best_share[group]
         self._tokens = array("i", tokens.astype(np.int32).tobytes())
@@ -88,7 +98,8 @@ class SuffixIndex:
         self._share = array("f", share.tobytes())
 
     def locate(self, tail: Sequence[int], book: int = 0) -> int:
-        """Where the most promising continuation of `tail` begins; NOWHERE if its last tokens are unknown."""
+        """Where the most promising continuation of `tail` begins; NOWHERE if its last tokens are
+        unknown."""
         if len(tail) < LONGEST:
             tail = [-1] * (LONGEST - len(tail)) + list(tail)
         for order, factors, offset in _HASHES:
@@ -101,14 +112,16 @@ class SuffixIndex:
         return NOWHERE
 
     def advance(self, at: int, token: int) -> int:
-        """From where `token` is expected to what is expected after it; NOWHERE if it is another one."""
+        """From where `token` is expected to what is expected after it; NOWHERE if it is another
+        one."""
         return self._onward[at] if at >= 0 and self._tokens[at] == token else NOWHERE
 
     def draft(self, at: int, length: int, min_share: float) -> tuple[list[int], int]:
-        """At most `length` tokens from `at` on, fewer where the history ends or becomes too ambiguous; and
-        what is expected after them.
+        """At most `length` tokens from `at` on, fewer where the history ends or becomes too
+        ambiguous; and what is expected after them.
 
-        `min_share`: of the weight of all continuations, multiplied along the way; the first is not asked.
+        `min_share`: of the weight of all continuations, multiplied along the way; the first is not
+        asked.
         """
         tokens, onward, share = self._tokens, self._onward, self._share
         found: list[int] = []
@@ -123,7 +136,8 @@ class SuffixIndex:
 def _hashes(
     tokens: npt.NDArray[np.int64], at: npt.NDArray[np.int64], book: npt.NDArray[np.uint64]
 ) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
-    """(order, hash of the book and of so many tokens that end at each of `at`), as `_HASHES` says."""
+    """(order, hash of the book and of so many tokens that end at each of `at`), as `_HASHES`
+    says."""
     plus_one = (tokens + 1).astype(np.uint64)
     value = book * np.uint64(_BOOK_FACTOR)
     for back, factor in enumerate(_FACTORS, 1):
@@ -138,13 +152,16 @@ def _best(
     weight: npt.NDArray[np.floating[Any]],
     where: npt.NDArray[np.int64],
 ) -> tuple[
-    npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.floating[Any]]
+    npt.NDArray[np.uint64],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.floating[Any]],
 ]:
     """For contexts with `hashes`, of which each is followed by a token `following` at `where`:
 
-    the distinct hashes in order, which of them each context has, where its heaviest continuation stands
-    (the newest of those), and the share of the weight that it has. Hash and token share one word, so
-    that one sort brings equal contexts together, and in them equal continuations.
+    the distinct hashes in order, which of them each context has, where its heaviest continuation
+    stands (the newest of those), and the share of the weight that it has. Hash and token share one
+    word, so that one sort brings equal contexts together, and in them equal continuations.
     """
     token = following.astype(np.uint64) & np.uint64((1 << _TOKEN_BITS) - 1)
     both = hashes << np.uint64(_TOKEN_BITS) | token

@@ -19,7 +19,8 @@ FILE_NAME = "lengths.jsonl"
 
 class LengthsLog:
     def __init__(self, run_dir: Path, step: int = 0, report: Callable[[str], None] = say) -> None:
-        """Lines of a run that goes on from `step` are left out from there on: its rounds come again.
+        """Lines of a run that goes on from `step` are left out from there on: its rounds come
+        again.
 
         What the disk refuses is left out, and `report` is told.
         """
@@ -27,12 +28,16 @@ class LengthsLog:
         try:
             _cut(file, step)
         except OSError as e:
-            report(f"WARNING: {file.name}: rounds from step {step} on will be there twice ({e.strerror})")
+            report(
+                f"WARNING: {file.name}: rounds from step {step} on will be there twice "
+                f"({e.strerror})"
+            )
         self._file = AppendFile(file, report, separator=b"\n")
 
     def write(self, round: Round) -> None:
-        """A training round that has closed. Of each response [prompt, epoch, index, tokens, finished], in
-        the order in which they were launched; not finished = given up with so many tokens.
+        """A training round that has closed. Of each response [prompt, epoch, index, tokens,
+        finished], in the order in which they were launched; not finished = given up with so many
+        tokens.
         """
         responses = [
             [g.prompt.id, g.prompt.epoch, r.index, len(r.tokens), r.finish_reason is not None]

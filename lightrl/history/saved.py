@@ -1,14 +1,16 @@
-"""history.bin of a run: what its prompts were answered, for the coordinator that goes on with the run.
+"""history.bin of a run: what its prompts were answered, for the coordinator that goes on with the
+run.
 
-Owns the file, and the thread that writes it: a slow disk must not keep the coordinator from its nodes.
-Nothing but speed depends on what is in it, so it is no error if it is torn, damaged or cannot be written:
-what can be read counts, and what the disk refuses is left out.
+Owns the file, and the thread that writes it: a slow disk must not keep the coordinator from its
+nodes. Nothing but speed depends on what is in it, so it is no error if it is torn, damaged or
+cannot be written: what can be read counts, and what the disk refuses is left out.
 
     record   u32 length, u32 crc32 of length and payload, payload; little-endian
     payload  one line of JSON (`_Head`), then the tokens of its responses, one after the other
 
-Records are only appended; when the file is about twice as large as what of it still counts, it is written
-anew. Until that is done both are there: up to three times `speculation.history_mb` on the disk.
+Records are only appended; when the file is about twice as large as what of it still counts, it is
+written anew. Until that is done both are there: up to three times `speculation.history_mb` on the
+disk.
 """
 
 import contextlib
@@ -44,12 +46,17 @@ class _Head:
 
     prompt: str
     epoch: int
-    responses: list[tuple[int, int, bool, float | None]]  # index, bytes, finished, reward
+    # index, bytes, finished, reward
+    responses: list[tuple[int, int, bool, float | None]]
 
 
 class SavedHistory:
     def __init__(
-        self, run_dir: Path, history: History, report: Callable[[str], None], slack_bytes: int = SLACK_BYTES
+        self,
+        run_dir: Path,
+        history: History,
+        report: Callable[[str], None],
+        slack_bytes: int = SLACK_BYTES,
     ) -> None:
         """`report` is called from another thread."""
         self._path = run_dir / FILE_NAME
@@ -80,7 +87,8 @@ class SavedHistory:
             damage.append(e.strerror or str(e))
         if damage:
             self._report(
-                f"WARNING: {FILE_NAME}: {damage[0]}; {self._history.num_responses} responses are left"
+                f"WARNING: {FILE_NAME}: {damage[0]}; {self._history.num_responses} "
+                "responses are left"
             )
             self._write_anew()
 
@@ -133,7 +141,8 @@ class SavedHistory:
                 self._file.append(piece)
 
     def _replace(self, answers: list[PromptAnswers]) -> None:
-        """By what lives, whole or not at all. Where even that fails, nothing would bound the file."""
+        """By what lives, whole or not at all. Where even that fails, nothing would bound the
+        file."""
         if self._given_up:
             return
         draft = self._path.with_suffix(".tmp")
@@ -151,7 +160,9 @@ class SavedHistory:
 
     def _give_up(self, why: str) -> None:
         self._given_up = True
-        self._report(f"WARNING: {FILE_NAME}: given up ({why}): a resumed run has less to draft from")
+        self._report(
+            f"WARNING: {FILE_NAME}: given up ({why}): a resumed run has less to draft from"
+        )
 
 
 def read(path: Path, damage: list[str]) -> Iterator[PromptAnswers]:
@@ -211,7 +222,10 @@ def _decode(payload: bytes) -> PromptAnswers:
         if size <= 0 or size % 4:
             raise ProtocolError("a record with a response that cannot be")
         responses.append(
-            (index, PastResponse(head.epoch, decode("i", payload[at : at + size]), finished, reward))
+            (
+                index,
+                PastResponse(head.epoch, decode("i", payload[at : at + size]), finished, reward),
+            )
         )
         at += size
     if at != len(payload):

@@ -1,13 +1,15 @@
-"""What the prompts of a run were answered before: the tokens of their newest responses, in bounded memory.
+"""What the prompts of a run were answered before: the tokens of their newest responses, in bounded
+memory.
 
-Owns which are kept; what they are good for is decided by who reads them. A prompt keeps what its newest epoch
-brought: trained, surplus and put-off responses alike, finished or not. The prompts of evaluations are kept
-beside those of the training data, each evaluation counting as an epoch. When the limit is reached, the
-prompt that was answered longest ago is forgotten.
+Owns which are kept; what they are good for is decided by who reads them. A prompt keeps what its
+newest epoch brought: trained, surplus and put-off responses alike, finished or not. The prompts of
+evaluations are kept beside those of the training data, each evaluation counting as an epoch. When
+the limit is reached, the prompt that was answered longest ago is forgotten.
 
-The arrays are those of the rounds that have closed, so that learning a gigabyte copies nothing: nobody may
-change them. The limit is on tokens, 4 bytes each. What Python needs around them comes on top, some 330 bytes
-for a response: 4 % for responses of 2,000 tokens, so that 10,000 prompts with 8 of these take 670 MB.
+The arrays are those of the rounds that have closed, so that learning a gigabyte copies nothing:
+nobody may change them. The limit is on tokens, 4 bytes each. What Python needs around them comes on
+top, some 330 bytes for a response: 4 % for responses of 2,000 tokens, so that 10,000 prompts with 8
+of these take 670 MB.
 """
 
 from array import array
@@ -21,12 +23,16 @@ MAX_BYTES = 1024 << 20  # of tokens
 
 @dataclass(frozen=True, slots=True)
 class PastResponse:
-    """One earlier response. Example: PastResponse(3, array("i", [7, 9]), finished=True, reward=1.0)."""
+    """One earlier response. Example: PastResponse(3, array("i", [7, 9]), finished=True,
+    reward=1.0)."""
 
     epoch: int
-    tokens: "array[int]"  # int32
-    finished: bool  # False: it was given up, and these are its first tokens
-    reward: float | None = None  # None: it has no score
+    # int32
+    tokens: "array[int]"
+    # False: it was given up, and these are its first tokens
+    finished: bool
+    # None: it has no score
+    reward: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -38,9 +44,11 @@ class PastResponse:
 class PromptAnswers:
     """What one group brought. Example: PromptAnswers("p7", 1, ((0, PastResponse(1, ...)),))."""
 
-    prompt: str  # as in `key_of`
+    # as in `key_of`
+    prompt: str
     epoch: int
-    responses: tuple[tuple[int, PastResponse], ...]  # (index in its group, response)
+    # (index in its group, response)
+    responses: tuple[tuple[int, PastResponse], ...]
 
     @property
     def num_bytes(self) -> int:
@@ -64,7 +72,8 @@ class History:
         return tuple(known[index] for index in sorted(known))
 
     def all(self) -> Iterator[PromptAnswers]:
-        """Everything, the prompt answered longest ago first: whoever adds it in this order has the same."""
+        """Everything, the prompt answered longest ago first: whoever adds it in this order has the
+        same."""
         for prompt, known in self._prompts.items():
             epoch = next(iter(known.values())).epoch  # all have the same
             yield PromptAnswers(prompt, epoch, tuple(known.items()))
@@ -72,8 +81,8 @@ class History:
     def learn(self, answers: Iterable[PromptAnswers]) -> dict[str, float]:
         """Takes in a round that has closed; returns the figures of the store.
 
-        hit_rate is the share of the round's prompts of which something was known before, evicted the number
-        of prompts that had to make room.
+        hit_rate is the share of the round's prompts of which something was known before, evicted
+        the number of prompts that had to make room.
         """
         answers, num_evicted = list(answers), self.num_evicted
         hits = sum(answered.prompt in self._prompts for answered in answers)
@@ -88,9 +97,9 @@ class History:
         }
 
     def add(self, answered: PromptAnswers) -> None:
-        """What one epoch brought: in place of what earlier ones did, beside what the same one did (a prompt
-        that was put off comes twice in an epoch). Empty responses are left out, and so are what comes of an
-        epoch older than what is known, and what has no room even alone.
+        """What one epoch brought: in place of what earlier ones did, beside what the same one did
+        (a prompt that was put off comes twice in an epoch). Empty responses are left out, and so
+        are what comes of an epoch older than what is known, and what has no room even alone.
         """
         prompt, epoch = answered.prompt, answered.epoch
         fresh = {index: past for index, past in answered.responses if past.tokens}
@@ -118,7 +127,8 @@ class History:
 def key_of(group: Group) -> str:
     """Under which the answers to a group's prompt are kept.
 
-    An evaluation set may have the ids of the training data; none of either contains a control character.
+    An evaluation set may have the ids of the training data; none of either contains a control
+    character.
     """
     return f"\0{group.prompt.id}" if group.round.is_eval else group.prompt.id
 

@@ -1,1 +1,2 @@
-"""What a run must not forget, on disk: written by the coordinator while it runs, read when it comes back."""
+"""What a run must not forget, on disk: written by the coordinator while it runs, read when it comes
+back."""

@@ -20,18 +20,26 @@ SEPARATOR = "\0"
 class PackedTokens:
     """A TokensTaken as it lies on the disk: one entry of each column for each item.
 
-    The names are one string, because a node's chunks mostly bring the same responses as the one before.
-    Example: PackedTokens(4, "p7@0#3", pack_i32([1]), pack_i32([16]), pack_i32([2]), (), <2>, <2>)
+    The names are one string, because a node's chunks mostly bring the same responses as the one
+    before. Example: PackedTokens(4, "p7@0#3", pack_i32([1]), pack_i32([16]), pack_i32([2]), (),
+    <2>, <2>)
     """
 
     version: int
-    responses: str  # with SEPARATOR between them
-    attempts: bytes  # int32
-    offsets: bytes  # int32
-    counts: bytes  # int32, tokens
-    finished: tuple[tuple[int, FinishReason], ...]  # (index, how), of items that have a reason
-    token_ids: bytes  # int32, of all items
-    logprobs: bytes  # float32, of all items
+    # with SEPARATOR between them
+    responses: str
+    # int32
+    attempts: bytes
+    # int32
+    offsets: bytes
+    # int32, tokens
+    counts: bytes
+    # (index, how), of items that have a reason
+    finished: tuple[tuple[int, FinishReason], ...]
+    # int32, of all items
+    token_ids: bytes
+    # float32, of all items
+    logprobs: bytes
 
     @property
     def names(self) -> list[str]:
@@ -49,7 +57,11 @@ class LogCodec(Codec[LogEntry]):
 
     def decode(self, frame: bytes | memoryview) -> LogEntry:
         fact = self.packed.decode(frame)
-        return TokensTaken(fact.version, tuple(unpack(fact))) if isinstance(fact, PackedTokens) else fact
+        return (
+            TokensTaken(fact.version, tuple(unpack(fact)))
+            if isinstance(fact, PackedTokens)
+            else fact
+        )
 
 
 class _PackedCodec(Codec[LogEntry | PackedTokens]):
@@ -64,7 +76,8 @@ def pack(fact: TokensTaken) -> PackedTokens | None:
     """None if it is better left as it is."""
     items = fact.items
     names = SEPARATOR.join([item.response for item in items])
-    if names.count(SEPARATOR) + 1 != len(items):  # there are none, or somebody's ids hold separators
+    # there are none, or somebody's ids hold separators
+    if names.count(SEPARATOR) + 1 != len(items):
         return None
     return PackedTokens(
         fact.version,
@@ -72,7 +85,13 @@ def pack(fact: TokensTaken) -> PackedTokens | None:
         pack_i32([item.attempt for item in items]),
         pack_i32([item.offset for item in items]),
         pack_i32([len(item.token_ids) // 4 for item in items]),
-        tuple([(k, item.finish_reason) for k, item in enumerate(items) if item.finish_reason is not None]),
+        tuple(
+            [
+                (k, item.finish_reason)
+                for k, item in enumerate(items)
+                if item.finish_reason is not None
+            ]
+        ),
         b"".join([item.token_ids for item in items]),
         b"".join([item.logprobs for item in items]),
     )

@@ -4,7 +4,8 @@ Owns the bytes, so that the writer and the reader agree on them. Knows nothing o
 
     journal/00000007_step_3.log   the 7th segment; 3 optimizer steps were done when it was begun
     header                        magic, format, number and bytes of its first records (base), crc32
-    record                        u32 length, u32 crc32 of length and payload, payload; little-endian
+    record                        u32 length, u32 crc32 of length and payload, payload;
+                                  little-endian
 
 A segment has its name only once its base is durable. Its base alone says where the run stood.
 """
@@ -31,7 +32,8 @@ HEADER_BYTES = HEADER.size + CHECKSUM.size
 LENGTH = struct.Struct("<I")
 RECORD = struct.Struct("<II")  # length, crc32
 PIECE_BYTES = 4 << 20  # of one write
-SYNC_BYTES = 16 << 20  # written before they are synced: one sync of a gigabyte takes a slow disk minutes
+# written before they are synced: one sync of a gigabyte takes a slow disk minutes
+SYNC_BYTES = 16 << 20
 
 # What a file system that knows no locks says.
 CANNOT_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -48,7 +50,8 @@ class Segment:
     """Example: Segment(7, 3, Path("journal/00000007_step_3.log"))."""
 
     number: int
-    step: int  # optimizer steps done when it was begun
+    # optimizer steps done when it was begun
+    step: int
     path: Path
 
 
@@ -77,7 +80,9 @@ def _found(folder: Path, wanted: re.Pattern[str]) -> list[Segment]:
 
 def last_number(folder: Path) -> int:
     """The highest number ever given, as far as can be seen; 0 if none was."""
-    return max((int(m[1]) for name in os.listdir(folder) if (m := _ANY_NAME.fullmatch(name))), default=0)
+    return max(
+        (int(m[1]) for name in os.listdir(folder) if (m := _ANY_NAME.fullmatch(name))), default=0
+    )
 
 
 def header(num_records: int, num_bytes: int) -> bytes:
@@ -99,7 +104,9 @@ def framed(frames: Iterable[bytes]) -> Iterator[bytes]:
         yield frame
 
 
-def write_at(file: int, offset: int, parts: Iterable[bytes], progress: Callable[[], object] = bool) -> int:
+def write_at(
+    file: int, offset: int, parts: Iterable[bytes], progress: Callable[[], object] = bool
+) -> int:
     """Writes all of it in large pieces, calls `progress` after each; returns where it ends.
 
     The last SYNC_BYTES of it are not synced. Raises OSError with a part written.
@@ -132,8 +139,8 @@ def _write_whole(file: int, offset: int, data: bytes) -> int:
 def create(
     segment: Segment, frames: Iterable[bytes], progress: Callable[[], object] = bool
 ) -> tuple[int, int]:
-    """Writes a segment with this base, which is never in memory as a whole; durable under its name, or not
-    there at all. Its file and size.
+    """Writes a segment with this base, which is never in memory as a whole; durable under its name,
+    or not there at all. Its file and size.
 
     Raises OSError, and JournalError if `frames` does.
     """

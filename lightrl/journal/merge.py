@@ -23,9 +23,9 @@ GATHER_ITEMS = 1 << 14  # at once: the index of their tokens fits into some mega
 def merge(facts: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
     """Between two facts of another kind, tokens come as one TokensTaken a version, then the scores.
 
-    That a score comes later than it did changes nothing: all that was taken of a response stands before it,
-    and what a score gave up, got no tokens afterwards. A version may come twice, if tokens were sent twice
-    or a response went on under an older version.
+    That a score comes later than it did changes nothing: all that was taken of a response stands
+    before it, and what a score gave up, got no tokens afterwards. A version may come twice, if
+    tokens were sent twice or a response went on under an older version.
     """
     tokens = _Items()
     scores: list[LogEntry] = []
@@ -115,8 +115,9 @@ class _Items:
         )
 
     def _spans(self) -> tuple[dict[int, list[ResponseTokens]], list[int]]:
-        """By group, what one version sampled of one response, as one item each. And the indices of items
-        of responses of which something came twice or is missing, or went on under an older version.
+        """By group, what one version sampled of one response, as one item each. And the indices of
+        items of responses of which something came twice or is missing, or went on under an older
+        version.
         """
         order = _stable_order(self.response, len(self.name))
         response, group, offset = self.response[order], self.group[order], self.offset[order]
@@ -128,14 +129,18 @@ class _Items:
         odd = np.flatnonzero(is_odd[self.response]) if wrong.any() else np.empty(0, np.int64)
         even = ~is_odd[response]
         order, response, group = order[even], response[even], group[even]
-        begins = np.concatenate(([True], (response[1:] != response[:-1]) | (group[1:] != group[:-1])))
+        begins = np.concatenate(
+            ([True], (response[1:] != response[:-1]) | (group[1:] != group[:-1]))
+        )
         first = np.flatnonzero(begins[: len(order)])
         straight: dict[int, list[ResponseTokens]] = {}
         for item, of in zip(self._cut(order, first), group[first].tolist(), strict=True):
             straight.setdefault(of, []).append(item)
         return straight, odd.tolist()
 
-    def _gather(self, start: Ints, counts: Ints, ends: Ints) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _gather(
+        self, start: Ints, counts: Ints, ends: Ints
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Tokens and logprobs of these items, end to end."""
         if ends[-1] > LONG_TOKENS * len(counts):  # copies cost less than an index of tokens
             places = [slice(a, a + n) for a, n in zip(start.tolist(), counts.tolist(), strict=True)]
@@ -190,7 +195,16 @@ def _stable_order(values: Ints, below: int) -> Ints:
 class _Growing:
     """What one version sampled of one response, without a hole."""
 
-    __slots__ = ("attempt", "end", "finish_reason", "group", "logprobs", "name", "offset", "token_ids")
+    __slots__ = (
+        "attempt",
+        "end",
+        "finish_reason",
+        "group",
+        "logprobs",
+        "name",
+        "offset",
+        "token_ids",
+    )
 
     def __init__(self, item: ResponseTokens, group: int) -> None:
         self.name = item.response
@@ -210,11 +224,14 @@ class _Growing:
 
     def item(self) -> ResponseTokens:
         ids, logprobs = bytes(self.token_ids), bytes(self.logprobs)
-        return ResponseTokens(self.name, self.attempt, self.offset, ids, logprobs, self.finish_reason)
+        return ResponseTokens(
+            self.name, self.attempt, self.offset, ids, logprobs, self.finish_reason
+        )
 
 
 class _OneByOne:
-    """Groups of one version each; of a response, newer tokens stand in the same one or a later one."""
+    """Groups of one version each; of a response, newer tokens stand in the same one or a later
+    one."""
 
     def __init__(self) -> None:
         self._versions: list[int] = []  # of the groups
@@ -223,7 +240,11 @@ class _OneByOne:
 
     def take(self, version: int, item: ResponseTokens) -> None:
         before = self._newest.get(item.response)
-        if before is not None and self._versions[before.group] == version and item.offset <= before.end:
+        if (
+            before is not None
+            and self._versions[before.group] == version
+            and item.offset <= before.end
+        ):
             before.add(item)
             return
         group = 0 if before is None else before.group + 1

@@ -1,4 +1,5 @@
-"""The journal of a run that is over, whatever became of its last bytes: what is whole, and what is lost.
+"""The journal of a run that is over, whatever became of its last bytes: what is whole, and what is
+lost.
 
 Owns how segments are chosen, cut and moved aside. Whatever lies in the files, reading them ends in
 records, in lines that say what was lost, or in a JournalError.
@@ -51,16 +52,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Where a segment ends to be readable. Example: Damage(path, 8412, 77, 1, "a record is cut off")."""
+    """Where a segment ends to be readable. Example: Damage(path, 8412, 77, 1, "a record is cut
+    off")."""
 
     path: Path
     offset: int
     bytes_lost: int
-    records_lost: int  # about
+    # about
+    records_lost: int
     reason: str
 
     def __str__(self) -> str:
-        lost = f"{self.bytes_lost} bytes (about {self.records_lost} records) from byte {self.offset} on"
+        lost = (
+            f"{self.bytes_lost} bytes (about {self.records_lost} records) from byte "
+            f"{self.offset} on"
+        )
         return f"{self.path}: {lost} are lost: {self.reason}"
 
 
@@ -128,7 +134,9 @@ class Reading(Generic[T]):
         if magic != disk.MAGIC:
             raise ProtocolError("this is no segment of a journal")
         if version != disk.FORMAT:
-            raise ProtocolError(f"it has format {version}, but this LightRL reads format {disk.FORMAT}")
+            raise ProtocolError(
+                f"it has format {version}, but this LightRL reads format {disk.FORMAT}"
+            )
         if disk.CHECKSUM.unpack_from(data, disk.HEADER.size)[0] != crc32(data[: disk.HEADER.size]):
             raise ProtocolError("its header is damaged")
         self.num_base = num_base
@@ -167,7 +175,8 @@ def read_segment(path: Path, codec: Codec[T]) -> Reading[T]:
 
 
 def newest(folder: Path, codec: Codec[LogEntry]) -> tuple[Segment, list[LogEntry], list[str]]:
-    """Where the run stands: the segment to go on from, its facts (merged), and lines that say what is lost.
+    """Where the run stands: the segment to go on from, its facts (merged), and lines that say what
+    is lost.
 
     Raises JournalError if there is nothing to go on from.
     """
@@ -208,8 +217,8 @@ def is_blank(folder: Path) -> bool:
 
 
 class SentShards:
-    """What the trainer got for a step, still on the disk. Iterate over it to read one shard at a time; that
-    raises JournalError if one cannot be read any more.
+    """What the trainer got for a step, still on the disk. Iterate over it to read one shard at a
+    time; that raises JournalError if one cannot be read any more.
     """
 
     def __init__(self, codec: Codec[LogEntry]) -> None:
@@ -253,7 +262,8 @@ class SentShards:
 
 
 def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards, tuple[int, ...]]:
-    """What the trainer got for a step that was published, and how many groups it accumulated at a time.
+    """What the trainer got for a step that was published, and how many groups it accumulated at a
+    time.
 
     Raises JournalError if any of it is missing.
     """
@@ -283,18 +293,23 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
     return found, portions or ()
 
 
-def recut(sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int) -> Iterator[TrainShard]:
-    """The groups of one step as the trainer accumulated them, so that the same bits come out. Holds no more
-    of them than it must.
+def recut(
+    sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int
+) -> Iterator[TrainShard]:
+    """The groups of one step as the trainer accumulated them, so that the same bits come out. Holds
+    no more of them than it must.
 
-    Raises JournalError if these are not the portions of `num_groups` groups, before anything is read.
+    Raises JournalError if these are not the portions of `num_groups` groups, before anything is
+    read.
     """
     if sum(portions) != num_groups or any(n <= 0 for n in portions):
         raise JournalError(f"{num_groups} groups do not fit portions {list(portions)}")
     return _recut(sent, portions or (0,), num_groups)  # a step without groups ends, too
 
 
-def _recut(sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int) -> Iterator[TrainShard]:
+def _recut(
+    sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int
+) -> Iterator[TrainShard]:
     waiting: deque[TrainGroup] = deque()
     shards = iter(sent)
     shard = next(shards)
@@ -310,7 +325,8 @@ def _recut(sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int)
 
 
 def trim(folder: Path, used: Segment) -> list[str]:
-    """What is newer than the segment that the run goes on from is moved aside as *.damaged: these names.
+    """What is newer than the segment that the run goes on from is moved aside as *.damaged: these
+    names.
 
     May raise JournalError.
     """
@@ -319,10 +335,11 @@ def trim(folder: Path, used: Segment) -> list[str]:
 
 
 def rewind(folder: Path, codec: Codec[LogEntry], step: int) -> Segment:
-    """Cuts the journal back to the moment when `step` steps were done; what came later is moved aside.
+    """Cuts the journal back to the moment when `step` steps were done; what came later is moved
+    aside.
 
-    A new segment holds the first records of the earliest one of that step. Raises JournalError if none of
-    that step can be read, or if the journal is in use.
+    A new segment holds the first records of the earliest one of that step. Raises JournalError if
+    none of that step can be read, or if the journal is in use.
     """
     if not (known := segments(folder)):
         raise JournalError(f"{folder}: there is no journal")

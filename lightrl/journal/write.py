@@ -1,9 +1,10 @@
-"""The journal while a run goes on: what is appended is on the disk soon after, and who waits for it is told.
+"""The journal while a run goes on: what is appended is on the disk soon after, and who waits for it
+is told.
 
-Owns the files of the newest segment and the thread that writes them. Must not block the event loop: `append`
-encodes and returns, and what a segment begins with is encoded by the thread, piece by piece. When the disk
-refuses, everything is kept and tried again; nothing counts as durable meanwhile. A disk that is slow holds up
-those who wait for `after_flush`, and ends nothing.
+Owns the files of the newest segment and the thread that writes them. Must not block the event loop:
+`append` encodes and returns, and what a segment begins with is encoded by the thread, piece by
+piece. When the disk refuses, everything is kept and tried again; nothing counts as durable
+meanwhile. A disk that is slow holds up those who wait for `after_flush`, and ends nothing.
 """
 
 import asyncio
@@ -110,7 +111,8 @@ class JournalWriter(Generic[T]):
             self._add(frame)
 
     def after_flush(self, act: _Act) -> None:
-        """`act` is called in the loop when all that was appended so far is durable; the flush starts at once.
+        """`act` is called in the loop when all that was appended so far is durable; the flush
+        starts at once.
 
         In the order of these calls; never before this one returns.
         """
@@ -120,7 +122,8 @@ class JournalWriter(Generic[T]):
     def begin(self, step: int, records: Iterable[T]) -> None:
         """Starts a new segment with these records, which alone must say where the run stands.
 
-        They are read in the writing thread, and once more each time that the disk refuses: not an iterator.
+        They are read in the writing thread, and once more each time that the disk refuses: not an
+        iterator.
         """
         self._begun = True
         self.news_bytes = 0
@@ -139,7 +142,8 @@ class JournalWriter(Generic[T]):
         return self._num_pending
 
     def drop_before(self, step: int) -> None:
-        """Removes segments begun when fewer steps were done, also those set aside, but never the newest."""
+        """Removes segments begun when fewer steps were done, also those set aside, but never the
+        newest."""
         if self._keep_history:
             return
         with self._wake:
@@ -167,7 +171,9 @@ class JournalWriter(Generic[T]):
             async with asyncio.timeout(self._max_trouble_s):
                 await self._ended.wait()
         except TimeoutError:
-            self._on_trouble(f"journal: {self._num_pending} bytes were not written: the disk does not answer")
+            self._on_trouble(
+                f"journal: {self._num_pending} bytes were not written: the disk does not answer"
+            )
             return  # its thread still holds the files
         for file in (self._file, self._lock_file):
             if file is not None:
@@ -203,7 +209,9 @@ class JournalWriter(Generic[T]):
     def _take(self) -> list[_Job] | None:
         """What has come within `flush_ms`, or None when it is over."""
         with self._wake:
-            self._wake.wait_for(lambda: self._jobs or self._closing or self._drop_below > self._dropped_below)
+            self._wake.wait_for(
+                lambda: self._jobs or self._closing or self._drop_below > self._dropped_below
+            )
             if self._jobs:
                 left = self._oldest + self._flush_s - time.monotonic()
                 self._wake.wait_for(lambda: self._urgent or self._closing, max(0.0, left))
@@ -222,7 +230,9 @@ class JournalWriter(Generic[T]):
             elif not isinstance(job, _Begin):
                 acts.append(job)
             else:
-                if not self._flush(frames, acts) or not self._insist(lambda job=job: self._start(job)):
+                if not self._flush(frames, acts) or not self._insist(
+                    lambda job=job: self._start(job)
+                ):
                     return False
                 frames, acts = [], []
         return self._flush(frames, acts)
@@ -251,13 +261,16 @@ class JournalWriter(Generic[T]):
             self._sweep()  # it may be what makes room
             with self._wake:
                 if self._closing:
-                    self._tell(f"journal: {self._num_pending} bytes were not written: {self._trouble}")
+                    self._tell(
+                        f"journal: {self._num_pending} bytes were not written: {self._trouble}"
+                    )
                     return False
                 self._wake.wait_for(lambda: self._closing, RETRY_S)
 
     def _write(self, frames: list[bytes]) -> None:
         assert self._file is not None
-        if self._torn:  # also after a failed sync: what it left behind may or may not be on the disk
+        # also after a failed sync: what it left behind may or may not be on the disk
+        if self._torn:
             os.ftruncate(self._file, self._end)
         self._torn = True
         end = disk.write_at(self._file, self._end, disk.framed(frames), self._progress)
@@ -280,8 +293,8 @@ class JournalWriter(Generic[T]):
         self._busy_since = time.monotonic()
 
     def _sweep(self) -> None:
-        """Removes old segments, oldest first. What cannot be removed stays until the next one is begun, or
-        the next `drop_before`."""
+        """Removes old segments, oldest first. What cannot be removed stays until the next one is
+        begun, or the next `drop_before`."""
         below = self._drop_below
         if below == self._dropped_below:
             return
@@ -297,7 +310,9 @@ class JournalWriter(Generic[T]):
             self._trouble_since = time.monotonic()
         if e.errno not in self._told:
             self._told.add(e.errno)
-            self._tell(f"journal: cannot write ({self._trouble}); kept in memory, tried again every second")
+            self._tell(
+                f"journal: cannot write ({self._trouble}); kept in memory, tried again every second"
+            )
 
     def _recovered(self) -> None:
         if self._trouble_since is not None:

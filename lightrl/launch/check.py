@@ -1,6 +1,7 @@
 """`lightrl check`: is this machine able to run LightRL, and if not, what to do about it.
 
-Looks only at what is quick to look at: no torch, no vLLM is imported; nothing but nvidia-smi is started.
+Looks only at what is quick to look at: no torch, no vLLM is imported; nothing but nvidia-smi is
+started.
 """
 
 import os
@@ -44,7 +45,9 @@ def findings(config: Config | None) -> Iterator[Finding]:
     version = sys.version.split()[0]
     good = sys.version_info >= (3, 11)
     yield Finding(
-        "python", "ok" if good else "fail", version if good else f"{version}: 3.11 or newer is needed"
+        "python",
+        "ok" if good else "fail",
+        version if good else f"{version}: 3.11 or newer is needed",
     )
     yield from _packages()
     yield _engine(config)
@@ -58,7 +61,9 @@ def findings(config: Config | None) -> Iterator[Finding]:
     yield _clock()
     if config is not None:
         if config.train.engine == "emulated":
-            yield Finding("training", "warn", "train.engine = emulated: nothing is learnt, there is no model")
+            yield Finding(
+                "training", "warn", "train.engine = emulated: nothing is learnt, there is no model"
+            )
         yield _files(config)
 
 
@@ -80,9 +85,13 @@ def _engine(config: Config | None) -> Finding:
             window = "" if doubts else f", of {WINDOW} that the adapter fits"
             return Finding("vllm", "warn" if doubts else "ok", text + window)
     if config is not None and config.rollout.engine == "vllm":
-        return Finding("vllm", "fail", "is not installed, and rollout.engine = vllm; run scripts/setup")
+        return Finding(
+            "vllm", "fail", "is not installed, and rollout.engine = vllm; run scripts/setup"
+        )
     return Finding(
-        "vllm", "warn", "is not installed: the torch engine takes over, which is slower for real models"
+        "vllm",
+        "warn",
+        "is not installed: the torch engine takes over, which is slower for real models",
     )
 
 
@@ -91,7 +100,9 @@ def _gpu(config: Config | None) -> Iterator[Finding]:
     machine = look()
     if machine.problem:
         names = "; ".join(f"GPU {gpu.index}: {gpu.name}" for gpu in machine.gpus)
-        yield Finding("gpu", "warn", f"{names}, but {machine.problem}" if names else machine.problem)
+        yield Finding(
+            "gpu", "warn", f"{names}, but {machine.problem}" if names else machine.problem
+        )
         return
     if not machine.gpus:
         yield Finding("gpu", "ok", f"none: this machine works on {os.cpu_count()} CPU cores")
@@ -108,7 +119,9 @@ def _gpu(config: Config | None) -> Iterator[Finding]:
 def _compiler() -> Finding:
     found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if found is None:
-        return Finding("c compiler", "warn", "none found; vLLM compiles kernels with one: install gcc")
+        return Finding(
+            "c compiler", "warn", "none found; vLLM compiles kernels with one: install gcc"
+        )
     return Finding("c compiler", "ok", found)
 
 
@@ -126,7 +139,9 @@ def _space(subject: str, folder: Path, least_gib: int, advice: str) -> Finding:
         return Finding(subject, "ok", f"no {folder} on this system")
     free = shutil.disk_usage(folder).free / GIB
     if free < least_gib:
-        return Finding(subject, "warn", f"{free:.1f} GiB free at {folder}, {least_gib} are wanted; {advice}")
+        return Finding(
+            subject, "warn", f"{free:.1f} GiB free at {folder}, {least_gib} are wanted; {advice}"
+        )
     return Finding(subject, "ok", f"{free:.1f} GiB free at {folder}")
 
 
@@ -140,10 +155,13 @@ def _open_files() -> Finding:
 
 
 def _clock() -> Finding:
-    """Only a clock that is behind can be told without asking others: files would come from the future."""
+    """Only a clock that is behind can be told without asking others: files would come from the
+    future."""
     behind_s = Path(__file__).stat().st_mtime - time.time()
     if behind_s > 60:
-        return Finding("clock", "warn", f"is at least {behind_s / 3600:.1f} hours behind; set it (NTP)")
+        return Finding(
+            "clock", "warn", f"is at least {behind_s / 3600:.1f} hours behind; set it (NTP)"
+        )
     return Finding("clock", "ok", time.strftime("%Y-%m-%d %H:%M:%S %Z"))
 
 

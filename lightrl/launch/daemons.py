@@ -32,7 +32,8 @@ class Daemon:
     role: Role
     process: asyncio.subprocess.Process
     log: Path
-    said_before: int  # bytes that were in its log already: words of the one that it replaces
+    # bytes that were in its log already: words of the one that it replaces
+    said_before: int
     ended: "asyncio.Task[int]"
 
     @classmethod
@@ -42,7 +43,17 @@ class Daemon:
         Raises OSError, also for want of a thread to wait for it: it then leaves at once.
         """
         log = run_dir / "logs" / f"{name}.log"
-        command = ("daemon", "--name", name, "--role", role, "--run-dir", str(run_dir), "--tied", *options)
+        command = (
+            "daemon",
+            "--name",
+            name,
+            "--role",
+            role,
+            "--run-dir",
+            str(run_dir),
+            "--tied",
+            *options,
+        )
         with log.open("ab") as out:
             before = out.tell()
             try:
@@ -55,7 +66,8 @@ class Daemon:
                     stdin=asyncio.subprocess.PIPE,  # closes when this process ends, however it does
                     stdout=out,
                     stderr=out,
-                    start_new_session=True,  # ctrl-C is for this process, which then asks them to drain
+                    # ctrl-C is for this process, which then asks them to drain
+                    start_new_session=True,
                 )
             except RuntimeError as e:
                 raise OSError(errno.EAGAIN, str(e)) from e
@@ -83,7 +95,9 @@ class Daemon:
     def obituary(self) -> str:
         code = self.ended.result()
         if code < 0:  # its last line says nothing of that
-            return f"{self.name} was killed by {signal.Signals(-code).name} (log: {shown(self.log)})"
+            return (
+                f"{self.name} was killed by {signal.Signals(-code).name} (log: {shown(self.log)})"
+            )
         last = self.last_line().removeprefix("lightrl: ")
         why = f"ended with exit status {code}" + (f": {last}" if last else "")
         return f"{self.name} {why} (log: {shown(self.log)})"

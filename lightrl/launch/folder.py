@@ -1,6 +1,8 @@
-"""The directory of a run: made for a new one, found again for one that is resumed, `latest` beside it.
+"""The directory of a run: made for a new one, found again for one that is resumed, `latest` beside
+it.
 
-Owns the first files of a run: its config and its keys. What daemons write there is their own business.
+Owns the first files of a run: its config and its keys. What daemons write there is their own
+business.
 """
 
 import os
@@ -21,7 +23,8 @@ SLURM_FOLDER = "slurm"  # scripts and output of batch jobs, there before the run
 
 
 def create_run_dir(config: Config) -> Path:
-    """The run directory with its resolved config and new keys. The caller has checked that it is new.
+    """The run directory with its resolved config and new keys. The caller has checked that it is
+    new.
 
     Raises ConfigError if it cannot be made.
     """
@@ -33,7 +36,9 @@ def create_run_dir(config: Config) -> Path:
         write_keys(run_dir)
     except OSError as e:
         where = f"run.dir = {config.run.dir!r}, run.name = {config.run.name!r}"
-        raise ConfigError(f"{where}: cannot make this directory: {e.strerror}: {e.filename}") from None
+        raise ConfigError(
+            f"{where}: cannot make this directory: {e.strerror}: {e.filename}"
+        ) from None
     return run_dir
 
 
@@ -45,7 +50,8 @@ def is_new(run_dir: Path) -> bool:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether there is something that a run can go on from: a checkpoint, or a journal that says anything."""
+    """Whether there is something that a run can go on from: a checkpoint, or a journal that says
+    anything."""
     return any((run_dir / CHECKPOINTS).glob("*")) or not is_blank(run_dir / FOLDER)
 
 

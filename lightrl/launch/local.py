@@ -1,7 +1,9 @@
-"""All daemons of a run as child processes of this one: started, started again when they crash, stopped.
+"""All daemons of a run as child processes of this one: started, started again when they crash,
+stopped.
 
-Owns which daemon is replaced and when the run cannot go on; knows no protocol but "drain, then signals".
-The daemons are ordinary `lightrl daemon` processes that talk over sockets, as on a cluster.
+Owns which daemon is replaced and when the run cannot go on; knows no protocol but "drain, then
+signals". The daemons are ordinary `lightrl daemon` processes that talk over sockets, as on a
+cluster.
 """
 
 import asyncio
@@ -29,9 +31,12 @@ from lightrl.metrics import sinks
 from lightrl.say import say
 from lightrl.system.child import retry_on_resource_limit
 
-LISTENS_WITHIN_S = 60.0  # from its start to the coordinator's address; it imports and reads the data
-FOLLOWS_WITHIN_S = 1.0  # other daemons may end for the same reason: wait so long for the first cause
-AWAY_S = 20.0  # a coordinator that was started again answers by then; who fails before may fail for that
+# from its start to the coordinator's address; it imports and reads the data
+LISTENS_WITHIN_S = 60.0
+# other daemons may end for the same reason: wait so long for the first cause
+FOLLOWS_WITHIN_S = 1.0
+# a coordinator that was started again answers by then; who fails before may fail for that
+AWAY_S = 20.0
 DRAIN_ASKED_S = 3.0
 TERM_S = 3.0  # from SIGTERM to SIGKILL, after the grace time
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # before a crashed daemon is started again
@@ -49,7 +54,8 @@ class LocalRun:
         say: Callable[[str], None] = lambda line: None,
         gpus: Assignment = NO_GPUS,
     ) -> None:
-        """`resume`: the run directory is there, with a journal. `say` hears of daemons started again."""
+        """`resume`: the run directory is there, with a journal. `say` hears of daemons started
+        again."""
         self.config = config
         self.run_dir = config.run_dir.resolve()
         self.daemons: dict[str, Daemon] = {}  # the head first
@@ -70,8 +76,8 @@ class LocalRun:
     async def start(self) -> None:
         """Returns when the coordinator listens and the other daemons are started.
 
-        Raises RunFailed. A new run whose coordinator refuses its input leaves no directory behind, so
-        that the next attempt may use the same name.
+        Raises RunFailed. A new run whose coordinator refuses its input leaves no directory behind,
+        so that the next attempt may use the same name.
         """
         if not self._resume:
             create_run_dir(self.config)
@@ -93,18 +99,22 @@ class LocalRun:
             await self._start(f"rollout-{k}", "rollout")
 
     def what_was_found(self) -> list[str]:
-        """What the coordinator of a resumed run said of its journal: where it goes on, and what is lost."""
+        """What the coordinator of a resumed run said of its journal: where it goes on, and what is
+        lost."""
         if not self._resume:
             return []
         lines = self._head.log.read_text(errors="replace").splitlines()
-        begin = max((i for i, line in enumerate(lines) if " resumed at step " in line), default=len(lines))
+        begin = max(
+            (i for i, line in enumerate(lines) if " resumed at step " in line), default=len(lines)
+        )
         first = begin
         while first > 0 and "WARNING: " in lines[first - 1]:
             first -= 1
         return [line.split(None, 1)[1] for line in lines[first : begin + 1]]
 
     async def until_over(self) -> None:
-        """Returns when the run is over, finished or stopped. Raises RunFailed when it cannot go on."""
+        """Returns when the run is over, finished or stopped. Raises RunFailed when it cannot go
+        on."""
         keepers = {name: asyncio.create_task(self._keep(d)) for name, d in self.daemons.items()}
         pending = set(keepers.values())
         try:
@@ -119,7 +129,8 @@ class LocalRun:
                 await self._give_up(self._head)
         finally:
             self._over.set()
-            await asyncio.gather(*keepers.values(), return_exceptions=True)  # the first cause is known
+            # the first cause is known
+            await asyncio.gather(*keepers.values(), return_exceptions=True)
 
     async def stop(self, reason: str) -> None:
         """Asks the run to stop, waits the grace time, then ends what is left by its process id."""
@@ -148,7 +159,8 @@ class LocalRun:
         return daemon
 
     async def _start_again(self, daemon: Daemon) -> Daemon | None:
-        """None if the run was over before this machine had what a process needs. Raises RunFailed."""
+        """None if the run was over before this machine had what a process needs. Raises
+        RunFailed."""
         is_head = daemon.role == "coordinator"
         if is_head:
             self._revived_at = time.monotonic()
@@ -161,35 +173,48 @@ class LocalRun:
         return None if starting.cancelled() else starting.result()
 
     async def _listening(self, before: float | None) -> str:
-        """The address that the coordinator writes once it listens; one written at `before` is an old one."""
+        """The address that the coordinator writes once it listens; one written at `before` is an
+        old one."""
         head, deadline = self._head, time.monotonic() + LISTENS_WITHIN_S
-        while (address := listening(self.run_dir)) is None or written_at(self.run_dir / "address") == before:
+        while (address := listening(self.run_dir)) is None or written_at(
+            self.run_dir / "address"
+        ) == before:
             await asyncio.wait([head.ended], timeout=0.05)
             if head.ended.done():
                 raise RunFailed(head.obituary())
             if time.monotonic() > deadline:
                 said = head.last_line() or "nothing in its log"
                 raise RunFailed(
-                    f"head does not listen after {LISTENS_WITHIN_S:.0f} s: {said} (log: {shown(head.log)})"
+                    f"head does not listen after {LISTENS_WITHIN_S:.0f} s: {said} (log: "
+                    f"{shown(head.log)})"
                 )
         return reachable(address)  # the trainer learns from it under which address others see it
 
     # Crashes
 
     async def _keep(self, daemon: Daemon) -> Daemon:
-        """Starts a daemon again under its name whenever it crashes. Returns the last one, at its end."""
+        """Starts a daemon again under its name whenever it crashes. Returns the last one, at its
+        end."""
         crashes, steps = 0, _record_of_steps(self.run_dir)
         while True:
             await self._wait_unless_over(daemon.ended)
-            if self._over.is_set() or not (self._may_try_again(daemon) or await self._is_missed(daemon)):
+            if self._over.is_set() or not (
+                self._may_try_again(daemon) or await self._is_missed(daemon)
+            ):
                 return daemon
             before, steps = steps, _record_of_steps(self.run_dir)
             crashes = crashes + 1 if steps == before else 1
             if crashes > MAX_CRASHES:
                 return daemon
             self._say(f"{daemon.obituary()}; starting it again")
-            await self._wait_unless_over(timeout_s=min(FIRST_PAUSE_S * 2 ** (crashes - 1), LONGEST_PAUSE_S))
-            while not self._over.is_set() and daemon.role != "coordinator" and not accepts(self.address):
+            await self._wait_unless_over(
+                timeout_s=min(FIRST_PAUSE_S * 2 ** (crashes - 1), LONGEST_PAUSE_S)
+            )
+            while (
+                not self._over.is_set()
+                and daemon.role != "coordinator"
+                and not accepts(self.address)
+            ):
                 await self._wait_unless_over(timeout_s=LOOK_S)  # whoever keeps the head sees to it
             if self._over.is_set():
                 return daemon
@@ -204,7 +229,8 @@ class LocalRun:
         return daemon.has_crashed or (daemon.has_failed and self._head_is_away())
 
     async def _is_missed(self, daemon: Daemon) -> bool:
-        """A trainer was sent away in order, but the run is not over: nothing is trained without one."""
+        """A trainer was sent away in order, but the run is not over: nothing is trained without
+        one."""
         if daemon.role != "trainer" or daemon.has_failed or self._head.ended.done():
             return False
         try:
@@ -247,23 +273,33 @@ class LocalRun:
         except LightRLError:
             return False
         return any(
-            "rollout" in n.roles and n.state != "gone" and n.name not in self.daemons for n in snapshot.nodes
+            "rollout" in n.roles and n.state != "gone" and n.name not in self.daemons
+            for n in snapshot.nodes
         )
 
     async def _give_up(self, daemon: Daemon) -> None:
-        """Raises RunFailed with the first cause, unless the run is over or ending well at this moment.
+        """Raises RunFailed with the first cause, unless the run is over or ending well at this
+        moment.
 
-        A coordinator that ends because its trainer failed, and the other way round, end within moments
-        of each other: the one that is not the coordinator knows the reason.
+        A coordinator that ends because its trainer failed, and the other way round, end within
+        moments of each other: the one that is not the coordinator knows the reason.
         """
         head, daemons = self._head, self.daemons.values()
-        await asyncio.wait([d.ended for d in daemons if d.role != "rollout"], timeout=FOLLOWS_WITHIN_S)
-        if head.ended.done() and (self._was_stopped() or (daemon.role == "rollout" and not head.has_failed)):
+        await asyncio.wait(
+            [d.ended for d in daemons if d.role != "rollout"], timeout=FOLLOWS_WITHIN_S
+        )
+        if head.ended.done() and (
+            self._was_stopped() or (daemon.role == "rollout" and not head.has_failed)
+        ):
             return
         trainers = [d for d in daemons if d.role == "trainer" and d.has_failed and d.gave_a_reason]
         cause = trainers[0] if daemon is head and trainers else daemon
         was_revived = cause.role != "coordinator" or self.config.journal.enabled
-        often = f", {MAX_CRASHES + 1} times without a step done" if cause.has_crashed and was_revived else ""
+        often = (
+            f", {MAX_CRASHES + 1} times without a step done"
+            if cause.has_crashed and was_revived
+            else ""
+        )
         raise RunFailed(cause.obituary() + often)
 
     def _was_stopped(self) -> bool:
@@ -292,7 +328,9 @@ def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = 
     run_dir = config.run_dir.resolve() if resume else create_run_dir(config)
     over = threading.Event()
     before = written_at(run_dir / "address")
-    threading.Thread(target=_announce, args=(run_dir, before, over), name="announce", daemon=True).start()
+    threading.Thread(
+        target=_announce, args=(run_dir, before, over), name="announce", daemon=True
+    ).start()
     try:
         return daemon(run_dir)
     except (LightRLError, KeyboardInterrupt):
@@ -304,12 +342,14 @@ def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = 
 
 
 def _announce(run_dir: Path, before: float | None, over: threading.Event) -> None:
-    """Says so and moves `latest` once the coordinator listens, which comes after reading its input."""
+    """Says so and moves `latest` once the coordinator listens, which comes after reading its
+    input."""
     while (address := listening(run_dir)) is None or written_at(run_dir / "address") == before:
         if over.wait(LOOK_S):
             return
     say(join_line(reachable(address), run_dir))
-    with contextlib.suppress(ConfigError):  # looked at before the start; the run is worth more than the link
+    # looked at before the start; the run is worth more than the link
+    with contextlib.suppress(ConfigError):
         point_latest(run_dir)
 
 

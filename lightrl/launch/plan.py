@@ -11,24 +11,38 @@ from lightrl.config import Config
 
 BIAS = {
     "off": "none: every round waits for its longest response",
-    "prompts": "none by selection, only in order: a prompt put off gives the same responses to newer weights",
-    "both": "the shorter responses of each prompt are trained: see tail/kept_length, tail/launched_length_km",
+    "prompts": (
+        "none by selection, only in order: a prompt put off gives the same responses to newer "
+        "weights"
+    ),
+    "both": (
+        "the shorter responses of each prompt are trained: see tail/kept_length, "
+        "tail/launched_length_km"
+    ),
 }
 
 
 def describe(config: Config, devices: Sequence[str] = ()) -> str:
-    """Several lines, each with a label of twelve columns. `devices`: what is to be said of the GPUs."""
+    """Several lines, each with a label of twelve columns. `devices`: what is to be said of the
+    GPUs."""
     rollout, train = config.rollout, config.train
     responses = train.prompts_per_step * rollout.group_size
     slots = rollout.nodes * rollout.slots
     num_prompts = count_prompts(config.data.path)
     lines = [
-        ("run", f"{config.run.name}, in {config.run_dir}; the coordinator listens on {config.run.bind}"),
+        (
+            "run",
+            f"{config.run.name}, in {config.run_dir}; the coordinator listens on {config.run.bind}",
+        ),
         ("model", f"{config.model.path} ({config.model.dtype})"),
-        ("data", f"{config.data.path} ({f'{num_prompts:,} prompts' if num_prompts else 'not counted'})"),
+        (
+            "data",
+            f"{config.data.path} ({f'{num_prompts:,} prompts' if num_prompts else 'not counted'})",
+        ),
         (
             "each step",
-            f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = {responses:,} responses, "
+            f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = "
+            f"{responses:,} responses, "
             "one optimizer step",
         ),
         (
@@ -68,7 +82,10 @@ def _whole_run(config: Config, responses: int, num_prompts: int | None) -> str:
 
 def _speculation(config: Config) -> str:
     if config.speculates:
-        return f"from what earlier epochs answered, at most {config.speculation.max_window} tokens at a time"
+        return (
+            f"from what earlier epochs answered, at most {config.speculation.max_window} tokens "
+            "at a time"
+        )
     return "off, for run.deterministic" if config.speculation.enabled else "off"
 
 
@@ -82,13 +99,15 @@ def _tail_batching(config: Config) -> Iterator[tuple[str, str]]:
     yield (
         "tail",
         f"{mode}: a short round launches {launched:,} prompts x {launched_each} responses = "
-        f"{launched * launched_each:,}, keeps the first {prompts:,} x {responses} by {config.round.race}",
+        f"{launched * launched_each:,}, keeps the first {prompts:,} x {responses} by "
+        f"{config.round.race}",
     )
     put_off = launched - prompts
     if put_off:
         yield (
             "",
-            f"{put_off:,} prompts are put off each time: about {prompts / put_off:.3g} short rounds + 1 long "
+            f"{put_off:,} prompts are put off each time: about {prompts / put_off:.3g} "
+            "short rounds + 1 long "
             f"({prompts:,} x {responses}, waits for all); the rest at the end of an epoch",
         )
     yield "", f"length bias: {BIAS[mode if launched_each > responses else 'prompts']}"
@@ -99,7 +118,8 @@ def _staleness(config: Config) -> str:
     if not most:
         return "synchronous: every trained token is sampled by the newest version"
     return (
-        f"asynchronous: up to {most} more rounds start before a step is trained; tokens are at most as many "
+        f"asynchronous: up to {most} more rounds start before a step is trained; tokens are "
+        "at most as many "
         f"versions old, weighted by at most {config.algorithm.tis_cap:g} (algorithm.tis_cap)"
     )
 
@@ -107,11 +127,16 @@ def _staleness(config: Config) -> str:
 def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]:
     launched, launched_each = config.launched
     if num_prompts and num_prompts < launched:
-        what = "a short round launches" if launched > config.train.prompts_per_step else "one step takes"
+        what = (
+            "a short round launches"
+            if launched > config.train.prompts_per_step
+            else "one step takes"
+        )
         yield f"data.path holds fewer prompts ({num_prompts:,}) than {what} ({launched:,})"
     if 0 < slots < launched_each:
         yield (
-            f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: no group "
+            f"the {slots:,} slots here are fewer than the {launched_each} responses of one "
+            "prompt: no group "
             "runs at once; raise rollout.slots or rollout.nodes"
         )
     if config.round.tail_batching == "off" and config.round.race == "clock":
@@ -136,7 +161,8 @@ def _rollout(config: Config, slots: int) -> str:
     )
     daemons = "daemon" if rollout.nodes == 1 else "daemons"
     return (
-        f"{rollout.nodes} {daemons} ({rollout.engine}) x {rollout.slots} slots = {slots:,} at once; {fit}; "
+        f"{rollout.nodes} {daemons} ({rollout.engine}) x {rollout.slots} slots = {slots:,} "
+        f"at once; {fit}; "
         f"temperature {rollout.temperature:g}"
     )
 
@@ -144,13 +170,17 @@ def _rollout(config: Config, slots: int) -> str:
 def _training(config: Config, responses: int) -> str:
     train = config.train
     if train.engine == "emulated":
-        return "emulated: NOTHING IS LEARNT and no model comes out; weights are a digest of what was trained"
+        return (
+            "emulated: NOTHING IS LEARNT and no model comes out; weights are a digest of what "
+            "was trained"
+        )
     tokens = responses * config.max_model_length
     micro = ceil(tokens / (train.max_tokens_per_gpu * train.ranks))
     ranks = "1 rank" if train.ranks == 1 else f"{train.ranks} ranks"
     return (
         f"{config.algorithm.name}, lr {train.optim.lr:g}, {ranks}; micro-batches of "
-        f"{train.max_tokens_per_gpu:,} tokens: at most {micro:,} a step ({tokens:,} tokens with prompts)"
+        f"{train.max_tokens_per_gpu:,} tokens: at most {micro:,} a step ({tokens:,} tokens "
+        "with prompts)"
     )
 
 
@@ -164,7 +194,9 @@ def _evaluation(config: Config) -> str:
     prompts = f"{num_prompts:,} prompts" if num_prompts else section.path
     how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
     when = (
-        f"every {section.interval} steps" if section.interval else "before the first and after the last step"
+        f"every {section.interval} steps"
+        if section.interval
+        else "before the first and after the last step"
     )
     return f"{prompts} x {section.samples}, {how}, {when}: {times} times"
 

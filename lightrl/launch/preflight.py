@@ -1,4 +1,5 @@
-"""What can be found wrong with a run before anything is started: missing files, a taken name or port.
+"""What can be found wrong with a run before anything is started: missing files, a taken name or
+port.
 
 One clear line for each. Runs no user code and reads no data: the daemons do that.
 """
@@ -22,8 +23,8 @@ LOCAL_SUFFIXES = {".jsonl", ".parquet", ".json"}
 
 
 def require_files(config: Config) -> None:
-    """Raises ConfigError for the first file of the config that is missing or cannot be meant, and for what
-    this machine or a message has no room for."""
+    """Raises ConfigError for the first file of the config that is missing or cannot be meant, and
+    for what this machine or a message has no room for."""
     require_room(config)
     _require_small_groups(config)
     _require_model(config.model.path)
@@ -44,13 +45,15 @@ def require_new(config: Config) -> None:
         goes_on = f"resume it with `lightrl resume {config.run_dir}`, "
         known = (config.run_dir / "config.toml").exists()
         raise ConfigError(
-            f"run directory {config.run_dir} exists; {goes_on if known else ''}choose another run.name "
+            f"run directory {config.run_dir} exists; {goes_on if known else ''}choose "
+            "another run.name "
             "or remove it"
         )
     latest = config.run_dir.parent / "latest"
     if os.path.lexists(latest) and not latest.is_symlink():
         raise ConfigError(
-            f"run.dir = {config.run.dir}: {latest} is not a link to a run, but in its place: move it"
+            f"run.dir = {config.run.dir}: {latest} is not a link to a run, but in its "
+            "place: move it"
         )
     parse(config.run.bind)
     require_free(config.run.bind)
@@ -60,7 +63,12 @@ def require_new(config: Config) -> None:
 def is_hub_id(path: str) -> bool:
     """Whether a model or data path can only be an id on the Hugging Face hub ("org/name")."""
     parts = path.split("/")
-    return len(parts) == 2 and all(parts) and parts[0] not in {".", "..", "~"} and not Path(path).exists()
+    return (
+        len(parts) == 2
+        and all(parts)
+        and parts[0] not in {".", "..", "~"}
+        and not Path(path).exists()
+    )
 
 
 def _require_small_groups(config: Config) -> None:
@@ -81,7 +89,8 @@ def _require_model(path: str) -> None:
         return
     if not folder.is_dir():
         raise ConfigError(
-            f"model.path = {path}: no such directory; give one with config.json, or a hub id org/name"
+            f"model.path = {path}: no such directory; give one with config.json, or a hub "
+            "id org/name"
         )
     if not (folder / "config.json").exists():
         raise ConfigError(
@@ -96,8 +105,8 @@ def _require_on_hub(name: str) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    # Which HTTP library the hub client uses differs between its versions: a failed connection is the
-    # class that its own HTTP errors derive from.
+    # Which HTTP library the hub client uses differs between its versions: a failed connection is
+    # the class that its own HTTP errors derive from.
     http_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -129,7 +138,9 @@ def _require_function(file: Path, name: str) -> None:
     except SyntaxError as e:
         raise ConfigError(f"reward.functions: {file}:{e.lineno}: {e.msg}") from None
     except OSError as e:
-        raise ConfigError(f"reward.functions = {file}:{name}: cannot be read: {e.strerror}") from None
+        raise ConfigError(
+            f"reward.functions = {file}:{name}: cannot be read: {e.strerror}"
+        ) from None
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -20,7 +20,8 @@ from lightrl.wire import from_json
 SNAPSHOT_EVERY_S = 0.5
 LINE_EVERY_S = 2.0
 RETRY_S = 1.0
-TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost", "engines_lost")  # that a result must not hide
+# that a result must not hide
+TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost", "engines_lost")
 NOTED = ("nodes_lost", "engines_lost", "weights_failed")  # what a run survives, but is slower for
 
 
@@ -62,7 +63,10 @@ class Progress:
             self._step, self._num_evals = s.step, len(s.evals)
         counts = {name: s.counters.get(name, 0) for name in NOTED}
         if self._counts and (more := [n for n in NOTED if counts[n] > self._counts[n]]):
-            yield f"WARNING: {', '.join(_counted(counts, more))}; the run goes on, logs/head.log says why"
+            yield (
+                f"WARNING: {', '.join(_counted(counts, more))}; the run goes on, logs/head.log "
+                "says why"
+            )
         self._counts = counts
         for step, score in s.evals[self._num_evals :]:
             yield f"step {step:>5}/{s.num_steps}  eval {score:.3f}"
@@ -79,12 +83,15 @@ class Progress:
         idle = s.step > self._warned_step and s.metrics.get("round/groups_trained") == 0
         if idle and now - self._warned_at >= LINE_EVERY_S:
             self._warned_step, self._warned_at = s.step, now
-            why = _trouble(s.counters) or [f"groups without signal: {s.counters.get('groups_flat', 0):,}"]
+            why = _trouble(s.counters) or [
+                f"groups without signal: {s.counters.get('groups_flat', 0):,}"
+            ]
             yield f"WARNING: step {s.step} trained no group; so far {', '.join(why)}"
 
 
 def result_lines(run_dir: Path) -> list[str]:
-    """The short account of a finished run, from its summary. Raises LightRLError if there is none."""
+    """The short account of a finished run, from its summary. Raises LightRLError if there is
+    none."""
     summary = _summary(run_dir)
     wall_s = summary.get("rl_wall_s") or 0.0
     tokens = summary.get("rollout_tokens") or 0
@@ -94,9 +101,12 @@ def result_lines(run_dir: Path) -> list[str]:
         lines.append(f"  held-out   {start:.3f} -> {end:.3f}")
     speed = f" ({tokens / wall_s:,.0f} a second)" if wall_s else ""
     lines.append(
-        f"  tokens     {tokens:,}{speed}; {summary.get('trained_responses', 0):,} responses trained on"
+        f"  tokens     {tokens:,}{speed}; {summary.get('trained_responses', 0):,} responses "
+        "trained on"
     )
-    drafting = {f"speculation/{key}": value for key, value in (summary.get("speculation") or {}).items()}
+    drafting = {
+        f"speculation/{key}": value for key, value in (summary.get("speculation") or {}).items()
+    }
     if line := speculation(drafting):
         lines.append(f"  drafts     {line}")
     if trouble := _trouble(summary.get("counters") or {}):
@@ -132,13 +142,16 @@ def _summary(run_dir: Path) -> dict[str, Any]:
     try:
         return from_json(file.read_bytes(), dict[str, Any])
     except FileNotFoundError:
-        raise LightRLError(f"{file}: missing, so the run did not finish; see {run_dir / 'logs'}") from None
+        raise LightRLError(
+            f"{file}: missing, so the run did not finish; see {run_dir / 'logs'}"
+        ) from None
     except ProtocolError as e:
         raise LightRLError(f"{file}: {e}") from None
 
 
 def _trouble(counters: Mapping[str, int]) -> list[str]:
-    unscored = counters.get("groups_dropped", 0) - counters.get("groups_flat", 0)  # flat ones were replaced
+    # flat ones were replaced
+    unscored = counters.get("groups_dropped", 0) - counters.get("groups_flat", 0)
     named = {**counters, "groups_dropped": unscored}
     return _counted(named, [name for name in TROUBLE if named.get(name)])
 
@@ -152,14 +165,22 @@ def status_lines(s: Snapshot) -> list[str]:
     version = "none" if s.policy_version is None else str(s.policy_version)
     lines = [
         f"run       {s.run} · {s.state} · {duration(s.elapsed_s)}",
-        f"step      {s.step}/{s.num_steps} · policy version {version} · {count(s.tokens_per_s)} tokens/s",
+        (
+            f"step      {s.step}/{s.num_steps} · policy version {version} · "
+            f"{count(s.tokens_per_s)} tokens/s"
+        ),
         f"round     {_round(s)}",
         *(f"drafts    {line}" for line in [speculation(s.metrics)] if line),
         "",
     ]
-    rows = [("NODE", "ROLE", "STATE", "PID", "VERSION", "RUNNING", "TOKENS/S", "HOST"), *map(_row, s.nodes)]
+    rows = [
+        ("NODE", "ROLE", "STATE", "PID", "VERSION", "RUNNING", "TOKENS/S", "HOST"),
+        *map(_row, s.nodes),
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
     return lines
 
 
@@ -180,7 +201,8 @@ def _round(s: Snapshot) -> str:
     if not s.round_kind:
         return "between rounds"
     return (
-        f"{s.round_kind} · {s.round_accepted}/{s.round_needed} groups · {s.responses_running} running, "
+        f"{s.round_kind} · {s.round_accepted}/{s.round_needed} groups · "
+        f"{s.responses_running} running, "
         f"{s.responses_queued} queued, {s.responses_done} done"
     )
 

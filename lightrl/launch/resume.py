@@ -1,4 +1,5 @@
-"""`lightrl resume RUN`: whether a run can go on, with which config, and what must be so before it starts.
+"""`lightrl resume RUN`: whether a run can go on, with which config, and what must be so before it
+starts.
 
 Refuses in one line what would lose or falsify something. Starts nothing.
 """
@@ -8,7 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.client.address import accepts, find, listening, require_free, require_weights_port, shown
+from lightrl.client.address import (
+    accepts,
+    find,
+    listening,
+    require_free,
+    require_weights_port,
+    shown,
+)
 from lightrl.client.find_run import ask, final_snapshot, is_same
 from lightrl.config import Config
 from lightrl.coordinator.journaling import FOLDER
@@ -22,7 +30,15 @@ from lightrl.launch.preflight import require_files
 from lightrl.metrics import sinks
 from lightrl.run_file import load_config
 from lightrl.say import say
-from lightrl.trainer.saved import CHECKPOINTS, REWOUND, by_step, latest, newest_sound, set_aside, step_of
+from lightrl.trainer.saved import (
+    CHECKPOINTS,
+    REWOUND,
+    by_step,
+    latest,
+    newest_sound,
+    set_aside,
+    step_of,
+)
 from lightrl.trainer.seal import damage
 
 # Nothing that is trained depends on these. All else was promised when the run began.
@@ -34,12 +50,14 @@ MAY_CHANGE = (
 FIXED = ("journal.enabled",)  # a run that stops to be recorded could not be resumed again
 
 
-def prepare(target: str | None, overrides: Sequence[str] = (), from_checkpoint: bool = False) -> Config:
+def prepare(
+    target: str | None, overrides: Sequence[str] = (), from_checkpoint: bool = False
+) -> Config:
     """The config of the run in a directory, of a name, or the latest one, ready to go on.
 
-    `from_checkpoint`: what came after the newest checkpoint is forgotten, for a journal or data that
-    cannot be trusted. Raises LightRLError, one line; the run is then as it was, but for damaged checkpoints,
-    which may have been moved aside.
+    `from_checkpoint`: what came after the newest checkpoint is forgotten, for a journal or data
+    that cannot be trusted. Raises LightRLError, one line; the run is then as it was, but for
+    damaged checkpoints, which may have been moved aside.
     """
     run_dir = _run_dir(target)
     before = load_config(run_dir / CONFIG_FILE)
@@ -87,7 +105,9 @@ def _changed(run_dir: Path, before: Config, overrides: Sequence[str]) -> Config:
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key) and (key in FIXED or not key.startswith(MAY_CHANGE)):
             may = ", ".join(f"{k}*" if k.endswith(".") else k for k in MAY_CHANGE)
-            raise ConfigError(f"{key}: cannot change on a resume; these can: {may} (except {FIXED[0]})")
+            raise ConfigError(
+                f"{key}: cannot change on a resume; these can: {may} (except {FIXED[0]})"
+            )
     place = {"dir": str(run_dir.parent), "name": run_dir.name}
     return after.model_copy(update={"run": after.run.model_copy(update=place)})
 
@@ -111,7 +131,8 @@ def _require_unfinished(run_dir: Path, config: Config) -> None:
 
 
 def _require_steps_left(run_dir: Path, steps: int, from_checkpoint: bool) -> None:
-    """The round of the next step is open as soon as one is done: a run cannot be made to end just here."""
+    """The round of the next step is open as soon as one is done: a run cannot be made to end just
+    here."""
     done = max((s.step for s in segments(run_dir / FOLDER)), default=0)
     if from_checkpoint:
         done = newest_checkpoint(run_dir) or 0
@@ -132,7 +153,9 @@ def _require_dead(run_dir: Path) -> None:
             if is_same(snapshot, run_dir):
                 raise LightRLError(alive)
     if is_in_use(run_dir / FOLDER):
-        raise LightRLError(f"{shown(run_dir)}: its coordinator still ends or hangs; try again in a moment")
+        raise LightRLError(
+            f"{shown(run_dir)}: its coordinator still ends or hangs; try again in a moment"
+        )
 
 
 def _require_free(config: Config, left: str | None) -> None:
@@ -145,26 +168,31 @@ def _require_free(config: Config, left: str | None) -> None:
         require_free(left)
     except ConfigError:
         raise ConfigError(
-            f"{left}: taken by another program now; run.bind=tcp://HOST:PORT lets the run go on elsewhere"
+            f"{left}: taken by another program now; run.bind=tcp://HOST:PORT lets the run "
+            "go on elsewhere"
         ) from None
 
 
 def _rewind(run_dir: Path) -> str:
-    """Cuts the journal back to the newest checkpoint that is as it was saved; a line that says to which, and
-    where the rest is."""
+    """Cuts the journal back to the newest checkpoint that is as it was saved; a line that says to
+    which, and where the rest is."""
     try:
         path = newest_sound(run_dir / CHECKPOINTS, damage, say)
         if path is None:
             raise LightRLError(f"{shown(run_dir)}: has no undamaged checkpoint")
         step = step_of(path)
         rewind(run_dir / FOLDER, LOG, step)
-        newer = [p for p in by_step(path.parent) if step_of(p) > step]  # `latest` does not name them
+        # `latest` does not name them
+        newer = [p for p in by_step(path.parent) if step_of(p) > step]
         for checkpoint in newer:
             set_aside(checkpoint, REWOUND)
     except OSError as e:
         raise LightRLError(f"{e.filename or run_dir}: {e.strerror}") from None
     folders = " and ".join(shown(f) for f in [run_dir / FOLDER, *([path.parent] if newer else [])])
-    return f"from the checkpoint of step {step}; what came later is set aside as *.{REWOUND} in {folders}"
+    return (
+        f"from the checkpoint of step {step}; what came later is set aside as *.{REWOUND} in "
+        f"{folders}"
+    )
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:

@@ -1,4 +1,5 @@
-"""`lightrl up CONFIG` and `lightrl resume RUN`: a whole run on this machine, watched until it is over.
+"""`lightrl up CONFIG` and `lightrl resume RUN`: a whole run on this machine, watched until it is
+over.
 
 Ties processes, signals and view together; what each of them does is decided elsewhere.
 """
@@ -32,7 +33,9 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     if not resume:
         require_files(config)
         require_new(config)
-    gpus = await retry_on_resource_limit(lambda: in_thread(for_run, config), "the search for devices", say)
+    gpus = await retry_on_resource_limit(
+        lambda: in_thread(for_run, config), "the search for devices", say
+    )
     for note in gpus.notes:
         say(note)
     stopped = asyncio.Event()
@@ -100,7 +103,11 @@ def _conclude(run_dir: Path, interrupted: bool) -> int:
         return 1
     if last is None and interrupted:
         there = run_dir.exists()
-        say(f"interrupted; the run is in {run_dir}{_how_to_go_on(run_dir)}" if there else "interrupted")
+        say(
+            f"interrupted; the run is in {run_dir}{_how_to_go_on(run_dir)}"
+            if there
+            else "interrupted"
+        )
         return 1
     say("\n".join(result_lines(run_dir)))
     return 0

@@ -78,11 +78,13 @@ def columns(counts: Sequence[int]) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """`text` on one line of at most `width` characters, its end replaced by an ellipsis if it is longer."""
+    """`text` on one line of at most `width` characters, its end replaced by an ellipsis if it is
+    longer."""
     flat = printable(" ".join(text.split()))
     return flat if len(flat) <= width else flat[: max(0, width - 1)] + "…"
 
 
 def printable(text: str) -> str:
-    """`text` without what could move the cursor or colour the terminal: it may be a model's or a peer's."""
+    """`text` without what could move the cursor or colour the terminal: it may be a model's or a
+    peer's."""
     return "".join(c if c.isprintable() else "·" for c in text)

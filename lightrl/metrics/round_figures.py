@@ -1,6 +1,8 @@
-"""Figures of a training round, read when it has closed, and what is shown of a response. Pure functions.
+"""Figures of a training round, read when it has closed, and what is shown of a response. Pure
+functions.
 
-Keeps no histories (rounds.py); what racing does to lengths and rewards is measured in selection_bias.py.
+Keeps no histories (rounds.py); what racing does to lengths and rewards is measured in
+selection_bias.py.
 """
 
 import hashlib
@@ -21,7 +23,8 @@ SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 do
 
 
 def step_figures(round: Round) -> dict[str, float]:
-    """What a training round brings to its step: rewards and lengths of what is trained, its groups."""
+    """What a training round brings to its step: rewards and lengths of what is trained, its
+    groups."""
     responses = [r for g in round.accepted for r in g.kept]
     rewards = [r.reward or 0.0 for r in responses]
     lengths = [len(r.tokens) for r in responses]
@@ -58,10 +61,11 @@ def off_policy_figures(round: Round) -> dict[str, float]:
 
 
 def foresight_figures(round: Round) -> dict[str, float]:
-    """How well the lengths of this round were foreseen from earlier epochs; only the groups that were.
+    """How well the lengths of this round were foreseen from earlier epochs; only the groups that
+    were.
 
-    A group with responses that were given up has run at least as long as it did: what it fell short of
-    the prediction is no error.
+    A group with responses that were given up has run at least as long as it did: what it fell short
+    of the prediction is no error.
     """
     groups = [g for g in round.groups.values() if any(r.tokens for r in g.responses)]
     foreseen = [g for g in groups if g.foreseen_tokens is not None]
@@ -73,7 +77,9 @@ def foresight_figures(round: Round) -> dict[str, float]:
         errors.append(abs(length - expected) if whole else max(0.0, length - expected))
     num_responses = sum(len(g.responses) for g in groups)
     figures = {
-        "foresight/coverage": sum(len(g.responses) for g in foreseen) / num_responses if groups else 0.0
+        "foresight/coverage": sum(len(g.responses) for g in foreseen) / num_responses
+        if groups
+        else 0.0
     }
     if errors:
         figures["foresight/mean_abs_error_tokens"] = mean(errors)
@@ -83,7 +89,8 @@ def foresight_figures(round: Round) -> dict[str, float]:
 
 
 def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Spearman's: the correlation of ranks, equal values sharing their mean rank; None where all are equal.
+    """Spearman's: the correlation of ranks, equal values sharing their mean rank; None where all
+    are equal.
 
     Example: rank_correlation([1, 5, 9], [10, 70, 30]) == 0.5
     """
@@ -101,7 +108,8 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def digest_responses(step: int, responses: Iterable[Response]) -> bytes:
-    """Of all trained responses of a step in canonical order: the same whatever order they arrived in."""
+    """Of all trained responses of a step in canonical order: the same whatever order they arrived
+    in."""
     digest = hashlib.blake2b(str(step).encode(), digest_size=16)
     for r in sorted(responses, key=lambda r: r.id):
         digest.update(r.id.encode() + b"\0")
@@ -136,7 +144,8 @@ def sample_of(response: Response, prompt: str, text: str, reward: float | None) 
 
 def step_line(step: int, record: dict[str, float]) -> str:
     return (
-        f"step {step}: reward {record['reward/mean']:.3f}, length {record['response_length/mean']:.1f}, "
+        f"step {step}: reward {record['reward/mean']:.3f}, length "
+        f"{record['response_length/mean']:.1f}, "
         f"{record['timing_s/step']:.2f} s"
     )
 
@@ -144,7 +153,8 @@ def step_line(step: int, record: dict[str, float]) -> str:
 def warnings(record: dict[str, float], rollout: config.Rollout) -> Iterator[str]:
     """What an operator should know of a step."""
     gap = record.get("train_rollout_logprob_abs_diff", 0.0)
-    if gap > SUSPICIOUS_GAP and rollout.top_p == 1 and rollout.top_k == 0:  # the trainer knows of neither
+    # the trainer knows of neither
+    if gap > SUSPICIOUS_GAP and rollout.top_p == 1 and rollout.top_k == 0:
         yield f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?"
     if record["round/groups_trained"] == 0:
         unscored, flat = record["round/groups_unscored"], record["round/groups_no_signal"]

@@ -1,4 +1,5 @@
-"""What a run has to show: figures of rounds and steps, histories for the TUI, the summary at the end.
+"""What a run has to show: figures of rounds and steps, histories for the TUI, the summary at the
+end.
 
 Reads the core's rounds when they close; decides nothing and does no I/O.
 """
@@ -55,14 +56,22 @@ class RecordsNote:
     evals: list[tuple[int, float]]
     rl_wall_s: float
     elapsed_s: float
-    data: str  # digest of the prompts
+    # digest of the prompts
+    data: str
     bias: BiasNote
-    bias_steps: int  # whose rounds are in it
+    # whose rounds are in it
+    bias_steps: int
 
 
 class Records:
     def __init__(
-        self, run: str, run_dir: str, head: str, eval_set: str, num_steps: int, max_response_tokens: int
+        self,
+        run: str,
+        run_dir: str,
+        head: str,
+        eval_set: str,
+        num_steps: int,
+        max_response_tokens: int,
     ) -> None:
         """`head` is the name of the coordinator's daemon, `eval_set` that of the evaluation set."""
         self._run = run
@@ -72,13 +81,15 @@ class Records:
         self._num_steps = num_steps
         self._max_response_tokens = max_response_tokens
         self._hashing = ThreadPoolExecutor(1, "hashing")
-        self._digest = _known(bytes(16))  # of all trained responses so far, each step's onto those before
+        # of all trained responses so far, each step's onto those before
+        self._digest = _known(bytes(16))
         self._bias = Bias(max_response_tokens)
         self._bias_so_far = self._bias.figures()
         self._bias_steps = 0  # whose rounds it has counted
         self._closed: dict[int, _Closed] = {}  # step -> its round, closed but not yet trained
         self._num_migrations = 0
-        self._reward_figures: dict[str, dict[str, float]] = {}  # response of an open round -> figures
+        # response of an open round -> figures
+        self._reward_figures: dict[str, dict[str, float]] = {}
         self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._lengths: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._seconds: deque[float] = deque(maxlen=HISTORY_STEPS)
@@ -132,7 +143,9 @@ class Records:
         if core.settings.tail.races:
             figures |= {f"tail/{name}": value for name, value in bias.items()}
             figures |= {f"tail_run/{name}": value for name, value in self._bias_so_far.items()}
-            figures |= {f"round/is_{kind}": float(round.kind == kind) for kind in ("short", "long", "flush")}
+            figures |= {
+                f"round/is_{kind}": float(round.kind == kind) for kind in ("short", "long", "flush")
+            }
         figures["migration/moves"] = float(core.table.counters.migrations - self._num_migrations)
         self._num_migrations = core.table.counters.migrations
         self._closed[round.step] = _Closed(
@@ -152,7 +165,11 @@ class Records:
 
     def _close_reward_figures(self, round: Round, trained: list[Response]) -> dict[str, float]:
         """Means over the trained responses that have the figure."""
-        said = {r.id: self._reward_figures.pop(r.id, {}) for g in round.groups.values() for r in g.responses}
+        said = {
+            r.id: self._reward_figures.pop(r.id, {})
+            for g in round.groups.values()
+            for r in g.responses
+        }
         names = {name: None for r in trained for name in said[r.id]}
         return {
             f"reward/{name}": mean([said[r.id][name] for r in trained if name in said[r.id]])
@@ -160,7 +177,8 @@ class Records:
         }
 
     def close_step(self, done: CloseStep) -> dict[str, float]:
-        """The record of a finished step, for metrics.jsonl. Its round may still be hashed: see `hashed`."""
+        """The record of a finished step, for metrics.jsonl. Its round may still be hashed: see
+        `hashed`."""
         closed = self._closed.pop(done.step)
         seconds = done.rollout_s + done.train_s + done.weights_s
         self._rl_wall_s += seconds
@@ -181,7 +199,8 @@ class Records:
 
     @property
     def is_hashed(self) -> bool:
-        """Whether all steps that are closed are: a gigabyte takes a second, and nobody waits for it here."""
+        """Whether all steps that are closed are: a gigabyte takes a second, and nobody waits for it
+        here."""
         return self._digest.done()
 
     async def hashed(self) -> None:
@@ -205,7 +224,9 @@ class Records:
             )
         )
 
-    def recall(self, known: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]) -> None:
+    def recall(
+        self, known: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]
+    ) -> None:
         """Goes on from a note and the records of the steps before it."""
         self._digest, self.evals = _known(bytes.fromhex(known.digest)), known.evals
         self._rl_wall_s = known.rl_wall_s
@@ -227,7 +248,8 @@ class Records:
     # What is shown
 
     def summary(self, core: Coordinator, reason: str, elapsed_s: float) -> dict[str, object]:
-        """summary.json: equal digests mean equal final weights and equal trained responses. When `hashed`."""
+        """summary.json: equal digests mean equal final weights and equal trained responses. When
+        `hashed`."""
         c = core.table.counters
         return {
             "run": self._run,
@@ -243,7 +265,9 @@ class Records:
             "eval_tokens": c.eval_tokens,
             "trained_responses": c.trained_responses,
             "aborted_tokens": c.aborted_tokens,
-            "speculation": {k.partition("/")[2]: round(v, 6) for k, v in self.speculation.whole().items()},
+            "speculation": {
+                k.partition("/")[2]: round(v, 6) for k, v in self.speculation.whole().items()
+            },
             "tail": {
                 "mode": _tail_mode(core.settings),
                 "rounds": dict(self._bias.num_rounds),

@@ -1,7 +1,7 @@
 """What is trained against what was launched for it: the length bias of racing, measured.
 
-Racing keeps the shorter responses of a prompt, and the prompts whose responses are shorter. These figures
-say by how much, for each round and over the whole run. Decides nothing, corrects nothing.
+Racing keeps the shorter responses of a prompt, and the prompts whose responses are shorter. These
+figures say by how much, for each round and over the whole run. Decides nothing, corrects nothing.
 """
 
 from collections import Counter
@@ -17,17 +17,22 @@ class ResponseOutcome(NamedTuple):
     """What became of one response that was launched."""
 
     num_tokens: int
-    finished: bool  # False: it was given up with so many tokens
-    at_limit: bool  # it was cut off at its maximal length
-    reward: float | None  # None: it has no score
-    kept: bool  # it is trained
+    # False: it was given up with so many tokens
+    finished: bool
+    # it was cut off at its maximal length
+    at_limit: bool
+    # None: it has no score
+    reward: float | None
+    # it is trained
+    kept: bool
 
 
 @dataclass(slots=True)
 class Tally:
     """Launched responses, and those of them that are trained; lengths in tokens."""
 
-    finished: dict[int, int] = field(default_factory=dict[int, int])  # length -> responses
+    # length -> responses
+    finished: dict[int, int] = field(default_factory=dict[int, int])
     given_up: dict[int, int] = field(default_factory=dict[int, int])
     at_limit: int = 0
     scored: int = 0
@@ -54,12 +59,14 @@ class Tally:
     def figures(self, limit: int) -> dict[str, float]:
         """`limit`: tokens at which a response is cut off.
 
-        Those given up count with the tokens they had, so launched_length and launched_at_limit are lower
-        bounds. Their estimates (_km) are upper bounds where none of the longest was allowed to finish:
-        see `kaplan_meier`.
+        Those given up count with the tokens they had, so launched_length and launched_at_limit are
+        lower bounds. Their estimates (_km) are upper bounds where none of the longest was allowed
+        to finish: see `kaplan_meier`.
         """
         launched = sum(self.finished.values()) + sum(self.given_up.values())
-        tokens = sum(n * count for counts in (self.finished, self.given_up) for n, count in counts.items())
+        tokens = sum(
+            n * count for counts in (self.finished, self.given_up) for n, count in counts.items()
+        )
         length_km, at_limit_km = kaplan_meier(self.finished, self.given_up, limit)
         return {
             "kept_length": self.kept_tokens / max(1, self.kept),
@@ -80,15 +87,17 @@ class BiasNote:
     num_rounds: dict[str, int]
     max_wait_steps: int
     tally: Tally
-    put_off: list[tuple[str, int, dict[int, ResponseOutcome]]]  # prompt, epoch, index -> so far
-    since: list[tuple[str, int, int]]  # prompt, epoch, step
+    # prompt, epoch, index -> so far
+    put_off: list[tuple[str, int, dict[int, ResponseOutcome]]]
+    # prompt, epoch, step
+    since: list[tuple[str, int, int]]
     tokens: int
     untrained_tokens: int
 
 
 class Bias:
-    """Over a run. A prompt that is put off starts again with the same noise: its responses count once,
-    with what became of them in the end. Tokens count as often as they were sampled.
+    """Over a run. A prompt that is put off starts again with the same noise: its responses count
+    once, with what became of them in the end. Tokens count as often as they were sampled.
     """
 
     def __init__(self, max_response_tokens: int) -> None:
@@ -99,12 +108,14 @@ class Bias:
         self._put_off: dict[
             tuple[str, int], dict[int, ResponseOutcome]
         ] = {}  # (prompt, epoch) -> index -> so far
-        self._since: dict[tuple[str, int], int] = {}  # (prompt, epoch) -> the step that first put it off
+        # (prompt, epoch) -> the step that first put it off
+        self._since: dict[tuple[str, int], int] = {}
         self._tokens = 0
         self._untrained_tokens = 0
 
     def add(self, round: Round, backlog: Backlog, count: bool = True) -> dict[str, float]:
-        """Takes in a training round that has closed; returns its figures. Not `count`: it is in already."""
+        """Takes in a training round that has closed; returns its figures. Not `count`: it is in
+        already."""
         if not count:
             return Bias(self._limit).add(round, backlog)
         kept = {r.id for group in round.accepted for r in group.kept}
@@ -165,7 +176,8 @@ class Bias:
         }
 
     def _waits(self, round: Round, backlog: Backlog) -> int:
-        """Steps for which a prompt of this round, or one in the queue, has been put off; the most."""
+        """Steps for which a prompt of this round, or one in the queue, has been put off; the
+        most."""
         self._since |= {(p.prompt.id, p.prompt.epoch): p.since for p in backlog.put_off}
         steps = [round.step - since for since in self._since.values()]
         for group in round.groups.values():
@@ -180,14 +192,18 @@ def _fate(r: Response, kept: bool) -> ResponseOutcome:
     )
 
 
-def kaplan_meier(finished: Mapping[int, int], given_up: Mapping[int, int], limit: int) -> tuple[float, float]:
-    """(mean length up to `limit`, share that reaches it) of all responses, if those given up had gone on.
+def kaplan_meier(
+    finished: Mapping[int, int], given_up: Mapping[int, int], limit: int
+) -> tuple[float, float]:
+    """(mean length up to `limit`, share that reaches it) of all responses, if those given up had
+    gone on.
 
-    `finished` and `given_up` count responses by their tokens; one given up after n tokens would have had
-    more than n. S(t), the share longer than t, falls at each length that responses finished at by their
-    share of all that had come so far (Kaplan and Meier 1958); the mean is the area below it. Beyond the
-    longest that finished it stays level: where the longest were given up, both are upper bounds.
-    Example: kaplan_meier({2: 1, 4: 1}, {3: 1}, 10) == (2 + 2/3 * 2, 0.0): S is 1, from 2 on 2/3, from 4 on 0.
+    `finished` and `given_up` count responses by their tokens; one given up after n tokens would
+    have had more than n. S(t), the share longer than t, falls at each length that responses
+    finished at by their share of all that had come so far (Kaplan and Meier 1958); the mean is the
+    area below it. Beyond the longest that finished it stays level: where the longest were given up,
+    both are upper bounds. Example: kaplan_meier({2: 1, 4: 1}, {3: 1}, 10) == (2 + 2/3 * 2, 0.0): S
+    is 1, from 2 on 2/3, from 4 on 0.
     """
     at_risk = sum(finished.values()) + sum(given_up.values())
     share, area, before = 1.0 if at_risk else 0.0, 0.0, 0

@@ -32,7 +32,8 @@ class MetricsLog:
     """Writes every record to all backends.
 
     Raises ConfigError if a backend is not installed, with what to install. metrics.jsonl is always
-    written, since the other views of a run read it. What the disk refuses is left out, and `report` is told.
+    written, since the other views of a run read it. What the disk refuses is left out, and `report`
+    is told.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class MetricsLog:
     ) -> None:
         for backend in backends:
             if backend != "jsonl" and importlib.util.find_spec(backend) is None:
-                raise ConfigError(f"logging.backends = {backend!r}: not installed: pip install {backend}")
+                raise ConfigError(
+                    f"logging.backends = {backend!r}: not installed: pip install {backend}"
+                )
         self._sinks: list[Sink] = [_Jsonl(run_dir, report)]
         if "tensorboard" in backends:
             self._sinks.append(_Tensorboard(run_dir, report))
@@ -64,8 +67,8 @@ class MetricsLog:
 def read(run_dir: Path) -> list[dict[str, float]]:
     """All records of a run with their "step", in order of steps; [] if there are none.
 
-    A step and an evaluation after it are one. A resumed run repeats steps: the later record counts. A torn
-    last line is left out. Values that were not finite are NaN.
+    A step and an evaluation after it are one. A resumed run repeats steps: the later record counts.
+    A torn last line is left out. Values that were not finite are NaN.
     """
     try:
         lines = (run_dir / FILE_NAME).read_bytes().splitlines()
@@ -97,8 +100,8 @@ class _Jsonl:
 
 
 class _Tensorboard:
-    """Event files in tensorboard's own format. Torch's writer would load torch into the daemon; tensorboard's
-    has a thread, which a full disk ends."""
+    """Event files in tensorboard's own format. Torch's writer would load torch into the daemon;
+    tensorboard's has a thread, which a full disk ends."""
 
     def __init__(self, run_dir: Path, report: Callable[[str], None]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2  # pyright: ignore[reportMissingImports]
@@ -112,9 +115,13 @@ class _Tensorboard:
         self._is_begun = False
 
     def write(self, step: int, record: dict[str, float]) -> None:
-        events = [self._event(wall_time=time.time(), file_version="brain.Event:2")] * (not self._is_begun)
+        events = [self._event(wall_time=time.time(), file_version="brain.Event:2")] * (
+            not self._is_begun
+        )
         values = [self._summary.Value(tag=k, simple_value=v) for k, v in record.items()]
-        events += [self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))]
+        events += [
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        ]
         piece = io.BytesIO()
         for event in events:
             self._framing(piece).write(event.SerializeToString())

@@ -14,14 +14,16 @@ MAX_KNOWN = 10_000  # processes of nodes, the one heard of longest ago is forgot
 
 class Speculation:
     def __init__(self) -> None:
-        self._last: OrderedDict[str, Drafting] = OrderedDict()  # identity of a node -> what it said last
+        # identity of a node -> what it said last
+        self._last: OrderedDict[str, Drafting] = OrderedDict()
         self._news = Drafting()  # of all nodes, since the last figures
         self._drafted = self._kept = self._forwards = self._emitted = 0.0  # of all steps
 
     def heard(self, identity: str, message: object) -> None:
         if not isinstance(message, Heartbeat):
             return
-        # An engine that counts already when its node is first heard of did so for an earlier coordinator.
+        # An engine that counts already when its node is first heard of did so for an earlier
+        # coordinator.
         said = message.load.drafting or self._last.get(identity, Drafting())
         before = self._last.get(identity, said)
         if any(s < b for s, b in zip(astuple(said), astuple(before), strict=True)):
@@ -45,7 +47,10 @@ class Speculation:
 
     def count(self, record: Mapping[str, float]) -> None:
         """A step of the run, of this coordinator or an earlier one."""
-        drafted, forwards = record.get("speculation/drafted", 0.0), record.get("speculation/forwards", 0.0)
+        drafted, forwards = (
+            record.get("speculation/drafted", 0.0),
+            record.get("speculation/forwards", 0.0),
+        )
         self._drafted += drafted
         self._kept += drafted * record.get("speculation/acceptance", 0.0)
         self._forwards += forwards
@@ -59,7 +64,10 @@ class Speculation:
 
 
 def _ratios(drafted: float, kept: float, forwards: float, emitted: float) -> dict[str, float]:
-    figures = {"speculation/drafted": float(drafted), "speculation/tokens_per_forward": emitted / forwards}
+    figures = {
+        "speculation/drafted": float(drafted),
+        "speculation/tokens_per_forward": emitted / forwards,
+    }
     if drafted:
         figures["speculation/acceptance"] = kept / drafted
     return figures

@@ -1,4 +1,5 @@
-"""What a journal tells of a run: rounds, tokens, scores, versions; and how an interrupted run stands.
+"""What a journal tells of a run: rounds, tokens, scores, versions; and how an interrupted run
+stands.
 
 Owns that account. Decides nothing, changes nothing: what a coordinator makes of the same entries is
 core/recovery.py's. The journal of a run goes as far back as something may still be needed of it.
@@ -39,14 +40,18 @@ class ToldRound:
     step: int
     kind: str
     num_prompts: int = 0
-    num_responses: int = 0  # with at least one token
+    # with at least one token
+    num_responses: int = 0
     num_tokens: int = 0
     num_scored: int = 0
-    num_unscored: int = 0  # whose reward failed
+    # whose reward failed
+    num_unscored: int = 0
     reward_sum: float = 0.0
     num_shards: int = 0
-    num_trained: int = 0  # responses
-    digest: str = ""  # of the version that came of it
+    # responses
+    num_trained: int = 0
+    # of the version that came of it
+    digest: str = ""
     is_done: bool = False
 
     @property
@@ -59,14 +64,16 @@ class ToldResponse:
     response: str
     step: int
     attempt: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (policy version, tokens)
+    # (policy version, tokens)
+    spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     num_tokens: int = 0
     finish_reason: FinishReason | None = None
     reward: float | None = None
     failure: str = ""
     is_scored: bool = False
     is_trained: bool = False
-    token_ids: bytes = b""  # int32; only of the response that was asked for
+    # int32; only of the response that was asked for
+    token_ids: bytes = b""
 
 
 class Replay:
@@ -144,7 +151,9 @@ class Replay:
     def _tokens(self, version: int, item: ResponseTokens) -> None:
         told = self.responses.get(item.response)
         # A prompt that was put off begins again under the same names, and later attempts.
-        if told is None or (item.offset == 0 and item.attempt > told.attempt and not told.is_trained):
+        if told is None or (
+            item.offset == 0 and item.attempt > told.attempt and not told.is_trained
+        ):
             told = self._begin(item.response, told)
         fresh = item.offset + len(item.token_ids) // 4 - told.num_tokens
         told.attempt = max(told.attempt, item.attempt)
@@ -168,9 +177,12 @@ class Replay:
             round = self.rounds.get((int(label.removeprefix("eval")), True))
         else:
             round = self._holder.get(prompt)
-            if round is None or round.step < self.steps_done:  # put off, and taken up by a later round
+            # put off, and taken up by a later round
+            if round is None or round.step < self.steps_done:
                 round = self._opened
-        told = self.responses[response] = ToldResponse(response, round.step if round is not None else -1)
+        told = self.responses[response] = ToldResponse(
+            response, round.step if round is not None else -1
+        )
         if round is not None and before is not None and before.step == told.step:
             round.num_tokens -= before.num_tokens  # told again
         elif round is not None:
@@ -209,7 +221,8 @@ class Replay:
 class ToldRun:
     replay: Replay
     files: list[str]
-    damage: list[str]  # one line each
+    # one line each
+    damage: list[str]
 
 
 def read_run(run_dir: Path, wanted: str = "") -> ToldRun:
@@ -237,7 +250,8 @@ def _read(found: list[Segment], wanted: str) -> ToldRun:
 
 
 def interrupted(run_dir: Path) -> Snapshot | None:
-    """How a run without a coordinator stands; None if it has no journal, or one that cannot be read."""
+    """How a run without a coordinator stands; None if it has no journal, or one that cannot be
+    read."""
     try:
         config = load_config(run_dir / "config.toml")
         _, facts, damage = newest(run_dir / FOLDER, LOG)
@@ -253,7 +267,9 @@ def interrupted(run_dir: Path) -> Snapshot | None:
     round = next((r for r in reversed(replay.rounds.values()) if not r.is_done), None)
     seconds = [r["timing_s/step"] for r in trained]
     elapsed_s = max(known_s, sum(seconds))  # a resumed run counts on from what it knows
-    news = [f"WARNING: {line}" for line in damage] + ["the coordinator is gone; continue with lightrl resume"]
+    news = [f"WARNING: {line}" for line in damage] + [
+        "the coordinator is gone; continue with lightrl resume"
+    ]
     return Snapshot(
         run=config.run.name,
         run_dir=str(run_dir),
@@ -263,7 +279,9 @@ def interrupted(run_dir: Path) -> Snapshot | None:
         policy_version=replay.version,
         elapsed_s=elapsed_s,
         round_kind=round.kind if round is not None else "",
-        round_needed=config.train.prompts_per_step if round is not None and round.kind != "eval" else 0,
+        round_needed=config.train.prompts_per_step
+        if round is not None and round.kind != "eval"
+        else 0,
         responses_queued=len(open_responses) - done,
         responses_done=done,
         max_staleness=config.async_.max_staleness,

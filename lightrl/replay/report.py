@@ -22,10 +22,15 @@ def replay_lines(run_dir: Path, step: int | None, response: str) -> list[str]:
     elif step is not None:
         lines = _step_lines(told.replay, _rounds(told, step))
     else:
-        lines = [*_table([_ROUND, *map(_round_row, told.replay.rounds.values())]), "", _stand(told.replay)]
+        lines = [
+            *_table([_ROUND, *map(_round_row, told.replay.rounds.values())]),
+            "",
+            _stand(told.replay),
+        ]
         if told.replay.first_step:
             lines.append(
-                f"the journal begins at step {told.replay.first_step}: journal.keep_history keeps all of it"
+                f"the journal begins at step {told.replay.first_step}: journal.keep_history "
+                "keeps all of it"
             )
     return [*lines, *(f"DAMAGED   {line}" for line in told.damage)]
 
@@ -71,7 +76,9 @@ def _rounds(told: ToldRun, step: int) -> list[ToldRound]:
 
 def _response(told: ToldRun, name: str) -> ToldResponse:
     if name not in told.replay.responses:
-        raise LightRLError(f"{name}: no such response in the journal; lightrl replay --step N names them")
+        raise LightRLError(
+            f"{name}: no such response in the journal; lightrl replay --step N names them"
+        )
     return told.replay.responses[name]
 
 
@@ -129,7 +136,9 @@ def _response_lines(r: ToldResponse) -> list[str]:
 
 
 def _stand(replay: Replay) -> str:
-    waiting = [r for r in replay.responses.values() if not r.is_trained and r.step >= replay.steps_done]
+    waiting = [
+        r for r in replay.responses.values() if not r.is_trained and r.step >= replay.steps_done
+    ]
     version = "no version" if replay.version is None else f"version {replay.version}"
     tokens = sum(r.num_tokens for r in waiting)
     held = f"{len(waiting):,} open responses of {tokens:,} tokens"

@@ -1,7 +1,8 @@
-"""What a reward function may look like and how its answer is read: the border between us and user code.
+"""What a reward function may look like and how its answer is read: the border between us and user
+code.
 
-Owns `Sample`, the three signatures that are recognised and the rules for a score. Runs in the reward
-worker only, since it imports user code; must not know processes, pipes or the tokenizer.
+Owns `Sample`, the three signatures that are recognised and the rules for a score. Runs in the
+reward worker only, since it imports user code; must not know processes, pipes or the tokenizer.
 """
 
 import importlib.util
@@ -26,16 +27,21 @@ SIGNATURES = (
 class Sample:
     """One finished response, as a native reward function sees it.
 
-    Example: Sample("39%3=", "36,33", answer="36,33", row={"prompt": "39%3="}, response_ids=[5, 8, 1],
-    finish_reason="stop")
+    Example: Sample("39%3=", "36,33", answer="36,33", row={"prompt": "39%3="}, response_ids=[5, 8,
+    1], finish_reason="stop")
     """
 
-    prompt: str  # text, chat template applied
-    response: str  # text, special tokens left out
-    answer: Any  # column data.answer_key, or where the data set's layout keeps it; None if there is none
-    row: dict[str, Any]  # all columns
+    # text, chat template applied
+    prompt: str
+    # text, special tokens left out
+    response: str
+    # column data.answer_key, or where the data set's layout keeps it; None if there is none
+    answer: Any
+    # all columns
+    row: dict[str, Any]
     response_ids: list[int]
-    finish_reason: str  # "stop" or "length"
+    # "stop" or "length"
+    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,8 @@ class RewardFunction:
     """A user's function behind one calling convention."""
 
     name: str
-    call: Callable[[Sample], Any]  # may return an awaitable
+    # may return an awaitable
+    call: Callable[[Sample], Any]
     is_async: bool
 
 
@@ -82,7 +89,9 @@ def wrap(function: Callable[..., Any], reference: str) -> RewardFunction:
             return function(**chosen(_verl_arguments(sample)))
 
     else:
-        raise RewardError(f"{reference}({', '.join(parameters)}): unknown signature; expected {SIGNATURES}")
+        raise RewardError(
+            f"{reference}({', '.join(parameters)}): unknown signature; expected {SIGNATURES}"
+        )
     name = getattr(function, "__name__", reference)
     # An object with `async def __call__` is asynchronous too.
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -116,7 +125,9 @@ def _trl_arguments(sample: Sample) -> dict[str, Any]:
     }
 
 
-async def score(functions: Sequence[RewardFunction], weights: Sequence[float], sample: Sample) -> Score:
+async def score(
+    functions: Sequence[RewardFunction], weights: Sequence[float], sample: Sample
+) -> Score:
     """The weighted sum of all functions; one that says None is left out, all None = no score.
 
     Raises whatever a function raises, and RewardError for an answer that is not a score.
@@ -147,7 +158,9 @@ def read_answer(answer: Any) -> tuple[float | None, dict[str, float]]:
         return _score_number(answer), {}
     key = next((k for k in ("reward", "score") if k in answer), None)
     if key is None:
-        raise RewardError(f'the dict has no "reward" or "score"; its keys are {", ".join(map(str, answer))}')
+        raise RewardError(
+            f'the dict has no "reward" or "score"; its keys are {", ".join(map(str, answer))}'
+        )
     metrics = {str(k): n for k, v in answer.items() if k != key and (n := _number(v)) is not None}
     return _score_number(answer[key]), {k: v for k, v in metrics.items() if math.isfinite(v)}
 
@@ -189,8 +202,14 @@ def import_function(reference: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        found = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == path.stem]
-        raise RewardError(f"{reference}: no such function; {path.name} defines {', '.join(found) or 'none'}")
+        found = [
+            n
+            for n, v in vars(module).items()
+            if inspect.isfunction(v) and v.__module__ == path.stem
+        ]
+        raise RewardError(
+            f"{reference}: no such function; {path.name} defines {', '.join(found) or 'none'}"
+        )
     return function
 
 

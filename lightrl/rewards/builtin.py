@@ -1,7 +1,7 @@
 """The reward functions that come with LightRL: one literal dict, nothing registers itself.
 
-They have the native signature and run in the reward worker. Must not import optional libraries before
-they are chosen.
+They have the native signature and run in the reward worker. Must not import optional libraries
+before they are chosen.
 """
 
 import difflib
@@ -14,7 +14,8 @@ from lightrl.rewards.base import RewardFunction, Sample, import_function, wrap
 
 
 def exact_match(sample: Sample) -> float | None:
-    """1 if the whole response is the answer and ended by itself, else 0. None for a row without an answer."""
+    """1 if the whole response is the answer and ended by itself, else 0. None for a row without an
+    answer."""
     if sample.answer is None:
         return None
     right = sample.response.strip() == str(sample.answer).strip()

@@ -1,4 +1,5 @@
-"""What a reward function sees of the environment: what programs need to run, not what a login shell holds.
+"""What a reward function sees of the environment: what programs need to run, not what a login shell
+holds.
 
 A list of what may pass, since nobody can list all names of secrets; `reward.env` adds to it.
 """
@@ -10,10 +11,26 @@ USUAL = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "TMPDIR", "TEMP", "TMP", "XDG_*"),
     *("LANG", "LANGUAGE", "LC_*", "TZ", "TERM"),
     *("PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "LOCALE_ARCHIVE", "NIX_LD*"),
-    *("LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_*", "CC", "CXX", "JAVA_HOME", "NLTK_DATA", "MPLCONFIGDIR"),
+    *(
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "DYLD_*",
+        "CC",
+        "CXX",
+        "JAVA_HOME",
+        "NLTK_DATA",
+        "MPLCONFIGDIR",
+    ),
     *("OMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*", "NUMBA_*", "KMP_*", "MALLOC_*", "TOKENIZERS_*"),
     *("CUDA_*", "NVIDIA_*", "ROCR_*", "HIP_*", "HSA_*", "TORCH_*", "TORCHINDUCTOR_*", "TRITON_*"),
-    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_DATASETS_*", "TRANSFORMERS_*"),
+    *(
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "HF_ENDPOINT",
+        "HF_DATASETS_*",
+        "TRANSFORMERS_*",
+    ),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),  # in small letters, too
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
@@ -34,4 +51,6 @@ def inherited(environment: Mapping[str, str], more: Iterable[str]) -> dict[str, 
 
 
 def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or (name.endswith("_proxy") and fnmatchcase(name.upper(), pattern))
+    return fnmatchcase(name, pattern) or (
+        name.endswith("_proxy") and fnmatchcase(name.upper(), pattern)
+    )

@@ -1,4 +1,5 @@
-"""Is a mathematical answer right? The judgement is math-verify's; this file only hands it both sides.
+"""Is a mathematical answer right? The judgement is math-verify's; this file only hands it both
+sides.
 
 Imported only where the reward "math" is chosen, as the library is optional and heavy.
 """

@@ -1,10 +1,11 @@
 """The reward pool: worker processes that score responses while others still generate.
 
-Owns the worker processes, which job is where, and the time limit of a call. A crash, hang or exception
-of user code costs one response its score, never the run. Must not run user code: that is the worker's.
+Owns the worker processes, which job is where, and the time limit of a call. A crash, hang or
+exception of user code costs one response its score, never the run. Must not run user code: that is
+the worker's.
 
-A worker holds a few jobs in advance so that it never waits for us; they do not count as started. When
-it has to be killed, those that had not started go back to the head of the queue.
+A worker holds a few jobs in advance so that it never waits for us; they do not count as started.
+When it has to be killed, those that had not started go back to the head of the queue.
 """
 
 import asyncio
@@ -23,7 +24,16 @@ from lightrl.core.arrays import encode
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
 from lightrl.rewards.environment import inherited
-from lightrl.rewards.worker import COMMANDS, EVENTS, Score, Scored, Setup, Started, WorkerFailed, WorkerReady
+from lightrl.rewards.worker import (
+    COMMANDS,
+    EVENTS,
+    Score,
+    Scored,
+    Setup,
+    Started,
+    WorkerFailed,
+    WorkerReady,
+)
 from lightrl.say import say
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.wire import to_json
@@ -33,7 +43,8 @@ LOOKAHEAD_S = 0.02  # work that a worker holds in advance: hides our latency, ke
 MAX_IN_FLIGHT = 64  # jobs at one worker
 LAG_GRACE_S = 0.05  # an answer may wait in the pipe while our event loop was busy
 ASYNC_GRACE_S = 1.0  # an asynchronous call is ended inside its worker first; the kill comes after
-MAX_IDLE_DEATHS = 3  # deaths in a row that no job explains, each soon after the start: it cannot live
+# deaths in a row that no job explains, each soon after the start: it cannot live
+MAX_IDLE_DEATHS = 3
 SETTLED_S = 10.0  # whoever lives that long can
 
 RewardChild = Child[worker.WorkerCommand, worker.WorkerEvent]
@@ -41,14 +52,15 @@ RewardChild = Child[worker.WorkerCommand, worker.WorkerEvent]
 
 @dataclass(frozen=True, slots=True)
 class RewardJob:
-    """A finished response. `row` holds all columns of its prompt; `tokens` is not copied before a worker gets
-    them: a whole round may wait.
+    """A finished response. `row` holds all columns of its prompt; `tokens` is not copied before a
+    worker gets them: a whole round may wait.
 
     Example: RewardJob("p7@0#3", 1, "39%3=", {"answer": "36"}, array("i", [5, 8, 1]), "stop")
     """
 
     response: str
-    attempt: int  # of the response; given back with the result, so that a late one can be told
+    # of the response; given back with the result, so that a late one can be told
+    attempt: int
     prompt_text: str
     row: dict[str, Any]
     tokens: "array[int]"
@@ -59,15 +71,16 @@ class RewardJob:
 class RewardResult:
     """`reward` is None exactly if `failure` is not empty.
 
-    `failure`: "" = scored, "no score" = the functions said None, "timeout", "crashed", or the exception
-    in one line, e.g. "ValueError: could not convert string to float: 'x'".
+    `failure`: "" = scored, "no score" = the functions said None, "timeout", "crashed", or the
+    exception in one line, e.g. "ValueError: could not convert string to float: 'x'".
     """
 
     response: str
     attempt: int
     reward: float | None
     metrics: dict[str, float]
-    text: str  # decoded response, cut at worker.MAX_TEXT characters; "" after a timeout or crash
+    # decoded response, cut at worker.MAX_TEXT characters; "" after a timeout or crash
+    text: str
     duration_s: float
     failure: str
 
@@ -87,7 +100,8 @@ class RewardPool:
         on_result: Callable[[RewardResult], None],
         report: Callable[[str], None] = say,
     ) -> None:
-        """`report` gets a line about each worker that must be started again, but for what a job did to it."""
+        """`report` gets a line about each worker that must be started again, but for what a job did
+        to it."""
         weights = reward.weights or (1.0,) * len(reward.functions)
         setup = Setup(reward.functions, weights, str(tokenizer_dir), answer_key, reward.timeout_s)
         self._on_result = on_result
@@ -140,7 +154,9 @@ class RewardPool:
                     idle_deaths += 1
                     self._report(f"{e}; starting it again")
                 if idle_deaths == MAX_IDLE_DEATHS:
-                    raise RewardError(f"reward worker died {idle_deaths} times without a job: {e}") from None
+                    raise RewardError(
+                        f"reward worker died {idle_deaths} times without a job: {e}"
+                    ) from None
                 self._queue.extendleft(reversed(w.take_back()))
                 for failed in results:
                     self._on_result(failed)
@@ -178,10 +194,16 @@ class RewardPool:
 
 
 class _Worker:
-    """One worker process with its jobs: number -> job, oldest first. Numbers are never used twice."""
+    """One worker process with its jobs: number -> job, oldest first. Numbers are never used
+    twice."""
 
     def __init__(
-        self, reward: config.Reward, setup: Setup, name: str, log: Path, report: Callable[[str], None] = say
+        self,
+        reward: config.Reward,
+        setup: Setup,
+        name: str,
+        log: Path,
+        report: Callable[[str], None] = say,
     ) -> None:
         self.name = name
         self._reward = reward
@@ -211,7 +233,9 @@ class _Worker:
             except ChildDied as e:
                 deaths += 1
                 if deaths == MAX_IDLE_DEATHS or not self.is_wanted:
-                    raise RewardError(f"importing {', '.join(self._setup.functions)}: {e}") from None
+                    raise RewardError(
+                        f"importing {', '.join(self._setup.functions)}: {e}"
+                    ) from None
                 self._report(f"{e}; starting it again")
             else:
                 self._is_ready = True
@@ -242,7 +266,9 @@ class _Worker:
         self._child.send(
             Score(
                 tuple(
-                    worker.Job(first + k, j.prompt_text, to_json(j.row), encode(j.tokens), j.finish_reason)
+                    worker.Job(
+                        first + k, j.prompt_text, to_json(j.row), encode(j.tokens), j.finish_reason
+                    )
                     for k, j in enumerate(jobs)
                 )
             )
@@ -261,7 +287,13 @@ class _Worker:
                     self._typical_s += (max(s.duration_s, 1e-5) - self._typical_s) / 8
                     job = self.jobs.pop(number)
                     return RewardResult(
-                        job.response, job.attempt, s.reward, s.metrics, s.text, s.duration_s, s.failure
+                        job.response,
+                        job.attempt,
+                        s.reward,
+                        s.metrics,
+                        s.text,
+                        s.duration_s,
+                        s.failure,
                     )
                 case other:
                     raise RewardError(f"{self.name}: unexpected {other}")
@@ -269,8 +301,9 @@ class _Worker:
     def failures(self) -> list[RewardResult]:
         """Results of the jobs that the worker's death is blamed on; they leave `jobs`.
 
-        After an overrun that is the job that ran longest, unless its answer had just arrived; after a
-        crash every job that had started: of asynchronous ones that overlap, nobody can say which did it.
+        After an overrun that is the job that ran longest, unless its answer had just arrived; after
+        a crash every job that had started: of asynchronous ones that overlap, nobody can say which
+        did it.
         """
         now = asyncio.get_running_loop().time()
         self._is_ready = False
@@ -280,7 +313,8 @@ class _Worker:
             why, blamed = "timeout", [n for n in blamed if n == self._timed_out]
         lost = [(self.jobs.pop(n), now - self._started[n]) for n in blamed]
         results = [
-            RewardResult(job.response, job.attempt, None, {}, "", lasted_s, why) for job, lasted_s in lost
+            RewardResult(job.response, job.attempt, None, {}, "", lasted_s, why)
+            for job, lasted_s in lost
         ]
         self._started.clear()
         self._timed_out = None
@@ -349,7 +383,9 @@ async def _set_up(child: RewardChild, setup: Setup) -> bool:
     else:
         if isinstance(event, WorkerReady):
             return event.is_async
-        reason = event.reason if isinstance(event, WorkerFailed) else f"{child.name}: unexpected {event}"
+        reason = (
+            event.reason if isinstance(event, WorkerFailed) else f"{child.name}: unexpected {event}"
+        )
     child.kill()
     with contextlib.suppress(ChildDied):
         await child.stop()

@@ -1,9 +1,10 @@
-"""The reward worker process: decodes responses, calls the user's functions, streams the scores back.
+"""The reward worker process: decodes responses, calls the user's functions, streams the scores
+back.
 
-Owns what is said through its pipe. User code runs here and only here: it may raise, hang or take the
-process down. Nobody here watches the clock for that: `Started` tells the pool when to start counting,
-and the pool kills. Must not import transformers unless a tokenizer has no tokenizer.json (it costs
-seconds and half a gigabyte, and a worker is started again after every hang).
+Owns what is said through its pipe. User code runs here and only here: it may raise, hang or take
+the process down. Nobody here watches the clock for that: `Started` tells the pool when to start
+counting, and the pool kills. Must not import transformers unless a tokenizer has no tokenizer.json
+(it costs seconds and half a gigabyte, and a worker is started again after every hang).
 """
 
 import asyncio
@@ -46,7 +47,8 @@ class Job:
     number: int
     prompt_text: str
     row: bytes
-    token_ids: bytes  # int32
+    # int32
+    token_ids: bytes
     finish_reason: str
 
 
@@ -115,7 +117,9 @@ def main(sock: socket.socket) -> None:
             return
         except Exception as e:  # importing user code may raise anything
             traceback.print_exc()
-            pipe.send(WorkerFailed(f"{', '.join(setup.functions)}: cannot be imported: {_one_line(e)}"))
+            pipe.send(
+                WorkerFailed(f"{', '.join(setup.functions)}: cannot be imported: {_one_line(e)}")
+            )
             return
         pipe.send(WorkerReady(any(f.is_async for f in functions)))
         asyncio.run(_Worker(sock, pipe, setup, functions, decode).serve(commands[1:]))
@@ -143,7 +147,8 @@ class _Worker:
         self._num_tracebacks = 0
 
     async def serve(self, commands: Sequence[WorkerCommand]) -> None:
-        """One task per job: synchronous functions run one after the other, asynchronous ones overlap."""
+        """One task per job: synchronous functions run one after the other, asynchronous ones
+        overlap."""
         loop = asyncio.get_running_loop()
         closed = loop.create_future()
 
@@ -237,7 +242,9 @@ def _load_slow_decoder(model_files: Path) -> Decode:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_files, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_files, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as e:
         raise RewardError(f"{model_files}: no usable tokenizer: {_one_line(e)}") from e
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,7 +1,8 @@
-"""The rollout role of a daemon: an engine process, its weights, its tokens on their way to the coordinator.
+"""The rollout role of a daemon: an engine process, its weights, its tokens on their way to the
+coordinator.
 
-Decides nothing about which responses run here, nor whether the coordinator can be reached: the engine
-goes on when it cannot. Never touches a tensor.
+Decides nothing about which responses run here, nor whether the coordinator can be reached: the
+engine goes on when it cannot. Never touches a tensor.
 """
 
 import asyncio
@@ -107,7 +108,8 @@ class Rollout:
         self._wanted_changed = asyncio.Event()
         self._loading: asyncio.Future[EngineLoaded | EngineFailed] | None = None
         self._held: PublishWeights | None = None  # the version whose file is complete
-        self._served: tuple[int, str] | None = None  # version and digest; None also while one is loaded
+        # version and digest; None also while one is loaded
+        self._served: tuple[int, str] | None = None
         self._has_served = False  # this engine process
         self._in_touch = True  # with the coordinator, as far as we know
 
@@ -118,7 +120,8 @@ class Rollout:
 
     @property
     def unacked(self) -> tuple[tuple[str, int], ...]:
-        """(response, attempt): all that the coordinator may count on; `resend` gives account of them."""
+        """(response, attempt): all that the coordinator may count on; `resend` gives account of
+        them."""
         return self._kept.unacked()
 
     def on_disconnect(self) -> None:
@@ -126,7 +129,8 @@ class Rollout:
         self._in_touch = False
 
     def resend(self) -> None:
-        """The coordinator listens again, and knows `serves` and `unacked`: all tokens that it may lack."""
+        """The coordinator listens again, and knows `serves` and `unacked`: all tokens that it may
+        lack."""
         self._in_touch = True
         for chunk in self._kept.chunks():
             self._send(chunk)
@@ -163,8 +167,11 @@ class Rollout:
         elif self._engine is not None and self._served is not None:
             self._generate(self._engine, message, self._served[0])
 
-    def _generate(self, engine: Child[EngineCommand, EngineEvent], message: Generate, version: int) -> None:
-        if message.policy_version != version:  # the coordinator errs: let it offer again what it wants served
+    def _generate(
+        self, engine: Child[EngineCommand, EngineEvent], message: Generate, version: int
+    ) -> None:
+        # the coordinator errs: let it offer again what it wants served
+        if message.policy_version != version:
             reason = f"asked to generate with version {message.policy_version}, {version} is loaded"
             self._send(WeightsFailed(message.policy_version, reason))
             return
@@ -174,7 +181,8 @@ class Rollout:
         engine.send(message)
 
     async def flush(self, limit_s: float = FLUSH_S) -> None:
-        """Gives up all that runs here; returns when its last tokens were sent, or after `limit_s`."""
+        """Gives up all that runs here; returns when its last tokens were sent, or after
+        `limit_s`."""
         if self._engine is not None and self._running:
             self._engine.send(Abort(tuple(self._running.items())))
             try:
@@ -199,9 +207,12 @@ class Rollout:
                 tasks.create_task(self._receive(engine, started), name="engine")
                 tasks.create_task(self._keep_weights(engine, started), name="weights")
                 patience_s = self._config.node.patience_s
-                tasks.create_task(engine.require_answers(self._engine_owes, patience_s), name="patience")
+                tasks.create_task(
+                    engine.require_answers(self._engine_owes, patience_s), name="patience"
+                )
         except* ChildDied as died:
-            self._give_up_engine(str(died.exceptions[0]))  # first of all: one that hangs may be slow to kill
+            # first of all: one that hangs may be slow to kill
+            self._give_up_engine(str(died.exceptions[0]))
             raise
         finally:
             await engine.stop(STOP_S)
@@ -219,7 +230,8 @@ class Rollout:
         return is_loading or bool(self._running)
 
     async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
-        """Again and again while this machine lacks descriptors, processes or memory. Raises EngineError."""
+        """Again and again while this machine lacks descriptors, processes or memory. Raises
+        EngineError."""
         threads = self._config.rollout.threads
         devices = environment(self._gpus.tokens, os.environ)
         try:
@@ -229,7 +241,9 @@ class Rollout:
         except OSError as e:
             raise EngineError(f"the engine cannot be started: {e.strerror or e}") from None
 
-    async def _receive(self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event) -> None:
+    async def _receive(
+        self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event
+    ) -> None:
         while True:
             match await engine.receive():
                 case TokenChunk() as chunk:
@@ -266,7 +280,9 @@ class Rollout:
         if self._loading is not None and not self._loading.done():
             self._loading.set_result(result)
 
-    async def _keep_weights(self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event) -> None:
+    async def _keep_weights(
+        self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event
+    ) -> None:
         """Pulls and loads the newest version offered; pulling goes on while the engine starts."""
         while True:
             await self._wanted_changed.wait()
@@ -275,7 +291,8 @@ class Rollout:
             assert offer is not None
             begin = time.monotonic()
             served = offer.manifest.policy_version, offer.manifest.digest
-            # What an interrupted pull of this version has got is a beginning; of others it is nothing.
+            # What an interrupted pull of this version has got is a beginning; of others it is
+            # nothing.
             await self._remove_others("version_*.bin.part", f"{self._file_of(offer).name}.part")
             if self._served == served:
                 self._send(WeightsReady(*served))  # the coordinator did not know
@@ -294,7 +311,9 @@ class Rollout:
             engine.send(LoadWeights(str(path), offer.manifest))
             match await self._loading:
                 case EngineLoaded(version, digest, load_s):
-                    self._send(WeightsReady(version, digest, num_bytes(offer.manifest), pull_s, load_s))
+                    self._send(
+                        WeightsReady(version, digest, num_bytes(offer.manifest), pull_s, load_s)
+                    )
                 case EngineFailed(reason):
                     self._held = None  # pull it again: the file may be what is wrong
                     self._send(WeightsFailed(offer.manifest.policy_version, reason[:MAX_TEXT]))

@@ -1,17 +1,25 @@
-"""Tokens that may have to be sent again: of all that an engine generates, and of what it has finished lately.
+"""Tokens that may have to be sent again: of all that an engine generates, and of what it has
+finished lately.
 
-Owns which attempts a node can still account for. Must not send anything, nor decide what is wanted: the
-coordinator trims what it has and aborts what it does not want.
+Owns which attempts a node can still account for. Must not send anything, nor decide what is wanted:
+the coordinator trims what it has and aborts what it does not want.
 
-What runs is kept from the attempt's first token; what has finished, until the next version is loaded: by then
-the coordinator has heard of it, or the connection is broken and it is kept as long as it may be trained.
+What runs is kept from the attempt's first token; what has finished, until the next version is
+loaded: by then the coordinator has heard of it, or the connection is broken and it is kept as long
+as it may be trained.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from lightrl.messages import MAX_RESPONSES, FinishReason, ResponseRequest, ResponseTokens, TokenChunk
+from lightrl.messages import (
+    MAX_RESPONSES,
+    FinishReason,
+    ResponseRequest,
+    ResponseTokens,
+    TokenChunk,
+)
 
 MAX_FINISHED_BYTES = 256 << 20  # beyond that, what finished first is forgotten
 CHUNK_BYTES = 4 << 20  # about so many are sent at once, so that no event loop is held up
@@ -19,7 +27,8 @@ CHUNK_BYTES = 4 << 20  # about so many are sent at once, so that no event loop i
 
 @dataclass(slots=True)
 class _Piece:
-    """Consecutive tokens of one response under one version. `load` counts the versions loaded here."""
+    """Consecutive tokens of one response under one version. `load` counts the versions loaded
+    here."""
 
     load: int
     version: int
@@ -33,7 +42,8 @@ class _Piece:
 class _Attempt:
     attempt: int
     pieces: list[_Piece] = field(default_factory=list["_Piece"])
-    finish_reason: FinishReason | None = None  # None: it runs
+    # None: it runs
+    finish_reason: FinishReason | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -100,8 +110,8 @@ class ResendBuffer:
     def unacked(self) -> tuple[tuple[str, int], ...]:
         """(response, attempt) of all that is accounted for: each runs, or its end is in `chunks`.
 
-        What runs comes first, for the coordinator may have no room for all, nor a hello for more than
-        MAX_RESPONSES.
+        What runs comes first, for the coordinator may have no room for all, nor a hello for more
+        than MAX_RESPONSES.
         """
         kept = islice((self._running | self._finished).items(), MAX_RESPONSES)
         return tuple((r, a.attempt) for r, a in kept)

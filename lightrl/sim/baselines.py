@@ -1,7 +1,7 @@
 """What a run is compared with: the synchronous baseline, and each mechanism alone on top of it.
 
-Owns the simulator's switches for what a config says, and the table of variants. Simulates them; prints
-nothing.
+Owns the simulator's switches for what a config says, and the table of variants. Simulates them;
+prints nothing.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ def configured(settings: Settings, speculates: bool = False) -> Variant:
 
 
 def synchronous(settings: Settings) -> Variant:
-    """As verl works: plain rounds, then all rewards, then training; no response ever moves by choice."""
+    """As verl works: plain rounds, then all rewards, then training; no response ever moves by
+    choice."""
     plain = replace(settings, tail=Tail(), max_staleness=0, foresight=False, migration=False)
     return Variant(plain, Switches(streaming=False, async_rewards=False))
 

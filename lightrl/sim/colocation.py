@@ -1,11 +1,12 @@
-"""Rollout nodes whose GPUs also train: when they change over, and with how much parallelism they sample.
+"""Rollout nodes whose GPUs also train: when they change over, and with how much parallelism they
+sample.
 
-Owns three things that a colocated system does between and inside rounds, for comparison with published ones:
-training on all nodes after the rollout; the stream trainer, which releases half of them while responses
-still run (RollPacker, arXiv 2509.21009, algorithm 1), with `scale_down` half of the rest again while those
-left stay fast; the parallelism planner (its section 4.2). Spot nodes never train; where they can take what
-still runs, all others go. All is realised by nodes that leave and come back, so that the core itself moves
-the responses.
+Owns three things that a colocated system does between and inside rounds, for comparison with
+published ones: training on all nodes after the rollout; the stream trainer, which releases half of
+them while responses still run (RollPacker, arXiv 2509.21009, algorithm 1), with `scale_down` half
+of the rest again while those left stay fast; the parallelism planner (its section 4.2). Spot nodes
+never train; where they can take what still runs, all others go. All is realised by nodes that leave
+and come back, so that the core itself moves the responses.
 """
 
 from bisect import bisect_right
@@ -18,7 +19,8 @@ from lightrl.sim.mechanism import Mechanism, Simulation
 
 FIRST_LOOK, LAST_LOOK, LOOK_EVERY = 0.2, 0.5, 0.05  # responses finished, of those launched
 LAST_LOOK_AGAIN = 0.95
-SLOTS_AGAIN = 0.2  # of those that stay may be used when more than the first half go: the tail is slow
+# of those that stay may be used when more than the first half go: the tail is slow
+SLOTS_AGAIN = 0.2
 KV_SHARE = 0.95  # of the cache that may be planned with
 MORE_PREEMPTIONS = 1.05  # than in the last round of the kind: more parallelism
 QUIET_STEPS = 4  # without any: less
@@ -97,12 +99,15 @@ class Colocation(Mechanism):
     # Stream trainer
 
     def _dispensable(self, kind: str) -> list[Machine]:
-        """Half of the nodes that can train; all, if spot nodes can take what still runs; or none."""
+        """Half of the nodes that can train; all, if spot nodes can take what still runs; or
+        none."""
         present = [m for m in self._world.machines.values() if m.present]
         trainers = [m for m in present if m.spec.kind != SPOT]
         trainers.sort(key=lambda m: (len(m.engine.running), m.spec.name))
         counts = (
-            [len(trainers) // 2] if len(trainers) == len(present) else [len(trainers), len(trainers) // 2]
+            [len(trainers) // 2]
+            if len(trainers) == len(present)
+            else [len(trainers), len(trainers) // 2]
         )
         for count in counts:
             names = {m.spec.name for m in trainers[:count]}
@@ -128,7 +133,9 @@ class Colocation(Mechanism):
 
     def _release(self, machines: list[Machine]) -> None:
         world = self._world
-        everyone = sum((m.present or m.released) and m.spec.kind != SPOT for m in world.machines.values())
+        everyone = sum(
+            (m.present or m.released) and m.spec.kind != SPOT for m in world.machines.values()
+        )
         self._released = self._released + machines
         for machine in machines:
             for event in world.leave(machine, "released to train", released=True):

@@ -47,7 +47,9 @@ def simulate_run(
         scenario = replace(scenario, workload=replace(scenario.workload, num_prompts=num_prompts))
     settings = settings_of(config, scenario.workload.num_prompts)
     if scenario.training.placement == "colocated" and settings.max_staleness:
-        raise SimError("async.max_staleness: a trainer on the rollout nodes cannot work beside them")
+        raise SimError(
+            "async.max_staleness: a trainer on the rollout nodes cannot work beside them"
+        )
     num_steps = steps if steps is not None else min(STEPS, config.train.steps)
     settings = replace(settings, num_steps=num_steps)
     speculates = config.speculates and scenario.has_speculated
@@ -55,7 +57,11 @@ def simulate_run(
         named = compare(settings, scenario, fleet, events, speculates)
     else:
         base = simulate(synchronous(settings), scenario, fleet, events)
-        named = {"as configured": simulate(configured(settings, speculates), scenario, fleet, events, base)}
+        named = {
+            "as configured": simulate(
+                configured(settings, speculates), scenario, fleet, events, base
+            )
+        }
     if json_line:
         print(json.dumps(as_json(named)))
         return
@@ -63,8 +69,10 @@ def simulate_run(
     responses = settings.prompts_per_step * settings.group_size
     spot = f" and those of {trace}" if trace is not None else ""
     print(
-        f"{num_steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} = {responses:,} "
-        f"responses of at most {limit:,} tokens, on {nodes} nodes x {config.rollout.slots} slots{spot}"
+        f"{num_steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} "
+        f"= {responses:,} "
+        f"responses of at most {limit:,} tokens, on {nodes} nodes x {config.rollout.slots} "
+        f"slots{spot}"
     )
     show([f"workload   {scenario.workload.name}; {scenario.training.placement} trainer"])
     if scenario.workload.note:

@@ -1,8 +1,8 @@
 """Rewards that are computed when the rollout is over, and what follows from that, for comparison.
 
-Owns the responses that have finished and have no score yet. The core is told a score at once; the time that
-all of them take is added to the step. A system that has no scores cannot know which groups are complete, so
-it may let the surplus of a group run on (`Switches.surplus_ends`).
+Owns the responses that have finished and have no score yet. The core is told a score at once; the
+time that all of them take is added to the step. A system that has no scores cannot know which
+groups are complete, so it may let the surplus of a group run on (`Switches.surplus_ends`).
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,12 @@ class DeferredRewards(Mechanism):
         """Whether what the core gives up continues until its round closes."""
         core, response = self._world.core, self._world.core.table.responses.get(name)
         round = core.table.round
-        if self._world.switches.surplus_ends or round is None or response is None or round.cut == DECIDED:
+        if (
+            self._world.switches.surplus_ends
+            or round is None
+            or response is None
+            or round.cut == DECIDED
+        ):
             return False
         self._surplus[name, number] = machine, response
         return True
@@ -38,7 +43,9 @@ class DeferredRewards(Mechanism):
         """After tokens came: surplus that has finished is scored as well."""
         if self._surplus:
             for d in deltas:
-                if d.finished is not None and (found := self._surplus.pop((d.response, d.attempt), None)):
+                if d.finished is not None and (
+                    found := self._surplus.pop((d.response, d.attempt), None)
+                ):
                     self.take(found[1])
 
     def round_closed(self, round: Round) -> None:

@@ -1,16 +1,17 @@
 """The rollout engine of one node as a formula: what it decodes, when, and where its time goes.
 
-Owns the model of decoding, prefill, KV cache and speculation. Must not know the core, the clock of the
-world or other nodes: it is told the time and says when it wants to be called again.
+Owns the model of decoding, prefill, KV cache and speculation. Must not know the core, the clock of
+the world or other nodes: it is told the time and says when it wants to be called again.
 
-All running responses decode in lock step, so one token clock per node tells how far each of them is,
-and the next finish is the head of a heap. k tokens for each of B responses that hold S tokens of context
-take (k steps, each sees the context that the ones before it have made)
+All running responses decode in lock step, so one token clock per node tells how far each of them
+is, and the next finish is the head of a heap. k tokens for each of B responses that hold S tokens
+of context take (k steps, each sees the context that the ones before it have made)
 
     (k * t0 * (1 + B (1 + w v) / half_batch) + kappa * (k S + B k (k - 1) / 2)) / E        seconds
 
-where E tokens come of one forward pass with speculation (window w, v = price of a verified token against a
-decoded one); without it w = 0, E = 1. Cost is proportional to the number of chunks, not of tokens.
+where E tokens come of one forward pass with speculation (window w, v = price of a verified token
+against a decoded one); without it w = 0, E = 1. Cost is proportional to the number of chunks, not
+of tokens.
 """
 
 import heapq
@@ -28,12 +29,15 @@ MAX_CHUNK = 64  # tokens; large batches send less often
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Drafts from earlier epochs; `acceptance` is the chance that a drafted token is the sampled one."""
+    """Drafts from earlier epochs; `acceptance` is the chance that a drafted token is the sampled
+    one."""
 
     acceptance: float = 0.75
-    first_acceptance: float = 0.35  # in the first epoch, when only siblings can be drafted from
+    # in the first epoch, when only siblings can be drafted from
+    first_acceptance: float = 0.35
     max_window: int = 16
-    verify_cost: float = 0.35  # of a drafted token in a forward pass, against a decoded one
+    # of a drafted token in a forward pass, against a decoded one
+    verify_cost: float = 0.35
 
     def __post_init__(self) -> None:
         shares = (self.acceptance, self.first_acceptance)
@@ -52,16 +56,25 @@ class Speculation:
 class EngineProfile:
     """Speed and memory of one engine. Times in seconds, sizes in tokens."""
 
-    step_s: float = 0.0095  # one response, no context
-    half_batch: float = 107.0  # responses at which a step takes twice as long
-    context_s: float = 1.7e-8  # more for each token of context
-    prefill_s: float = 1.2e-5  # for each token
-    kv_tokens: int = 0  # capacity; 0 = unlimited
+    # one response, no context
+    step_s: float = 0.0095
+    # responses at which a step takes twice as long
+    half_batch: float = 107.0
+    # more for each token of context
+    context_s: float = 1.7e-8
+    # for each token
+    prefill_s: float = 1.2e-5
+    # capacity; 0 = unlimited
+    kv_tokens: int = 0
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         times = (self.step_s, self.half_batch, self.context_s, self.prefill_s)
-        good = all(math.isfinite(t) and t >= 0 for t in times) and self.step_s > 0 and self.half_batch > 0
+        good = (
+            all(math.isfinite(t) and t >= 0 for t in times)
+            and self.step_s > 0
+            and self.half_batch > 0
+        )
         if not good or self.kv_tokens < 0:
             raise SimError(f"engine: {self}: times and sizes must be positive")
 
@@ -80,7 +93,11 @@ class EngineProfile:
 
     def token_cost_s(self, batch: int) -> float:
         """The least that one token costs a node with up to `batch` responses, context left out."""
-        return min(seconds / tokens / b for b in range(1, batch + 1) for seconds, tokens in [self.forward(b)])
+        return min(
+            seconds / tokens / b
+            for b in range(1, batch + 1)
+            for seconds, tokens in [self.forward(b)]
+        )
 
     def alone_s(self, prompt_tokens: int, num_tokens: int) -> float:
         """A response that has a node for itself."""
@@ -104,19 +121,23 @@ class Attempt:
 
     response: str
     number: int
-    prompt: str  # siblings share the prefill of their prompt
+    # siblings share the prefill of their prompt
+    prompt: str
     prompt_tokens: int
     tokens0: int
     final_tokens: int
-    truncated: bool  # it ends at the limit, not with a stop token
+    # it ends at the limit, not with a stop token
+    truncated: bool
     since: int = 0
     sent: int = 0
-    order: int = -1  # of its admission; -1 = it waits
+    # of its admission; -1 = it waits
+    order: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one response: `count` of them from `offset` on; `finished` None while it goes on."""
+    """New tokens of one response: `count` of them from `offset` on; `finished` None while it goes
+    on."""
 
     response: str
     attempt: int
@@ -127,33 +148,48 @@ class Delta:
 
 @dataclass(slots=True)
 class Engine:
-    """Call `step` at `next_at`; every other call may change `next_at`. `times` sums to the time it lived."""
+    """Call `step` at `next_at`; every other call may change `next_at`. `times` sums to the time it
+    lived."""
 
     profile: EngineProfile
     slots: int
     chunk_tokens: int
     now: float
-    streams: bool = True  # else tokens are told only when a response has finished
+    # else tokens are told only when a response has finished
+    streams: bool = True
     prompt_batch: int = PROMPT_BATCH
     next_at: float = INFINITE
-    times: dict[str, float] = field(default_factory=dict[str, float])  # state -> seconds
+    # state -> seconds
+    times: dict[str, float] = field(default_factory=dict[str, float])
     num_preemptions: int = 0
-    num_tokens: int = 0  # sampled here
+    # sampled here
+    num_tokens: int = 0
     prefilled_tokens: int = 0
-    idle_label: str = "idle"  # what having no work is called at the moment
-    held: str | None = None  # what keeps the machine from decoding: loading, training, ...
-    running: dict[str, Attempt] = field(default_factory=dict[str, Attempt])  # oldest first
+    # what having no work is called at the moment
+    idle_label: str = "idle"
+    # what keeps the machine from decoding: loading, training, ...
+    held: str | None = None
+    # oldest first
+    running: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
     waiting: deque[Attempt] = field(default_factory=deque[Attempt])
-    _clock: int = 0  # tokens that each running response has got here so far
-    _at: float = 0.0  # when the newest of them was complete
-    _context: int = 0  # tokens in the KV cache
-    _chunk_at: int = 0  # clock of the next chunk
-    _finished: list[Attempt] = field(default_factory=list[Attempt])  # and not sent yet
+    # tokens that each running response has got here so far
+    _clock: int = 0
+    # when the newest of them was complete
+    _at: float = 0.0
+    # tokens in the KV cache
+    _context: int = 0
+    # clock of the next chunk
+    _chunk_at: int = 0
+    # and not sent yet
+    _finished: list[Attempt] = field(default_factory=list[Attempt])
     _ends: list[tuple[int, int, Attempt]] = field(default_factory=list[tuple[int, int, Attempt]])
     _order: int = 0
-    _linear: float = 0.0  # k tokens take _linear k + _square k^2 seconds
+    # k tokens take _linear k + _square k^2 seconds
+    _linear: float = 0.0
     _square: float = 0.0
-    _forwards: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
+    _forwards: dict[int, tuple[float, float]] = field(
+        default_factory=dict[int, tuple[float, float]]
+    )
 
     # What the world asks of it
 
@@ -179,11 +215,14 @@ class Engine:
         self._plan(now)
 
     def step(self, now: float) -> list[Delta]:
-        """What happened by `next_at`: all new tokens, if any response finished or a chunk is due."""
+        """What happened by `next_at`: all new tokens, if any response finished or a chunk is
+        due."""
         self._advance(now)
         self._finish(now)
         deltas: list[Delta] = []
-        if self._chunk_at <= self._clock or (self._finished and len(self.running) <= self.prompt_batch):
+        if self._chunk_at <= self._clock or (
+            self._finished and len(self.running) <= self.prompt_batch
+        ):
             deltas = self._flush()
         self._make_room(now)
         self._admit(now)
@@ -301,7 +340,8 @@ class Engine:
         while ends and (ends[0][0] <= clock or ends[0][2].order != ends[0][1]):
             _, order, attempt = heapq.heappop(ends)
             if attempt.order == order:
-                surplus = self._tokens(attempt) - attempt.final_tokens  # rounding: others left just now
+                # rounding: others left just now
+                surplus = self._tokens(attempt) - attempt.final_tokens
                 self._evict(now, attempt)
                 self.num_tokens -= surplus
                 attempt.tokens0 -= surplus
@@ -313,7 +353,9 @@ class Engine:
         clock = self._clock
         for attempt in self._finished:
             sent, reason = attempt.sent, "length" if attempt.truncated else "stop"
-            deltas.append(Delta(attempt.response, attempt.number, sent, attempt.tokens0 - sent, reason))
+            deltas.append(
+                Delta(attempt.response, attempt.number, sent, attempt.tokens0 - sent, reason)
+            )
         self._finished.clear()
         self._chunk_at = clock + max(self.chunk_tokens, min(len(self.running) // 2, MAX_CHUNK))
         if not (self.streams or everything):
@@ -339,7 +381,8 @@ class Engine:
             self._unspend(now)
 
     def _make_room(self, now: float) -> None:
-        """Preempts the youngest while the cache cannot take one more token of each (as vLLM does)."""
+        """Preempts the youngest while the cache cannot take one more token of each (as vLLM
+        does)."""
         capacity = self.profile.kv_tokens
         while capacity and len(self.running) > 1 and self._context + len(self.running) > capacity:
             youngest = next(reversed(self.running.values()))
@@ -379,7 +422,8 @@ class Engine:
             self.prefilled_tokens += tokens
 
     def _spend(self, seconds: float) -> None:
-        """Prefill is part of the time in which something runs: it is moved from one account to the other."""
+        """Prefill is part of the time in which something runs: it is moved from one account to the
+        other."""
         self.times["prefill"] = self.times.get("prefill", 0.0) + seconds
         self.times["decode"] = self.times.get("decode", 0.0) - seconds
 

@@ -1,7 +1,7 @@
 """The machines of a simulated fleet: an engine each, what it serves, when it comes and goes.
 
-Owns the state of a machine that the core cannot know: whether it is really there, what it is loading.
-Decides nothing and schedules nothing; `world` does.
+Owns the state of a machine that the core cannot know: whether it is really there, what it is
+loading. Decides nothing and schedules nothing; `world` does.
 """
 
 import math
@@ -21,27 +21,40 @@ class NodeSpec:
 
     name: str
     slots: int
-    kind: str = "rollout"  # its row in the report
-    slowness: float = 1.0  # how many times as long everything takes
+    # its row in the report
+    kind: str = "rollout"
+    # how many times as long everything takes
+    slowness: float = 1.0
 
 
 @dataclass(slots=True)
 class Machine:
     spec: NodeSpec
     engine: Engine
-    speed: float = 1.0  # of the hardware, against that which the profile describes
-    width: int = 1  # machines that work as one
-    present: bool = False  # as the core would see it
-    released: bool = False  # here, but training
-    merged: bool = False  # part of another one's width
-    boots: int = 0  # and ends; an engine that starts late must not join a machine that is gone
+    # of the hardware, against that which the profile describes
+    speed: float = 1.0
+    # machines that work as one
+    width: int = 1
+    # as the core would see it
+    present: bool = False
+    # here, but training
+    released: bool = False
+    # part of another one's width
+    merged: bool = False
+    # and ends; an engine that starts late must not join a machine that is gone
+    boots: int = 0
     incarnation: int = 0
-    serves: int = -1  # policy version whose digest was confirmed
-    loading: int = -1  # the one on its way, -1 = none
-    scheduled_at: float = math.inf  # of its entry in the world's heap
-    present_s: float = 0.0  # x width
+    # policy version whose digest was confirmed
+    serves: int = -1
+    # the one on its way, -1 = none
+    loading: int = -1
+    # of its entry in the world's heap
+    scheduled_at: float = math.inf
+    # x width
+    present_s: float = 0.0
     _since: float = 0.0
-    _past: list[tuple[Engine, int]] = field(default_factory=list[tuple[Engine, int]])  # that it had before
+    # that it had before
+    _past: list[tuple[Engine, int]] = field(default_factory=list[tuple[Engine, int]])
 
     def chunk(self, deltas: list[Delta]) -> TokenChunk:
         return chunk_of(self.serves, deltas)
@@ -66,7 +79,9 @@ class Machine:
         """Another engine, from now on."""
         self._past.append((self.engine, self.width))
         before = self.engine
-        self.engine = Engine(profile, slots, before.chunk_tokens, now, before.streams, before.prompt_batch)
+        self.engine = Engine(
+            profile, slots, before.chunk_tokens, now, before.streams, before.prompt_batch
+        )
         self.scheduled_at, self.width = math.inf, width
 
     def times(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """What speculation brought in a finished run: from its metrics.jsonl, for simulations of that run.
 
-Owns the meaning of those figures. A step counts as one with history if all its prompts came for the second
-time or later, as one without if all came for the first time, by its round in lengths.jsonl; others say
-nothing. What a run does not say, and lines that cannot be read, change nothing.
+Owns the meaning of those figures. A step counts as one with history if all its prompts came for the
+second time or later, as one without if all came for the first time, by its round in lengths.jsonl;
+others say nothing. What a run does not say, and lines that cannot be read, change nothing.
 """
 
 import json
@@ -21,7 +21,8 @@ MOST = 0.99  # likely that a token is the sampled one, at most; the model needs 
 
 
 def measured(run_dir: Path, lengths: str, assumed: Speculation) -> Speculation | None:
-    """`assumed` with what the run measured; None if it did not speculate. `lengths` is its lengths.jsonl."""
+    """`assumed` with what the run measured; None if it did not speculate. `lengths` is its
+    lengths.jsonl."""
     steps = _steps(run_dir / FILE_NAME)
     found: dict[
         bool, list[tuple[int, float, float]]
@@ -31,7 +32,9 @@ def measured(run_dir: Path, lengths: str, assumed: Speculation) -> Speculation |
             found.setdefault(min(epochs) > 0, []).append((tokens, *steps[step]))
     if not found:
         return None
-    changes = {("acceptance" if late else "first_acceptance"): _of(rows) for late, rows in found.items()}
+    changes = {
+        ("acceptance" if late else "first_acceptance"): _of(rows) for late, rows in found.items()
+    }
     return replace(assumed, **cast("Any", changes))
 
 
@@ -43,10 +46,12 @@ def _of(rows: list[tuple[int, float, float]]) -> float:
 
 
 def chance(acceptance: float, tokens_per_forward: float) -> float:
-    """How likely a drafted token is the sampled one, if those before it were: the model's acceptance.
+    """How likely a drafted token is the sampled one, if those before it were: the model's
+    acceptance.
 
-    Accepted / drafted is less, since all that follows the first wrong token was drafted in vain. A forward
-    pass drafts w = (tokens - 1) / acceptance tokens; sought is a with a + a^2 + ... + a^w = tokens - 1.
+    Accepted / drafted is less, since all that follows the first wrong token was drafted in vain. A
+    forward pass drafts w = (tokens - 1) / acceptance tokens; sought is a with a + a^2 + ... + a^w =
+    tokens - 1.
     """
     accepted = tokens_per_forward - 1
     window = accepted / acceptance if acceptance > 0 else 0.0
@@ -89,7 +94,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _rounds(lengths: str) -> Iterator[tuple[int, set[int], int]]:
-    """(step, epochs of its prompts, tokens) of the training rounds of a run; its lines were read before."""
+    """(step, epochs of its prompts, tokens) of the training rounds of a run; its lines were read
+    before."""
     for line in lengths.splitlines():
         row = cast("dict[str, Any]", json.loads(line) if line.strip() else {})
         if not isinstance(row.get("step"), int) or row.get("kind") == "eval":

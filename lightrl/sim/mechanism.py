@@ -1,7 +1,8 @@
-"""What a compared system does besides scheduling: the hooks that the simulator calls, and what they may use.
+"""What a compared system does besides scheduling: the hooks that the simulator calls, and what they
+may use.
 
-Owns no behaviour. How LightRL itself works is in world.py and the core; nothing there depends on which
-mechanisms are present.
+Owns no behaviour. How LightRL itself works is in world.py and the core; nothing there depends on
+which mechanisms are present.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +28,13 @@ class Simulation(Protocol):
     now: float
     core: Coordinator
     machines: dict[str, Machine]
-    engines: dict[int, EngineProfile]  # by parallelism
-    parallelism: int  # at which machines sample now
+    # by parallelism
+    engines: dict[int, EngineProfile]
+    # at which machines sample now
+    parallelism: int
     outcome: Outcome
-    newest: StepRecord  # of the round that closed last
+    # of the round that closed last
+    newest: StepRecord
     scoring: Scoring
     trainer: TrainerModel
 

@@ -1,4 +1,5 @@
-"""The messages that simulated nodes send. Owns the constant token buffer that all of them are slices of."""
+"""The messages that simulated nodes send. Owns the constant token buffer that all of them are
+slices of."""
 
 from functools import lru_cache
 from typing import cast
@@ -28,7 +29,12 @@ def blank(num_tokens: int) -> bytes:
 def chunk_of(policy_version: int, deltas: list[Delta]) -> TokenChunk:
     items = tuple(
         ResponseTokens(
-            d.response, d.attempt, d.offset, blank(d.count), blank(d.count), cast("FinishReason", d.finished)
+            d.response,
+            d.attempt,
+            d.offset,
+            blank(d.count),
+            blank(d.count),
+            cast("FinishReason", d.finished),
         )
         for d in deltas
     )
@@ -41,7 +47,9 @@ def digest_of(policy_version: int) -> str:
 
 def publication(policy_version: int) -> PublishWeights:
     digest = digest_of(policy_version)
-    return PublishWeights(Manifest(policy_version, digest, (), (Bucket(1, digest),)), ("sim:1",), "")
+    return PublishWeights(
+        Manifest(policy_version, digest, (), (Bucket(1, digest),)), ("sim:1",), ""
+    )
 
 
 def hello(name: str, incarnation: int, role: str, slots: int = 0) -> Hello:

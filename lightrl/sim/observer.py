@@ -1,7 +1,7 @@
 """Looks at a simulated world and writes down what a report needs. Changes nothing.
 
-The simulator knows how long every response would have been, also of those that were given up: that is how
-the bias of what is trained can be told.
+The simulator knows how long every response would have been, also of those that were given up: that
+is how the bias of what is trained can be told.
 """
 
 from lightrl.core.commands import CloseStep
@@ -70,11 +70,17 @@ class Observer:
         record.parallelism = world.parallelism
         self._bound(record, kept)
         self._records[round.step] = world.newest = record
-        out.winners.append((round.step, tuple(sorted(r.id for g in round.accepted for r in g.kept))))
+        out.winners.append(
+            (round.step, tuple(sorted(r.id for g in round.accepted for r in g.kept)))
+        )
 
     def step_closed(self, step: CloseStep) -> None:
         record = self._records.pop(step.step)
-        record.rollout_s, record.train_s, record.weights_s = step.rollout_s, step.train_s, step.weights_s
+        record.rollout_s, record.train_s, record.weights_s = (
+            step.rollout_s,
+            step.train_s,
+            step.weights_s,
+        )
         self._look()
         elapsed = self._world.now - self._step_at
         if elapsed > 0:

@@ -5,27 +5,35 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class StepRecord:
-    """One optimizer step. Times in seconds, work in seconds of one node that the profile describes."""
+    """One optimizer step. Times in seconds, work in seconds of one node that the profile
+    describes."""
 
     step: int
     kind: str
-    launched: int  # responses
+    # responses
+    launched: int
     opened_at: float = 0.0
     closed_at: float = 0.0
     rollout_s: float = 0.0
     train_s: float = 0.0
     weights_s: float = 0.0
-    kept: int = 0  # responses
+    # responses
+    kept: int = 0
     kept_tokens: int = 0
     kept_longest: int = 0
-    longest_s: float = 0.0  # of the longest kept response on a fast node of its own
-    work_s: float = 0.0  # the least that a fleet of one node needs for all kept responses
+    # of the longest kept response on a fast node of its own
+    longest_s: float = 0.0
+    # the least that a fleet of one node needs for all kept responses
+    work_s: float = 0.0
     training_s: float = 0.0
     preemptions: int = 0
-    nodes: float = 0.0  # time average; a slow one counts less
-    training_nodes: float = 0.0  # of these, that also train
+    # time average; a slow one counts less
+    nodes: float = 0.0
+    # of these, that also train
+    training_nodes: float = 0.0
     parallelism: int = 1
-    put_off: int = 0  # prompts
+    # prompts
+    put_off: int = 0
     dropped: int = 0
 
     @property
@@ -67,15 +75,20 @@ class Outcome:
     elapsed_s: float = 0.0
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     device_times: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    device_s: dict[str, float] = field(default_factory=dict[str, float])  # how long they were there, together
+    # how long they were there, together
+    device_s: dict[str, float] = field(default_factory=dict[str, float])
     kept: Lengths = field(default_factory=Lengths)
     # Of the prompts that were trained: all that they launched first, also what was given up.
     launched: Lengths = field(default_factory=Lengths)
-    sampled_tokens: int = 0  # by all engines
+    # by all engines
+    sampled_tokens: int = 0
     trained_tokens: int = 0
     prefilled_tokens: int = 0
     preemptions: int = 0
     counters: dict[str, int] = field(default_factory=dict[str, int])
-    waiting_prompts: int = 0  # put off and not trained at the end
+    # put off and not trained at the end
+    waiting_prompts: int = 0
     num_events: int = 0
-    winners: list[tuple[int, tuple[str, ...]]] = field(default_factory=list[tuple[int, tuple[str, ...]]])
+    winners: list[tuple[int, tuple[str, ...]]] = field(
+        default_factory=list[tuple[int, tuple[str, ...]]]
+    )

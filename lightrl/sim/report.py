@@ -1,8 +1,10 @@
-"""What a simulation says, as figures, as a table for people, as one JSON object. Computes nothing new.
+"""What a simulation says, as figures, as a table for people, as one JSON object. Computes nothing
+new.
 
-Every figure is defined here, once. The physical bound of a step is the largest of: the least work that
-its kept responses are, over the capacity that was there; its longest kept response on a fast node of its
-own; its training. On shared GPUs work and training add up. No schedule that trains the same can beat it.
+Every figure is defined here, once. The physical bound of a step is the largest of: the least work
+that its kept responses are, over the capacity that was there; its longest kept response on a fast
+node of its own; its training. On shared GPUs work and training add up. No schedule that trains the
+same can beat it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,8 @@ class RoundFigures:
     train_s: float
     weights_s: float
     bound_s: float
-    longest_tokens: float  # of those kept
+    # of those kept
+    longest_tokens: float
     mean_tokens: float
 
 
@@ -40,13 +43,17 @@ class Figures:
     workload: str
     steps: int
     step_s: float
-    speed_up: float | None  # over the synchronous baseline on the same devices
+    # over the synchronous baseline on the same devices
+    speed_up: float | None
     bound_s: float
-    share_of_bound: float  # bound_s / step_s
-    responses_per_s: float  # trained
+    # bound_s / step_s
+    share_of_bound: float
+    # trained
+    responses_per_s: float
     tokens_per_s: float
     kinds: dict[str, RoundFigures]
-    devices: dict[str, dict[str, float]]  # class -> state -> share of its time
+    # class -> state -> share of its time
+    devices: dict[str, dict[str, float]]
     device_hours: dict[str, float]
     migrations: int
     responses_moved: int
@@ -54,14 +61,19 @@ class Figures:
     preemptions: int
     sampled_tokens: int
     trained_tokens: int
-    wasted_share: float  # of the sampled tokens
+    # of the sampled tokens
+    wasted_share: float
     prefilled_tokens: int
-    kept_mean: float  # tokens of a trained response
-    true_mean: float  # of all that the same prompts launched first: what they would give without a race
-    length_bias: float  # kept_mean / true_mean - 1
+    # tokens of a trained response
+    kept_mean: float
+    # of all that the same prompts launched first: what they would give without a race
+    true_mean: float
+    # kept_mean / true_mean - 1
+    length_bias: float
     kept_at_limit: float
     true_at_limit: float
-    prompts_waiting: int  # put off at the end; their responses are in neither mean
+    # put off at the end; their responses are in neither mean
+    prompts_waiting: int
     cost: float
     cost_per_step: float
     tokens_per_dollar: float | None
@@ -74,7 +86,10 @@ def bound_s(step: StepRecord, colocated: bool, synchronous: bool = True) -> floa
 
 
 def figures(
-    outcome: Outcome, scenario: Scenario, synchronous: bool = True, baseline_step_s: float | None = None
+    outcome: Outcome,
+    scenario: Scenario,
+    synchronous: bool = True,
+    baseline_step_s: float | None = None,
 ) -> Figures:
     colocated = scenario.training.placement == "colocated"
     steps = outcome.steps
@@ -108,7 +123,9 @@ def figures(
         responses_per_s=sum(s.kept for s in steps) / total_s,
         tokens_per_s=outcome.trained_tokens / total_s,
         kinds=kinds,
-        devices={kind: _shares(t, outcome.device_s[kind]) for kind, t in outcome.device_times.items()},
+        devices={
+            kind: _shares(t, outcome.device_s[kind]) for kind, t in outcome.device_times.items()
+        },
         device_hours=hours,
         migrations=outcome.counters["migrations"],
         responses_moved=outcome.counters["responses_moved"],
@@ -131,7 +148,9 @@ def figures(
 
 
 def _shares(times: Mapping[str, float], total_s: float) -> dict[str, float]:
-    return {label: seconds / total_s for label, seconds in times.items() if seconds} if total_s else {}
+    return (
+        {label: seconds / total_s for label, seconds in times.items() if seconds} if total_s else {}
+    )
 
 
 def as_json(named: Mapping[str, Figures]) -> dict[str, object]:
@@ -164,7 +183,8 @@ def _lines(f: Figures) -> list[str]:
     lines = [
         f"step       {f.step_s:.1f} s on average, {f.responses_per_s:.2f} responses/s"
         + (f", {f.speed_up:.2f} x the synchronous baseline" if f.speed_up is not None else ""),
-        f"bound      {f.bound_s:.1f} s: no schedule of the same responses is faster; this one is at "
+        f"bound      {f.bound_s:.1f} s: no schedule of the same responses is faster; this "
+        "one is at "
         f"{100 * f.share_of_bound:.0f} %",
         f"tokens     {f.sampled_tokens:,} sampled, {f.trained_tokens:,} trained, "
         f"{100 * f.wasted_share:.1f} % wasted, {f.prefilled_tokens:,} prefilled",
@@ -190,7 +210,11 @@ def comparison(named: Mapping[str, Figures]) -> "Sequence[RenderableType]":
     for column in table.columns[1:]:
         column.justify = "right"
     for name, f in named.items():
-        nodes = [(f.device_hours[k], s.get("decode", 0.0)) for k, s in f.devices.items() if k != "trainer"]
+        nodes = [
+            (f.device_hours[k], s.get("decode", 0.0))
+            for k, s in f.devices.items()
+            if k != "trainer"
+        ]
         decode = sum(h * s for h, s in nodes) / max(1e-9, sum(h for h, _ in nodes))
         table.add_row(
             name,

@@ -1,8 +1,10 @@
-"""What is simulated: a workload, the hardware under it, what it costs; presets, and files that say so.
+"""What is simulated: a workload, the hardware under it, what it costs; presets, and files that say
+so.
 
 Owns the tables of presets and the reading of workload files and of finished runs. Decides nothing.
 
-A workload file is JSON with any of these parts, or JSONL with one {"prompt": ..., "lengths": [...]} a line:
+A workload file is JSON with any of these parts, or JSONL with one {"prompt": ..., "lengths": [...]}
+a line:
 
     {"base": "generic", "lengths": {"p1": [310, 512]}, "length_model": {...}, "num_prompts": 4096,
      "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "engine": {...}, "training": {...},
@@ -36,7 +38,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The trainer: seconds for each token of prompt and response, each response, and each optimizer step.
+    """The trainer: seconds for each token of prompt and response, each response, and each optimizer
+    step.
 
     A response costs by itself where samples are padded, or launched one by one.
     """
@@ -44,7 +47,8 @@ class Training:
     token_s: float = 2e-5
     step_s: float = 2.0
     response_s: float = 0.0
-    switch_s: float = 0.0  # of a rollout node that turns to training
+    # of a rollout node that turns to training
+    switch_s: float = 0.0
     # colocated = on the GPUs of the rollout nodes, those that are not spot nodes
     placement: Literal["dedicated", "colocated"] = "dedicated"
 
@@ -65,10 +69,13 @@ class Transfer:
 
     num_bytes: float = 0.0
     receiver_bytes_per_s: float = 6.25e9
-    sender_bytes_per_s: float = 25e9  # of all holders together
+    # of all holders together
+    sender_bytes_per_s: float = 25e9
     load_s: float = 1.0
-    start_s: float = 0.0  # of an engine on a node that comes
-    lost_after_s: float = 0.5  # until a node that dies is missed
+    # of an engine on a node that comes
+    start_s: float = 0.0
+    # until a node that dies is missed
+    lost_after_s: float = 0.5
 
     def __post_init__(self) -> None:
         if min(self.num_bytes, self.load_s, self.start_s, self.lost_after_s) < 0:
@@ -77,7 +84,9 @@ class Transfer:
             raise SimError(f"transfer: {self}: bandwidths must be positive")
 
     def pull_s(self, receivers: int) -> float:
-        return self.num_bytes / min(self.receiver_bytes_per_s, self.sender_bytes_per_s / max(1, receivers))
+        return self.num_bytes / min(
+            self.receiver_bytes_per_s, self.sender_bytes_per_s / max(1, receivers)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +110,16 @@ class Scenario:
     """All that a simulation needs beside the run's config."""
 
     workload: Workload
-    # By how many times the parallelism of the smallest engine; the planner may go from one to the next.
+    # By how many times the parallelism of the smallest engine; the planner may go from one to the
+    # next.
     engines: Mapping[int, EngineProfile] = field(default_factory=lambda: {1: EngineProfile()})
     training: Training = Training()
     transfer: Transfer = Transfer()
     prices: Prices = Prices()
-    speculation: Speculation = field(default_factory=Speculation)  # what switching it on would bring
-    has_speculated: bool = False  # and it is not assumed: the run that this is a workload of measured it
+    # what switching it on would bring
+    speculation: Speculation = field(default_factory=Speculation)
+    # and it is not assumed: the run that this is a workload of measured it
+    has_speculated: bool = False
 
     @property
     def engine(self) -> EngineProfile:
@@ -118,18 +130,26 @@ class Scenario:
 class Switches:
     """What the shell around the core does; the core's own mechanisms are in its Settings."""
 
-    streaming: bool = True  # training begins while responses still run
-    async_rewards: bool = True  # else all rewards are computed after the rollout
-    adaptive_limit: bool = False  # of rewards
+    # training begins while responses still run
+    streaming: bool = True
+    # else all rewards are computed after the rollout
+    async_rewards: bool = True
+    # of rewards
+    adaptive_limit: bool = False
     speculation: bool = False
-    stream_trainer: bool = False  # half of the rollout nodes change over to training (colocated only)
-    scale_down: bool = False  # and again half of the rest, while few responses run on those left
-    planner: bool = False  # parallelism follows the preemptions
-    token_collection: bool = True  # else a response that moves starts again from its prompt
+    # half of the rollout nodes change over to training (colocated only)
+    stream_trainer: bool = False
+    # and again half of the rest, while few responses run on those left
+    scale_down: bool = False
+    # parallelism follows the preemptions
+    planner: bool = False
+    # else a response that moves starts again from its prompt
+    token_collection: bool = True
     exact_finishes: bool = (
         False  # a finish is told at once, not with the next chunk; a race by the clock needs it
     )
-    surplus_ends: bool = True  # else what a group has too much runs on, and is scored, until its round closes
+    # else what a group has too much runs on, and is scored, until its round closes
+    surplus_ends: bool = True
     chunk_tokens: int = 32
 
 
@@ -137,7 +157,8 @@ DEFAULT = Switches()
 
 
 def generic(max_response_tokens: int, prompt_tokens: int = 200) -> Scenario:
-    """For a config of which nothing is known: the shape of a published tail, scaled to its limit."""
+    """For a config of which nothing is known: the shape of a published tail, scaled to its
+    limit."""
     note = "nothing is known of this model: lengths, speeds and times are guesses; give --workload"
     lengths = SHORT_TAIL.scaled(max_response_tokens)
     return Scenario(Workload("generic", lengths, prompt_tokens=prompt_tokens, note=note))
@@ -147,21 +168,29 @@ _MIX = RewardTimes(  # math, code, judge in equal parts
     classes=(
         RewardClass(share=1 / 3, constant_s=0.018, workers=1),
         RewardClass(
-            share=1 / 3, median_s=1.0, sigma=0.1, prompt_sigma=0.6, hanging=0.05, limit_s=30.0, workers=44
+            share=1 / 3,
+            median_s=1.0,
+            sigma=0.1,
+            prompt_sigma=0.6,
+            hanging=0.05,
+            limit_s=30.0,
+            workers=44,
         ),
-        # On the GPUs that sample, its layers come from the host: twice the latency, twice as many at once.
+        # On the GPUs that sample, its layers come from the host: twice the latency, twice as many
+        # at once.
         RewardClass(share=1 / 3, constant_s=3.0, workers=96, beside=2.0),
     )
 )
 
-# Published acceptance, taken low. With history: 65 to 79 % of drafted tokens (RhymeRL, arXiv 2508.18588);
-# in the first epoch 1.7 tokens come of a forward pass (Seer, table 2: no references). A verified token costs
-# as much as a decoded one.
+# Published acceptance, taken low. With history: 65 to 79 % of drafted tokens (RhymeRL, arXiv
+# 2508.18588); in the first epoch 1.7 tokens come of a forward pass (Seer, table 2: no references).
+# A verified token costs as much as a decoded one.
 _HISTORY = Speculation(acceptance=0.65, first_acceptance=0.41, max_window=16, verify_cost=1.0)
 
-# The workloads of RollPacker, section 7.1, calibrated against its figure 12 and table 2: see `reproduce`.
-# A node is an engine: one GPU for 7B, two for 14B. A token of context costs the reading of its keys and
-# values at 70 % of 3.35 TB/s. Prices: of H100 by the hour, 83.79 dollars for eight, 5.32 for two spot ones.
+# The workloads of RollPacker, section 7.1, calibrated against its figure 12 and table 2: see
+# `reproduce`. A node is an engine: one GPU for 7B, two for 14B. A token of context costs the
+# reading of its keys and values at 70 % of 3.35 TB/s. Prices: of H100 by the hour, 83.79 dollars
+# for eight, 5.32 for two spot ones.
 PRESETS: dict[str, Callable[[], Scenario]] = {
     "rollpacker-7b-8k": lambda: Scenario(
         Workload("rollpacker-7b-8k", FITTED_8K, reward=_MIX),
@@ -189,7 +218,8 @@ PRESETS: dict[str, Callable[[], Scenario]] = {
 
 
 def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
-    """A preset by name, a workload file, or the directory of a finished run. Raises SimError, one line."""
+    """A preset by name, a workload file, or the directory of a finished run. Raises SimError, one
+    line."""
     if not source or source == "generic":
         return generic(max_response_tokens)
     if source in PRESETS:
@@ -202,7 +232,9 @@ def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
             raise SimError(f"{path}: no such file; a run that closed a round has it")
     elif not path.is_file():
         known = ", ".join(["generic", *PRESETS])
-        raise SimError(f"--workload {source}: neither a file, a run directory nor a preset ({known})")
+        raise SimError(
+            f"--workload {source}: neither a file, a run directory nor a preset ({known})"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -241,7 +273,9 @@ def _from_lines(path: Path, text: str, limit: int, seed: int) -> Scenario:
     num = sum(map(len, seen.values()))
     note = f"{num:,} lengths of {len(seen):,} prompts from {path}; speeds and times are guesses"
     base = generic(limit)
-    workload = replace(base.workload, name=str(path), lengths=lengths, num_prompts=len(seen), note=note)
+    workload = replace(
+        base.workload, name=str(path), lengths=lengths, num_prompts=len(seen), note=note
+    )
     return replace(base, workload=workload)
 
 
@@ -289,15 +323,21 @@ def _from_tree(tree: Any, name: str, limit: int, seed: int) -> Scenario:
     if "same_again" in parts:
         workload = replace(workload, same_again=float(parts.pop("same_again")))
     if "reward" in parts:
-        workload = replace(workload, reward=_changed(workload.reward, parts.pop("reward"), "reward"))
+        workload = replace(
+            workload, reward=_changed(workload.reward, parts.pop("reward"), "reward")
+        )
     engines = dict(base.engines)
     if "engine" in parts:
         engines = {1: _changed(base.engine, parts.pop("engine"), "engine")}
-    known: dict[str, Any] = {k: getattr(base, k) for k in ("training", "transfer", "prices", "speculation")}
+    known: dict[str, Any] = {
+        k: getattr(base, k) for k in ("training", "transfer", "prices", "speculation")
+    }
     changed = {k: _changed(v, parts.pop(k), k) for k, v in known.items() if k in parts}
     if parts:
         raise SimError(f"{next(iter(parts))}: unknown key")
-    return replace(base, workload=replace(workload, note=""), engines=engines, **cast("Any", changed))
+    return replace(
+        base, workload=replace(workload, note=""), engines=engines, **cast("Any", changed)
+    )
 
 
 def _renamed(lengths: Mapping[str, list[int]]) -> dict[str, list[int]]:
@@ -337,7 +377,9 @@ def _changed(start: T, changes: Any, key: str) -> T:
             value = tuple(_changed(RewardClass(), row, f"{key}.classes") for row in rows)
         elif name == "speculation" and value is not None:
             value = _changed(old or Speculation(), value, f"{key}.speculation")
-        elif isinstance(value, bool) != isinstance(old, bool) or not isinstance(value, type(old) | int):
+        elif isinstance(value, bool) != isinstance(old, bool) or not isinstance(
+            value, type(old) | int
+        ):
             raise SimError(f"{key}.{name} = {value!r}: a {type(old).__name__} is needed")
         values[name] = value
     return cast("T", replace(cast("Any", start), **values))

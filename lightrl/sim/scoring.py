@@ -1,4 +1,5 @@
-"""Rewards in virtual time: when a response's score is known. Owns the reward workers, nothing else."""
+"""Rewards in virtual time: when a response's score is known. Owns the reward workers, nothing
+else."""
 
 import heapq
 from collections.abc import Iterable

@@ -16,7 +16,8 @@ from lightrl.sim.workload import uniforms
 class TraceEvent:
     at_s: float
     node: str
-    added: bool  # else it is gone, without warning
+    # else it is gone, without warning
+    added: bool
 
 
 def read_trace(path: Path) -> tuple[TraceEvent, ...]:
@@ -35,7 +36,9 @@ def read_trace(path: Path) -> tuple[TraceEvent, ...]:
             if events and event.at_s < events[-1].at_s:
                 raise ValueError(f"goes back in time, from {1000 * events[-1].at_s:.0f} ms")
             if event.added == (event.node in present):
-                raise ValueError(f"node {event.node} is " + ("there already" if event.added else "not there"))
+                raise ValueError(
+                    f"node {event.node} is " + ("there already" if event.added else "not there")
+                )
         except ValueError as e:
             raise SimError(f"{path}:{number}: {line.strip()[:60]!r}: {e}") from None
         (present.add if event.added else present.discard)(event.node)

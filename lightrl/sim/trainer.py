@@ -1,9 +1,9 @@
 """The trainer as a model: groups come in, gradients take time, a new version comes out.
 
-Owns its backlog and where its time goes. Steps are trained one after the other. Without streaming, a
-step's work begins when all of it is there. `rate` is the share of the trainer's devices that it has at the
-moment: 1 where they are its own; on those of the rollout nodes 0 until these are free, and 1/2 while half
-of them have been released.
+Owns its backlog and where its time goes. Steps are trained one after the other. Without streaming,
+a step's work begins when all of it is there. `rate` is the share of the trainer's devices that it
+has at the moment: 1 where they are its own; on those of the rollout nodes 0 until these are free,
+and 1/2 while half of them have been released.
 """
 
 import math
@@ -17,8 +17,10 @@ class Job:
 
     step: int
     work_s: float = 0.0
-    closed: bool = False  # nothing more comes
-    ready_at: float = 0.0  # rewards computed after the rollout
+    # nothing more comes
+    closed: bool = False
+    # rewards computed after the rollout
+    ready_at: float = 0.0
 
 
 @dataclass(slots=True)

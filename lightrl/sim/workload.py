@@ -1,13 +1,14 @@
 """How long responses are, how long rewards take, how much training costs: what a run has to do.
 
-Owns these models and their presets. A length is a pure function of (workload seed, prompt, epoch, noise of
-the response), so that moving, racing and restarting do not change it, as with coupled sampling. Must not
-know engines, nodes or the core. Reading them from files is in `scenario`.
+Owns these models and their presets. A length is a pure function of (workload seed, prompt, epoch,
+noise of the response), so that moving, racing and restarting do not change it, as with coupled
+sampling. Must not know engines, nodes or the core. Reading them from files is in `scenario`.
 
-The length model has two levels (fitted to figure 12 of RollPacker, arXiv 2509.21009): a prompt has a
-difficulty z and, correlated with it, a chance q that one of its responses runs away. Both persist over
-epochs with a drift that leaves the rank of almost all prompts (RhymeRL, arXiv 2508.18588). With `luck`,
-that much of q is drawn anew each time a group is sampled with new noise, and does not stay with the prompt.
+The length model has two levels (fitted to figure 12 of RollPacker, arXiv 2509.21009): a prompt has
+a difficulty z and, correlated with it, a chance q that one of its responses runs away. Both persist
+over epochs with a drift that leaves the rank of almost all prompts (RhymeRL, arXiv 2508.18588).
+With `luck`, that much of q is drawn anew each time a group is sampled with new noise, and does not
+stay with the prompt.
 """
 
 import hashlib
@@ -47,8 +48,8 @@ class Lengths(Protocol):
 class LengthModel:
     """Symbols as in the module's text: lognormal(m + s_p z, s_r), or with chance q a runaway.
 
-    q = sigmoid(alpha + beta v), v = sqrt(1 - luck^2) u + luck N with u correlated to z by rho, and N drawn
-    for each group; a runaway has over cap U^tau tokens.
+    q = sigmoid(alpha + beta v), v = sqrt(1 - luck^2) u + luck N with u correlated to z by rho, and
+    N drawn for each group; a runaway has over cap U^tau tokens.
     """
 
     cap: int = 8192
@@ -61,19 +62,26 @@ class LengthModel:
     tau: float = 2.717
     over: float = 1.3
     luck: float = 0.0
-    drift: float = 0.2  # share of new noise in z and u, each epoch
+    # share of new noise in z and u, each epoch
+    drift: float = 0.2
     seed: int = 0
 
     def __post_init__(self) -> None:
         spread = (self.s_p, self.s_r, self.tau)
         if self.cap < 1 or min(spread) < 0 or not -1 <= self.rho <= 1 or not 0 <= self.drift <= 1:
-            raise SimError(f"length model: {self}: cap >= 1, spreads >= 0, -1 <= rho <= 1, 0 <= drift <= 1")
+            raise SimError(
+                f"length model: {self}: cap >= 1, spreads >= 0, -1 <= rho <= 1, 0 <= drift <= 1"
+            )
         if not 0 <= self.luck <= 1 or self.over <= 0:
             raise SimError(f"length model: {self}: 0 <= luck <= 1, over > 0")
 
     def length(self, prompt: str, epoch: int, noise: int, limit: int, group: str = "") -> int:
         z, u = _latent(self, prompt, epoch)
-        v = u if not self.luck else math.sqrt(1 - self.luck**2) * u + self.luck * _chance(self.seed, group)
+        v = (
+            u
+            if not self.luck
+            else math.sqrt(1 - self.luck**2) * u + self.luck * _chance(self.seed, group)
+        )
         q = 1 / (1 + math.exp(-(self.alpha + self.beta * v)))
         chance, size, _ = uniforms(self.seed, prompt, noise)
         if chance < q:
@@ -125,13 +133,18 @@ class EmpiricalLengths:
     def length(self, prompt: str, epoch: int, noise: int, limit: int, group: str = "") -> int:
         lengths = self.by_prompt.get(prompt)
         if lengths is None:
-            lengths = self.by_prompt[self._names[int(uniforms(self.seed, prompt)[0] * len(self._names))]]
+            lengths = self.by_prompt[
+                self._names[int(uniforms(self.seed, prompt)[0] * len(self._names))]
+            ]
         draw, _, _ = uniforms(self.seed, prompt, noise)
         return max(1, min(lengths[int(draw * len(lengths))], limit))
 
 
-def complete_censored(seen: Mapping[str, Sequence[tuple[int, bool]]], seed: int) -> dict[str, list[int]]:
-    """Lengths per prompt from (tokens, finished): one that was given up had at least so many tokens.
+def complete_censored(
+    seen: Mapping[str, Sequence[tuple[int, bool]]], seed: int
+) -> dict[str, list[int]]:
+    """Lengths per prompt from (tokens, finished): one that was given up had at least so many
+    tokens.
 
     It gets the length of a finished one, of any prompt, that was longer; if there is none, its own.
     """
@@ -153,21 +166,29 @@ def complete_censored(seen: Mapping[str, Sequence[tuple[int, bool]]], seed: int)
 class RewardClass:
     """One kind of reward function: constant_s plus a lognormal time; a share never ends by itself.
 
-    A judge on the GPUs that sample takes `beside` times as long while they do, for as many more at once.
+    A judge on the GPUs that sample takes `beside` times as long while they do, for as many more at
+    once.
     """
 
-    share: float = 1.0  # of the prompts
+    # of the prompts
+    share: float = 1.0
     constant_s: float = 0.0
-    median_s: float = 0.0  # of the lognormal part
+    # of the lognormal part
+    median_s: float = 0.0
     sigma: float = 0.0
-    prompt_sigma: float = 0.0  # of what the prompt has in common: its tests
-    hanging: float = 0.0  # share of its responses that run into the limit
+    # of what the prompt has in common: its tests
+    prompt_sigma: float = 0.0
+    # share of its responses that run into the limit
+    hanging: float = 0.0
     limit_s: float = 30.0
-    workers: int = 0  # of its own, that run at once; 0 = as many as needed
+    # of its own, that run at once; 0 = as many as needed
+    workers: int = 0
     beside: float = 1.0
 
     def __post_init__(self) -> None:
-        least = min(self.share, self.constant_s, self.median_s, self.sigma, self.prompt_sigma, self.workers)
+        least = min(
+            self.share, self.constant_s, self.median_s, self.sigma, self.prompt_sigma, self.workers
+        )
         if least < 0 or self.limit_s <= 0 or self.beside <= 0:
             raise SimError(f"reward: {self}: shares and times must not be negative")
         if self.share > 1 or not 0 <= self.hanging <= 1:
@@ -176,7 +197,8 @@ class RewardClass:
 
 @dataclass(frozen=True)
 class RewardTimes:
-    """Seconds of a reward. `adaptive` = the limit is min(max(floor, factor x usual time), limit)."""
+    """Seconds of a reward. `adaptive` = the limit is min(max(floor, factor x usual time),
+    limit)."""
 
     classes: tuple[RewardClass, ...] = (RewardClass(),)
     adaptive: bool = False
@@ -186,7 +208,9 @@ class RewardTimes:
 
     def __post_init__(self) -> None:
         if not self.classes or abs(sum(c.share for c in self.classes) - 1) > 1e-6:
-            raise SimError(f"reward: the shares of the classes sum to {sum(c.share for c in self.classes):g}")
+            raise SimError(
+                f"reward: the shares of the classes sum to {sum(c.share for c in self.classes):g}"
+            )
         if self.floor_s < 0 or self.factor < 0:
             raise SimError("reward: floor_s and factor must not be negative")
 
@@ -200,7 +224,8 @@ class RewardTimes:
         return len(self.classes) - 1
 
     def seconds(self, prompt: str, noise: int) -> float:
-        """The usual time of an adaptive limit is the slowest of many right answers: two deviations."""
+        """The usual time of an adaptive limit is the slowest of many right answers: two
+        deviations."""
         chosen = self.classes[self.kind(prompt)]
         if not chosen.hanging and not chosen.median_s:
             return min(chosen.constant_s, chosen.limit_s)
@@ -227,16 +252,21 @@ class Workload:
     num_prompts: int = 16_384
     prompt_tokens: int = 200
     reward: RewardTimes = RewardTimes()
-    # Chance that a response which starts again under newer weights, with the same noise, is as long as
-    # before. Where it is not, being put off selects: see `report.Figures.length_bias`.
+    # Chance that a response which starts again under newer weights, with the same noise, is as long
+    # as before. Where it is not, being put off selects: see `report.Figures.length_bias`.
     same_again: float = 1.0
-    note: str = ""  # what a reader must know of its origin
+    # what a reader must know of its origin
+    note: str = ""
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1 or self.prompt_tokens < 1:
-            raise SimError(f"workload {self.name}: num_prompts and prompt_tokens must be at least 1")
+            raise SimError(
+                f"workload {self.name}: num_prompts and prompt_tokens must be at least 1"
+            )
         if not 0 <= self.same_again <= 1:
-            raise SimError(f"workload {self.name}: same_again = {self.same_again}: is between 0 and 1")
+            raise SimError(
+                f"workload {self.name}: same_again = {self.same_again}: is between 0 and 1"
+            )
 
 
 class Cursor:
@@ -260,16 +290,35 @@ class Cursor:
         return self._order[self._next - 1], self.epoch
 
 
-# Fitted to figure 12 and table 2 of RollPacker together, with batch-dependent decoding: 16 bars, 16 figures
-# and about 12 free numbers for each of the two. What they say of a whole round holds to about a tenth; single
-# numbers do not: m and s_p trade against t0, tau against over. Almost all of the risk is drawn anew with each
-# sampling of a group (`luck`), which is what figure 12 wants of put-off prompts; it is not what independent
-# samples of one prompt would do, and may hide what a retry in the measured system does differently.
+# Fitted to figure 12 and table 2 of RollPacker together, with batch-dependent decoding: 16 bars, 16
+# figures and about 12 free numbers for each of the two. What they say of a whole round holds to
+# about a tenth; single numbers do not: m and s_p trade against t0, tau against over. Almost all of
+# the risk is drawn anew with each sampling of a group (`luck`), which is what figure 12 wants of
+# put-off prompts; it is not what independent samples of one prompt would do, and may hide what a
+# retry in the measured system does differently.
 FITTED_8K = LengthModel(
-    cap=8192, m=6.9, s_p=0.426, s_r=0.43, alpha=-2.44, beta=2.65, rho=1.0, tau=2.6, over=1.12, luck=0.995
+    cap=8192,
+    m=6.9,
+    s_p=0.426,
+    s_r=0.43,
+    alpha=-2.44,
+    beta=2.65,
+    rho=1.0,
+    tau=2.6,
+    over=1.12,
+    luck=0.995,
 )
 FITTED_16K = LengthModel(
-    cap=16384, m=6.42, s_p=0.66, s_r=0.70, alpha=-3.31, beta=1.5, rho=1.0, tau=1.75, over=1.48, luck=0.995
+    cap=16384,
+    m=6.42,
+    s_p=0.66,
+    s_r=0.70,
+    alpha=-3.31,
+    beta=1.5,
+    rho=1.0,
+    tau=1.75,
+    over=1.48,
+    luck=0.995,
 )
 SHORT_TAIL = LengthModel()  # 8k, fitted to figure 12 alone with a constant time for each token
 MEDIUM_TAIL = LengthModel(

@@ -1,8 +1,8 @@
 """The run in virtual time: a heap of what happens next, around the very same core.
 
-Owns time, and what a daemon would do with each command: engines, trainer, rewards and weights are models.
-Must decide nothing that the core decides. What the rollout nodes' GPUs do beside rollout (training on them)
-is in colocation.py.
+Owns time, and what a daemon would do with each command: engines, trainer, rewards and weights are
+models. Must decide nothing that the core decides. What the rollout nodes' GPUs do beside rollout
+(training on them) is in colocation.py.
 """
 
 import heapq
@@ -80,7 +80,9 @@ class World:
                 f"workload {workload.name} has {workload.num_prompts} prompts, fewer than the "
                 f"{settings.prompts_launched} of one round"
             )
-        self.settings = replace(settings, num_prompts=workload.num_prompts, lease_s=FOREVER_S, vocabulary=1)
+        self.settings = replace(
+            settings, num_prompts=workload.num_prompts, lease_s=FOREVER_S, vocabulary=1
+        )
         self.scenario = scenario
         self.switches = switches
         self.check = check
@@ -139,7 +141,9 @@ class World:
             self.at(0.0, lambda name=spec.name: self.join(self.machines[name]))
         for event in trace:
             machine = self.machines[event.node]
-            self.at(event.at_s, lambda m=machine, e=event: self._boot(m) if e.added else self._die(m))
+            self.at(
+                event.at_s, lambda m=machine, e=event: self._boot(m) if e.added else self._die(m)
+            )
 
     # Time
 
@@ -153,7 +157,8 @@ class World:
             deadline = self.core.next_deadline()
             if not heap or timers > PATIENCE:
                 raise SimError(
-                    f"the run stands still at step {self.core.step} of {self.settings.num_steps} after "
+                    f"the run stands still at step {self.core.step} of "
+                    f"{self.settings.num_steps} after "
                     f"{self.now:.0f} s: no node is left, or none can load the weights"
                 )
             if deadline is not None and deadline < heap[0][0]:
@@ -188,7 +193,8 @@ class World:
                 if node == TRAINER:
                     self._tell_trainer(message, todo)
                 elif (machine := self.machines.get(node)) is not None and machine.present:
-                    self._tell(machine, message, todo)  # else it died, and the core has not noticed yet
+                    # else it died, and the core has not noticed yet
+                    self._tell(machine, message, todo)
             case Score(response, prompt):
                 event = ResponseScored(response.id, response.attempt, reward(response.seed))
                 if self.switches.async_rewards:
@@ -240,14 +246,19 @@ class World:
 
     def _generate(self, machine: Machine, message: Generate) -> None:
         responses = self.core.table.responses
-        limit, prompt_tokens = self.settings.max_response_tokens, self.scenario.workload.prompt_tokens
+        limit, prompt_tokens = (
+            self.settings.max_response_tokens,
+            self.scenario.workload.prompt_tokens,
+        )
         attempts: list[Attempt] = []
         for request in message.requests:
             response = responses[request.response]
             final = self.final_tokens(response, self._noise(response))
             held, prompt = len(request.prefix) // 4, response.group.prompt.id
             attempts.append(
-                Attempt(response.id, request.attempt, prompt, prompt_tokens, held, final, final >= limit)
+                Attempt(
+                    response.id, request.attempt, prompt, prompt_tokens, held, final, final >= limit
+                )
             )
         machine.engine.add(self.now, attempts)
         self._schedule(machine)
@@ -257,7 +268,8 @@ class World:
         self._schedule(machine)
 
     def _noise(self, response: Response) -> int:
-        """Of the sample that it will be: under newer weights the same noise need not give the same."""
+        """Of the sample that it will be: under newer weights the same noise need not give the
+        same."""
         step = response.group.round.step
         first = self._first_step.setdefault(response.id, step)
         again = self.scenario.workload.same_again
@@ -344,7 +356,8 @@ class World:
         return pulled
 
     def _load(self, machine: Machine, version: int) -> None:
-        """The engine stops for it; what it was at is given up, to be resumed under the new version."""
+        """The engine stops for it; what it was at is given up, to be resumed under the new
+        version."""
         if not machine.present or machine.loading != version:
             return
         deltas = machine.engine.give_up(self.now)
@@ -353,7 +366,11 @@ class World:
         incarnation = machine.incarnation
 
         def loaded() -> None:
-            if machine.present and machine.incarnation == incarnation and machine.loading == version:
+            if (
+                machine.present
+                and machine.incarnation == incarnation
+                and machine.loading == version
+            ):
                 self.confirm(machine, version)
 
         self.at(self.now + self.scenario.transfer.load_s, loaded)
@@ -373,7 +390,11 @@ class World:
             return
         self.observer.fleet_changes(machine, 0 if machine.released else 1)
         machine.come(self.now)
-        self.feed(NodeJoined(hello(machine.spec.name, machine.incarnation, "rollout", machine.engine.slots)))
+        self.feed(
+            NodeJoined(
+                hello(machine.spec.name, machine.incarnation, "rollout", machine.engine.slots)
+            )
+        )
 
     def _boot(self, machine: Machine) -> None:
         """A machine of the trace is there; its engine starts."""

@@ -1,7 +1,7 @@
 """A file that only grows, by whole pieces, and that a run can do without.
 
-Owns what happens when the disk refuses: the piece is left out, which is said once. For what must not be
-lost there is the journal.
+Owns what happens when the disk refuses: the piece is left out, which is said once. For what must
+not be lost there is the journal.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ class AppendFile:
     """Opened when it is first written to, and tried again each time if that fails."""
 
     def __init__(self, path: Path, report: Callable[[str], None], separator: bytes = b"") -> None:
-        """`separator`: what is put after a piece that a crash has torn, whose last byte is another one."""
+        """`separator`: what is put after a piece that a crash has torn, whose last byte is another
+        one."""
         self._path = path
         self._report = report
         self._separator = separator
@@ -32,7 +33,9 @@ class AppendFile:
             self._num_lost += 1
             if self._num_lost == 1:
                 why = e.strerror or str(e)
-                self._report(f"WARNING: {self._path.name}: cannot write ({why}); left out until it can be")
+                self._report(
+                    f"WARNING: {self._path.name}: cannot write ({why}); left out until it can be"
+                )
             return False
         if self._num_lost:
             self._report(f"{self._path.name}: written again; {self._num_lost} records are missing")

@@ -2,9 +2,9 @@
 
 Owns how heavy work (an engine, a training rank, a reward worker) is kept out of the daemon's event
 loop and how it is made sure that no child outlives its daemon: the child dies with its parent
-(Linux: parent-death signal) and ends when its end of the pipe closes; one that runs others' code has a
-reaper besides (reaper.py). Knows nothing of what is said through the pipe: each user brings a closed union
-of commands and one of events.
+(Linux: parent-death signal) and ends when its end of the pipe closes; one that runs others' code
+has a reaper besides (reaper.py). Knows nothing of what is said through the pipe: each user brings a
+closed union of commands and one of events.
 
 A frame is 4 bytes of length, little-endian, and one `wire.Codec` frame.
 """
@@ -85,11 +85,13 @@ class Child(Generic[Command, Event]):
         inherited: Mapping[str, str] | None = None,
         within: Sequence[str] | None = None,
     ) -> Self:
-        """Starts `target` ("package.module:function", called with a `Pipe`'s socket) in a new process.
+        """Starts `target` ("package.module:function", called with a `Pipe`'s socket) in a new
+        process.
 
-        `env` is added to `inherited`, by default all of this process's environment; stdout and stderr go to
-        the end of `log`. `within` is for a child that runs others' code: nothing that it starts outlives it
-        or this process (Linux), and these words, a sandbox and its options, stand before its command line.
+        `env` is added to `inherited`, by default all of this process's environment; stdout and
+        stderr go to the end of `log`. `within` is for a child that runs others' code: nothing that
+        it starts outlives it or this process (Linux), and these words, a sandbox and its options,
+        stand before its command line.
         """
         is_reaped = within is not None and sys.platform == "linux"
         ours, theirs = socket.socketpair()
@@ -139,10 +141,11 @@ class Child(Generic[Command, Event]):
         return self._events.decode(frame)
 
     async def require_answers(self, owes: Callable[[], bool], limit_s: float) -> NoReturn:
-        """Raises ChildDied when the child `owes` an answer and says nothing for `limit_s`; it may still live.
+        """Raises ChildDied when the child `owes` an answer and says nothing for `limit_s`; it may
+        still live.
 
-        Needs somebody who receives. Time is counted in looks: a daemon that was stopped itself, together
-        with its child or without it, must not take the gap for the child's silence.
+        Needs somebody who receives. Time is counted in looks: a daemon that was stopped itself,
+        together with its child or without it, must not take the gap for the child's silence.
         """
         num_silent, heard = 0, self._num_received
         while num_silent < LOOKS:
@@ -152,7 +155,8 @@ class Child(Generic[Command, Event]):
         raise ChildDied(f"{self.name} (pid {self.pid}) hangs: no answer for {limit_s:g} s")
 
     async def stop(self, grace_s: float = 5.0) -> int:
-        """Closes the pipe, waits `grace_s` for the child to end, then kills it with its own children."""
+        """Closes the pipe, waits `grace_s` for the child to end, then kills it with its own
+        children."""
         self._writer.close()
         try:
             async with asyncio.timeout(grace_s):
@@ -168,7 +172,8 @@ class Child(Generic[Command, Event]):
         return await self._process.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the child and all processes of its session; to all that it started if it is reaped."""
+        """SIGKILL to the child and all processes of its session; to all that it started if it is
+        reaped."""
         with contextlib.suppress(ProcessLookupError):
             if self._process.stdin is None:
                 os.killpg(self.pid, signal.SIGKILL)
@@ -183,7 +188,11 @@ class Child(Generic[Command, Event]):
         except TimeoutError:
             self.kill()
             return f"{self.name} (pid {self.pid}) closed its pipe without ending"
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        how = (
+            f"killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit status {code}"
+        )
         last = _last_line(self._log) if self._log else ""
         return f"{self.name} (pid {self.pid}) {how}" + (f": {last}" if last else "")
 
@@ -191,10 +200,11 @@ class Child(Generic[Command, Event]):
 async def retry_on_resource_limit(
     start: Callable[[], Awaitable[Started]], what: str, report: Callable[[str], None]
 ) -> Started:
-    """What `start` returns: called again and again while this machine lacks descriptors, processes, threads
-    or memory.
+    """What `start` returns: called again and again while this machine lacks descriptors, processes,
+    threads or memory.
 
-    `report` gets one line for each such reason: "`what` cannot be started: ...". Raises any other error.
+    `report` gets one line for each such reason: "`what` cannot be started: ...". Raises any other
+    error.
     """
     told: set[str] = set()
     while True:
@@ -235,7 +245,8 @@ class Pipe(Generic[Command, Event]):
             raise EOFError("the parent closed the pipe") from None
 
     def receive(self, timeout_s: float | None = None) -> list[Command]:
-        """All commands that have arrived, in order; waits up to `timeout_s` for the first (None: for ever).
+        """All commands that have arrived, in order; waits up to `timeout_s` for the first (None:
+        for ever).
 
         Raises EOFError when the parent closed the pipe and all commands were returned.
         """
@@ -245,7 +256,9 @@ class Pipe(Generic[Command, Event]):
         while select.select([self._sock], [], [], timeout_s)[0]:
             try:
                 data = self._sock.recv(1 << 20)
-            except ConnectionResetError:  # closed by a parent that had not read all that was sent to it
+            except (
+                ConnectionResetError
+            ):  # closed by a parent that had not read all that was sent to it
                 data = b""
             if not data:
                 if commands:
@@ -278,13 +291,17 @@ def run() -> None:
         die_with(int(parent))
     never_fail()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop; the same
-    # goes for SIGHUP. A handler and not SIG_IGN, which the programs that user code starts would inherit.
+    # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop; the
+    # same goes for SIGHUP. A handler and not SIG_IGN, which the programs that user code starts
+    # would inherit.
     for number in FOR_THE_DAEMON:
         if signal.getsignal(number) == signal.SIG_DFL:  # not after nohup
             signal.signal(number, _ignore)
-    # Forked helpers heed them again, also if one comes at once: multiprocessing's `terminate` counts on that.
-    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_heed_signals)
+    # Forked helpers heed them again, also if one comes at once: multiprocessing's `terminate`
+    # counts on that.
+    os.register_at_fork(
+        before=_hold_signals, after_in_parent=_release_signals, after_in_child=_heed_signals
+    )
     module, _, function = target.partition(":")
     main = getattr(importlib.import_module(module), function)
     with socket.socket(fileno=int(descriptor)) as sock:
@@ -311,7 +328,8 @@ def _heed_signals() -> None:
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when its parent ends (Linux; elsewhere the closed pipe ends it)."""
+    """The kernel kills this process when its parent ends (Linux; elsewhere the closed pipe ends
+    it)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked

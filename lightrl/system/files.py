@@ -1,4 +1,5 @@
-"""Files that must still be there when a machine has lost its power: written and made durable, in that order.
+"""Files that must still be there when a machine has lost its power: written and made durable, in
+that order.
 
 Owns which calls make a file, a name or a directory last. Knows nothing of what is in them.
 """
@@ -12,7 +13,8 @@ from lightrl.system import open_files
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """`path` holds all of `data` and will go on to; until then it holds what it held before, if it was there.
+    """`path` holds all of `data` and will go on to; until then it holds what it held before, if it
+    was there.
 
     Raises OSError; the file then holds the one or the other, whole.
     """
@@ -22,7 +24,8 @@ def write_whole(path: Path, data: bytes) -> None:
             rest = memoryview(data)
             while rest:
                 rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())  # before the rename: else a name may come first, with nothing in the file
+            # before the rename: else a name may come first, with nothing in the file
+            os.fsync(file.fileno())
         os.rename(draft, path)
         sync(path.parent)
     except OSError:

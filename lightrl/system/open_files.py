@@ -1,8 +1,8 @@
 """How many descriptors this process may have: raised when a daemon starts, a few of them set aside.
 
-ZeroMQ accepts whoever connects as long as there is a descriptor, so the limit under which it does stays a
-little below the real one: what is set aside serves files without which a run cannot go on. Must not know
-which files those are.
+ZeroMQ accepts whoever connects as long as there is a descriptor, so the limit under which it does
+stays a little below the real one: what is set aside serves files without which a run cannot go on.
+Must not know which files those are.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ def raised_limit() -> int:
 
 
 def restore_for(pid: int) -> None:
-    """A child gets the limit that this process was started with: others' code may count on it (select)."""
+    """A child gets the limit that this process was started with: others' code may count on it
+    (select)."""
     if _before is not None and sys.platform == "linux":
         with contextlib.suppress(OSError):
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -44,7 +45,8 @@ def restore_for(pid: int) -> None:
 
 
 def insist(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """os.open, or an opener for open(): with a descriptor of those set aside if there is no other."""
+    """os.open, or an opener for open(): with a descriptor of those set aside if there is no
+    other."""
     try:
         return os.open(path, flags, mode)
     except OSError as e:

@@ -1,12 +1,14 @@
-"""Stands between a daemon and a child that runs others' code, and leaves nothing of that child behind.
+"""Stands between a daemon and a child that runs others' code, and leaves nothing of that child
+behind.
 
-A program of its own, on the standard library alone: `reaper.py DESCRIPTOR COMMAND...` starts COMMAND, which
-inherits that descriptor, and ends as COMMAND ends. Whatever COMMAND has started is ended first, in sessions
-of their own, too: orphans come to this process, not to init (Linux: a "child subreaper"). The same happens
-at once when stdin closes: the daemon wants it, or is gone, even by SIGKILL. So this process heeds no signal
-that others may send to all processes of a job. What it cannot help is SIGKILL to itself: COMMAND dies with
-it, but what COMMAND has moved into other sessions stays; and work handed to a daemon of the system (at,
-docker, systemd-run) is not below this process at all.
+A program of its own, on the standard library alone: `reaper.py DESCRIPTOR COMMAND...` starts
+COMMAND, which inherits that descriptor, and ends as COMMAND ends. Whatever COMMAND has started is
+ended first, in sessions of their own, too: orphans come to this process, not to init (Linux: a
+"child subreaper"). The same happens at once when stdin closes: the daemon wants it, or is gone,
+even by SIGKILL. So this process heeds no signal that others may send to all processes of a job.
+What it cannot help is SIGKILL to itself: COMMAND dies with it, but what COMMAND has moved into
+other sessions stays; and work handed to a daemon of the system (at, docker, systemd-run) is not
+below this process at all.
 """
 
 import contextlib
@@ -25,7 +27,14 @@ LOOK_S = 0.01
 TRY_AGAIN_S = 1.0
 LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_IGNORED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 _LIBC = ctypes.CDLL(None)
 
 
@@ -47,7 +56,8 @@ def main() -> None:
 
 
 def _start(command: list[str], descriptor: int) -> int:
-    """The process id. A machine that lacks something for the moment is asked again while the daemon lives."""
+    """The process id. A machine that lacks something for the moment is asked again while the daemon
+    lives."""
     parent = os.getpid()
 
     def die_with_parent() -> None:

@@ -1,7 +1,8 @@
 """Calls that would block an event loop, made in a thread.
 
-Owns what a machine without a thread to spare means: one more thing that is lacking, an OSError (EAGAIN).
-Threads of a pool are not used: a pool would make a call that it has refused as soon as another one is over.
+Owns what a machine without a thread to spare means: one more thing that is lacking, an OSError
+(EAGAIN). Threads of a pool are not used: a pool would make a call that it has refused as soon as
+another one is over.
 """
 
 import asyncio

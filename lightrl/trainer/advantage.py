@@ -13,11 +13,13 @@ STD_EPSILON = 1e-4
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """What is added to the reward of a response of `length` tokens, 0 to -1: "soft overlong punishment".
+    """What is added to the reward of a response of `length` tokens, 0 to -1: "soft overlong
+    punishment".
 
     0 up to max_length - buffer, from there on falling linearly, -1 at max_length and beyond. DAPO
-    (Yu et al. 2025, arXiv 2503.14476, eq. 13, where L_cache is `buffer`); there the reward is 1 or -1.
-    buffer 0: no penalty at all. Example: overlong_penalty(90, max_length=100, buffer=20) == -0.5
+    (Yu et al. 2025, arXiv 2503.14476, eq. 13, where L_cache is `buffer`); there the reward is 1 or
+    -1. buffer 0: no penalty at all. Example: overlong_penalty(90, max_length=100, buffer=20) ==
+    -0.5
     """
     if buffer == 0:
         return 0.0
@@ -25,7 +27,8 @@ def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
 
 
 def minus_mean(rewards_G: Sequence[float]) -> list[float]:
-    """A_i = r_i - mean(r). Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), which drops the division by std."""
+    """A_i = r_i - mean(r). Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), which drops the division
+    by std."""
     mean = math.fsum(rewards_G) / len(rewards_G)
     return [r - mean for r in rewards_G]
 
@@ -42,14 +45,16 @@ def standardized(rewards_G: Sequence[float]) -> list[float]:
 
 
 def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
-    """A_i = r_i - mean of the other rewards. RLOO (Ahmadian et al. 2024, arXiv 2402.14740, section 3)."""
+    """A_i = r_i - mean of the other rewards. RLOO (Ahmadian et al. 2024, arXiv 2402.14740, section
+    3)."""
     n = len(rewards_G)
     return [a * n / (n - 1) for a in minus_mean(rewards_G)]
 
 
 # REINFORCE++ with the group mean as baseline (Hu et al. 2025, arXiv 2501.03262) also divides by the
 # standard deviation over the whole batch. That is not known while groups stream in; the policy
-# gradient is linear in it, so the rank divides once, when the step ends (see `loss.advantage_scale`).
+# gradient is linear in it, so the rank divides once, when the step ends (see
+# `loss.advantage_scale`).
 ALGORITHM: dict[str, Callable[[Sequence[float]], list[float]]] = {
     "grpo": standardized,
     "dr_grpo": minus_mean,
@@ -70,6 +75,7 @@ def advantages(name: str, rewards_G: Sequence[float]) -> list[float]:
     """
     if not all(math.isfinite(r) for r in rewards_G):
         raise TrainerError(f"rewards {list(rewards_G)}: all must be finite numbers")
-    if not rewards_G or min(rewards_G) == max(rewards_G):  # the mean of equal floats need not equal them
+    # the mean of equal floats need not equal them
+    if not rewards_G or min(rewards_G) == max(rewards_G):
         return [0.0] * len(rewards_G)
     return ALGORITHM[name](rewards_G)

@@ -1,6 +1,7 @@
 """Which samples a step computes on, and how they are cut into micro-batches for the ranks.
 
-Pure planning on lengths: no torch, no clock, no order of arrival in the result. The daemon calls it.
+Pure planning on lengths: no torch, no clock, no order of arrival in the result. The daemon calls
+it.
 
 Micro-batches are padded to their longest sample. Sorting by length keeps the padding small; packing
 without padding would need variable-length attention kernels (flash-attn on GPU), which LightRL does
@@ -19,7 +20,8 @@ PADDING_SHARE = 0.125
 
 
 def trainable(samples: Sequence[TrainSample], kl_coef: float) -> list[TrainSample]:
-    """The samples with a gradient. The others count in the denominators of `FinishStep` all the same."""
+    """The samples with a gradient. The others count in the denominators of `FinishStep` all the
+    same."""
     return [s for s in samples if s.token_ids and (s.advantage != 0.0 or kl_coef > 0.0)]
 
 
@@ -33,9 +35,9 @@ def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple
 
     Every index occurs once. rows x longest <= max_tokens, unless a single sample exceeds it alone.
     All ranks get the same number of micro-batches, if need be empty ones, and the i-th of each rank
-    cost about the same, since collectives make the ranks wait for each other there. The ranks' padded
-    totals differ by no more than the largest micro-batch.
-    Example: plan([3, 9, 3, 3], ranks=2, max_tokens=9) == [[(1,)], [(3, 2, 0)]]
+    cost about the same, since collectives make the ranks wait for each other there. The ranks'
+    padded totals differ by no more than the largest micro-batch. Example: plan([3, 9, 3, 3],
+    ranks=2, max_tokens=9) == [[(1,)], [(3, 2, 0)]]
     """
     batches = _cut(lengths, max_tokens)
     while len(batches) % ranks and (largest := _splittable(batches, lengths)) is not None:
@@ -46,7 +48,8 @@ def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple
 
     plans: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
     load = [0] * ranks
-    for first in range(0, len(batches), ranks):  # the costliest of a round goes to the least loaded rank
+    # the costliest of a round goes to the least loaded rank
+    for first in range(0, len(batches), ranks):
         order = sorted(range(ranks), key=lambda rank: (load[rank], rank))
         for rank, rows in zip(order, batches[first : first + ranks], strict=True):
             plans[rank].append(rows)
@@ -67,10 +70,10 @@ def streamed(
 ) -> list[tuple[MicroBatch, ...]]:
     """The micro-batches of each rank for the groups that wait, to be computed in this order.
 
-    `deterministic`: those of one group after the other. Which sums a step adds up, and in which order,
-    then follows from the order of its groups alone, however few or many of them wait at a time; the
-    price is smaller micro-batches. Otherwise all that waits is planned together.
-    Example, of two ranks: streamed([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
+    `deterministic`: those of one group after the other. Which sums a step adds up, and in which
+    order, then follows from the order of its groups alone, however few or many of them wait at a
+    time; the price is smaller micro-batches. Otherwise all that waits is planned together. Example,
+    of two ranks: streamed([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
     """
     parts = groups if deterministic else [[s for samples in groups for s in samples]]
     planned = [micro_batches(samples, ranks, max_tokens) for samples in parts]
@@ -85,7 +88,9 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], -i)):
         padded = (len(rows) + 1) * lengths[rows[0]] if rows else 0
         padding = padded - real - lengths[i]
-        if rows and (padded > max_tokens or padding > max(BATCH_PRICE_TOKENS, PADDING_SHARE * real)):
+        if rows and (
+            padded > max_tokens or padding > max(BATCH_PRICE_TOKENS, PADDING_SHARE * real)
+        ):
             batches.append(tuple(rows))
             rows, real = [], 0
         rows.append(i)

@@ -1,7 +1,9 @@
-"""Checkpoints of the trainer: weights and optimizer by torch.distributed.checkpoint, and the export to HF.
+"""Checkpoints of the trainer: weights and optimizer by torch.distributed.checkpoint, and the export
+to HF.
 
-Owns what is in one checkpoint directory and that it appears whole or not at all (see `saved` for the names
-around it). Knows nothing of what a run resumes besides the trainer (data cursor, journal).
+Owns what is in one checkpoint directory and that it appears whole or not at all (see `saved` for
+the names around it). Knows nothing of what a run resumes besides the trainer (data cursor,
+journal).
 
     step_N/trainer.json SavedStep
     step_N/state/       DCP: master weights and optimizer state, readable by any number of ranks
@@ -54,11 +56,12 @@ def save(
     export_from: Path | None,
     keep_last: int,
 ) -> None:
-    """Writes the checkpoint `path` (.../step_N), makes it durable, removes all but the newest `keep_last`
-    and what was set aside of earlier steps.
+    """Writes the checkpoint `path` (.../step_N), makes it durable, removes all but the newest
+    `keep_last` and what was set aside of earlier steps.
 
     Call on all ranks. `export_from`: also export to `path`/hf, with the small files of that model
-    directory. Raises TrainerError, one line, on all ranks if one of them cannot; nothing has changed then.
+    directory. Raises TrainerError, one line, on all ranks if one of them cannot; nothing has
+    changed then.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     first = world == 1 or dist.get_rank() == 0
@@ -71,7 +74,8 @@ def save(
                 (draft / "state").mkdir(parents=True)
         with _together(world):
             state = _state(policy, optimizer, saved.has_optimizer)
-            writer = FileSystemWriter(draft / "state", sync_files=world > 1)  # else put_in_place does it
+            # else put_in_place does it
+            writer = FileSystemWriter(draft / "state", sync_files=world > 1)
             save_state(state, storage_writer=writer, no_dist=world == 1)
         with _together(world):
             if export_from is not None:
@@ -89,7 +93,8 @@ def save(
 
 
 def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> SavedStep:
-    """Loads a checkpoint into a policy and its optimizer, on whatever number of ranks. Call on all ranks.
+    """Loads a checkpoint into a policy and its optimizer, on whatever number of ranks. Call on all
+    ranks.
 
     Raises TrainerError if there is no complete checkpoint of this model at `path`.
     """
@@ -109,15 +114,20 @@ def restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Sav
     return saved
 
 
-def _state(policy: Policy, optimizer: torch.optim.Optimizer, with_optimizer: bool) -> dict[str, Any]:
+def _state(
+    policy: Policy, optimizer: torch.optim.Optimizer, with_optimizer: bool
+) -> dict[str, Any]:
     state: dict[str, Any] = {"model": get_model_state_dict(policy.module)}
     if with_optimizer:
         state["optimizer"] = get_optimizer_state_dict(policy.module, optimizer)
     return state
 
 
-def _export(folder: Path, policy: Policy, tensors: dict[str, torch.Tensor], model_dir: Path) -> None:
-    """`config.json` is copied last: what transformers would write names the dtype of the master weights."""
+def _export(
+    folder: Path, policy: Policy, tensors: dict[str, torch.Tensor], model_dir: Path
+) -> None:
+    """`config.json` is copied last: what transformers would write names the dtype of the master
+    weights."""
     policy.module.save_pretrained(folder, state_dict=tensors)
     for file in folder.iterdir():  # safetensors writes files that only their owner can read
         file.chmod(0o644)
@@ -128,7 +138,8 @@ def _export(folder: Path, policy: Policy, tensors: dict[str, torch.Tensor], mode
 
 @contextlib.contextmanager
 def _together(world: int) -> Iterator[None]:
-    """Waits for all ranks at the end. Raises TrainerError on each of them if what is inside failed on one."""
+    """Waits for all ranks at the end. Raises TrainerError on each of them if what is inside failed
+    on one."""
     problem = ""
     try:
         yield

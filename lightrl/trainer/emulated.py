@@ -1,8 +1,10 @@
-"""The emulated training rank: no model, nothing is learnt; its weights are a digest of all it was ever given.
+"""The emulated training rank: no model, nothing is learnt; its weights are a digest of all it was
+ever given.
 
-For tests of everything around a trainer and for trying a fleet on one machine: it speaks, publishes, saves
-and dies as a real rank does, and takes as long as `emulation.py` says. Two runs have equal versions only if
-each trained the same samples, cut and ordered in the same way, each of them once. Must not import torch.
+For tests of everything around a trainer and for trying a fleet on one machine: it speaks,
+publishes, saves and dies as a real rank does, and takes as long as `emulation.py` says. Two runs
+have equal versions only if each trained the same samples, cut and ordered in the same way, each of
+them once. Must not import torch.
 
     step_N/state/digest  all that a checkpoint holds besides SavedStep
 """
@@ -87,7 +89,9 @@ class EmulatedRank:
             )
         self._publish(start.start_step)
         if saved and self.manifest and saved.digest != self.manifest.digest:
-            raise TrainerError(f"checkpoint of step {saved.step}: the restored weights have another digest")
+            raise TrainerError(
+                f"checkpoint of step {saved.step}: the restored weights have another digest"
+            )
         self.started = RankStarted("emulated", time.monotonic() - begun, self.manifest, self.path)
 
     def perform(self, command: RankCommand) -> Iterator[RankEvent]:
@@ -138,7 +142,9 @@ class EmulatedRank:
             for sample in samples:
                 for part in _parts(sample):
                     self._seen.update(struct.pack("<Q", len(part)) + part)
-            num_tokens = sum(len(s.token_ids) // 4 for s in trainable(samples, self.config.algorithm.kl_coef))
+            num_tokens = sum(
+                len(s.token_ids) // 4 for s in trainable(samples, self.config.algorithm.kl_coef)
+            )
             self._num_tokens += num_tokens
             if self._token_s:
                 time.sleep(self._token_s * num_tokens)
@@ -146,7 +152,8 @@ class EmulatedRank:
         self._computing_s += time.monotonic() - begun
 
     def _update(self, finish: FinishStep) -> dict[str, float]:
-        """What has been given to all ranks becomes part of the weights. Returns the metrics of the step."""
+        """What has been given to all ranks becomes part of the weights. Returns the metrics of the
+        step."""
         begun = time.monotonic()
         if self._step_s:
             time.sleep(self._step_s)
@@ -175,7 +182,8 @@ class EmulatedRank:
             self.manifest, self.path = self._versions.publish(policy_version, write)
 
     def _save(self, path: Path) -> str:
-        """Why there is no such checkpoint, on all ranks; "" if there is. Nothing can be exported."""
+        """Why there is no such checkpoint, on all ranks; "" if there is. Nothing can be
+        exported."""
         problem = ""
         if self.start.rank == 0:
             draft = path.with_name(f".{path.name}.draft")

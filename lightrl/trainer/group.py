@@ -1,4 +1,5 @@
-"""How the ranks of a trainer become one group: where they find each other, and what their sockets listen on.
+"""How the ranks of a trainer become one group: where they find each other, and what their sockets
+listen on.
 
 Nothing else of torch.distributed is decided here.
 """
@@ -12,16 +13,18 @@ import torch.distributed as dist
 
 from lightrl.trainer.protocol import StartRank
 
-COLLECTIVE_TIMEOUT_S = 600.0  # ranks may wait for each other so long, e.g. while one loads its model
+# ranks may wait for each other so long, e.g. while one loads its model
+COLLECTIVE_TIMEOUT_S = 600.0
 
 
 def join(start: StartRank, device: torch.device) -> None:
     """All ranks are processes of this machine, and nobody else may speak to them: what torch opens
-    authenticates nobody, and its collectives of objects, which checkpoints are planned with, unpickle.
+    authenticates nobody, and its collectives of objects, which checkpoints are planned with,
+    unpickle.
 
-    So they find each other through a file in a directory of their user's, where TCPStore would listen on
-    every interface, and gloo listens on loopback, where it would choose the address of this host's name.
-    NCCL's ranks meet over sockets, too, which have a variable of their own.
+    So they find each other through a file in a directory of their user's, where TCPStore would
+    listen on every interface, and gloo listens on loopback, where it would choose the address of
+    this host's name. NCCL's ranks meet over sockets, too, which have a variable of their own.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
     os.environ["NCCL_SOCKET_IFNAME"] = _loopback()

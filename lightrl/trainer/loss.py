@@ -32,7 +32,8 @@ class Clip:
         return ratio.clamp(1 - self.low, 1 + self.high)
 
     def pessimistic(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """-min(ratio A, clip(ratio) A), and where it takes the clipped branch, so that no gradient flows."""
+        """-min(ratio A, clip(ratio) A), and where it takes the clipped branch, so that no gradient
+        flows."""
         loss = -torch.minimum(ratio * advantages, self.apply(ratio) * advantages)
         above = (ratio > 1 + self.high) & (advantages > 0)
         return loss, above | ((ratio < 1 - self.low) & (advantages < 0))
@@ -44,8 +45,8 @@ def token_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
-    """(pi(y) / pi_other(y))^(1/|y|), the same for all tokens of a response: the mean of the tokens' ratios
-    in logarithms (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7)."""
+    """(pi(y) / pi_other(y))^(1/|y|), the same for all tokens of a response: the mean of the tokens'
+    ratios in logarithms (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7)."""
     length = mask.sum(1, keepdim=True).clamp(min=1)
     log_ratio = ((logprobs - others) * mask).sum(1, keepdim=True) / length
     return log_ratio.exp().expand_as(logprobs)
@@ -58,7 +59,8 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tens
 def ppo_clip(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A), r = pi / pi_old per token. PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
+    """-min(r A, clip(r) A), r = pi / pi_old per token. PPO (Schulman et al. 2017, arXiv 1707.06347,
+    eq. 7).
 
     GRPO, Dr. GRPO and RLOO use it as it is; DAPO with clip_high > clip_low ("clip-higher", 0.28 and
     0.2 in arXiv 2503.14476).
@@ -90,7 +92,8 @@ def clipped_weight(
 
 @dataclass(frozen=True)
 class Recipe:
-    """The loss of an algorithm, the normalisation its paper prescribes, and the unit of its ratios."""
+    """The loss of an algorithm, the normalisation its paper prescribes, and the unit of its
+    ratios."""
 
     policy_loss: PolicyLoss
     norm: LossNorm
@@ -109,10 +112,11 @@ ALGORITHM: dict[str, Recipe] = {
 
 
 def kl(kind: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimates of KL(pi || ref) per token, for samples from pi (Schulman, "Approximating KL divergence").
+    """Estimates of KL(pi || ref) per token, for samples from pi (Schulman, "Approximating KL
+    divergence").
 
-    k1 = log pi - log ref (unbiased; as a loss its expected gradient is zero), k2 = k1^2 / 2 (biased,
-    low variance, right gradient), k3 = exp(-k1) - 1 + k1 (unbiased, never negative).
+    k1 = log pi - log ref (unbiased; as a loss its expected gradient is zero), k2 = k1^2 / 2
+    (biased, low variance, right gradient), k3 = exp(-k1) - 1 + k1 (unbiased, never negative).
     """
     k1 = logprobs - ref_logprobs
     match kind:
@@ -130,8 +134,10 @@ def kl(kind: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 class Weights:
     """Importance weights of a micro-batch, [rows, width], constants for the gradient."""
 
-    values: Tensor  # float32; 1 where importance sampling is off
-    truncated: Tensor  # bool: the cap holds them
+    # float32; 1 where importance sampling is off
+    values: Tensor
+    # bool: the cap holds them
+    truncated: Tensor
 
 
 def importance_weights(
@@ -139,21 +145,21 @@ def importance_weights(
 ) -> Weights:
     """min(pi_old / pi_rollout, tis_cap): truncated importance sampling, off with tis_cap 0.
 
-    It corrects for tokens that were drawn from other probabilities than the policy's: those of an engine
-    that computes slightly differently (Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training") and those of older policy versions (AReaL, Fu et al. 2025, arXiv 2505.24298,
-    where the weight has no cap). Per token, or per response where the algorithm's ratios are: for GSPO,
-    weights per token would be their mean on all tokens at once. What came before a token is taken as it
-    came, since ratios of whole prefixes would vary too much to be of use: the gradient is exact for
-    responses of one token, and an approximation beyond.
+    It corrects for tokens that were drawn from other probabilities than the policy's: those of an
+    engine that computes slightly differently (Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training") and those of older policy versions (AReaL, Fu et
+    al. 2025, arXiv 2505.24298, where the weight has no cap). Per token, or per response where the
+    algorithm's ratios are: for GSPO, weights per token would be their mean on all tokens at once.
+    What came before a token is taken as it came, since ratios of whole prefixes would vary too much
+    to be of use: the gradient is exact for responses of one token, and an approximation beyond.
     """
     if algorithm.tis_cap == 0:
         return Weights(torch.ones_like(mask), torch.zeros_like(mask, dtype=torch.bool))
     ratio = ALGORITHM[algorithm.name].ratio(old_logprobs, rollout_logprobs, mask).detach()
-    # pi_old is the whole softmax at the sampling temperature, pi_rollout what the engine drew from. With
-    # top_p < 1 or top_k > 0 that is a renormalised part of it: even where trainer and engine agree the
-    # weight of a token is not 1 but the mass that was kept at its position, and no weight makes up for
-    # the tokens that can never be drawn. The weighted gradient is biased then.
+    # pi_old is the whole softmax at the sampling temperature, pi_rollout what the engine drew from.
+    # With top_p < 1 or top_k > 0 that is a renormalised part of it: even where trainer and engine
+    # agree the weight of a token is not 1 but the mass that was kept at its position, and no weight
+    # makes up for the tokens that can never be drawn. The weighted gradient is biased then.
     return Weights(ratio.clamp(max=algorithm.tis_cap), ratio > algorithm.tis_cap)
 
 
@@ -164,10 +170,13 @@ class Losses:
     total: Tensor
     policy: Tensor
     kl: Tensor
-    num_clipped: Tensor  # tokens
-    weights: Tensor  # sum of the tokens' importance weights
+    # tokens
+    num_clipped: Tensor
+    # sum of the tokens' importance weights
+    weights: Tensor
     max_weight: Tensor
-    num_truncated: Tensor  # tokens
+    # tokens
+    num_truncated: Tensor
 
 
 def losses(
@@ -181,7 +190,8 @@ def losses(
 ) -> Losses:
     """The loss of one micro-batch, to be divided by `denominator` when the step ends.
 
-    The `importance_weights` multiply the KL term too: its estimates are for samples from the policy.
+    The `importance_weights` multiply the KL term too: its estimates are for samples from the
+    policy.
     """
     recipe, norm = ALGORITHM[algorithm.name], loss_norm(algorithm)
     clip = Clip(algorithm.clip_low, algorithm.clip_high)
@@ -226,14 +236,17 @@ def denominator(
             return max(1, num_responses)
         case "constant":
             chosen = algorithm.loss_norm
-            return max(1, num_responses) * (chosen if isinstance(chosen, int) else max_response_length)
+            return max(1, num_responses) * (
+                chosen if isinstance(chosen, int) else max_response_length
+            )
 
 
 def advantage_scale(algorithm: AlgorithmSection, sum_squares: float, num_responses: int) -> float:
     """What all advantages of a step are multiplied by when it ends; 1 except for REINFORCE++.
 
-    There 1 / std over the batch (arXiv 2501.03262): advantages have mean zero in every group, so the
-    variance is `sum_squares` (over all responses, those without signal add nothing) / num_responses.
+    There 1 / std over the batch (arXiv 2501.03262): advantages have mean zero in every group, so
+    the variance is `sum_squares` (over all responses, those without signal add nothing) /
+    num_responses.
     """
     if algorithm.name != "reinforce++" or sum_squares == 0.0:
         return 1.0
@@ -241,7 +254,8 @@ def advantage_scale(algorithm: AlgorithmSection, sum_squares: float, num_respons
 
 
 def needs_whole_step(algorithm: AlgorithmSection) -> bool:
-    """Whether gradients must wait for the step's end: `advantage_scale` must not scale the KL term too."""
+    """Whether gradients must wait for the step's end: `advantage_scale` must not scale the KL term
+    too."""
     return algorithm.name == "reinforce++" and algorithm.kl_coef > 0
 
 

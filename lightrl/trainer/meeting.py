@@ -1,6 +1,8 @@
-"""Where emulated ranks tell each other something, as real ones do in their collectives: and wait as these do.
+"""Where emulated ranks tell each other something, as real ones do in their collectives: and wait as
+these do.
 
-A socket in the folder that the daemon names, which only its user may enter. Knows nothing of what is said.
+A socket in the folder that the daemon names, which only its user may enter. Knows nothing of what
+is said.
 """
 
 import contextlib

@@ -26,7 +26,8 @@ SCORE_VALUES = SCORED_VALUES
 
 @dataclass(frozen=True)
 class Policy:
-    """A causal language model with float32 master weights, and the dtypes its parameters are stored in."""
+    """A causal language model with float32 master weights, and the dtypes its parameters are stored
+    in."""
 
     module: PreTrainedModel
     dtypes: dict[str, torch.dtype]
@@ -81,24 +82,31 @@ def freeze(policy: Policy) -> Policy:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch as tensors, padded at the right, where causal attention never looks: no mask is needed.
+    """A micro-batch as tensors, padded at the right, where causal attention never looks: no mask is
+    needed.
 
-    Prompts are aligned at the left. `width` columns reach from the end of the shortest prompt to the
-    end of the longest sample; column j of the last four is about the token in column j of `targets`.
+    Prompts are aligned at the left. `width` columns reach from the end of the shortest prompt to
+    the end of the longest sample; column j of the last four is about the token in column j of
+    `targets`.
     """
 
-    ids: Tensor  # int64 [rows, length], what the model reads
-    targets: Tensor  # int64 [rows, width], what its last `width` positions predict
-    mask: Tensor  # float32 [rows, width], 1 at response tokens
-    rollout_logprobs: Tensor  # float32 [rows, width], 0 outside the response
-    advantages: Tensor  # float32 [rows, 1]
+    # int64 [rows, length], what the model reads
+    ids: Tensor
+    # int64 [rows, width], what its last `width` positions predict
+    targets: Tensor
+    # float32 [rows, width], 1 at response tokens
+    mask: Tensor
+    # float32 [rows, width], 0 outside the response
+    rollout_logprobs: Tensor
+    # float32 [rows, 1]
+    advantages: Tensor
 
 
 def collate(samples: Sequence[TrainSample], device: torch.device, vocabulary: int) -> Batch:
     """No samples give one row of padding without any response token: a pass that adds nothing.
 
-    Raises TrainerError, one line that names the response, for a sample without prompt, with other than
-    one finite logprob per token, or with a token id outside the vocabulary.
+    Raises TrainerError, one line that names the response, for a sample without prompt, with other
+    than one finite logprob per token, or with a token id outside the vocabulary.
     """
     prompts = [np.frombuffer(s.prompt, "<i4") for s in samples]
     responses = [np.frombuffer(s.token_ids, "<i4") for s in samples]
@@ -106,7 +114,8 @@ def collate(samples: Sequence[TrainSample], device: torch.device, vocabulary: in
     for sample, p, r, lp in zip(samples, prompts, responses, logprobs, strict=True):
         if not len(p) or len(r) != len(lp):
             raise TrainerError(
-                f"{sample.response}: {len(p)} prompt tokens, {len(r)} response tokens, {len(lp)} logprobs"
+                f"{sample.response}: {len(p)} prompt tokens, {len(r)} response tokens, "
+                f"{len(lp)} logprobs"
             )
     rows = max(1, len(samples))
     start = min((len(p) for p in prompts), default=1)
@@ -127,27 +136,35 @@ def collate(samples: Sequence[TrainSample], device: torch.device, vocabulary: in
 
 
 def _moved(array: Tensor, device: torch.device) -> Tensor:
-    """To CUDA from pinned memory: the copy is queued like a kernel, and nobody waits for the pass before."""
+    """To CUDA from pinned memory: the copy is queued like a kernel, and nobody waits for the pass
+    before."""
     return array.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else array
 
 
-def _check(samples: Sequence[TrainSample], ids: np.ndarray, rollout: np.ndarray, vocabulary: int) -> None:
+def _check(
+    samples: Sequence[TrainSample], ids: np.ndarray, rollout: np.ndarray, vocabulary: int
+) -> None:
     """On whole arrays, padding included: cheap, and padding is always right."""
     wrong_ids = (ids < 0) | (ids >= vocabulary)
     if wrong_ids.any():
         row, column = np.argwhere(wrong_ids)[0]
         raise TrainerError(
-            f"{samples[row].response}: token id {ids[row, column]} is outside the vocabulary of {vocabulary}"
+            f"{samples[row].response}: token id {ids[row, column]} is outside the "
+            f"vocabulary of {vocabulary}"
         )
     if not np.isfinite(rollout).all():
         row, column = np.argwhere(~np.isfinite(rollout))[0]
         raise TrainerError(f"{samples[row].response}: a rollout logprob is {rollout[row, column]}")
 
 
-def response_logprobs(policy: Policy, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Logprobs of `batch.targets` and entropies of their distributions (no gradient), float32 [rows, width].
+def response_logprobs(
+    policy: Policy, batch: Batch, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of `batch.targets` and entropies of their distributions (no gradient), float32
+    [rows, width].
 
-    `temperature` divides the logits, as the sampler did. Values outside the mask mean nothing but are finite.
+    `temperature` divides the logits, as the sampler did. Values outside the mask mean nothing but
+    are finite.
     """
     rows, width = batch.targets.shape
     cuda = policy.device.type == "cuda"
@@ -193,8 +210,8 @@ def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor,
 def _shard(module: PreTrainedModel, device: torch.device, world: int) -> None:
     """FSDP2, one group per decoder layer. Gradients come out as the mean over ranks: see `rank`.
 
-    The module is on the processor: each group is moved to the device when it is divided, so that a model of
-    which a GPU holds a share need not fit into it as a whole.
+    The module is on the processor: each group is moved to the device when it is divided, so that a
+    model of which a GPU holds a share need not fit into it as a whole.
     """
     mesh = init_device_mesh(device.type, (world,))
     precision = MixedPrecisionPolicy()
@@ -207,7 +224,8 @@ def _shard(module: PreTrainedModel, device: torch.device, world: int) -> None:
 
 
 def _drop_dropout(module: nn.Module) -> None:
-    """Training mode must not change probabilities: ratios and logprob differences would be noise."""
+    """Training mode must not change probabilities: ratios and logprob differences would be
+    noise."""
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0

@@ -3,7 +3,8 @@
 Owns only the vocabulary. Must not import torch: the daemon imports this file.
 
     daemon -> rank   StartRank Accumulate ClearStep FinishStep Save
-    rank -> daemon   RankStarted Accumulated Cleared Published StepFinished Saved SaveFailed RankFailed
+    rank -> daemon   RankStarted Accumulated Cleared Published StepFinished Saved SaveFailed
+                     RankFailed
 
 All ranks get the same commands in the same order, so that their collectives line up.
 """
@@ -20,12 +21,16 @@ EMULATED_TARGET = "lightrl.trainer.emulated:main"
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One response with its advantage. Example: TrainSample("p7@0#3", ids, ids, logprobs, 0.5, "stop")."""
+    """One response with its advantage. Example: TrainSample("p7@0#3", ids, ids, logprobs, 0.5,
+    "stop")."""
 
     response: str
-    prompt: bytes  # int32, at least one token
-    token_ids: bytes  # int32
-    rollout_logprobs: bytes  # float32, as many as token_ids
+    # int32, at least one token
+    prompt: bytes
+    # int32
+    token_ids: bytes
+    # float32, as many as token_ids
+    rollout_logprobs: bytes
     advantage: float
     finish_reason: FinishReason = "stop"
 
@@ -42,11 +47,14 @@ class StartRank:
     Example: StartRank("{...}", "models/tiny", 0, 2, "weights/.ranks-5f0c", "weights", "runs/a")
     """
 
-    config_json: str  # a resolved Config
-    model_dir: str  # a local directory or a hub id
+    # a resolved Config
+    config_json: str
+    # a local directory or a hub id
+    model_dir: str
     rank: int
     world: int
-    rendezvous: str  # a file that the ranks make, where they find each other; unused when world is 1
+    # a file that the ranks make, where they find each other; unused when world is 1
+    rendezvous: str
     publish_dir: str
     run_dir: str
     start_step: int = 0
@@ -66,28 +74,34 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class ClearStep:
-    """A step begins anew: forget what was accumulated for it; answered by Cleared. Example: ClearStep(4)."""
+    """A step begins anew: forget what was accumulated for it; answered by Cleared. Example:
+    ClearStep(4)."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class FinishStep:
-    """All samples of the step were sent: update and publish; answered by Published, then StepFinished.
+    """All samples of the step were sent: update and publish; answered by Published, then
+    StepFinished.
 
     The totals count all trained responses on all ranks, also those without signal that were never
-    sent. `step` counts from 0. Example: FinishStep(4, num_responses=256, num_tokens=7912, policy_version=5)
+    sent. `step` counts from 0. Example: FinishStep(4, num_responses=256, num_tokens=7912,
+    policy_version=5)
     """
 
     step: int
     num_responses: int
-    num_tokens: int  # response tokens
-    policy_version: int  # of the weights after the update
+    # response tokens
+    num_tokens: int
+    # of the weights after the update
+    policy_version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint to the directory `path`, `step` updates being done; answered by Saved or SaveFailed.
+    """Write a checkpoint to the directory `path`, `step` updates being done; answered by Saved or
+    SaveFailed.
 
     With `export` also `path`/hf, a model directory as transformers and vLLM read it.
     Example: Save(5, "runs/a/checkpoints/step_5", export=True)
@@ -103,9 +117,11 @@ RankCommand: TypeAlias = StartRank | Accumulate | ClearStep | FinishStep | Save
 
 @dataclass(frozen=True, slots=True)
 class RankStarted:
-    """Ready for the first step. Rank 0 brings the published first version: its manifest and file."""
+    """Ready for the first step. Rank 0 brings the published first version: its manifest and
+    file."""
 
-    device: str  # "cpu", "cuda:0"
+    # "cpu", "cuda:0"
+    device: str
     start_s: float
     manifest: Manifest | None = None
     path: str = ""
@@ -136,7 +152,8 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """The step is done; `metrics` are those of all ranks together, equal on each rank except for times."""
+    """The step is done; `metrics` are those of all ranks together, equal on each rank except for
+    times."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -151,7 +168,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """There is no such checkpoint, for a reason in one line; the rank goes on as if it had not been told."""
+    """There is no such checkpoint, for a reason in one line; the rank goes on as if it had not been
+    told."""
 
     path: str
     reason: str
@@ -161,7 +179,8 @@ class SaveFailed:
 class RankFailed:
     """The rank ends; `reason` is one line. Its log has the traceback.
 
-    `is_final`: one that is started again would fail in the same way, as for a model that cannot be loaded.
+    `is_final`: one that is started again would fail in the same way, as for a model that cannot be
+    loaded.
     """
 
     reason: str

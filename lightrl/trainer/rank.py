@@ -1,4 +1,5 @@
-"""One training rank: a process that adds up gradients while a round runs, updates once, and publishes.
+"""One training rank: a process that adds up gradients while a round runs, updates once, and
+publishes.
 
 Owns the model, the optimizer and the sums of one step on this rank. Decides nothing: which samples,
 which micro-batches and when comes from the daemon. Gradients are un-normalised sums, so a step does
@@ -107,7 +108,11 @@ class Rank:
         self.parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
         optim = self.config.train.optim
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+            self.parameters,
+            lr=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            fused=True,
         )
         self.held: list[MicroBatch] = []  # only where gradients must wait for the step's end
         self.manifest: Manifest | None = None  # of the version published last, on rank 0
@@ -116,8 +121,12 @@ class Rank:
         saved = self._restore() if start.start_step > 0 else None
         self._publish(start.start_step)
         if saved and self.manifest and saved.digest != self.manifest.digest:
-            raise TrainerError(f"checkpoint of step {saved.step}: the restored weights have another digest")
-        self.started = RankStarted(str(self.device), time.monotonic() - begun, self.manifest, self.path)
+            raise TrainerError(
+                f"checkpoint of step {saved.step}: the restored weights have another digest"
+            )
+        self.started = RankStarted(
+            str(self.device), time.monotonic() - begun, self.manifest, self.path
+        )
 
     def perform(self, command: RankCommand) -> Iterator[RankEvent]:
         match command:
@@ -174,7 +183,8 @@ class Rank:
 
     def _accumulate(self, batches: Sequence[MicroBatch], advantage_factor: float = 1.0) -> None:
         for samples in batches:
-            # Without samples there is still work to do when others compute: their collectives need us.
+            # Without samples there is still work to do when others compute: their collectives need
+            # us.
             if samples or self.start.world > 1:
                 batch = collate(samples, self.device, self.policy.vocabulary)
                 with self.computing.running():
@@ -225,7 +235,9 @@ class Rank:
                 dtype=torch.float64,
                 device=self.device,
             )
-            factor = loss.advantage_scale(self.algorithm, self._total(squares).item(), finish.num_responses)
+            factor = loss.advantage_scale(
+                self.algorithm, self._total(squares).item(), finish.num_responses
+            )
             self._accumulate(self.held, factor)
         begun = now(self.device)  # the sums are needed next: they are complete when the passes are
         totals = dict(zip(SUMS, self._total(self.sums).tolist(), strict=True))
@@ -233,7 +245,10 @@ class Rank:
         if not self.held:
             scale = loss.advantage_scale(self.algorithm, totals["squares"], finish.num_responses)
         scale /= loss.denominator(
-            self.algorithm, finish.num_responses, finish.num_tokens, self.config.rollout.max_response_length
+            self.algorithm,
+            finish.num_responses,
+            finish.num_tokens,
+            self.config.rollout.max_response_length,
         )
         lr = self._learning_rate(finish.step)
         grad_norm, skipped = 0.0, False
@@ -265,9 +280,11 @@ class Rank:
         return metrics
 
     def _descend(self, scale: float, lr: float) -> tuple[float, bool]:
-        """Norm of the normalised gradient before clipping, and whether the update was left out for it."""
+        """Norm of the normalised gradient before clipping, and whether the update was left out for
+        it."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        scale *= self.start.world  # FSDP averages over the ranks; the loss is a sum over all samples
+        # FSDP averages over the ranks; the loss is a sum over all samples
+        scale *= self.start.world
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
@@ -295,18 +312,21 @@ class Rank:
         return value
 
     def _publish(self, policy_version: int) -> None:
-        """Rank 0 writes the version to a file that appears when complete; the others give their shards."""
+        """Rank 0 writes the version to a file that appears when complete; the others give their
+        shards."""
         self.policy_version = policy_version
         if self.start.rank > 0:
             for _ in full_parameters(self.policy):
                 pass
             return
         self.manifest, self.path = self._versions.publish(
-            policy_version, lambda file: write_tensors(file, policy_version, full_parameters(self.policy))
+            policy_version,
+            lambda file: write_tensors(file, policy_version, full_parameters(self.policy)),
         )
 
     def _restore(self) -> SavedStep:
-        """All that makes the next steps exact: no random number is drawn, rates follow from the step."""
+        """All that makes the next steps exact: no random number is drawn, rates follow from the
+        step."""
         path = checkpoint_path(Path(self.start.run_dir) / CHECKPOINTS, self.start.start_step)
         return checkpoint.restore(path, self.policy, self.optimizer)
 
@@ -329,20 +349,21 @@ def _device(start: StartRank) -> torch.device:
 
 
 def _order_sums(deterministic: bool) -> None:
-    """`run.deterministic` is for the daemon to keep, by sending the same micro-batches in the same order
-    whatever the timing. What remains are kernels that add up by atomics, on CUDA: they are replaced by
-    slower ones, or the rank fails and names the one that has no other.
+    """`run.deterministic` is for the daemon to keep, by sending the same micro-batches in the same
+    order whatever the timing. What remains are kernels that add up by atomics, on CUDA: they are
+    replaced by slower ones, or the rank fails and names the one that has no other.
     """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(deterministic)
-    # On by default with the above. It is for finding reads of memory that nobody wrote, and costs time.
+    # On by default with the above. It is for finding reads of memory that nobody wrote, and costs
+    # time.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - pyright knows it not
 
 
 def _reuse_memory() -> None:
-    """glibc hands freed tensors of 128 KiB and more back to the kernel; faulting the pages in again in
-    every layer of every pass costs a tiny model on a CPU a quarter of its time."""
+    """glibc hands freed tensors of 128 KiB and more back to the kernel; faulting the pages in again
+    in every layer of every pass costs a tiny model on a CPU a quarter of its time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts

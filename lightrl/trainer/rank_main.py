@@ -1,6 +1,8 @@
-"""What every rank process does: starts a rank as it is told, obeys it command by command, says why it ends.
+"""What every rank process does: starts a rank as it is told, obeys it command by command, says why
+it ends.
 
-Owns the process's side of the pipe. Knows nothing of what a rank computes, and must not import torch.
+Owns the process's side of the pipe. Knows nothing of what a rank computes, and must not import
+torch.
 """
 
 import socket
@@ -33,13 +35,14 @@ class AnyRank(Protocol):
 
 
 def serve(sock: socket.socket, new_rank: Callable[[StartRank], AnyRank]) -> None:
-    """Serves commands. Raises EOFError when the daemon closes the pipe, SystemExit if the rank fails."""
+    """Serves commands. Raises EOFError when the daemon closes the pipe, SystemExit if the rank
+    fails."""
     pipe: RankPipe = Pipe(sock, RANK_COMMANDS, RANK_EVENTS)
     try:
         _obey(pipe, new_rank)
     except (LightRLError, OSError, RuntimeError, ValueError) as e:
-        # What torch raises for out of memory and lost peers. Anything else is a bug: the daemon sees the
-        # process end with a traceback.
+        # What torch raises for out of memory and lost peers. Anything else is a bug: the daemon
+        # sees the process end with a traceback.
         traceback.print_exc(file=sys.stderr)
         lines = str(e).strip().splitlines() or [type(e).__name__]
         is_final = isinstance(e, LightRLError)

@@ -1,7 +1,7 @@
 """One life of the rank processes of a trainer: started together, told the same, lost together.
 
-Owns the processes and the order of their replies. Decides neither what they are told nor whether they
-are started again. Must not import torch: the daemon imports this file.
+Owns the processes and the order of their replies. Decides neither what they are told nor whether
+they are started again. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
@@ -33,7 +33,8 @@ from lightrl.trainer.protocol import (
 Reply = TypeVar("Reply", bound=RankEvent)
 STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
 PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}  # older and newer name of one variable
+# older and newer name of one variable
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 UNHURRIED = {RankStarted, Saved}  # takes as long as a download or a disk does
 
 
@@ -42,9 +43,12 @@ class RanksLost(TrainerError):
 
 
 class Ranks:
-    """`await start(...)` once, always `await stop()` or `await kill()`; `watch` beside all other calls."""
+    """`await start(...)` once, always `await stop()` or `await kill()`; `watch` beside all other
+    calls."""
 
-    def __init__(self, config: Config, run_dir: Path, publish_dir: Path, gpus: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, publish_dir: Path, gpus: Sequence[str] = ()
+    ) -> None:
         """`gpus`: what each rank's CUDA_VISIBLE_DEVICES says; empty = whatever it finds."""
         self._config = config
         self._run_dir = run_dir
@@ -53,14 +57,16 @@ class Ranks:
         self._ranks: list[Child[RankCommand, RankEvent]] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
         self._awaited: int | None = None  # the rank that owes a reply soon
-        # Where the ranks find each other; another file in each life, as that of the last is full of its dead.
+        # Where the ranks find each other; another file in each life, as that of the last is full of
+        # its dead.
         self._rendezvous = publish_dir / f".ranks-{secrets.token_hex(8)}"
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     async def start(self, step: int) -> None:
-        """From the checkpoint of `step`; 0 = from the model. Raises RanksLost if a process cannot be made."""
+        """From the checkpoint of `step`; 0 = from the model. Raises RanksLost if a process cannot
+        be made."""
         world = self._config.train.ranks
         try:
             for rank in range(world):
@@ -109,7 +115,8 @@ class Ranks:
         return started
 
     async def watch(self) -> NoReturn:
-        """Hands the replies on. Raises RanksLost when a rank is gone or hangs, TrainerError if for good."""
+        """Hands the replies on. Raises RanksLost when a rank is gone or hangs, TrainerError if for
+        good."""
         readers = [
             asyncio.ensure_future(self._receive(rank, replies))
             for rank, replies in zip(self._ranks, self._replies, strict=True)
@@ -156,7 +163,8 @@ class Ranks:
             rank.send(command)
 
     async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
-        """The next reply of a rank, which must be of these kinds: a rank answers in the order it is told."""
+        """The next reply of a rank, which must be of these kinds: a rank answers in the order it is
+        told."""
         self._awaited = None if UNHURRIED.intersection(kinds) else rank
         reply = await self._replies[rank].get()
         self._awaited = None

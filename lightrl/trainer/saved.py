@@ -1,11 +1,12 @@
-"""Which checkpoints of a run lie on the disk: their names, the newest one, what a killed save left behind.
+"""Which checkpoints of a run lie on the disk: their names, the newest one, what a killed save left
+behind.
 
 Owns the names in a run's folder of checkpoints. Must not import torch: daemons ask where to start.
 
     checkpoints/latest              name of the newest complete checkpoint
     checkpoints/step_N/trainer.json SavedStep; what else is in there, `trainer.checkpoint` knows
-    checkpoints/step_N.damaged      not what was saved any more; nobody uses it
-    checkpoints/step_N.rewound      of steps that `resume --from-checkpoint` has undone; nobody uses it
+    checkpoints/step_N.damaged      not what was saved any more; not used
+    checkpoints/step_N.rewound      of steps that `resume --from-checkpoint` has undone; not used
     checkpoints/.step_N.draft       being written
     checkpoints/.step_N.old         being replaced by a draft that is complete
     checkpoints/.step_N.gone        being removed
@@ -32,16 +33,22 @@ _SET_ASIDE = re.compile(rf"step_(\d+)\.(?:{DAMAGED}|{REWOUND})", re.ASCII)
 class SavedStep:
     """What a checkpoint holds. Example: SavedStep(step=50, policy_version=50, digest="9f3a...")."""
 
-    step: int  # optimizer steps done
+    # optimizer steps done
+    step: int
     policy_version: int
-    digest: str  # of the published version: restored weights must give it again
-    has_optimizer: bool = True  # there is no state before the first update
-    files: dict[str, str] = field(default_factory=dict[str, str])  # path in the checkpoint -> digest
-    seal: str = ""  # digest of all the above, see trainer/seal.py
+    # of the published version: restored weights must give it again
+    digest: str
+    # there is no state before the first update
+    has_optimizer: bool = True
+    # path in the checkpoint -> digest
+    files: dict[str, str] = field(default_factory=dict[str, str])
+    # digest of all the above, see trainer/seal.py
+    seal: str = ""
 
 
 def checkpoint_path(checkpoints: Path, step: int) -> Path:
-    """Example: checkpoint_path(Path("runs/a/checkpoints"), 5) == Path("runs/a/checkpoints/step_5")."""
+    """Example: checkpoint_path(Path("runs/a/checkpoints"), 5) ==
+    Path("runs/a/checkpoints/step_5")."""
     return checkpoints / f"step_{step}"
 
 
@@ -55,7 +62,8 @@ def latest(checkpoints: Path) -> Path | None:
     named = _named(checkpoints)
     if named is not None and _is_complete(named):
         return named
-    # The pointer is written after the checkpoint, so that it may be missing, or name one that is gone.
+    # The pointer is written after the checkpoint, so that it may be missing, or name one that is
+    # gone.
     return next((path for path in reversed(by_step(checkpoints)) if _is_complete(path)), None)
 
 
@@ -65,8 +73,8 @@ def by_step(checkpoints: Path) -> list[Path]:
 
 
 def oldest_kept(checkpoints: Path, step: int, keep_last: int) -> int:
-    """Steps done where a trainer may have to begin that has saved `step`: in the oldest of the `keep_last`
-    newest checkpoints. The model that the run began with counts as one of 0 steps.
+    """Steps done where a trainer may have to begin that has saved `step`: in the oldest of the
+    `keep_last` newest checkpoints. The model that the run began with counts as one of 0 steps.
     """
     whole = [step_of(p) for p in by_step(checkpoints) if _is_complete(p)]
     return [0, *(s for s in whole if s <= step)][-keep_last:][0]
@@ -75,8 +83,8 @@ def oldest_kept(checkpoints: Path, step: int, keep_last: int) -> int:
 def newest_sound(
     checkpoints: Path, damage: Callable[[Path], str], report: Callable[[str], None]
 ) -> Path | None:
-    """The newest complete checkpoint in which `damage` finds nothing; others are moved aside, as `report` is
-    told in one line for each. Call when nobody writes a checkpoint.
+    """The newest complete checkpoint in which `damage` finds nothing; others are moved aside, as
+    `report` is told in one line for each. Call when nobody writes a checkpoint.
 
     Raises TrainerError if one cannot be moved.
     """
@@ -86,7 +94,9 @@ def newest_sound(
             if (other := latest(checkpoints)) is not None:
                 point(checkpoints, other)
         except OSError as e:
-            raise TrainerError(f"{path}: {problem}, and it cannot be moved aside: {e.strerror}") from None
+            raise TrainerError(
+                f"{path}: {problem}, and it cannot be moved aside: {e.strerror}"
+            ) from None
         where = f"going back to {other.name}" if other is not None else "no other one is left"
         report(f"WARNING: {path}: {problem}; moved aside as {aside.name}, {where}")
     return path
@@ -119,8 +129,8 @@ def point(checkpoints: Path, newest: Path) -> None:
 
 
 def put_in_place(draft: Path, path: Path, keep_last: int) -> None:
-    """The draft becomes the newest checkpoint, `path`, once everything in it is on the disk; all but the
-    newest `keep_last` are removed, and what was set aside of earlier steps. Raises OSError.
+    """The draft becomes the newest checkpoint, `path`, once everything in it is on the disk; all
+    but the newest `keep_last` are removed, and what was set aside of earlier steps. Raises OSError.
     """
     for entry in [*draft.rglob("*"), draft]:
         files.sync(entry)
@@ -183,4 +193,7 @@ def _is_numbered(name: str) -> bool:
 
 
 def _is_complete(path: Path) -> bool:
-    return _is_numbered(path.name.removeprefix(".").removesuffix(".old")) and (path / STEP_FILE).is_file()
+    return (
+        _is_numbered(path.name.removeprefix(".").removesuffix(".old"))
+        and (path / STEP_FILE).is_file()
+    )

@@ -1,7 +1,9 @@
-"""Whether a checkpoint is still what was saved: digests of its files, written down in it and compared later.
+"""Whether a checkpoint is still what was saved: digests of its files, written down in it and
+compared later.
 
-A disk that returns other bits than it was given says nothing, and neither does the format of the tensors.
-Owns how a checkpoint is sealed and looked through. Must not import torch: the daemon looks, not its ranks.
+A disk that returns other bits than it was given says nothing, and neither does the format of the
+tensors. Owns how a checkpoint is sealed and looked through. Must not import torch: the daemon
+looks, not its ranks.
 """
 
 import errno
@@ -29,7 +31,9 @@ class _Unwanted(Exception):
 
 def sealed(saved: SavedStep, checkpoint: Path) -> SavedStep:
     """With the digests of all files that are in the checkpoint now. Raises OSError."""
-    paths = [p for p in sorted(checkpoint.rglob("*")) if p.is_file() and not _is_exported(p, checkpoint)]
+    paths = [
+        p for p in sorted(checkpoint.rglob("*")) if p.is_file() and not _is_exported(p, checkpoint)
+    ]
     names = [str(p.relative_to(checkpoint)) for p in paths]
     saved = replace(saved, files=dict(zip(names, _digests(paths), strict=True)), seal="")
     return replace(saved, seal=_seal(to_json(saved)))
@@ -38,8 +42,9 @@ def sealed(saved: SavedStep, checkpoint: Path) -> SavedStep:
 def damage(checkpoint: Path, is_wanted: Callable[[], bool] = lambda: True) -> str:
     """What of a checkpoint is not as it was saved, in one line; "" if all of it is.
 
-    One that was saved without digests is taken as it is. Blocks for about as long as reading it takes, or
-    until `is_wanted` says no. Raises OSError if it cannot be looked at for a reason that may pass.
+    One that was saved without digests is taken as it is. Blocks for about as long as reading it
+    takes, or until `is_wanted` says no. Raises OSError if it cannot be looked at for a reason that
+    may pass.
     """
     try:
         data = (checkpoint / STEP_FILE).read_bytes()
@@ -55,10 +60,12 @@ def damage(checkpoint: Path, is_wanted: Callable[[], bool] = lambda: True) -> st
     except _Unwanted:
         return ""
     except OSError as e:
-        if e.errno not in GONE:  # a right that is missing, a file server that is away: it may be sound
+        # a right that is missing, a file server that is away: it may be sound
+        if e.errno not in GONE:
             raise
         return f"{Path(e.filename).name}: {e.strerror}" if e.filename else e.strerror or str(e)
-    other = [name for (name, digest), now in zip(known.items(), found, strict=True) if now != digest]
+    pairs = zip(known.items(), found, strict=True)
+    other = [name for (name, digest), now in pairs if now != digest]
     return f"{', '.join(other)}: damaged" if other else ""
 
 
@@ -79,7 +86,10 @@ def _digests(paths: Iterable[Path], is_wanted: Callable[[], bool] = lambda: True
     threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
     try:
         pieces = [
-            [threads.submit(_digest, path, start, is_wanted) for start in range(0, size, PIECE_BYTES)]
+            [
+                threads.submit(_digest, path, start, is_wanted)
+                for start in range(0, size, PIECE_BYTES)
+            ]
             for path, size in [(path, path.stat().st_size) for path in paths]
         ]
         return [

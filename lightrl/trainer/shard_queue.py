@@ -1,4 +1,5 @@
-"""The shards of one step as they come in: which are next, which are accumulated together, what was counted.
+"""The shards of one step as they come in: which are next, which are accumulated together, what was
+counted.
 
 Pure: no ranks, no clock. What is trained when is `trainer.supervisor`'s business.
 """
@@ -15,7 +16,8 @@ class ShardQueue:
     def __init__(self, step: int) -> None:
         self.step = step
         self.is_complete = False  # the last shard was taken
-        self.portions: list[int] = []  # groups that were accumulated at a time, also those without signal
+        # groups that were accumulated at a time, also those without signal
+        self.portions: list[int] = []
         self.num_responses = 0
         self.num_tokens = 0
         self.index = 0  # of the next shard
@@ -23,13 +25,18 @@ class ShardQueue:
 
     def is_begun_anew_by(self, waiting: deque[TrainShard]) -> bool:
         """The coordinator may begin a step again on its own."""
-        return bool(waiting) and self.index > 0 and (waiting[0].step, waiting[0].index) == (self.step, 0)
+        return (
+            bool(waiting)
+            and self.index > 0
+            and (waiting[0].step, waiting[0].index) == (self.step, 0)
+        )
 
     def take(self, waiting: deque[TrainShard]) -> list[TrainGroup]:
-        """The groups that are to be accumulated at once: of all shards that wait, or of one that is alone.
+        """The groups that are to be accumulated at once: of all shards that wait, or of one that is
+        alone.
 
-        Shards of steps that are done are dropped: they are late. What comes after the last shard of the
-        step stays where it is. Raises TrainerError for any shard but the next of this step.
+        Shards of steps that are done are dropped: they are late. What comes after the last shard of
+        the step stays where it is. Raises TrainerError for any shard but the next of this step.
         """
         groups: list[TrainGroup] = []
         while waiting and not self.is_complete:
@@ -62,4 +69,6 @@ class ShardQueue:
         self._num_groups += len(shard.groups)
         self.is_complete = shard.last
         if shard.last and self._num_groups != shard.num_groups:
-            raise TrainerError(f"step {self.step}: {self._num_groups} of {shard.num_groups} groups came")
+            raise TrainerError(
+                f"step {self.step}: {self._num_groups} of {shard.num_groups} groups came"
+            )

@@ -1,11 +1,11 @@
-"""The trainer role of a daemon: the order of its ranks' work, the versions they publish, and what is done
-when ranks die or the coordinator was gone.
+"""The trainer role of a daemon: the order of its ranks' work, the versions they publish, and what
+is done when ranks die or the coordinator was gone.
 
-Which groups are trained is the coordinator's business, how they are packed is `trainer.batch`'s, what
-they are worth `trainer.advantage`'s. Never touches a tensor.
+Which groups are trained is the coordinator's business, how they are packed is `trainer.batch`'s,
+what they are worth `trainer.advantage`'s. Never touches a tensor.
 
-A step is begun anew as long as its version is not published, so that whoever is lost, coordinator or
-ranks, no group counts twice: the coordinator sends all shards of the step again, from index 0.
+A step is begun anew as long as its version is not published, so that whoever is lost, coordinator
+or ranks, no group counts twice: the coordinator sends all shards of the step again, from index 0.
 """
 
 import asyncio
@@ -49,7 +49,14 @@ from lightrl.trainer.protocol import (
     TrainSample,
 )
 from lightrl.trainer.rank_processes import Ranks, RanksLost
-from lightrl.trainer.saved import CHECKPOINTS, checkpoint_path, newest_sound, oldest_kept, step_of, tidy
+from lightrl.trainer.saved import (
+    CHECKPOINTS,
+    checkpoint_path,
+    newest_sound,
+    oldest_kept,
+    step_of,
+    tidy,
+)
 from lightrl.trainer.seal import damage
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
@@ -72,10 +79,12 @@ class Trainer:
         on_restart: Callable[[], None],
         gpus: tuple[str, ...] = (),
     ) -> None:
-        """`host` is the address under which other nodes pull weights; `send` reaches the coordinator.
+        """`host` is the address under which other nodes pull weights; `send` reaches the
+        coordinator.
 
-        `on_restart` is called when the ranks run again after one had died: the coordinator must be told
-        that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if it is settled.
+        `on_restart` is called when the ranks run again after one had died: the coordinator must be
+        told that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if
+        it is settled.
         """
         self._config = config
         self._run_dir = run_dir
@@ -88,7 +97,8 @@ class Trainer:
         self._holder = ""
         self._served: dict[int, PublishWeights] = {}  # by version, as many as the server keeps
         self.device = ""
-        self.all_steps_done = False  # the last version is published; a checkpoint may still be written
+        # the last version is published; a checkpoint may still be written
+        self.all_steps_done = False
         self._is_stopping = False
         self._changed = asyncio.Event()  # shards have come, the step begins anew, or the end
         self._shards: deque[TrainShard] = deque()
@@ -104,13 +114,15 @@ class Trainer:
         self._step_done: StepDone | None = None  # how they came there
 
     def handle(self, message: TrainShard) -> None:
-        # Welcomed, but not yet able to say where we stand: what comes then follows from what was said before.
+        # Welcomed, but not yet able to say where we stand: what comes then follows from what was
+        # said before.
         if not self._is_silent or self._begins_anew:
             self._shards.append(message)
             self._changed.set()
 
     def pause(self) -> None:
-        """The coordinator is gone, or is being told who we are: say nothing, take nothing, until `rejoin`."""
+        """The coordinator is gone, or is being told who we are: say nothing, take nothing, until
+        `rejoin`."""
         self._is_silent = True
         self._begins_anew = False  # it will, when we are welcomed
         self._shards.clear()
@@ -118,7 +130,8 @@ class Trainer:
     def rejoin(self) -> None:
         """The coordinator has welcomed this node again: say where we stand, begin the step anew."""
         self._shards.clear()
-        if self._is_down:  # it will be told by `on_restart` that there is another one to be welcomed
+        # it will be told by `on_restart` that there is another one to be welcomed
+        if self._is_down:
             return
         self._begins_anew = True
         self._changed.set()
@@ -128,7 +141,8 @@ class Trainer:
             self._announce()
 
     def stop(self) -> None:
-        """End after the step of which all groups have come, if any, with a checkpoint of the steps done."""
+        """End after the step of which all groups have come, if any, with a checkpoint of the steps
+        done."""
         self._is_stopping = True
         self._changed.set()
 
@@ -152,7 +166,9 @@ class Trainer:
                 say(f"{lost}; leaving with the checkpoint of step {self._saved}")
                 return
             if self._is_stopping:  # nobody sends the last steps once more
-                raise TrainerError(f"{lost}; the last {self._done - self._saved} steps were not saved")
+                raise TrainerError(
+                    f"{lost}; the last {self._done - self._saved} steps were not saved"
+                )
             step = await self._recover_from(lost)
 
     async def close(self) -> None:
@@ -162,14 +178,17 @@ class Trainer:
     async def _recover_from(self, lost: RanksLost) -> int:
         self._num_restarts += 1
         if self._num_restarts > MAX_RESTARTS:
-            raise TrainerError(f"{lost}; started again {MAX_RESTARTS} times without finishing a step")
+            raise TrainerError(
+                f"{lost}; started again {MAX_RESTARTS} times without finishing a step"
+            )
         step = await self._where_to_start()
         say(f"{lost}; starting again from step {step} ({self._num_restarts}/{MAX_RESTARTS})")
         await asyncio.sleep(RESTART_PAUSE_S * 3 ** (self._num_restarts - 1))
         return step
 
     async def _where_to_start(self) -> int:
-        """Steps done in the newest checkpoint that is as it was saved; 0 if there is none: in the model.
+        """Steps done in the newest checkpoint that is as it was saved; 0 if there is none: in the
+        model.
 
         Raises TrainerError if it cannot be told: one that cannot be read may be sound.
         """
@@ -183,11 +202,14 @@ class Trainer:
             path = await retry_on_resource_limit(lambda: in_thread(look), "the trainer", say)
         except OSError as e:
             where = e.filename or self._checkpoints
-            raise TrainerError(f"{where}: cannot look for a checkpoint: {e.strerror or e}") from None
+            raise TrainerError(
+                f"{where}: cannot look for a checkpoint: {e.strerror or e}"
+            ) from None
         return 0 if path is None else step_of(path)
 
     async def _live(self, step: int) -> None:
-        """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly one."""
+        """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly
+        one."""
         ranks = Ranks(self._config, self._run_dir, self._scratch, self._gpus)
         tasks: list[asyncio.Task[Any]] = []
         is_orderly = False
@@ -208,7 +230,8 @@ class Trainer:
             await (ranks.stop() if is_orderly else ranks.kill())
 
     async def _work(self, ranks: Ranks, step: int) -> bool:
-        """All that is to be done with ranks that start with the weights of `step`; whether they did start."""
+        """All that is to be done with ranks that start with the weights of `step`; whether they did
+        start."""
         started = await self._unless_stopped(ranks)
         if started is None:
             if self.all_steps_done:  # by those before
@@ -235,7 +258,8 @@ class Trainer:
         return True
 
     async def _unless_stopped(self, ranks: Ranks) -> RankStarted | None:
-        """When the ranks have started; none if the trainer is to stop before: nothing is to be saved."""
+        """When the ranks have started; none if the trainer is to stop before: nothing is to be
+        saved."""
         starting = asyncio.ensure_future(ranks.started())
         try:
             while not starting.done() and not self._is_stopping:
@@ -262,11 +286,13 @@ class Trainer:
             await self._save_last(ranks)
 
     async def _train(self, ranks: Ranks) -> bool:
-        """One optimizer step: whatever groups wait are accumulated at once, while others still generate.
+        """One optimizer step: whatever groups wait are accumulated at once, while others still
+        generate.
 
-        With `run.deterministic` one by one in the order in which the coordinator sent them, which is then
-        that of their prompts in the round. False: stopped before all groups of the step had come; the
-        weights are those of the last step. Raises TrainerError for any shard but the next of this step.
+        With `run.deterministic` one by one in the order in which the coordinator sent them, which
+        is then that of their prompts in the round. False: stopped before all groups of the step had
+        come; the weights are those of the last step. Raises TrainerError for any shard but the next
+        of this step.
         """
         step = self._done
         intake = ShardQueue(step)
@@ -335,7 +361,8 @@ class Trainer:
             self._announce()
 
     async def _save(self, ranks: Ranks) -> str:
-        """A checkpoint of the steps done. Returns why there is none, in one line; "" when it is durable."""
+        """A checkpoint of the steps done. Returns why there is none, in one line; "" when it is
+        durable."""
         path = checkpoint_path(self._checkpoints, self._done)
         ranks.tell(Save(self._done, str(path), export=True))
         for reply in await ranks.replies(Saved, SaveFailed):
@@ -359,11 +386,14 @@ class Trainer:
         if problem:  # the steps since the last checkpoint can be trained again from the journal
             say(problem)
 
-    async def _serve(self, manifest: Manifest, path: Path, portions: tuple[int, ...]) -> PublishWeights:
-        """The message that publishes this version. Of a version computed again the old one stays valid.
+    async def _serve(
+        self, manifest: Manifest, path: Path, portions: tuple[int, ...]
+    ) -> PublishWeights:
+        """The message that publishes this version. Of a version computed again the old one stays
+        valid.
 
-        Versions that were overtaken are not served once more: nobody loads them, and the newest one must
-        not have to go for them.
+        Versions that were overtaken are not served once more: nobody loads them, and the newest one
+        must not have to go for them.
         """
         version = manifest.policy_version
         known = self._served.get(version)
@@ -408,11 +438,16 @@ class Trainer:
 
 
 def train_samples(group: TrainGroup, config: Config) -> list[TrainSample]:
-    """The responses of a group with their advantages, in its order; any penalty for length is in them."""
+    """The responses of a group with their advantages, in its order; any penalty for length is in
+    them."""
     buffer, limit = config.algorithm.overlong_buffer, config.rollout.max_response_length
-    rewards_G = [r.reward + overlong_penalty(len(r.token_ids) // 4, limit, buffer) for r in group.responses]
+    rewards_G = [
+        r.reward + overlong_penalty(len(r.token_ids) // 4, limit, buffer) for r in group.responses
+    ]
     values_G = advantages(config.algorithm.name, rewards_G)
     return [
-        TrainSample(r.response, group.prompt, r.token_ids, r.rollout_logprobs, value, r.finish_reason)
+        TrainSample(
+            r.response, group.prompt, r.token_ids, r.rollout_logprobs, value, r.finish_reason
+        )
         for r, value in zip(group.responses, values_G, strict=True)
     ]

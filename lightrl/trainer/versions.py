@@ -16,7 +16,9 @@ class Versions:
         self._folder = folder
         self._written: list[Path] = []  # by this process; others are served from before
 
-    def publish(self, policy_version: int, write: Callable[[Path], Manifest]) -> tuple[Manifest, str]:
+    def publish(
+        self, policy_version: int, write: Callable[[Path], Manifest]
+    ) -> tuple[Manifest, str]:
         """What `write` makes of the file that it is given: its manifest, and where it is then."""
         self._folder.mkdir(parents=True, exist_ok=True)
         draft, path = self._folder / ".draft", self._folder / f"version_{policy_version}.bin"

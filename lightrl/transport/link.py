@@ -1,24 +1,29 @@
 """ZeroMQ, and all that must be known of it: the coordinator's ROUTER and a node's DEALER. Carries
 messages; decides nothing.
 
-- A default ROUTER drops silently for unknown peers and full pipes: ROUTER_MANDATORY. What is outstanding is
-  bounded by the core's credit, but for the answers to what a peer says: who does not read them is cut off.
+- A default ROUTER drops silently for unknown peers and full pipes: ROUTER_MANDATORY. What is
+  outstanding is bounded by the core's credit, but for the answers to what a peer says: who does not
+  read them is cut off.
 - Without ROUTER_HANDOVER a restarted daemon is ignored while its old connection lives.
 - Awaiting every message costs four times as much as waiting once and draining without awaiting.
-- ZeroMQ's file descriptor is edge-triggered, and a send may consume the edge: look at EVENTS after both.
+- ZeroMQ's file descriptor is edge-triggered, and a send may consume the edge: look at EVENTS after
+  both.
 - A connection that breaks and comes back loses what was in flight, silently: a node must notice it.
-- Two daemons of one name would steal each other's connection: an identity is a name and a process. Who knew
-  an identity could take its connection over (ROUTER_HANDOVER): its second half is random, and as hard to
-  guess as a key.
-- All connections are CURVE: the key pairs follow from the keys of the run. A hub closes the connection of
-  whoever has another one without a word, so all that a link sees is that the handshake failed.
+- Two daemons of one name would steal each other's connection: an identity is a name and a process.
+  Who knew an identity could take its connection over (ROUTER_HANDOVER): its second half is random,
+  and as hard to guess as a key.
+- All connections are CURVE: the key pairs follow from the keys of the run. A hub closes the
+  connection of whoever has another one without a word, so all that a link sees is that the
+  handshake failed.
 - Which key a connection has proved comes with each of its messages, as ZeroMQ's own metadata.
-- A connection whose other end has vanished stays open for hours: ZeroMQ's own heartbeats find it, but only
-  the nodes send them. A ROUTER that sends its own ends the process (an assertion of libzmq 4.3.5) when a
-  connection breaks that was taken over by another one of the same identity; it relies on TCP's keepalive.
-- Whoever connects may make the other side hold one frame before it is known who that is: frames are small,
-  and larger messages travel in parts (parts.py). A message of many frames would be held whole, whatever its
-  size. Tokens are sent in pieces that mean the same, so that they need no assembling.
+- A connection whose other end has vanished stays open for hours: ZeroMQ's own heartbeats find it,
+  but only the nodes send them. A ROUTER that sends its own ends the process (an assertion of libzmq
+  4.3.5) when a connection breaks that was taken over by another one of the same identity; it relies
+  on TCP's keepalive.
+- Whoever connects may make the other side hold one frame before it is known who that is: frames are
+  small, and larger messages travel in parts (parts.py). A message of many frames would be held
+  whole, whatever its size. Tokens are sent in pieces that mean the same, so that they need no
+  assembling.
 - A peer that has closed cannot be sent anything while what it said last still lies here unread.
 """
 
@@ -55,15 +60,18 @@ MAX_WHOLE_BYTES = 32 << 20  # of a message to the hub that comes in parts
 MAX_PARTIAL_BYTES = 256 << 20  # of all of them of which parts are still to come
 MAX_WAITING = 1 << 14  # messages for a peer that it does not read: no order is cut into as many
 MAX_WELCOMES = 8  # through one connection: each has the small files of the model in it
-MAX_UNDRAINED = 16  # batches after which a peer counts as heard, however much is left: its share was read
+# batches after which a peer counts as heard, however much is left: its share was read
+MAX_UNDRAINED = 16
 CURVE_BYTES = 64  # that a frame grows by when it is encrypted, and more
 BACKLOG = 1024  # connections that the kernel holds until ZeroMQ accepts them
 HEARTBEAT_MS = 1000  # on an idle connection
 SILENCE_MS = 3000  # a connection without a sign of life is broken; as node.lease_s
 HANDSHAKE_MS = 3000
 MAX_DOUBT = 12  # of the key, before it has worked once
-SOON_DOUBT = 4  # by a connection that was closed at once; a coordinator may just have ended, but not so often
-LATE_DOUBT = 1  # by one that was closed later: most likely too many came with us, and some had to go
+# by a connection that was closed at once; a coordinator may just have ended, but not so often
+SOON_DOUBT = 4
+# by one that was closed later: most likely too many came with us, and some had to go
+LATE_DOUBT = 1
 RECONNECT_MS = 100  # at first, then longer, up to
 MAX_RECONNECT_MS = 1000
 
@@ -76,7 +84,8 @@ _FAILED_HANDSHAKES = (
 
 
 class Peer(NamedTuple):
-    """Who has sent a message: what it calls itself, and what its connection has proved to be allowed."""
+    """Who has sent a message: what it calls itself, and what its connection has proved to be
+    allowed."""
 
     identity: str
     access: Access
@@ -155,13 +164,17 @@ class Hub(_Socket):
         self._sock.set_string(zmq.ZAP_DOMAIN, self._domain)
         self._sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         keys = {Access.FULL: key, Access.JOIN: join_key(key)}
-        DOORKEEPER.admit(self._domain, {z85.decode(_key_pair(k)[0]): a.value for a, k in keys.items()})
+        DOORKEEPER.admit(
+            self._domain, {z85.decode(_key_pair(k)[0]): a.value for a, k in keys.items()}
+        )
         self._strangers = Strangers(self._sock, self._domain, self._readable.set)
-        self._partial: dict[bytes, tuple[int, Assembly]] = {}  # of an identity, through which connection
+        # of an identity, through which connection
+        self._partial: dict[bytes, tuple[int, Assembly]] = {}
         self._partial_bytes = 0  # of all of them
         self._connections: dict[bytes, int] = {}  # through which an identity has spoken last
         self._welcomes: Counter[int] = Counter()  # through a connection
-        self._unheard: dict[Peer, int] = {}  # who cannot be reached, and batches since that was known
+        # who cannot be reached, and batches since that was known
+        self._unheard: dict[Peer, int] = {}
         try:
             self._sock.bind(address)
         except zmq.ZMQError as e:
@@ -175,10 +188,11 @@ class Hub(_Socket):
         return self._strangers.count()
 
     def send(self, peer: Peer, message: Message) -> None:
-        """Raises PeerUnreachable if no such peer is connected; messages of it may still be received.
+        """Raises PeerUnreachable if no such peer is connected; messages of it may still be
+        received.
 
-        Also if it does not read, or is welcomed again and again: its connection then ends. An honest peer
-        comes back and says hello anew.
+        Also if it does not read, or is welcomed again and again: its connection then ends. An
+        honest peer comes back and says hello anew.
         """
         identity = peer.identity.encode(errors="surrogateescape")
         if isinstance(message, Welcome) and not message.refused and not self._may_welcome(identity):
@@ -208,7 +222,8 @@ class Hub(_Socket):
         return self._welcomes[connection] <= MAX_WELCOMES
 
     def hear_out(self, peer: Peer) -> None:
-        """This peer could not be reached: `receive` says so, too, once all that lies here of it was received.
+        """This peer could not be reached: `receive` says so, too, once all that lies here of it was
+        received.
 
         Not if a hello is among it: then the peer is there again.
         """
@@ -222,8 +237,9 @@ class Hub(_Socket):
             super().close()
 
     async def receive(self) -> list[Received]:
-        """Waits for messages; at most MAX_DRAIN of them, which may be none if only parts came. A frame that
-        does not decode, or says what its connection's key is not good for, comes as its error."""
+        """Waits for messages; at most MAX_DRAIN of them, which may be none if only parts came. A
+        frame that does not decode, or says what its connection's key is not good for, comes as its
+        error."""
         while True:
             unheard, gone = list(self._unheard), set(self._strangers.gone)
             messages = self._take_in()
@@ -242,7 +258,8 @@ class Hub(_Socket):
                 await self._readable.wait()
 
     def _lost(self, unheard: list[Peer], is_drained: bool) -> Iterator[Received]:
-        """Those of whom nothing lies here any more that they said before they could not be reached."""
+        """Those of whom nothing lies here any more that they said before they could not be
+        reached."""
         for peer in unheard:
             if peer in self._unheard:
                 self._unheard[peer] += 1
@@ -251,7 +268,8 @@ class Hub(_Socket):
                     yield peer, PeerUnreachable(peer.identity)
 
     def _take_in(self) -> list[tuple[int, Access, list[bytes]]]:
-        """Messages that have arrived: through which connection, what that has proved, and their frames."""
+        """Messages that have arrived: through which connection, what that has proved, and their
+        frames."""
         messages: list[tuple[int, Access, list[bytes]]] = []
         num_bytes = 0
         while len(messages) < MAX_DRAIN and num_bytes < MAX_DRAIN_BYTES:
@@ -332,10 +350,11 @@ class Link(_Socket):
         on_break: Callable[[], None] | None = None,
         on_back: Callable[[], None] | None = None,
     ) -> Self:
-        """Connects as a process of node or tool `name`. Raises PeerUnreachable if nothing listens there.
+        """Connects as a process of node or tool `name`. Raises PeerUnreachable if nothing listens
+        there.
 
-        `on_break` is called when the connection has broken: messages may be lost, in both directions;
-        `on_back` when it stands again.
+        `on_break` is called when the connection has broken: messages may be lost, in both
+        directions; `on_back` when it stands again.
         """
         host, port = host_and_port(address)
         try:
@@ -345,7 +364,13 @@ class Link(_Socket):
             raise PeerUnreachable(f"{address}: no answer; is the coordinator running?") from None
         writer.close()
         try:
-            return cls(address, f"{name}{SEPARATOR}{secrets.token_hex(RANDOM_BYTES)}", key, on_break, on_back)
+            return cls(
+                address,
+                f"{name}{SEPARATOR}{secrets.token_hex(RANDOM_BYTES)}",
+                key,
+                on_break,
+                on_back,
+            )
         except zmq.ZMQError as e:  # no descriptor is free
             raise PeerUnreachable(f"{address}: {e}") from None
 
@@ -395,8 +420,8 @@ class Link(_Socket):
     async def receive(self) -> list[Message]:
         """Waits for messages.
 
-        Raises ProtocolError if the coordinator sends something unreadable, WrongKey if who listens there has
-        another key and this link was never up.
+        Raises ProtocolError if the coordinator sends something unreadable, WrongKey if who listens
+        there has another key and this link was never up.
         """
         messages: list[Message] = []
         while not messages:

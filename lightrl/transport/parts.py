@@ -1,11 +1,12 @@
 """Messages that are larger than a frame may be: how they are cut, and put together again.
 
-Pure. ZeroMQ takes a message of many frames in whole before it hands anything on, without any bound; so a
-large message travels as several messages, each with one part. Tokens need no putting together: they mean the
-same in pieces, and so no peer's tokens wait in memory for their rest.
+Pure. ZeroMQ takes a message of many frames in whole before it hands anything on, without any bound;
+so a large message travels as several messages, each with one part. Tokens need no putting together:
+they mean the same in pieces, and so no peer's tokens wait in memory for their rest.
 
-A part is two frames: HEADER and up to so many bytes. Parts of one peer come in order. When its connection
-breaks, parts may be missing: what is left of that message is dropped, as all is that was under way.
+A part is two frames: HEADER and up to so many bytes. Parts of one peer come in order. When its
+connection breaks, parts may be missing: what is left of that message is dropped, as all is that was
+under way.
 """
 
 import struct
@@ -15,7 +16,8 @@ from dataclasses import replace
 from lightrl.errors import ProtocolError
 from lightrl.messages import ResponseTokens, TokenChunk
 
-HEADER = struct.Struct("<QQQ")  # number of the message, where in it the part begins, its size in bytes
+# number of the message, where in it the part begins, its size in bytes
+HEADER = struct.Struct("<QQQ")
 
 _TOKEN = 8  # bytes, with its logprob
 _CHUNK_BYTES = 512  # of a chunk without its responses, at most
@@ -42,7 +44,8 @@ class Assembly:
         return len(self._data)
 
     def add(self, header: bytes, part: bytes) -> bytes | None:
-        """The message, when this was its last part. Raises ProtocolError if it is too large, or no part."""
+        """The message, when this was its last part. Raises ProtocolError if it is too large, or no
+        part."""
         if len(header) != HEADER.size or not part:
             raise ProtocolError("not a part of a message")
         number, begin, size = HEADER.unpack(header)
@@ -64,7 +67,8 @@ class Assembly:
 
 
 def in_pieces(chunk: TokenChunk, most: int) -> Iterator[TokenChunk]:
-    """The same tokens in chunks of up to `most` bytes each on the wire; a long response goes on in the next.
+    """The same tokens in chunks of up to `most` bytes each on the wire; a long response goes on in
+    the next.
 
     `most` >= 2048.
     """
@@ -89,7 +93,9 @@ def _divided(item: ResponseTokens, num_tokens: int) -> tuple[ResponseTokens, Res
     end = num_tokens * 4
     if len(item.token_ids) <= end:
         return item, None
-    first = replace(item, token_ids=item.token_ids[:end], logprobs=item.logprobs[:end], finish_reason=None)
+    first = replace(
+        item, token_ids=item.token_ids[:end], logprobs=item.logprobs[:end], finish_reason=None
+    )
     rest = replace(
         item,
         offset=item.offset + num_tokens,

@@ -1,10 +1,12 @@
 """Connections to the hub that have not proved yet that they have a key: how many there may be.
 
-ZeroMQ accepts whoever connects, and keeps a descriptor and a frame's worth of memory for each until its
-handshake ends or has taken too long. Whoever is one too many has its connection shut: the oldest one, which
-an honest peer's never is for long, of the address that has most of them. Must not look at what is said.
+ZeroMQ accepts whoever connects, and keeps a descriptor and a frame's worth of memory for each until
+its handshake ends or has taken too long. Whoever is one too many has its connection shut: the
+oldest one, which an honest peer's never is for long, of the address that has most of them. Must not
+look at what is said.
 
-A stranger has become none when a message of its connection has arrived: what comes that far is authenticated.
+A stranger has become none when a message of its connection has arrived: what comes that far is
+authenticated.
 """
 
 import asyncio
@@ -24,33 +26,40 @@ MOST = 1024  # at once: 80 MiB, if each sends all it may
 LEAST = 8  # however few descriptors there are
 LOOK_S = 0.02  # connections that come within it are looked at together
 PATIENCE_S = 0.25  # nobody goes before: so long an honest peer may take on a busy machine
-MAX_TURN_S = 2 * LOOK_S  # of it passes between two looks: in a turn that took longer, nobody was heard
-MAX_UNREAD = 10  # looks at which nobody goes because messages wait to be read: theirs may be among them
+# of it passes between two looks: in a turn that took longer, nobody was heard
+MAX_TURN_S = 2 * LOOK_S
+# looks at which nobody goes because messages wait to be read: theirs may be among them
+MAX_UNREAD = 10
 
 
 @dataclass(slots=True)
 class _Stranger:
-    since: float  # by the clock that stands still while this loop is busy
-    address: str = ""  # not asked for yet
+    # by the clock that stands still while this loop is busy
+    since: float
+    # not asked for yet
+    address: str = ""
 
 
 class Strangers:
     def __init__(self, sock: "zmq.Socket[bytes]", name: str, wake: Callable[[], None]) -> None:
         """Watches the connections of `sock`, before it listens; `name` is unique in this process.
 
-        `wake` is called when something is added to `gone`, or messages wait: looking for them has taken the
-        sign of it off the socket's descriptor.
+        `wake` is called when something is added to `gone`, or messages wait: looking for them has
+        taken the sign of it off the socket's descriptor.
         """
-        self.gone: set[int] = set()  # connections that have ended, and all their messages have arrived
+        # connections that have ended, and all their messages have arrived
+        self.gone: set[int] = set()
         self._sock = sock
         self._wake = wake
         self._ending: set[int] = set()
         self._waiting: dict[int, _Stranger] = {}  # by descriptor, oldest first
-        self._known: dict[int, int] = {}  # descriptor -> connection, of those that are strangers no more
+        # descriptor -> connection, of those that are strangers no more
+        self._known: dict[int, int] = {}
         self._num_known = 0
         self._port = 0
         self._null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._spare = os.dup(self._null)  # for a look at a connection, when there is no other descriptor
+        # for a look at a connection, when there is no other descriptor
+        self._spare = os.dup(self._null)
         self._loop = asyncio.get_running_loop()
         self._next_look: asyncio.TimerHandle | None = None
         self._looked_at = self._loop.time()
@@ -76,7 +85,8 @@ class Strangers:
         return len(self._known), len(self._waiting)
 
     def spoke(self, descriptor: int) -> int:
-        """A message has come through this connection; returns its number, which no other one ever has."""
+        """A message has come through this connection; returns its number, which no other one ever
+        has."""
         if descriptor not in self._known:
             self._read_events()  # how it was accepted may not have been read yet
             self._waiting.pop(descriptor, None)
@@ -110,7 +120,8 @@ class Strangers:
         now = self._loop.time()
         self._clock += min(now - self._looked_at, MAX_TURN_S)
         self._looked_at = now
-        # ZeroMQ tells of an end before it hands on what came last: so this is believed one look later.
+        # ZeroMQ tells of an end before it hands on what came last: so this is believed one look
+        # later.
         if self._ending:
             self.gone |= self._ending
             self._ending = set()
@@ -126,7 +137,9 @@ class Strangers:
     def _may_be_read_soon(self) -> bool:
         """Whether messages wait: who has sent one of them is no stranger."""
         has_input = bool(int(self._sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-        self._num_unread = self._num_unread + 1 if has_input and self._num_unread < MAX_UNREAD else 0
+        self._num_unread = (
+            self._num_unread + 1 if has_input and self._num_unread < MAX_UNREAD else 0
+        )
         if has_input:
             self._wake()
         return self._num_unread > 0
@@ -153,7 +166,8 @@ class Strangers:
         return min(MOST, max(LEAST, (limit - others) // 2))
 
     def _greediest(self, count: int) -> Iterator[int]:
-        """The oldest connections of whoever has most, but none that has just come; up to `count`."""
+        """The oldest connections of whoever has most, but none that has just come; up to
+        `count`."""
         of_address: dict[str, list[int]] = {}
         for descriptor, stranger in self._waiting.items():
             if self._clock - stranger.since < PATIENCE_S:
@@ -181,8 +195,9 @@ class Strangers:
 
     @contextlib.contextmanager
     def _borrowed(self, descriptor: int) -> Iterator[socket.socket]:
-        """The connection under a descriptor of our own: ZeroMQ may close its own at any moment, and the
-        kernel give the number to another file. Raises OSError if that is none of our connections."""
+        """The connection under a descriptor of our own: ZeroMQ may close its own at any moment, and
+        the kernel give the number to another file. Raises OSError if that is none of our
+        connections."""
         os.dup2(descriptor, self._spare, inheritable=False)
         try:
             sock = socket.socket(fileno=self._spare)

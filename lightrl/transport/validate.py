@@ -1,9 +1,10 @@
-"""What no honest peer says, although it decodes: the bounds of what the coordinator takes in, and who may
-say what.
+"""What no honest peer says, although it decodes: the bounds of what the coordinator takes in, and
+who may say what.
 
-Pure. Owns what types cannot express (lengths and ranges are in messages.py), what a connection that has
-proved no more than the `join` key may say, and which event a message is; whether it makes sense at that
-moment, the core decides. Without bounds a broken peer could stop a timer with a period that is no number.
+Pure. Owns what types cannot express (lengths and ranges are in messages.py), what a connection that
+has proved no more than the `join` key may say, and which event a message is; whether it makes sense
+at that moment, the core decides. Without bounds a broken peer could stop a timer with a period that
+is no number.
 """
 
 from math import isfinite
@@ -71,7 +72,8 @@ def check_bounds(message: Message) -> None:
             pass
 
 
-OF_NODES = (Hello, Heartbeat, TokenChunk, WeightsReady, WeightsFailed, Bye)  # and a Drain of their own
+# and a Drain of their own
+OF_NODES = (Hello, Heartbeat, TokenChunk, WeightsReady, WeightsFailed, Bye)
 
 
 def require_allowed(name: str, message: Message) -> None:
@@ -85,7 +87,8 @@ def require_allowed(name: str, message: Message) -> None:
 
 
 def why_unwelcome(head: str, hello: Hello) -> str | None:
-    """In one line, why nobody with the `join` key may take part so; `head` is the coordinator's name."""
+    """In one line, why nobody with the `join` key may take part so; `head` is the coordinator's
+    name."""
     if hello.roles != ("rollout",):
         return f"with the join key one may be a rollout node, not {', '.join(hello.roles)}"
     if hello.node == head:
@@ -94,7 +97,8 @@ def why_unwelcome(head: str, hello: Hello) -> str | None:
 
 
 def as_event(peer: str, message: Message | ProtocolError) -> Event:
-    """What the core is told of a node's message; one that makes no sense from a node costs it its place."""
+    """What the core is told of a node's message; one that makes no sense from a node costs it its
+    place."""
     match message:
         case TokenChunk():
             return TokensArrived(peer, message)

@@ -1,13 +1,14 @@
-"""Who may connect: ZeroMQ's authentication protocol (ZAP), answered in the coordinator's event loop.
+"""Who may connect: ZeroMQ's authentication protocol (ZAP), answered in the coordinator's event
+loop.
 
-Owns the one authenticator that a process can have, which serves all its hubs; each admits clients whose
-public key it knows, nobody else. Must not know where keys come from.
+Owns the one authenticator that a process can have, which serves all its hubs; each admits clients
+whose public key it knows, nobody else. Must not know where keys come from.
 
-What a connection has proved, ZeroMQ keeps with it and hands out with every message that it brings, as the
-message's "User-Id": whatever a client calls itself, it cannot change that.
+What a connection has proved, ZeroMQ keeps with it and hands out with every message that it brings,
+as the message's "User-Id": whatever a client calls itself, it cannot change that.
 
-ZeroMQ's own authenticators are a thread or a task for good; this one lives as long as there is a hub. Without
-it every connection is refused (ZAP_ENFORCE_DOMAIN), not let through.
+ZeroMQ's own authenticators are a thread or a task for good; this one lives as long as there is a
+hub. Without it every connection is refused (ZAP_ENFORCE_DOMAIN), not let through.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ class Doorkeeper:
         self._fd = -1
 
     def admit(self, domain: str, clients: dict[bytes, str]) -> None:
-        """From now on this hub's loop answers; a peer of `domain` must have the key pair of one of these
-        public keys, and is known by the User-Id beside it."""
+        """From now on this hub's loop answers; a peer of `domain` must have the key pair of one of
+        these public keys, and is known by the User-Id beside it."""
         self._admitted[domain.encode()] = clients
         if self._sock is None:
             sock: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
@@ -65,8 +66,9 @@ class Doorkeeper:
             self._sock.send_multipart([_VERSION, request, *verdict, user.encode(), b""])
 
     def _user_of(self, frames: list[bytes]) -> str:
-        """Empty for a stranger. Frames: version, request, domain, address, identity, mechanism, the client's
-        public key. (The identity is the hub's own: that of the client is not known yet.)"""
+        """Empty for a stranger. Frames: version, request, domain, address, identity, mechanism, the
+        client's public key. (The identity is the hub's own: that of the client is not known
+        yet.)"""
         if len(frames) != 7:
             return ""
         version, _, domain, _, _, mechanism, client_key = frames

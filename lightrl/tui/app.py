@@ -1,4 +1,5 @@
-"""The live screen: draws snapshots as they arrive and reads single keys. Owns the terminal while it runs.
+"""The live screen: draws snapshots as they arrive and reads single keys. Owns the terminal while it
+runs.
 
 All that is shown is decided in `render.py`; where snapshots come from in `client/ask.py`.
 """
@@ -68,16 +69,20 @@ class Screen:
     snapshot: Snapshot | None = None
     view: View = field(default_factory=View)
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    is_stale: bool = False  # something has changed that could not be drawn
+    # something has changed that could not be drawn
+    is_stale: bool = False
 
     def draw(self) -> None:
-        """Not while the terminal has yet to read what was drawn before: a screen is worth nothing later."""
+        """Not while the terminal has yet to read what was drawn before: a screen is worth nothing
+        later."""
         self.is_stale = is_behind()
         if self.is_stale:
             return
         width, height = self.live.console.size
         if self.snapshot is None:
-            self.live.update(Text(self.view.notice or "waiting for the coordinator ..."), refresh=True)
+            self.live.update(
+                Text(self.view.notice or "waiting for the coordinator ..."), refresh=True
+            )
         else:
             self.live.update(render(self.snapshot, self.view, width, height), refresh=True)
 
@@ -97,10 +102,14 @@ class Screen:
         if self.snapshot is not None and self.view.page == "samples" and self.view.selected:
             # the list grows at its head: stay on the sample that is being read
             ids = [sample.response for sample in snapshot.samples]
-            reading = self.snapshot.samples[self.view.selected].response if self.snapshot.samples else ""
+            reading = (
+                self.snapshot.samples[self.view.selected].response if self.snapshot.samples else ""
+            )
             moved = ids.index(reading) - self.view.selected if reading in ids else 0
         self.snapshot = snapshot
-        self.view = self._clamped(replace(self.view, notice="", selected=self.view.selected + moved))
+        self.view = self._clamped(
+            replace(self.view, notice="", selected=self.view.selected + moved)
+        )
         self.draw()
 
     def say(self, notice: str) -> None:
@@ -167,7 +176,8 @@ async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) 
 
 @contextlib.asynccontextmanager
 async def _open_screen() -> AsyncIterator[Screen]:
-    """The alternate screen with single keys delivered to it; the terminal is as before afterwards."""
+    """The alternate screen with single keys delivered to it; the terminal is as before
+    afterwards."""
     never_fail()
     console = Console()
     loop = asyncio.get_running_loop()
@@ -193,7 +203,8 @@ async def _open_screen() -> AsyncIterator[Screen]:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[int | None]:
-    """stdin without line buffering and echo; ctrl-C still is a signal. None where stdin is no terminal."""
+    """stdin without line buffering and echo; ctrl-C still is a signal. None where stdin is no
+    terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -208,7 +219,8 @@ def _single_keys() -> Iterator[int | None]:
     finally:
         flush()
         with contextlib.suppress(termios.error):  # it is gone
-            termios.tcsetattr(terminal, termios.TCSANOW, before)  # TCSADRAIN would wait for its reader
+            # TCSADRAIN would wait for its reader
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def _read(terminal: int) -> bytes:
@@ -219,7 +231,8 @@ def _read(terminal: int) -> bytes:
 
 
 async def _redraw(screen: Screen) -> None:
-    """A window that changes its size between snapshots would show broken lines, one not read old ones."""
+    """A window that changes its size between snapshots would show broken lines, one not read old
+    ones."""
     size = screen.live.console.size
     while True:
         await asyncio.sleep(0.25)

@@ -65,8 +65,10 @@ class View:
 
     page: Page = "overview"
     help: bool = False
-    selected: int = 0  # of samples or events
-    notice: str = ""  # shown in place of the key hints: lost connection and the like
+    # of samples or events
+    selected: int = 0
+    # shown in place of the key hints: lost connection and the like
+    notice: str = ""
 
 
 def render(snapshot: Snapshot, view: View, width: int, height: int) -> RenderableType:
@@ -84,7 +86,11 @@ def render(snapshot: Snapshot, view: View, width: int, height: int) -> Renderabl
         body = _overview(snapshot, width, room)
     body = body[:room]
     blank = [Text("")] * (room - len(body))
-    lines = [*head, *body, *blank, foot][-height:] if height < len(head) + 1 else [*head, *body, *blank, foot]
+    lines = (
+        [*head, *body, *blank, foot][-height:]
+        if height < len(head) + 1
+        else [*head, *body, *blank, foot]
+    )
     for line in lines:
         line.plain = printable(line.plain)  # names and states are what others have said
         line.truncate(width, overflow="ellipsis")
@@ -94,19 +100,25 @@ def render(snapshot: Snapshot, view: View, width: int, height: int) -> Renderabl
 
 def _header(s: Snapshot, width: int) -> list[Text]:
     state = Text(s.state, STATE_STYLES.get(s.state, ""))
-    left = Text.assemble((" LightRL ", "bold reverse"), "  ", (cut(s.run, max(8, width - 40)), "bold"))
+    left = Text.assemble(
+        (" LightRL ", "bold reverse"), "  ", (cut(s.run, max(8, width - 40)), "bold")
+    )
     right = Text.assemble(state, "  ", duration(s.elapsed_s), " ")
     share = s.step / s.num_steps if s.num_steps else 0.0
     version = "–" if s.policy_version is None else f"v{s.policy_version}"
     before = f" step {s.step:,}/{s.num_steps:,} "
-    after = f" {share:4.0%}  {version}  {count(s.tokens_per_s)} tok/s  {count(s.rollout_tokens)} tokens "
+    after = (
+        f" {share:4.0%}  {version}  {count(s.tokens_per_s)} tok/s  {count(s.rollout_tokens)} "
+        "tokens "
+    )
     room = max(0, width - len(before) - len(after))
     progress = Text.assemble(before, *_bar(share, room, "green"), after)
     return [_spread(left, right, width), progress]
 
 
 def _overview(s: Snapshot, width: int, room: int) -> list[Text]:
-    """Nodes and round always, then history, lengths and counters as far as they fit; events take the rest."""
+    """Nodes and round always, then history, lengths and counters as far as they fit; events take
+    the rest."""
     tight = 2 + len(_round(s, width)) + len(_history(s, width)) + 3
     body = _nodes(s, width, max(2, room - tight))
     body += _round(s, width)
@@ -164,14 +176,21 @@ def _round(s: Snapshot, width: int) -> list[Text]:
     share = s.round_accepted / s.round_needed if s.round_needed else 0.0
     before = f" groups {s.round_accepted}/{s.round_needed} "
     after = (
-        f"  responses: {s.responses_running} running, {s.responses_queued} queued, {s.responses_done} done"
+        f"  responses: {s.responses_running} running, {s.responses_queued} queued, "
+        f"{s.responses_done} done"
     )
     room = max(4, min(40, width - len(before) - len(after) - 1))
-    return [*lines, Text.assemble(before, *_bar(share, room, "cyan"), after), *_tail(s, width), *_drafts(s)]
+    return [
+        *lines,
+        Text.assemble(before, *_bar(share, room, "cyan"), after),
+        *_tail(s, width),
+        *_drafts(s),
+    ]
 
 
 def _tail(s: Snapshot, width: int) -> list[Text]:
-    """One line if there is tail batching; lengths and rewards are of what is trained / of all launched."""
+    """One line if there is tail batching; lengths and rewards are of what is trained / of all
+    launched."""
     if (t := s.tail) is None:
         return []
     line = (
@@ -202,7 +221,9 @@ def _history(s: Snapshot, width: int) -> list[Text]:
         if values:
             scale = f" {min(values):{form}} … {max(values):{form}}"
             chart = sparkline(values, room).ljust(room)
-            line = Text.assemble(f" {label:7}{values[-1]:8{form}} ", (chart, "green"), (scale, "dim"))
+            line = Text.assemble(
+                f" {label:7}{values[-1]:8{form}} ", (chart, "green"), (scale, "dim")
+            )
             lines.append(line)
     if s.evals:
         line = Text(f" {'eval':7}{s.evals[-1][1]:8.3f} ")
@@ -247,7 +268,9 @@ def _mode(s: Snapshot) -> str:
 
 
 def _counters(s: Snapshot, width: int) -> list[Text]:
-    counted = ((name, value) for name, value in s.counters.items() if value and name not in ORDINARY)
+    counted = (
+        (name, value) for name, value in s.counters.items() if value and name not in ORDINARY
+    )
     shown = [f"{name.replace('_', ' ')} {value:,}" for name, value in counted]
     if not shown:
         return []
@@ -293,7 +316,8 @@ def _samples(s: Snapshot, view: View, width: int, room: int) -> list[Text]:
 
 
 def _wrapped(text: str, style: str, width: int) -> list[Text]:
-    """Long texts in full, cut at the width, with line breaks kept: what the model wrote, not a summary."""
+    """Long texts in full, cut at the width, with line breaks kept: what the model wrote, not a
+    summary."""
     room = max(2, width - 2)  # a wide character takes two cells
     return [
         Text(" " + part, style)
@@ -312,7 +336,10 @@ def _help(width: int) -> list[Text]:
 def _footer(view: View, width: int) -> Text:
     if view.notice:
         return Text(f" {cut(view.notice, width - 2)}", "bold yellow")
-    marks = [(f" {i} {page} ", "reverse" if page == view.page else "dim") for i, page in enumerate(PAGES, 1)]
+    marks = [
+        (f" {i} {page} ", "reverse" if page == view.page else "dim")
+        for i, page in enumerate(PAGES, 1)
+    ]
     return _spread(Text.assemble(*marks), Text("? help  q quit ", "dim"), width)
 
 

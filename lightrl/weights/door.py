@@ -1,9 +1,10 @@
-"""The door of the weight server: accepts connections and keeps each until it has made its first request.
+"""The door of the weight server: accepts connections and keeps each until it has made its first
+request.
 
-Whoever comes gets little: GREETING_S, and one of a few places. Where there is no place for one who comes, one
-who is there goes, so that any number of silent peers that always come back keep nobody out. Owns the listener
-and the connections without a request; who is let in is not decided here. Callbacks of the event loop, which
-never wait.
+Whoever comes gets little: GREETING_S, and one of a few places. Where there is no place for one who
+comes, one who is there goes, so that any number of silent peers that always come back keep nobody
+out. Owns the listener and the connections without a request; who is let in is not decided here.
+Callbacks of the event loop, which never wait.
 """
 
 import asyncio
@@ -94,8 +95,8 @@ class Door:
             self._sweep = self._loop.call_later(GREETING_S, self._cut_off_the_silent)
 
     def _make_room(self, address: bytes) -> None:
-        """The oldest caller goes: of the address of the new one, if that has more than a few; of the
-        address that has most, if those are more than a few; of all.
+        """The oldest caller goes: of the address of the new one, if that has more than a few; of
+        the address that has most, if those are more than a few; of all.
 
         It may have made its request just now, and then has no place here any more either.
         """

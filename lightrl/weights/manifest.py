@@ -1,8 +1,9 @@
 """What a published version of the weights consists of, and how equality is proved: the digests.
 
 A version is one flat file: its buckets back to back, each a run of whole tensors. Digests are
-BLAKE2b-128 over the bucket's bytes; the version's digest covers names, dtypes, shapes and all bucket
-digests, but not the version number, so equal weights have equal digests. Must not import torch.
+BLAKE2b-128 over the bucket's bytes; the version's digest covers names, dtypes, shapes and all
+bucket digests, but not the version number, so equal weights have equal digests. Must not import
+torch.
 """
 
 import hashlib
@@ -53,7 +54,10 @@ class TensorBytes:
 
 
 def write_version(
-    path: Path, policy_version: int, tensors: Iterable[TensorBytes], bucket_bytes: int = BUCKET_BYTES
+    path: Path,
+    policy_version: int,
+    tensors: Iterable[TensorBytes],
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Manifest:
     """Writes a version to `path` and returns its manifest. Holds one bucket in memory at a time."""
     specs: list[TensorSpec] = []
@@ -95,27 +99,36 @@ def bucket_offsets(manifest: Manifest) -> list[int]:
 
 
 def read_buckets(path: Path, manifest: Manifest) -> Iterator[bytearray]:
-    """The buckets of a version's file, each verified. Raises WeightsError for a wrong or short one."""
+    """The buckets of a version's file, each verified. Raises WeightsError for a wrong or short
+    one."""
     with path.open("rb") as file:
         for i, bucket in enumerate(manifest.buckets):
             data = bytearray(bucket.size)
             if file.readinto(data) != bucket.size:
-                raise WeightsError(f"{path}: bucket {i} of version {manifest.policy_version} is cut short")
+                raise WeightsError(
+                    f"{path}: bucket {i} of version {manifest.policy_version} is cut short"
+                )
             if digest_bytes(data) != bucket.digest:
-                raise WeightsError(f"{path}: bucket {i} of version {manifest.policy_version}: digest differs")
+                raise WeightsError(
+                    f"{path}: bucket {i} of version {manifest.policy_version}: digest differs"
+                )
             yield data
 
 
 def verify(manifest: Manifest) -> None:
-    """Raises WeightsError if the manifest contradicts itself or is none that a trainer could have made.
+    """Raises WeightsError if the manifest contradicts itself or is none that a trainer could have
+    made.
 
-    Before anything of the sizes that it states is allocated. What has come over the wire may be anything.
+    Before anything of the sizes that it states is allocated. What has come over the wire may be
+    anything.
     """
     what = f"manifest of version {manifest.policy_version}"
     if not 0 <= manifest.policy_version < 1 << 63:
         raise WeightsError(f"{what}: there is no such version")
     if not 0 < len(manifest.tensors) <= MAX_TENSORS or not 0 < len(manifest.buckets) <= MAX_BUCKETS:
-        raise WeightsError(f"{what}: {len(manifest.tensors)} tensors in {len(manifest.buckets)} buckets")
+        raise WeightsError(
+            f"{what}: {len(manifest.tensors)} tensors in {len(manifest.buckets)} buckets"
+        )
     if any(not 0 < b.size < 1 << 48 for b in manifest.buckets):
         raise WeightsError(f"{what}: a bucket of impossible size")
     for t in manifest.tensors:

@@ -1,7 +1,9 @@
-"""Weights over plain TCP: fetches a version from whoever holds it, and proves that it is that version.
+"""Weights over plain TCP: fetches a version from whoever holds it, and proves that it is that
+version.
 
-Owns one transfer: streams, retries, resuming, digests. Threads do all of it, the event loop only waits.
-Must not import torch; decides neither what to pull nor from whom. The other side is `serve.py`.
+Owns one transfer: streams, retries, resuming, digests. Threads do all of it, the event loop only
+waits. Must not import torch; decides neither what to pull nor from whom. The other side is
+`serve.py`.
 """
 
 import asyncio
@@ -51,7 +53,8 @@ def parse_address(address: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class PullStats:
-    """What one pull cost. `num_bytes` were transferred; a resumed pull needs fewer than the version has."""
+    """What one pull cost. `num_bytes` were transferred; a resumed pull needs fewer than the version
+    has."""
 
     num_bytes: int
     seconds: float
@@ -71,18 +74,19 @@ async def pull(
 
     `ticket` is that of `node` for this version, to others it is worth nothing.
 
-    Grows "destination.part" and resumes from the whole buckets in it; `destination` appears complete or
-    not at all. A holder that cannot be reached or breaks off is tried again and again: the network may
-    come back. Waiting in the queue of a holder, or for a place there, is no failure however long it takes;
-    where many wait, fewer `streams` are used. Raises WeightsError when nothing has arrived for `timeout_s`,
-    not even a sign that we are queued; sooner if every holder keeps refusing (it closes the connection
-    instead of answering: wrong ticket, or the version is gone) or the bytes of a bucket were wrong twice;
-    at once for a manifest that cannot be or a disk that is too small.
-    Cancelling ends it within CONNECT_LIMIT_S.
+    Grows "destination.part" and resumes from the whole buckets in it; `destination` appears
+    complete or not at all. A holder that cannot be reached or breaks off is tried again and again:
+    the network may come back. Waiting in the queue of a holder, or for a place there, is no failure
+    however long it takes; where many wait, fewer `streams` are used. Raises WeightsError when
+    nothing has arrived for `timeout_s`, not even a sign that we are queued; sooner if every holder
+    keeps refusing (it closes the connection instead of answering: wrong ticket, or the version is
+    gone) or the bytes of a bucket were wrong twice; at once for a manifest that cannot be or a disk
+    that is too small. Cancelling ends it within CONNECT_LIMIT_S.
     """
     m.verify(manifest)
     if not 0 < len(holders) <= MAX_HOLDERS:
-        raise WeightsError(f"version {manifest.policy_version}: {len(holders) or 'nobody'} holds it")
+        num = len(holders) or "nobody"
+        raise WeightsError(f"version {manifest.policy_version}: {num} holds it")
     if not 0 < len(node.encode()) <= MAX_NAME_BYTES:
         raise WeightsError(f"version {manifest.policy_version}: not a node's name: {node[:20]!r}")
     if not 0 < len(ticket.encode()) <= MAX_TICKET_BYTES:
@@ -98,7 +102,8 @@ async def pull(
     try:
         with ThreadPoolExecutor(num_streams, thread_name_prefix="weights-pull") as threads:
             try:
-                runs = [loop.run_in_executor(threads, _Stream(fetch, k).run) for k in range(num_streams)]
+                workers = [_Stream(fetch, k) for k in range(num_streams)]
+                runs = [loop.run_in_executor(threads, w.run) for w in workers]
             except RuntimeError as e:
                 fetch.end(str(e))
                 raise WeightsError(f"version {manifest.policy_version}: {e}") from e
@@ -117,7 +122,8 @@ async def pull(
 
 
 def _require_space(manifest: Manifest, part: Path) -> None:
-    """Raises WeightsError if the version does not fit on the disk: before anything is transferred."""
+    """Raises WeightsError if the version does not fit on the disk: before anything is
+    transferred."""
     needed = m.num_bytes(manifest)
     with contextlib.suppress(FileNotFoundError):
         needed -= part.stat().st_blocks * 512
@@ -127,7 +133,8 @@ def _require_space(manifest: Manifest, part: Path) -> None:
         raise WeightsError(f"{part.parent}: cannot be written: {e.strerror}") from e
     if needed + SPARE_BYTES > free:
         raise WeightsError(
-            f"version {manifest.policy_version}: needs {needed / 1e9:.3g} GB more in {part.parent}, "
+            f"version {manifest.policy_version}: needs {needed / 1e9:.3g} GB more in "
+            f"{part.parent}, "
             f"where {free / 1e9:.3g} GB are free"
         )
 
@@ -165,7 +172,8 @@ class _Fetch:
             raise WeightsError(f"{part}: cannot be written: {e.strerror}") from e
 
     def buckets(self) -> Iterator[tuple[int, int]]:
-        """(index, position in the file) of buckets that no stream has taken yet, until the pull ends."""
+        """(index, position in the file) of buckets that no stream has taken yet, until the pull
+        ends."""
         while not self._ended.is_set():
             with self._lock:
                 if not self._todo:
@@ -219,7 +227,8 @@ class _Fetch:
         sock.close()
 
     def count(self, num_bytes: int) -> None:
-        """Progress: so many bytes arrived, or (0) those of an earlier pull were read, or we are queued."""
+        """Progress: so many bytes arrived, or (0) those of an earlier pull were read, or we are
+        queued."""
         with self._lock:
             self.num_bytes += num_bytes
             self._deadline = time.monotonic() + self._timeout_s
@@ -229,7 +238,8 @@ class _Fetch:
 
 
 class _Stream:
-    """One thread with one connection at a time. Streams start at different holders, to share the load."""
+    """One thread with one connection at a time. Streams start at different holders, to share the
+    load."""
 
     def __init__(self, fetch: _Fetch, number: int) -> None:
         self._fetch = fetch
@@ -324,13 +334,16 @@ class _Stream:
             if sign == BUSY:
                 return False
             if sign != QUEUED:
-                raise EOFError(_REFUSAL if not sign else "does not serve weights as this version does")
+                raise EOFError(
+                    _REFUSAL if not sign else "does not serve weights as this version does"
+                )
             self._refusals = 0
             if not self._is_starved:
                 self._fetch.count(0)
 
     def _blame_holder(self, e: OSError | EOFError) -> None:
-        """On to the next holder, with a pause after each time around. Raises WeightsError to give up."""
+        """On to the next holder, with a pause after each time around. Raises WeightsError to give
+        up."""
         holders = self._fetch.holders
         host, port = holders[self._turn % len(holders)]
         self._fetch.trouble = f"{format_address(host, port)}: {e}"

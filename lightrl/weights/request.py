@@ -1,9 +1,10 @@
 """What a puller and a weight server say to each other, byte for byte. Knows nothing of sockets.
 
-A connection carries any number of requests, one after the other. A request is `REQUEST`, the name of the
-node that asks and its ticket. The answer is any number of QUEUED while others are sent to, then DATA and
-exactly the bytes asked for; or BUSY and the end of the connection: come again. Whatever is wrong with a
-request (name, ticket, version, range), the answer is a closed connection, so that a stranger learns nothing.
+A connection carries any number of requests, one after the other. A request is `REQUEST`, the name
+of the node that asks and its ticket. The answer is any number of QUEUED while others are sent to,
+then DATA and exactly the bytes asked for; or BUSY and the end of the connection: come again.
+Whatever is wrong with a request (name, ticket, version, range), the answer is a closed connection,
+so that a stranger learns nothing.
 """
 
 import struct
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 from lightrl.errors import ProtocolError
 
-REQUEST = struct.Struct("<8sQQQBB")  # magic, policy_version, offset, size, lengths of name and ticket
+# magic, policy_version, offset, size, lengths of name and ticket
+REQUEST = struct.Struct("<8sQQQBB")
 MAGIC = b"LRPULL3\n"
 MAX_NAME_BYTES = 255  # of a node
 MAX_TICKET_BYTES = 128

@@ -20,11 +20,14 @@ NUM_VERSIONS = 3  # in a directory at once: the one that is served or loaded, it
 
 @contextlib.contextmanager
 def scratch_dir(name: str, need_bytes: int = 0) -> Iterator[Path]:
-    """A new directory for the caller alone, removed at the end. `need_bytes`: size of one version."""
+    """A new directory for the caller alone, removed at the end. `need_bytes`: size of one
+    version."""
     for root in {_shared(), _disk()}:
         _remove_stale(root)
     readable = re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:40]
-    path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{readable}-", dir=_root(need_bytes)))
+    path = Path(
+        tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-{readable}-", dir=_root(need_bytes))
+    )
     lock = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -54,7 +57,11 @@ def _remove_stale(root: Path) -> None:
     container that shares this directory. Nobody holds the lock of a dead daemon's directory."""
     for path in root.glob(f"{PREFIX}*-*"):
         pid = path.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))) and not _is_locked(path):
+        if (
+            pid.isdigit()
+            and (int(pid) == os.getpid() or not _is_alive(int(pid)))
+            and not _is_locked(path)
+        ):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,11 +1,13 @@
-"""The holder's side of a weight pull: byte ranges of published versions over TCP, to nodes with a ticket.
+"""The holder's side of a weight pull: byte ranges of published versions over TCP, to nodes with a
+ticket.
 
-Owns open versions and the connections of those who have shown a ticket; `door.py` has the others. The event
-loop only accepts, reads requests and waits; threads move the bytes. Must not import torch; decides neither
-which versions exist nor who may have them. What is said is in `request.py`.
+Owns open versions and the connections of those who have shown a ticket; `door.py` has the others.
+The event loop only accepts, reads requests and waits; threads move the bytes. Must not import
+torch; decides neither which versions exist nor who may have them. What is said is in `request.py`.
 
-A ticket is for one node and one version (lightrl/tickets.py); it expires when that is not held any more.
-Waiting costs a descriptor and nothing else: any number of nodes wait for their turn, and are told so.
+A ticket is for one node and one version (lightrl/tickets.py); it expires when that is not held any
+more. Waiting costs a descriptor and nothing else: any number of nodes wait for their turn, and are
+told so.
 """
 
 import asyncio
@@ -49,7 +51,8 @@ _THROTTLED_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class _Held:
-    """A published version. The open file outlives its deletion; closed when nobody sends it any more."""
+    """A published version. The open file outlives its deletion; closed when nobody sends it any
+    more."""
 
     policy_version: int
     secret: str
@@ -59,7 +62,9 @@ class _Held:
     is_retired: bool = False
 
     def admits(self, request: Request) -> bool:
-        expected = pull_ticket(self.secret, request.node.decode(errors="replace"), self.policy_version)
+        expected = pull_ticket(
+            self.secret, request.node.decode(errors="replace"), self.policy_version
+        )
         return hmac.compare_digest(request.ticket, expected.encode())
 
     def has(self, request: Request) -> bool:
@@ -72,9 +77,12 @@ class _Held:
 
 
 class WeightServer:
-    """Serves the last two versions published. `await start(host)` once; `await close()` at the end."""
+    """Serves the last two versions published. `await start(host)` once; `await close()` at the
+    end."""
 
-    def __init__(self, max_connections: int = MAX_CONNECTIONS, max_bytes_per_s: float | None = None) -> None:
+    def __init__(
+        self, max_connections: int = MAX_CONNECTIONS, max_bytes_per_s: float | None = None
+    ) -> None:
         """`max_bytes_per_s`: what all peers together get, None = what the line can take."""
         self._held: dict[int, _Held] = {}  # in the order of publication
         self._max_connections = max_connections
@@ -86,7 +94,8 @@ class WeightServer:
         self._threads = ThreadPoolExecutor(_SEND_THREADS, thread_name_prefix="weights-send")
 
     async def start(self, host: str, port: int = 0) -> str:
-        """Listens on `port` of `host`, 0 = any; returns "host:port". Raises WeightsError if it cannot."""
+        """Listens on `port` of `host`, 0 = any; returns "host:port". Raises WeightsError if it
+        cannot."""
         listener: socket.socket | None = None
         try:
             family, kind, protocol, _, address = (
@@ -94,7 +103,8 @@ class WeightServer:
             )[0]
             listener = socket.socket(family, kind, protocol)
             listener.setblocking(False)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as that of a trainer that died
+            # as that of a trainer that died
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
         except OSError as e:
@@ -122,7 +132,9 @@ class WeightServer:
         size = os.fstat(file).st_size
         if size != m.num_bytes(manifest):
             os.close(file)
-            raise WeightsError(f"{path}: has {size} bytes, its manifest says {m.num_bytes(manifest)}")
+            raise WeightsError(
+                f"{path}: has {size} bytes, its manifest says {m.num_bytes(manifest)}"
+            )
         version = manifest.policy_version
         self._retire(version)
         self._held[version] = _Held(version, secret, file, size)
@@ -211,11 +223,19 @@ class WeightServer:
             held.num_users -= 1
             held.release()
 
-    async def _send(self, sock: socket.socket, file: int, offset: int, size: int, turn: Turn) -> None:
+    async def _send(
+        self, sock: socket.socket, file: int, offset: int, size: int, turn: Turn
+    ) -> None:
         loop = asyncio.get_running_loop()
         while size > 0:
             stint = loop.run_in_executor(
-                self._threads, _send_some, sock.fileno(), file, offset, min(size, _SEND_BYTES), self._pace
+                self._threads,
+                _send_some,
+                sock.fileno(),
+                file,
+                offset,
+                min(size, _SEND_BYTES),
+                self._pace,
             )
             try:
                 sent = await asyncio.shield(stint)
@@ -251,7 +271,8 @@ class _Pace:
 
 
 def _send_some(sock: int, file: int, offset: int, size: int, pace: _Pace | None) -> int:
-    """Sends up to `size` bytes; fewer if the peer does not take them. Returns how many. Runs in a thread."""
+    """Sends up to `size` bytes; fewer if the peer does not take them. Returns how many. Runs in a
+    thread."""
     poll = select.poll()
     poll.register(sock, select.POLLOUT)
     sent = 0

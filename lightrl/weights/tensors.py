@@ -14,20 +14,25 @@ from lightrl.messages import Manifest
 from lightrl.weights import manifest as m
 
 
-def write_tensors(path: Path, policy_version: int, named: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+def write_tensors(
+    path: Path, policy_version: int, named: Iterable[tuple[str, torch.Tensor]]
+) -> Manifest:
     """Writes HF-named tensors (any device) as a version and returns its manifest."""
 
     def as_bytes() -> Iterator[m.TensorBytes]:
         for name, tensor in named:
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             data: Any = flat.numpy()
-            yield m.TensorBytes(name, dtype_name(tensor.dtype), tuple(tensor.shape), memoryview(data))
+            yield m.TensorBytes(
+                name, dtype_name(tensor.dtype), tuple(tensor.shape), memoryview(data)
+            )
 
     return m.write_version(path, policy_version, as_bytes())
 
 
 def read_tensors(path: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a version's file, on the CPU; a bucket is verified before a tensor of it is given out.
+    """The tensors of a version's file, on the CPU; a bucket is verified before a tensor of it is
+    given out.
 
     When the iterator ends, every byte of the version has been read and its digest proved equal to
     `manifest.digest`. Raises WeightsError otherwise.

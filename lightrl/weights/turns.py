@@ -1,7 +1,8 @@
 """Whose turn it is to be sent to: so many at once, the others in the order in which they asked.
 
-A turn lasts for one request. Who is slow must not keep others waiting and does not need the turn, since there
-is line left: it is passed on to the next, and the slow transfer goes on beside it. Knows no sockets.
+A turn lasts for one request. Who is slow must not keep others waiting and does not need the turn,
+since there is line left: it is passed on to the next, and the slow transfer goes on beside it.
+Knows no sockets.
 """
 
 import asyncio
@@ -29,11 +30,13 @@ class Turn:
 
 class Turns:
     def __init__(self, num_places: int) -> None:
-        self._places = asyncio.Semaphore(num_places)  # hands its places out in the order of the calls
+        # hands its places out in the order of the calls
+        self._places = asyncio.Semaphore(num_places)
 
     @contextlib.asynccontextmanager
     async def take(self, is_queued: Callable[[], Awaitable[None]]) -> AsyncIterator[Turn]:
-        """A turn, when it has come. Until then `is_queued` is awaited every SIGN_S, and may raise."""
+        """A turn, when it has come. Until then `is_queued` is awaited every SIGN_S, and may
+        raise."""
         await self._wait(is_queued)
         turn = Turn(self._places)
         limit = asyncio.get_running_loop().call_later(TURN_S, turn.pass_on)

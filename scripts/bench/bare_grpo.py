@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The quickstart's training as one bare loop in one process: what LightRL's overhead is measured against.
+"""The quickstart's training as one bare loop in one process: what LightRL's overhead is measured
+against.
 
 The same warm-started model, prompts, reward and settings as configs/quickstart/run.toml; nothing of
 LightRL is imported. Generation is a batched transformers loop that drops finished rows. Prints a
@@ -36,7 +37,8 @@ class Clock:
 
 
 class Policy:
-    """The model with its tokenizer; prompts of one batch must have the same length, as they have here."""
+    """The model with its tokenizer; prompts of one batch must have the same length, as they have
+    here."""
 
     def __init__(self, folder: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -64,7 +66,9 @@ class Policy:
             live, tokens = live[unfinished], drawn[unfinished, None]
         return responses
 
-    def logprobs(self, rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(
+        self, rows: list[tuple[list[int], list[int]]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of all tokens but the first, and a mask of those of the responses."""
         width = max(len(p) + len(r) for p, r in rows)
         ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width)
@@ -78,10 +82,13 @@ class Policy:
 def accumulate(
     policy: Policy, prompts: list[list[int]], responses: list[list[int]], rewards: torch.Tensor
 ) -> None:
-    """Gradients of one step: advantage = reward - mean of its group; groups without signal cost nothing."""
+    """Gradients of one step: advantage = reward - mean of its group; groups without signal cost
+    nothing."""
     groups = rewards.view(-1, GROUP_SIZE)
     advantages = (groups - groups.mean(1, keepdim=True)).view(-1)
-    rows = sorted((i for i in range(len(prompts)) if advantages[i] != 0), key=lambda i: len(responses[i]))
+    rows = sorted(
+        (i for i in range(len(prompts)) if advantages[i] != 0), key=lambda i: len(responses[i])
+    )
     for start in range(0, len(rows), MICRO_BATCH):
         part = rows[start : start + MICRO_BATCH]
         logprobs, mask = policy.logprobs([(prompts[i], responses[i]) for i in part])
@@ -103,7 +110,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--eval-every", type=int, default=10, help="steps; 0 = only before and after")
+    parser.add_argument(
+        "--eval-every", type=int, default=10, help="steps; 0 = only before and after"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -119,12 +128,16 @@ def main() -> None:
     def evaluate() -> float:
         started = time.monotonic()
         responses = policy.generate([encoded[row["prompt"]] for row in held_out], greedy=True)
-        right = [policy.reward(r, row["answer"]) for r, row in zip(responses, held_out, strict=True)]
+        right = [
+            policy.reward(r, row["answer"]) for r, row in zip(responses, held_out, strict=True)
+        ]
         scores.append(sum(right) / len(right))
         clock.eval_s += time.monotonic() - started
         return scores[-1]
 
-    print(f"{'step':>5} {'reward':>7} {'length':>7} {'greedy':>7} {'generate s':>11} {'train s':>8}")
+    print(
+        f"{'step':>5} {'reward':>7} {'length':>7} {'greedy':>7} {'generate s':>11} {'train s':>8}"
+    )
     began = time.monotonic()
     print(f"{0:5} {'':7} {'':7} {evaluate():7.3f}", flush=True)
     for step in range(1, options.steps + 1):
@@ -154,7 +167,8 @@ def main() -> None:
             )
     result = {
         "steps": options.steps,
-        "rl_wall_s": round(time.monotonic() - began - clock.eval_s, 3),  # as LightRL counts: no evaluations
+        # as LightRL counts: no evaluations
+        "rl_wall_s": round(time.monotonic() - began - clock.eval_s, 3),
         "generate_s": round(clock.generate_s, 3),
         "train_s": round(clock.train_s, 3),
         "eval_s": round(clock.eval_s, 3),

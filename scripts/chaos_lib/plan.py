@@ -39,15 +39,21 @@ LEAVING = {"term rollout", "drain"}
 
 @dataclass(frozen=True)
 class Event:
-    """Example: Event("freeze rollout", "rollout-1", step=3, phase="rollout", delay_s=0.1, hold_s=3.1)."""
+    """Example: Event("freeze rollout", "rollout-1", step=3, phase="rollout", delay_s=0.1,
+    hold_s=3.1)."""
 
     kind: str
-    target: str  # a daemon; "" = lightrl up itself
-    step: int  # optimizer steps done when it comes
+    # a daemon; "" = lightrl up itself
+    target: str
+    # optimizer steps done when it comes
+    step: int
     phase: Phase
-    delay_s: float  # after the phase was seen
-    hold_s: float = 0.0  # until what is stopped goes on
-    together: bool = False  # waits for nothing: the event before has just come
+    # after the phase was seen
+    delay_s: float
+    # until what is stopped goes on
+    hold_s: float = 0.0
+    # waits for nothing: the event before has just come
+    together: bool = False
 
     def __str__(self) -> str:
         what = f"{self.kind} {self.target}".strip()
@@ -118,7 +124,12 @@ def draw(
         if kind.startswith(("pause", "freeze")):
             low, high = SHORT_S if kind.startswith("pause") else LONG_S
             event = replace(event, hold_s=lease_s * rng.uniform(low, high))
-        close = bool(plan) and plan[-1].step == step and not plan[-1].together and plan[-1].kind != "kill up"
+        close = (
+            bool(plan)
+            and plan[-1].step == step
+            and not plan[-1].together
+            and plan[-1].kind != "kill up"
+        )
         plan.append(replace(event, together=close and rng.random() < TOGETHER))
     return plan
 

@@ -16,7 +16,8 @@ from lightrl.trainer.protocol import EMULATED_TARGET, RANK_TARGET
 MARK = "CHAOS_RUN"
 END_S = 20.0  # for all to be gone once the run is over
 LOOK_S = 0.05
-KINDS = {RANK_TARGET: "rank", EMULATED_TARGET: "rank", "lightrl.rewards.worker:main": "reward"}  # of child
+# of child
+KINDS = {RANK_TARGET: "rank", EMULATED_TARGET: "rank", "lightrl.rewards.worker:main": "reward"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Process:
     @property
     def child(self) -> str:
         """What kind of child: "engine", "rank", "reward", or ""."""
-        if self.words[3:4] != ("from lightrl.system.child import run; run()",):  # a reaper has it further on
+        # a reaper has it further on
+        if self.words[3:4] != ("from lightrl.system.child import run; run()",):
             return ""
         target = self.words[-3]
         return KINDS.get(target, "engine")

@@ -23,7 +23,8 @@ SETTINGS = (
     f"reward.env={MARK}",  # by which its workers are found
 )
 # Arbitrary tokens, hence an arbitrary reward: one that tells them apart, or no advantage would.
-# Ranks are emulated with the engines; a step of 1,600 tokens takes them as long as it takes a real one.
+# Ranks are emulated with the engines; a step of 1,600 tokens takes them as long as it takes a real
+# one.
 EMULATED = (
     "rollout.engine_args={t0_ms=8.0,mean_length=25.0,train_token_ms=0.1,train_step_ms=60.0}",
     "train.engine=emulated",
@@ -33,7 +34,8 @@ REWARD = "def reward(sample):\n    return sum(sample.response_ids) % 11 / 10\n"
 
 
 def command(folder: Path, engine: str, steps: int, nodes: int, *overrides: str) -> tuple[str, ...]:
-    """What to give `lightrl`, so that the run directory is `folder`/run, which may be made by it."""
+    """What to give `lightrl`, so that the run directory is `folder`/run, which may be made by
+    it."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = [
         *SETTINGS,

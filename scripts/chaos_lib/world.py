@@ -1,4 +1,5 @@
-"""One run of `lightrl up` with events: started, hit, started again where nobody else does, cleaned up.
+"""One run of `lightrl up` with events: started, hit, started again where nobody else does, cleaned
+up.
 
 Owns its processes, by their ids. What comes when is in plan.py, how the run stands in watch.py.
 """
@@ -38,11 +39,13 @@ class Felt:
     """An event that came."""
 
     event: Event
-    at_s: float  # since the start
+    # since the start
+    at_s: float
     step: int
     phase: str
     mark: Mark
-    note: str = ""  # the process id, or why nothing came of it
+    # the process id, or why nothing came of it
+    note: str = ""
 
 
 @dataclass
@@ -50,7 +53,8 @@ class Outcome:
     wall_s: float
     summary: dict[str, Any]
     felt: list[Felt] = field(default_factory=list)
-    left_over: list[Process] = field(default_factory=list)  # processes that outlived the run
+    # processes that outlived the run
+    left_over: list[Process] = field(default_factory=list)
 
 
 class World:
@@ -71,7 +75,8 @@ class World:
         self._is_changing = False  # `lightrl up` was killed and is not there again
 
     async def run(self, plan: list[Event], limit_s: float) -> Outcome:
-        """Raises ChaosFailed if the run does not finish within `limit_s`. Leaves no process behind."""
+        """Raises ChaosFailed if the run does not finish within `limit_s`. Leaves no process
+        behind."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._begin(*self._command)
         watching = asyncio.create_task(self._watch.run())
@@ -127,7 +132,9 @@ class World:
         said = [(self._folder / "out").read_text(errors="replace").strip()]
         for log in sorted(self._run_dir.glob("logs/*.log")):
             said += [f"-- {log.name}", *log.read_text(errors="replace").splitlines()[-8:]]
-        events = [f"{f.at_s:.1f} s, step {f.step}, {f.phase}: {f.event} {f.note}" for f in self._felt]
+        events = [
+            f"{f.at_s:.1f} s, step {f.step}, {f.phase}: {f.event} {f.note}" for f in self._felt
+        ]
         return "\n".join([what, "-- events", *events, "-- lightrl up", *said])
 
     # Events
@@ -140,7 +147,9 @@ class World:
             act = await self._ready(event)
             felt = self._feel(event)
             felt.note = await act()
-            self._say(f"{felt.at_s:6.1f} s  step {felt.step:<3} {felt.phase:<10} {event}  {felt.note}")
+            self._say(
+                f"{felt.at_s:6.1f} s  step {felt.step:<3} {felt.phase:<10} {event}  {felt.note}"
+            )
 
     def _feel(self, event: Event) -> Felt:
         step = self._watch.last.step if self._watch.last is not None else 0
@@ -164,7 +173,9 @@ class World:
         number = signal.SIGTERM if verb == "term" else signal.SIGKILL
 
         async def strike() -> str:
-            return f"pid {victim.pid}" + ("" if send(victim.pid, number) else ", which has just ended")
+            return f"pid {victim.pid}" + (
+                "" if send(victim.pid, number) else ", which has just ended"
+            )
 
         return strike
 
@@ -216,11 +227,15 @@ class World:
             self._up.kill()
             self._up.wait()
             own = {p.pid for p in self._processes.all() if "daemon" in p.words}
-            left = await asyncio.to_thread(self._processes.await_gone, lambda p: p.pid in own, DOWN_S)
+            left = await asyncio.to_thread(
+                self._processes.await_gone, lambda p: p.pid in own, DOWN_S
+            )
             if self._state() == "finished":
                 return "the run had finished"
             self._begin("resume", str(self._run_dir), "--no-tui")
-            return f"resumed as pid {self._up.pid}" + (f", {len(left)} daemons did not leave" if left else "")
+            return f"resumed as pid {self._up.pid}" + (
+                f", {len(left)} daemons did not leave" if left else ""
+            )
         finally:
             self._is_changing = False
 

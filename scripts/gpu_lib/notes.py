@@ -1,4 +1,5 @@
-"""How a part of scripts/gpu says what it finds: figures, and, as a pytest plugin, how its tests went.
+"""How a part of scripts/gpu says what it finds: figures, and, as a pytest plugin, how its tests
+went.
 
 Does nothing outside scripts/gpu. Needs nothing but the standard library.
 """
@@ -17,7 +18,8 @@ def note(**values: Any) -> None:
 
 
 def figure(name: str, value: float | int | str | bool) -> None:
-    """One number (or word) that the machine showed. Example: figure("0.5b, batch 64: tokens/s", 41_000.0)."""
+    """One number (or word) that the machine showed. Example: figure("0.5b, batch 64: tokens/s",
+    41_000.0)."""
     print(f"{name}: {value}", flush=True)
     note(figure=name, value=value)
 
@@ -38,7 +40,11 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 def pytest_collectreport(report: Any) -> None:
     if report.failed:
-        note(test=report.nodeid, outcome="failed", why=f"cannot be collected: {str(report.longrepr)[-300:]}")
+        note(
+            test=report.nodeid,
+            outcome="failed",
+            why=f"cannot be collected: {str(report.longrepr)[-300:]}",
+        )
 
 
 def _reason(report: Any) -> str:

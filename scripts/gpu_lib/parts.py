@@ -1,4 +1,5 @@
-"""The parts of scripts/gpu, the most important first: what each runs, what it needs, how long it may take.
+"""The parts of scripts/gpu, the most important first: what each runs, what it needs, how long it
+may take.
 
 Needs nothing but the standard library. Starts nothing.
 """
@@ -19,13 +20,18 @@ TESTS = ("pytest", "pytest_timeout")
 class Part:
     """`command` is given to the Python that runs us."""
 
-    name: str  # "engine/torch": its group and its own name
+    # "engine/torch": its group and its own name
+    name: str
     what: str
     command: tuple[str, ...]
-    needs: tuple[str, ...]  # modules
-    limit_s: float  # at most, whatever time is left
-    least_s: float = 20.0  # not begun with less
-    is_timed: bool = False  # runs alone
+    # modules
+    needs: tuple[str, ...]
+    # at most, whatever time is left
+    limit_s: float
+    # not begun with less
+    least_s: float = 20.0
+    # runs alone
+    is_timed: bool = False
 
     @property
     def group(self) -> str:
@@ -37,7 +43,18 @@ def tests(name: str, what: str, target: str, needs: tuple[str, ...], limit_s: fl
     file, _, words = target.partition(" ")
     select = ("-k", words) if words else ()
     # A warning of a library in another version than the one in CI is no failure of ours.
-    command = ("-m", "pytest", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-p", "gpu_lib.notes")
+    command = (
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "gpu_lib.notes",
+    )
     command = (*command, f"tests/gpu/{file}", *select)
     return Part(name, what, command, (*needs, *TESTS), limit_s)
 
@@ -45,7 +62,9 @@ def tests(name: str, what: str, target: str, needs: tuple[str, ...], limit_s: fl
 def measured(name: str, what: str, script: str, needs: tuple[str, ...], limit_s: float) -> Part:
     """`script`: a module of gpu_lib, with its arguments."""
     module, *words = script.split()
-    return Part(name, what, ("-m", f"gpu_lib.{module}", *words), needs, limit_s, 30.0, is_timed=True)
+    return Part(
+        name, what, ("-m", f"gpu_lib.{module}", *words), needs, limit_s, 30.0, is_timed=True
+    )
 
 
 PARTS = (
@@ -70,7 +89,13 @@ PARTS = (
         CHILD,
         150,
     ),
-    tests("loop/up", "lightrl up on the one GPU: 20 steps, the reward rises", "test_loop.py rises", RUN, 300),
+    tests(
+        "loop/up",
+        "lightrl up on the one GPU: 20 steps, the reward rises",
+        "test_loop.py rises",
+        RUN,
+        300,
+    ),
     tests(
         "engine/vllm",
         "vLLM: contract, CUDA graphs, reloads, speculation, sleep",
@@ -78,9 +103,15 @@ PARTS = (
         (*CHILD, "vllm"),
         420,
     ),
-    tests("trainer/nccl", "groups of NCCL beside gloo, of one and of two", "test_nccl.py", CHILD, 120),
     tests(
-        "loop/kills", "engine and rank killed, the run killed and resumed", "test_loop.py killed", RUN, 300
+        "trainer/nccl", "groups of NCCL beside gloo, of one and of two", "test_nccl.py", CHILD, 120
+    ),
+    tests(
+        "loop/kills",
+        "engine and rank killed, the run killed and resumed",
+        "test_loop.py killed",
+        RUN,
+        300,
     ),
     tests(
         "loop/deterministic",
@@ -100,10 +131,18 @@ PARTS = (
         is_timed=True,
     ),
     measured(
-        "speed/engine-0.5b", "tokens/s of a 0.5B shape against a bare loop", "speed_engine 0.5b", CHILD, 400
+        "speed/engine-0.5b",
+        "tokens/s of a 0.5B shape against a bare loop",
+        "speed_engine 0.5b",
+        CHILD,
+        400,
     ),
     measured(
-        "speed/step", "a training step of 0.5B against a bare PyTorch loop", "speed_step 0.5b", CHILD, 120
+        "speed/step",
+        "a training step of 0.5B against a bare PyTorch loop",
+        "speed_step 0.5b",
+        CHILD,
+        120,
     ),
     measured(
         "speed/serve-3b",
@@ -112,17 +151,28 @@ PARTS = (
         CHILD,
         120,
     ),
-    measured("speed/first-token", "from lightrl up to the first token", "speed_first_token", RUN, 150),
-    measured("speed/engine-3b", "tokens/s of a 3B shape against a bare loop", "speed_engine 3b", CHILD, 400),
+    measured(
+        "speed/first-token", "from lightrl up to the first token", "speed_first_token", RUN, 150
+    ),
+    measured(
+        "speed/engine-3b",
+        "tokens/s of a 3B shape against a bare loop",
+        "speed_engine 3b",
+        CHILD,
+        400,
+    ),
     measured("speed/spec", "history speculation off and on", "speed_spec", CHILD, 240),
 )
 
 
 def chosen(only: str) -> list[Part]:
-    """The parts that `only` names by group or by name, in their order. Raises ValueError for other words."""
+    """The parts that `only` names by group or by name, in their order. Raises ValueError for other
+    words."""
     wanted = {word.strip() for word in only.split(",") if word.strip()}
     known = {*GROUPS, *(part.name for part in PARTS)}
     if not wanted or wanted - known:
         wrong = ", ".join(sorted(wanted - known)) or "nothing"
-        raise ValueError(f"--only {wrong}: known are {', '.join(GROUPS)} and the parts that --list names")
+        raise ValueError(
+            f"--only {wrong}: known are {', '.join(GROUPS)} and the parts that --list names"
+        )
     return [part for part in PARTS if wanted & {part.group, part.name}]

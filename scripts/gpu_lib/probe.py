@@ -1,7 +1,7 @@
 """What this machine has: Python, packages, driver, GPU; and why a part cannot run on it.
 
-torch is asked in a process of its own: it may crash, hang, or hold memory of the GPU ever after. Needs
-nothing but the standard library.
+torch is asked in a process of its own: it may crash, hang, or hold memory of the GPU ever after.
+Needs nothing but the standard library.
 """
 
 import importlib.metadata
@@ -17,7 +17,8 @@ from gpu_lib.parts import RUN, TESTS, Part
 
 LIMIT_S = 120.0
 LEAST_FREE_GIB = 4.0
-DISTRIBUTIONS = {"zmq": "pyzmq", "pytest_timeout": "pytest-timeout"}  # that are not named as their module
+# that are not named as their module
+DISTRIBUTIONS = {"zmq": "pyzmq", "pytest_timeout": "pytest-timeout"}
 # What pip would bring along, but `pip download --no-deps` does not.
 COMPANIONS = {"pydantic": ("pydantic-core", "annotated-types", "typing-inspection")}
 NAMED = (
@@ -77,7 +78,11 @@ def probe() -> dict[str, Any]:
         }
     try:
         asked = subprocess.run(
-            [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=LIMIT_S, check=True
+            [sys.executable, "-c", ASK_TORCH],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
         )
         said = json.loads(asked.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
@@ -113,9 +118,11 @@ def advice(missing: list[str]) -> str:
     names += [companion for name in missing for companion in COMPANIONS.get(name, ())]
     tag = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
-        f"not installed: {', '.join(names)}; without a network carry their wheels: pip download --no-deps "
+        f"not installed: {', '.join(names)}; without a network carry their wheels: pip "
+        "download --no-deps "
         f"--only-binary=:all: --python-version {tag} --platform manylinux_2_28_x86_64 --platform "
-        f"manylinux2014_x86_64 {' '.join(names)}, then pip install --no-index --no-deps --target DIR *.whl "
+        f"manylinux2014_x86_64 {' '.join(names)}, then pip install --no-index --no-deps "
+        "--target DIR *.whl "
         "and PYTHONPATH=DIR"
     )
 

@@ -19,14 +19,18 @@ def table(machine: dict[str, Any], results: Sequence[Result]) -> str:
     ]
     if machine["missing"]:
         lines.append(advice(machine["missing"]))
-    lines.append(f"\n{'part':20} {'state':8} {'s':>5} {'passed':>7} {'failed':>7} {'skipped':>8}  about it")
+    lines.append(
+        f"\n{'part':20} {'state':8} {'s':>5} {'passed':>7} {'failed':>7} {'skipped':>8}  about it"
+    )
     for r in results:
         counts = (
             f"{r.passed:7} {len(r.failed):7} {len(r.skipped):8}"
             if r.passed or r.failed or r.skipped
             else " " * 24
         )
-        lines.append(f"{r.part.name:20} {r.state:8} {r.seconds:5.0f} {counts}  {r.why or r.part.what}")
+        lines.append(
+            f"{r.part.name:20} {r.state:8} {r.seconds:5.0f} {counts}  {r.why or r.part.what}"
+        )
     if late := [r.part.name for r in results if r.lacked_time]:
         lines.append(f"\nfor what had no time left: scripts/gpu --only {','.join(late)}")
     figures = [(r.part.name, name, value) for r in results for name, value in r.figures.items()]
@@ -50,7 +54,9 @@ def as_json(machine: dict[str, Any], results: Sequence[Result], device: str, log
         }
         for r in results
     }
-    return json.dumps({"device": device, "machine": machine, "parts": parts, "log": str(log.resolve())})
+    return json.dumps(
+        {"device": device, "machine": machine, "parts": parts, "log": str(log.resolve())}
+    )
 
 
 def _shown(value: object) -> str:

@@ -1,10 +1,10 @@
 """Runs parts: each in a process of its own, within its limit and the time that is left for all.
 
-Owns those processes and their time; what a part finds it writes itself, line by line, so that nothing of a
-part that is killed is lost. Needs nothing but the standard library.
+Owns those processes and their time; what a part finds it writes itself, line by line, so that
+nothing of a part that is killed is lost. Needs nothing but the standard library.
 
-A line of a part's notes is a JSON object: {"figure": name, "value": number} or {"test": id, "outcome":
-"begun", "passed", "failed" or "skipped", "why": text}.
+A line of a part's notes is a JSON object: {"figure": name, "value": number} or {"test": id,
+"outcome": "begun", "passed", "failed" or "skipped", "why": text}.
 """
 
 import contextlib
@@ -34,13 +34,17 @@ NO_TESTS = 5  # pytest's exit status
 class Result:
     part: Part
     state: Literal["passed", "failed", "skipped"]
-    why: str = ""  # in one line, of a part that failed or was skipped
+    # in one line, of a part that failed or was skipped
+    why: str = ""
     seconds: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
-    passed: int = 0  # tests
+    # tests
+    passed: int = 0
     failed: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)  # test -> why
-    lacked_time: bool = False  # of all parts together, not by its own limit
+    # test -> why
+    skipped: dict[str, str] = field(default_factory=dict)
+    # of all parts together, not by its own limit
+    lacked_time: bool = False
 
 
 class Runner:
@@ -51,7 +55,9 @@ class Runner:
         self._writing = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
 
-    def run(self, parts: Sequence[Part], jobs: int, refusal: Callable[[Part], str | None]) -> list[Result]:
+    def run(
+        self, parts: Sequence[Part], jobs: int, refusal: Callable[[Part], str | None]
+    ) -> list[Result]:
         """In the order of `parts`; `jobs` tests at a time, then what is timed, one by one."""
 
         def one(part: Part) -> Result:
@@ -142,7 +148,8 @@ ENVIRONMENT = {
 
 
 def read(part: Part, status: int | None, notes: Path, output: str, limit_s: float) -> Result:
-    """What has become of a part, by its exit status (None: stopped), its notes and what it printed last."""
+    """What has become of a part, by its exit status (None: stopped), its notes and what it printed
+    last."""
     result = Result(part, "passed")
     begun = ""
     for line in notes.read_text().splitlines() if notes.exists() else ():

@@ -1,4 +1,5 @@
-"""Models of real shapes with random weights: nothing is downloaded. Imports torch only when called."""
+"""Models of real shapes with random weights: nothing is downloaded. Imports torch only when
+called."""
 
 import json
 import math
@@ -10,7 +11,8 @@ from typing import Any
 from gpu_lib.parts import ROOT
 
 TOKENIZER = ROOT / "configs" / "quickstart" / "model"
-SPREAD = 0.85  # of normal logits, in sqrt(2 ln vocabulary): as peaked as a trained model's, one to three nats
+# of normal logits, in sqrt(2 ln vocabulary): as peaked as a trained model's, one to three nats
+SPREAD = 0.85
 
 COMMON = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -89,14 +91,17 @@ def make_config(folder: Path, shape: str, **changes: Any) -> Path:
 
 
 def make_module(folder: Path, device: str, dtype: Any, seed: int = 0) -> Any:
-    """The module of a model directory with random weights, for inference, logits spread as SPREAD says."""
+    """The module of a model directory with random weights, for inference, logits spread as SPREAD
+    says."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
-        module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        module: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        ).eval()
     ids = torch.randint(config.vocab_size, (1, 64), device=device)
     with torch.inference_mode():
         spread = module(input_ids=ids).logits.float().std(-1).mean().item()

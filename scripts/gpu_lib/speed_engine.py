@@ -1,7 +1,9 @@
-"""tokens/s through LightRL's engine process against the engine's bare library, same requests, in one run.
+"""tokens/s through LightRL's engine process against the engine's bare library, same requests, in
+one run.
 
-With vLLM: `LLM.generate`, and `LLM.generate` with its own ngram and suffix speculation. Without: the torch
-engine against a bare transformers loop, which drops finished rows and has no process, pipe or chunks.
+With vLLM: `LLM.generate`, and `LLM.generate` with its own ngram and suffix speculation. Without:
+the torch engine against a bare transformers loop, which drops finished rows and has no process,
+pipe or chunks.
 
     python -m gpu_lib.speed_engine 0.5b|3b
 """
@@ -38,8 +40,9 @@ llm = LLM(**job["args"])
 for run in range(job["repeat"]):
     for batch in job["batches"]:
         prompts = [{"prompt_token_ids": p} for p in job["prompts"][:batch]]
+        # Without seeds, which would cost it a generator each.
         params = SamplingParams(temperature=1.0, max_tokens=job["num"], ignore_eos=True, logprobs=0,
-                                detokenize=False)  # without seeds, which would cost it a generator each
+                                detokenize=False)
         started = time.perf_counter()
         out = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - started
@@ -62,7 +65,9 @@ def main() -> None:
 def memory_folder() -> str | None:
     """Where versions of the weights go: into memory, as a rank puts them, if there is room."""
     shared = Path("/dev/shm")
-    return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > NEEDED_BYTES else None
+    return (
+        str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > NEEDED_BYTES else None
+    )
 
 
 def prompts_of(shape: str, num: int) -> list[list[int]]:
@@ -111,7 +116,13 @@ def last_line(e: Exception) -> str:
 
 
 def bare_vllm(folder: Path, args: dict[str, Any], prompts: list[list[int]]) -> dict[int, float]:
-    job = {"args": args, "prompts": prompts, "num": NEW_TOKENS, "batches": BATCHES, "repeat": REPEAT}
+    job = {
+        "args": args,
+        "prompts": prompts,
+        "num": NEW_TOKENS,
+        "batches": BATCHES,
+        "repeat": REPEAT,
+    }
     (folder / "job.json").write_text(json.dumps(job))
     done = subprocess.run(
         [sys.executable, "-c", BARE_VLLM, str(folder / "job.json")],
@@ -159,7 +170,8 @@ def version_of(model: Path) -> tuple[Path, Any]:
 def through_lightrl(
     kind: Any, model: Path, version: tuple[Path, Any], prompts: list[list[int]], num: int
 ) -> dict[int, float]:
-    """By the engine's process: requests and chunks travel through its pipe as in a rollout daemon."""
+    """By the engine's process: requests and chunks travel through its pipe as in a rollout
+    daemon."""
     from lightrl.engine.base import EngineSpec
 
     args: dict[str, Any] = {"gpu_memory_utilization": 0.5} if kind == "vllm" else {}
@@ -215,14 +227,18 @@ def bare_loop(module: Any, prompts: list[list[int]], num: int) -> float:
     rows: list[Any] = []
     with torch.inference_mode():
         for _ in range(num):
-            logits = module(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = module(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
+                :, -1
+            ]
             logprobs = logits.float().log_softmax(-1)
             tokens = torch.multinomial(logprobs.exp(), 1)
             rows.append((tokens[:, 0].tolist(), logprobs.gather(-1, tokens)[:, 0].tolist()))
     return len(prompts) * len(rows) / (time.perf_counter() - started)
 
 
-def report(shape: str, kind: str, ours: dict[int, float], name: str, bare: dict[int, float]) -> None:
+def report(
+    shape: str, kind: str, ours: dict[int, float], name: str, bare: dict[int, float]
+) -> None:
     for batch, rate in ours.items():
         figure(f"{shape}, {kind} engine, {batch} at once: tokens/s", round(rate, 1))
         figure(f"{shape}, {name}, {batch} at once: tokens/s", round(bare[batch], 1))

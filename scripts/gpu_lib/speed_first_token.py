@@ -19,13 +19,28 @@ from lightrl.journal.codec import PackedTokens
 LIMIT_S = 140.0
 EVERY_S = 0.05
 TOKENS = PackedTokens.__name__.encode()  # as a fact of the journal is named
-SETTINGS = ("run.name=one", "run.bind=tcp://127.0.0.1:*", "rollout.nodes=1", "train.steps=2", "eval.path=")
+SETTINGS = (
+    "run.name=one",
+    "run.bind=tcp://127.0.0.1:*",
+    "rollout.nodes=1",
+    "train.steps=2",
+    "eval.path=",
+)
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lightrl-gpu-") as folder:
         config = ROOT / "configs" / "quickstart" / "run.toml"
-        command = [sys.executable, "-P", "-m", "lightrl.cli", "up", str(config), *SETTINGS, "--no-tui"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "lightrl.cli",
+            "up",
+            str(config),
+            *SETTINGS,
+            "--no-tui",
+        ]
         started = time.perf_counter()
         with (
             open(Path(folder) / "out", "w") as out,
@@ -42,7 +57,9 @@ def main() -> None:
         lines = (Path(folder) / "runs/one/metrics.jsonl").read_text().splitlines()
         steps = [s for line in lines if (s := json.loads(line).get("timing_s/step")) is not None]
         figure("quickstart: s of the first step", round(steps[0], 2))
-        figure("lightrl up of 2 steps, from start to end, s", round(time.perf_counter() - started, 2))
+        figure(
+            "lightrl up of 2 steps, from start to end, s", round(time.perf_counter() - started, 2)
+        )
 
 
 def wait_for_token(folder: Path, process: "subprocess.Popen[bytes]", started: float) -> float:
@@ -50,7 +67,9 @@ def wait_for_token(folder: Path, process: "subprocess.Popen[bytes]", started: fl
     while (seconds := time.perf_counter() - started) < LIMIT_S:
         if process.poll() is not None:
             sys.exit((folder / "out").read_text()[-3000:])
-        if any(TOKENS in p.read_bytes() for p in (folder / "runs").glob("one/journal/*") if p.is_file()):
+        if any(
+            TOKENS in p.read_bytes() for p in (folder / "runs").glob("one/journal/*") if p.is_file()
+        ):
             return seconds
         time.sleep(EVERY_S)
     sys.exit(f"no token within {LIMIT_S:.0f} s")

@@ -1,8 +1,8 @@
 """From weights on the trainer's GPU to an engine that serves them: write, pull over loopback, load.
 
-A version is written to /dev/shm as a rank does, pulled from a WeightServer over TCP as a node on another
-machine does (one on the same machine reads the file), and loaded by an engine process. Goal for 3B on one
-machine: below 1 s.
+A version is written to /dev/shm as a rank does, pulled from a WeightServer over TCP as a node on
+another machine does (one on the same machine reads the file), and loaded by an engine process. Goal
+for 3B on one machine: below 1 s.
 
     python -m gpu_lib.speed_serve 3b
 """
@@ -35,7 +35,13 @@ def main() -> None:
 
 
 async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
-    from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSpec, EngineStarted, LoadWeights
+    from lightrl.engine.base import (
+        EngineFailed,
+        EngineLoaded,
+        EngineSpec,
+        EngineStarted,
+        LoadWeights,
+    )
     from lightrl.engine.process import start_engine
     from lightrl.tickets import pull_ticket
     from lightrl.weights.manifest import num_bytes

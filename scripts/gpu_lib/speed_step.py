@@ -1,7 +1,8 @@
-"""A training step of LightRL's rank against a bare PyTorch loop: same model, samples and micro-batches.
+"""A training step of LightRL's rank against a bare PyTorch loop: same model, samples and
+micro-batches.
 
-The bare loop keeps float32 weights, computes in bfloat16 autocast and steps with fused AdamW, as the rank
-does; it writes no version. Two steps warm up, the median of the rest counts.
+The bare loop keeps float32 weights, computes in bfloat16 autocast and steps with fused AdamW, as
+the rank does; it writes no version. Two steps warm up, the median of the rest counts.
 
     python -m gpu_lib.speed_step 0.5b
 """
@@ -67,7 +68,10 @@ def rows_of(shape: str) -> list[tuple[list[int], list[int], float]]:
     def tokens(n: int) -> list[int]:
         return [rng.randrange(2, size) for _ in range(n)]
 
-    return [(tokens(PROMPT_TOKENS), tokens(RESPONSE_TOKENS), (1.0, -1.0)[i % 2]) for i in range(RESPONSES)]
+    return [
+        (tokens(PROMPT_TOKENS), tokens(RESPONSE_TOKENS), (1.0, -1.0)[i % 2])
+        for i in range(RESPONSES)
+    ]
 
 
 def bare_steps(model: Path, shape: str) -> float:
@@ -89,7 +93,9 @@ def bare_steps(model: Path, shape: str) -> float:
                 logits = module(ids[:, :-1], use_cache=False, logits_to_keep=RESPONSE_TOKENS).logits
             logprobs = logits.float().log_softmax(-1)
             chosen = logprobs.gather(-1, ids[:, -RESPONSE_TOKENS:, None])[..., 0]
-            loss = -((chosen - chosen.detach()).exp() * advantages).sum() / (RESPONSES * RESPONSE_TOKENS)
+            loss = -((chosen - chosen.detach()).exp() * advantages).sum() / (
+                RESPONSES * RESPONSE_TOKENS
+            )
             loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
@@ -106,7 +112,9 @@ def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str,
     from lightrl.wire import pack_f32, pack_i32
 
     algorithm = {"name": "dr_grpo", "loss_norm": RESPONSE_TOKENS}
-    config = parse_config({"model": {"path": str(model)}, "data": {"path": "unused"}, "algorithm": algorithm})
+    config = parse_config(
+        {"model": {"path": str(model)}, "data": {"path": "unused"}, "algorithm": algorithm}
+    )
     publish = str(scratch / "weights")
     rank = Rank(StartRank(config.model_dump_json(), str(model), 0, 1, "", publish, str(scratch)))
     logprobs = pack_f32([-5.0] * RESPONSE_TOKENS)
@@ -119,7 +127,9 @@ def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str,
 
     def step(number: int) -> None:
         list(rank.perform(Accumulate(number, batches)))
-        *_, finished = rank.perform(FinishStep(number, RESPONSES, RESPONSES * RESPONSE_TOKENS, number + 1))
+        *_, finished = rank.perform(
+            FinishStep(number, RESPONSES, RESPONSES * RESPONSE_TOKENS, number + 1)
+        )
         said.append(finished.metrics)
 
     seconds = median_of(step)

@@ -19,7 +19,9 @@ Chaos = Callable[..., dict[str, Any]]
 def run_chaos(*arguments: str) -> dict[str, Any]:
     """The last line of scripts/chaos."""
     done = subprocess.run(
-        [SCRIPTS / "chaos", "--json", "--limit", str(LIMIT_S), *arguments], capture_output=True, text=True
+        [SCRIPTS / "chaos", "--json", "--limit", str(LIMIT_S), *arguments],
+        capture_output=True,
+        text=True,
     )
     assert done.stdout, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,8 +1,9 @@
-"""A line between two network namespaces that loses or delays packets, or is cut. TCP is the kernel's.
+"""A line between two network namespaces that loses or delays packets, or is cut. TCP is the
+kernel's.
 
-TUN devices in place of `tc netem`, which not every kernel has. A process of its own:
-`line.py NAMESPACE NAMESPACE DEVICE`, then one JSON object a line on stdin,
-{"loss": 0.3, "delay_s": 0.2, "cut": false}. It ends with its stdin, and says how many packets it has lost.
+TUN devices in place of `tc netem`, which not every kernel has. A process of its own: `line.py
+NAMESPACE NAMESPACE DEVICE`, then one JSON object a line on stdin, {"loss": 0.3, "delay_s": 0.2,
+"cut": false}. It ends with its stdin, and says how many packets it has lost.
 """
 
 import contextlib

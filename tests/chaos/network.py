@@ -1,4 +1,5 @@
-"""Machines on one machine: network namespaces with a line from each to the first, which may be bad or cut."""
+"""Machines on one machine: network namespaces with a line from each to the first, which may be bad
+or cut."""
 
 import contextlib
 import json

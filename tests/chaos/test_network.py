@@ -52,7 +52,8 @@ class Run:
         self._await(lambda: f"{node} lost" in self.said("head"), f"{node} to be lost")
 
     def finish(self) -> dict[str, Any]:
-        """The summary. All leave by themselves; who was out of touch at the end runs out of patience."""
+        """The summary. All leave by themselves; who was out of touch at the end runs out of
+        patience."""
         self._await(lambda: self._processes["head"].poll() is not None, "the end")
         for name, process in self._processes.items():
             status = process.wait(END_S)
@@ -100,7 +101,9 @@ def network() -> Iterator[Network]:
 
 
 @pytest.fixture
-def begin(network: Network, tmp_path: Path, command: tuple[str, ...]) -> Iterator[Callable[[], Run]]:
+def begin(
+    network: Network, tmp_path: Path, command: tuple[str, ...]
+) -> Iterator[Callable[[], Run]]:
     runs: list[Run] = []
 
     def start() -> Run:
@@ -128,7 +131,8 @@ def test_lost_and_late_packets_cost_time_alone(
 def test_lines_that_are_cut_and_come_back(
     network: Network, begin: Callable[[], Run], undisturbed: dict[str, str]
 ):
-    """One line, then both: nobody but the trainer is left, and nothing that runs behind them is lost."""
+    """One line, then both: nobody but the trainer is left, and nothing that runs behind them is
+    lost."""
     run = begin()
     run.until_step(2)
     network.set(0, cut=True)

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.timeout((len(SEEDS) + 2) * LIMIT_S)
 
 
 @pytest.fixture(scope="module")
-def results(chaos: Chaos, undisturbed: dict[str, Any]) -> Iterator[dict[int, "Future[dict[str, Any]]"]]:
+def results(
+    chaos: Chaos, undisturbed: dict[str, Any]
+) -> Iterator[dict[int, "Future[dict[str, Any]]"]]:
     """Of all seeds; the first ones are awaited while others run."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {seed: pool.submit(chaos, "--events", EVENTS, "--seed", str(seed)) for seed in SEEDS}

@@ -57,7 +57,9 @@ def test_help_loads_nothing_heavy():
         "try:\n    main(['--help'])\nexcept SystemExit as e:\n    assert not e.code\n"
         f"print('LOADED', [m for m in {HEAVY} if m in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert "join" in result.stdout
     assert "  daemon" not in result.stdout  # hidden: only `lightrl up` starts it
     assert result.stdout.splitlines()[-1] == "LOADED []"
@@ -86,7 +88,8 @@ def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_
         ),
         (
             "round.tail_batching=both",
-            """both: a short round launches 40 prompts x 10 responses = 400, keeps the first 32 x 8 by tokens
+            """both: a short round launches 40 prompts x 10 responses = 400, \
+keeps the first 32 x 8 by tokens
             8 prompts are put off each time: about 4 short rounds + 1 long (32 x 8, waits for all)
             length bias: the shorter responses of each prompt are trained
             a short round's 400 take 2 turns or more""",
@@ -147,10 +150,16 @@ def test_dry_run_prints_a_config_that_loads_to_the_same_from_elsewhere(capsys, t
         ("train.steps=many", ("train.steps = 'many'", "integer")),
         ("train.stepz=3", ("train.stepz", "did you mean train.steps?")),
         ("run.bind=nonsense", ("nonsense", "tcp://10.0.0.1:5600")),
-        ("run.bind=tcp://[::1]:5600", ("tcp://[::1]:5600: IPv6 is not supported", "tcp://10.0.0.1:5600")),
+        (
+            "run.bind=tcp://[::1]:5600",
+            ("tcp://[::1]:5600: IPv6 is not supported", "tcp://10.0.0.1:5600"),
+        ),
         ("run.name=latest", ("run.name = 'latest'", "choose another name")),
         ("run.name=taken", ("runs/taken exists; choose another run.name or remove it",)),
-        ("run.name=before", ("runs/before exists; resume it with `lightrl resume runs/before`, choose",)),
+        (
+            "run.name=before",
+            ("runs/before exists; resume it with `lightrl resume runs/before`, choose",),
+        ),
     ],
 )
 def test_bad_config_is_one_line_that_names_the_key(capsys, tmp_path, override, parts):
@@ -194,16 +203,27 @@ def test_port_in_use(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         line = complaint(capsys, "up", QUICKSTART, f"run.bind=tcp://127.0.0.1:{port}")
-    assert line.startswith(f"run.bind = tcp://127.0.0.1:{port}: port {port} is in use; choose another one")
+    assert line.startswith(
+        f"run.bind = tcp://127.0.0.1:{port}: port {port} is in use; choose another one"
+    )
 
 
 def test_port_for_weights_in_use(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = complaint(capsys, "up", QUICKSTART, f"node.weights_port={port}", "run.bind=tcp://127.0.0.1:*")
-    assert line.startswith(f"node.weights_port = {port}: port {port} is in use; choose another one, or 0")
-    line = complaint(capsys, "up", QUICKSTART, f"node.weights_port={port}", f"run.bind=127.0.0.1:{port}")
-    assert line == f"node.weights_port = {port}: is the port of run.bind; choose another one, or 0 for any"
+        line = complaint(
+            capsys, "up", QUICKSTART, f"node.weights_port={port}", "run.bind=tcp://127.0.0.1:*"
+        )
+    assert line.startswith(
+        f"node.weights_port = {port}: port {port} is in use; choose another one, or 0"
+    )
+    line = complaint(
+        capsys, "up", QUICKSTART, f"node.weights_port={port}", f"run.bind=127.0.0.1:{port}"
+    )
+    assert (
+        line
+        == f"node.weights_port = {port}: is the port of run.bind; choose another one, or 0 for any"
+    )
 
 
 def test_join_to_a_dead_address(capsys, monkeypatch):
@@ -215,7 +235,8 @@ def test_join_to_a_dead_address(capsys, monkeypatch):
 
 
 NO_KEY = (
-    "this needs a key of the run: pass --key FILE (a copy of RUN_DIR/join to add a node, of RUN_DIR/key for "
+    "this needs a key of the run: pass --key FILE (a copy of RUN_DIR/join to add a node, of "
+    "RUN_DIR/key for "
     "anything else), or set LIGHTRL_KEY to its text"
 )
 
@@ -226,30 +247,57 @@ NO_KEY = (
         (("up", "none.toml"), "none.toml: no such config file"),
         (("up", "a.toml", "b.toml"), "one CONFIG is possible, not 2: a.toml b.toml"),
         (("up", "run.seed=1"), "run.seed=1: there is no CONFIG to override; name a TOML file"),
-        (("up", "--join", "nonsense"), "tcp://nonsense: not an address; one looks like tcp://10.0.0.1:5600"),
+        (
+            ("up", "--join", "nonsense"),
+            "tcp://nonsense: not an address; one looks like tcp://10.0.0.1:5600",
+        ),
         (("up", "--join", "a:1"), NO_KEY),
         (("status", "127.0.0.1:1"), NO_KEY),
-        (("up", QUICKSTART, "--key", "k"), "--key is for --join: a run that is started makes its own key"),
+        (
+            ("up", QUICKSTART, "--key", "k"),
+            "--key is for --join: a run that is started makes its own key",
+        ),
         (("status",), "no run here yet; give an address (tcp://HOST:PORT) or a run directory"),
-        (("status", "gone"), "gone: no such run; give an address (tcp://HOST:PORT) or a run directory"),
-        (("down", "gone"), "gone: no such run; give an address (tcp://HOST:PORT) or a run directory"),
+        (
+            ("status", "gone"),
+            "gone: no such run; give an address (tcp://HOST:PORT) or a run directory",
+        ),
+        (
+            ("down", "gone"),
+            "gone: no such run; give an address (tcp://HOST:PORT) or a run directory",
+        ),
         (("top",), "lightrl top needs a terminal; lightrl status prints plain lines"),
         (
             ("up", "a.toml", "run.seed=1", "--join", "127.0.0.1:1"),
-            "--join: a joining node takes its config from the coordinator; leave out a.toml run.seed=1",
+            (
+                "--join: a joining node takes its config from the coordinator; leave out a.toml "
+                "run.seed=1"
+            ),
         ),
         (
             ("up", QUICKSTART, "--slots", "4"),
-            "--slots is for one rollout daemon: --join, or --role ...,rollout; else set rollout.slots",
+            (
+                "--slots is for one rollout daemon: --join, or --role ...,rollout; else set "
+                "rollout.slots"
+            ),
         ),
         (
             ("up", "--join", "127.0.0.1:1", "--role", "trainer", "--slots", "4"),
-            "--slots is for one rollout daemon: --join, or --role ...,rollout; else set rollout.slots",
+            (
+                "--slots is for one rollout daemon: --join, or --role ...,rollout; else set "
+                "rollout.slots"
+            ),
         ),
-        (("up", QUICKSTART, "--name", "a"), "--name is for one daemon: --join or --role; else set run.name"),
+        (
+            ("up", QUICKSTART, "--name", "a"),
+            "--name is for one daemon: --join or --role; else set run.name",
+        ),
         (
             ("up", "--join", "127.0.0.1:1", "--name", "a/b"),
-            "--name 'a/b': is not a name: a letter or digit, then letters, digits, . _ -; at most 64 in all",
+            (
+                "--name 'a/b': is not a name: a letter or digit, then letters, digits, . _ -; "
+                "at most 64 in all"
+            ),
         ),
         (
             ("up", "--join", "127.0.0.1:1", "--name", 65 * "a"),
@@ -294,7 +342,9 @@ def test_check_passes_here_and_fails_for_a_missing_file(capsys):
     assert "model, data and reward files are there" in out
     assert "nothing is learnt" not in out
     assert lightrl("check", QUICKSTART, "rollout.engine=emulated", "train.engine=emulated") == 0
-    assert "train.engine = emulated: nothing is learnt, there is no model" in capsys.readouterr().out
+    assert (
+        "train.engine = emulated: nothing is learnt, there is no model" in capsys.readouterr().out
+    )
     assert lightrl("check", QUICKSTART, "data.path=none.jsonl") == 1
     assert "fail  config" in capsys.readouterr().out
 
@@ -305,7 +355,9 @@ def test_status_of_a_finished_run_comes_from_its_directory(capsys, tmp_path):
     (tmp_path / "runs" / "latest").symlink_to("one")
     (run_dir / "address").write_text("tcp://127.0.0.1:1\n")
     node = NodeRow("rollout-0", ("rollout",), "gone", "box", 42, "cpu", 3, 0, 64, 0.0, 0.0, 1.0)
-    (run_dir / "snapshot.json").write_bytes(to_json(Snapshot("one", "x", "finished", 3, 3, 3, 61.0, (node,))))
+    (run_dir / "snapshot.json").write_bytes(
+        to_json(Snapshot("one", "x", "finished", 3, 3, 3, 61.0, (node,)))
+    )
     for target in ((), ("one",), (run_dir,)):
         assert lightrl("status", *target) == 0
         out = capsys.readouterr().out
@@ -403,7 +455,9 @@ def test_files_that_a_run_takes_away_at_its_end(tmp_path):
 
 
 def test_whether_a_run_is_over_is_told_by_no_clock(tmp_path):
-    (tmp_path / "snapshot.json").write_bytes(to_json(Snapshot("one", "x", "finished", 3, 3, 3, 61.0)))
+    (tmp_path / "snapshot.json").write_bytes(
+        to_json(Snapshot("one", "x", "finished", 3, 3, 3, 61.0))
+    )
     (tmp_path / "address").touch()  # its coordinator was killed before it could take it away
     for ended, listened in ((1, 2), (2, 1)):
         os.utime(tmp_path / "snapshot.json", (ended, ended))

@@ -23,7 +23,8 @@ from tests.support.paths import python_path
 
 pytestmark = linux_only
 ENDLESS = ("train.steps=100000", *EMULATED)
-# What the machine does to a daemon of that name as soon as it starts: as if its memory never sufficed.
+# What the machine does to a daemon of that name as soon as it starts: as if its memory never
+# sufficed.
 NO_LUCK = """
 import os, sys
 if "rollout-0" in sys.orig_argv:
@@ -36,7 +37,10 @@ def test_whoever_is_killed_comes_back_and_the_run_goes_on(tmp_path):
         until(process, "reward")
         for name in ("rollout-0", "trainer-0", "head"):
             Victims(process).kill(name)
-            until(process, f"{name} was killed by SIGKILL (log: runs/one/logs/{name}.log); starting it again")
+            until(
+                process,
+                f"{name} was killed by SIGKILL (log: runs/one/logs/{name}.log); starting it again",
+            )
             wait_for_step(tmp_path, step(tmp_path) + 3)
         run(tmp_path, "down")
         out, _ = process.communicate(timeout=DEADLINE_S)
@@ -64,7 +68,9 @@ def test_a_daemon_that_never_lives_is_given_up_after_five_more_attempts(tmp_path
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert (
-        out.count("rollout-0 was killed by SIGKILL (log: runs/one/logs/rollout-0.log); starting it again")
+        out.count(
+            "rollout-0 was killed by SIGKILL (log: runs/one/logs/rollout-0.log); starting it again"
+        )
         == 5
     )
     last = out.splitlines()[-1]
@@ -78,7 +84,8 @@ def test_a_daemon_that_gives_a_reason_is_not_started_again(tmp_path):
     assert process.returncode == 1
     assert "starting it again" not in out
     # The engine and the rank refuse it, whoever is first.
-    reason = r"lightrl: (rollout|trainer)-0 ended with exit status 1: .*engine_args\.no_such = 1: known are "
+    ended = r"lightrl: (rollout|trainer)-0 ended with exit status 1: "
+    reason = ended + r".*engine_args\.no_such = 1: known are "
     assert re.match(reason, out.splitlines()[-1])
 
 

@@ -1,4 +1,5 @@
-"""GPUs as `lightrl up` and `lightrl check` see them, with an nvidia-smi that was told what to say."""
+"""GPUs as `lightrl up` and `lightrl check` see them, with an nvidia-smi that was told what to
+say."""
 
 import os
 import signal
@@ -15,7 +16,9 @@ from tests.support.paths import python_path
 TWO = smi_row(0) + smi_row(1)
 
 
-def lightrl(tmp_path: Path, environment: dict[str, str], *command: str) -> "subprocess.CompletedProcess[str]":
+def lightrl(
+    tmp_path: Path, environment: dict[str, str], *command: str
+) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         arguments(*command),
         cwd=tmp_path,
@@ -33,14 +36,24 @@ def lightrl(tmp_path: Path, environment: dict[str, str], *command: str) -> "subp
         (smi_row(0), (), "3", "CUDA_VISIBLE_DEVICES = 3: there is no GPU 3 here, only 0"),
         (smi_row(0), ("train.ranks=2",), None, "train.ranks = 2: each needs a GPU of its own"),
         (smi_row(0), ("train.devices=[1]",), None, "train.devices: there is no GPU 1 to use here"),
-        (smi_row(0), ("train.devices=0",), "", "train.devices: names GPUs, but CUDA_VISIBLE_DEVICES = ''"),
+        (
+            smi_row(0),
+            ("train.devices=0",),
+            "",
+            "train.devices: names GPUs, but CUDA_VISIBLE_DEVICES = ''",
+        ),
         (
             smi_row(0),
             ("train.devices=[0,0]", "train.ranks=2"),
             None,
             "train.devices = [0, 0]: names GPU 0 twice",
         ),
-        (smi_row(0, driver="470.1"), (), None, "driver 470.1 is too old for torch 2.11.0 (CUDA 13.0)"),
+        (
+            smi_row(0, driver="470.1"),
+            (),
+            None,
+            "driver 470.1 is too old for torch 2.11.0 (CUDA 13.0)",
+        ),
         ("", ("train.devices=0",), None, "train.devices: names GPUs, but there is none here"),
     ],
 )
@@ -59,8 +72,18 @@ def test_refused_in_one_line_before_anything_starts(tmp_path, rows, overrides, s
     ("rows", "overrides", "setting", "line"),
     [
         (smi_row(0), (), "3", "CUDA_VISIBLE_DEVICES = 3: there is no GPU 3 here, only 0"),
-        (smi_row(0), ("rollout.devices=[1]",), None, "rollout.devices: there is no GPU 1 to use here"),
-        (smi_row(0, driver="470.1"), (), None, "driver 470.1 is too old for torch 2.11.0 (CUDA 13.0)"),
+        (
+            smi_row(0),
+            ("rollout.devices=[1]",),
+            None,
+            "rollout.devices: there is no GPU 1 to use here",
+        ),
+        (
+            smi_row(0, driver="470.1"),
+            (),
+            None,
+            "driver 470.1 is too old for torch 2.11.0 (CUDA 13.0)",
+        ),
     ],
 )
 def test_a_coordinator_in_the_foreground_refuses_them_before_it_starts(
@@ -84,7 +107,8 @@ def test_the_dry_run_shows_who_gets_what_and_why(tmp_path):
     assert "devices     rank 0: GPU 0 (NVIDIA H100 80GB HBM3)" in done.stdout
     assert "engine 1: GPU 0 (NVIDIA H100 80GB HBM3), gpu_memory_utilization = 0.44" in done.stdout
     assert (
-        "has 79.2 GiB free of 79.6 GiB - 1.4 GiB of a training rank = 77.8 GiB for 2 engines" in done.stdout
+        "has 79.2 GiB free of 79.6 GiB - 1.4 GiB of a training rank = 77.8 GiB for 2 engines"
+        in done.stdout
     )
     assert "a training rank needs 1.4 GiB on a GPU" in done.stdout
 
@@ -123,7 +147,9 @@ def with_broken_vllm(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_vllm_built_for_another_torch_gives_way_to_the_torch_engine(tmp_path):
-    with running(tmp_path, "train.steps=1", "rollout.engine=auto", **with_broken_vllm(tmp_path)) as run:
+    with running(
+        tmp_path, "train.steps=1", "rollout.engine=auto", **with_broken_vllm(tmp_path)
+    ) as run:
         until(run, "finished 1 steps")
     log = (tmp_path / "runs" / "one" / "logs" / "rollout-0.log").read_text()
     assert "the torch engine takes over: vLLM cannot be used: ImportError: " in log
@@ -157,7 +183,8 @@ except LightRLError as e:
     ("role", "overrides", "setting", "line"),
     [
         ("rollout", (), None, "() [(('0',), 0.0)]"),
-        ("rollout", ("rollout.devices=[7]",), None, "() [(('0',), 0.0)]"),  # of where the run was started
+        # of where the run was started
+        ("rollout", ("rollout.devices=[7]",), None, "() [(('0',), 0.0)]"),
         ("rollout", (), "1", "() [(('1',), 0.0)]"),
         ("rollout", (), "5", "CUDA_VISIBLE_DEVICES = 5: there is no GPU 5 here, only 0, 1"),
         ("trainer", ("train.ranks=2",), None, "('0', '1') []"),
@@ -174,17 +201,22 @@ def test_memory_that_a_dying_process_still_holds_is_waited_for(tmp_path):
     assert node(tmp_path, environment, "trainer", (), None) == "('0',) []"
 
 
-def node(tmp_path: Path, environment: dict[str, str], role: str, overrides, setting: str | None) -> str:
+def node(
+    tmp_path: Path, environment: dict[str, str], role: str, overrides, setting: str | None
+) -> str:
     if setting is not None:
         environment["CUDA_VISIBLE_DEVICES"] = setting
     command = [sys.executable, "-c", NODE, str(QUICKSTART), role, *overrides]
     environment = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
 def children(pid: int) -> list[tuple[str, int]]:
-    """(name, pid) of the children that daemons below `pid` have: the name that system/child.py was given."""
+    """(name, pid) of the children that daemons below `pid` have: the name that system/child.py was
+    given."""
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")

@@ -39,7 +39,9 @@ def test_a_daemon_that_cannot_be_started_again_fails_the_run_in_one_line(tmp_pat
     local = run_without_logs(tmp_path, told)
 
     async def story() -> None:
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import signal; signal.pause()")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "import signal; signal.pause()"
+        )
         process.send_signal(signal.SIGKILL)
         ended = asyncio.create_task(process.wait())
         log = local.run_dir / "logs" / "head.log"

@@ -1,4 +1,5 @@
-"""What the journal of a run tells: `lightrl replay`, and `lightrl status` of a run that was killed."""
+"""What the journal of a run tells: `lightrl replay`, and `lightrl status` of a run that was
+killed."""
 
 import json
 import socket

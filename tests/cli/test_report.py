@@ -24,7 +24,9 @@ def test_what_a_run_survives_is_said_when_it_happens():
 
     def lines(**counters: int) -> list[str]:
         return list(
-            progress.lines(Snapshot(*("one", "/r", "running", 0, 3, 1, 1.0), counters=counters), 10.0)
+            progress.lines(
+                Snapshot(*("one", "/r", "running", 0, 3, 1, 1.0), counters=counters), 10.0
+            )
         )
 
     assert lines(nodes_lost=3) == []  # before we looked
@@ -55,7 +57,13 @@ def test_the_result_says_what_drafts_did(tmp_path):
 
 
 def test_the_result_hides_no_trouble(tmp_path):
-    counters = {"rewards_failed": 1024, "groups_dropped": 2, "nodes_lost": 1, "engines_lost": 2, "holes": 5}
+    counters = {
+        "rewards_failed": 1024,
+        "groups_dropped": 2,
+        "nodes_lost": 1,
+        "engines_lost": 2,
+        "holes": 5,
+    }
     summary = {"steps": 3, "trained_responses": 0, "counters": counters}
     (tmp_path / "summary.json").write_bytes(to_json(summary))
     lines = result_lines(tmp_path)

@@ -1,4 +1,5 @@
-"""`lightrl resume`: what it refuses, in one line and with nothing changed; runs that go on after a kill."""
+"""`lightrl resume`: what it refuses, in one line and with nothing changed; runs that go on after a
+kill."""
 
 import fcntl
 import json
@@ -78,7 +79,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_what_was_promised_cannot_change(capsys, tmp_path, override, key):
     run_dir = left_behind(tmp_path / "runs" / "one")
     before = contents(run_dir)
-    may = "train.steps, checkpoint.*, node.*, journal.*, logging.*, run.bind, rollout.nodes, rollout.slots"
+    may = (
+        "train.steps, checkpoint.*, node.*, journal.*, logging.*, run.bind, rollout.nodes, "
+        "rollout.slots"
+    )
     line = refusal(capsys, "one", override)
     assert line.startswith(f"{key}: cannot change on a resume; these can: {may}")
     assert contents(run_dir) == before
@@ -90,7 +94,10 @@ def test_what_was_promised_cannot_change(capsys, tmp_path, override, key):
         (("one", "train.stepz=3"), "train.stepz: unknown key; did you mean train.steps?"),
         (("one", "train.steps=many"), "train.steps = 'many': input should be a valid integer"),
         (("none",), "none: no such run"),
-        (("tcp://127.0.0.1:1",), "tcp://127.0.0.1:1: is an address; resume a run by its directory or name"),
+        (
+            ("tcp://127.0.0.1:1",),
+            "tcp://127.0.0.1:1: is an address; resume a run by its directory or name",
+        ),
         (("one", "two"), "one RUN is possible, not 2: one two"),
         (("one", "--slots", "3"), "--slots is for one rollout daemon"),
         (("one", "--from-checkpoint"), "runs/one: has no undamaged checkpoint"),
@@ -104,7 +111,9 @@ def test_mistakes(capsys, tmp_path, arguments, text):
 
 def test_a_finished_run_can_only_be_extended(capsys, tmp_path):
     run_dir = left_behind(tmp_path / "runs" / "one", "train.steps=1")
-    (run_dir / "snapshot.json").write_bytes(to_json(Snapshot("one", str(run_dir), "finished", 1, 1, 1, 9.0)))
+    (run_dir / "snapshot.json").write_bytes(
+        to_json(Snapshot("one", str(run_dir), "finished", 1, 1, 1, 9.0))
+    )
     assert refusal(capsys, "one") == "runs/one: finished; train.steps above 1 would extend it"
     assert prepare("one", ["train.steps=3"]).train.steps == 3
     assert load_config(run_dir / "config.toml").train.steps == 3
@@ -137,7 +146,9 @@ def test_an_address_that_another_program_has_taken(capsys, tmp_path):
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         (run_dir / "address").write_text(address)
         line = refusal(capsys, "one")
-        assert line.startswith(f"{address}: taken by another program now; run.bind=tcp://HOST:PORT lets")
+        assert line.startswith(
+            f"{address}: taken by another program now; run.bind=tcp://HOST:PORT lets"
+        )
         prepare("one", ["run.bind=tcp://127.0.0.1:0"])  # it is not looked for there any more
     assert not (run_dir / "address").exists()
 
@@ -146,13 +157,22 @@ def test_what_may_change_is_kept_for_the_next_time(tmp_path):
     run_dir = left_behind(tmp_path / "runs" / "one")
     (run_dir / "key").unlink()
     moved = str(shutil.move(run_dir, tmp_path / "elsewhere"))
-    values = ("train.steps=7", "rollout.nodes=3", "rollout.slots=9", "rollout.engine_args={t0_ms=2.0}")
-    config = prepare(moved, [*values, "checkpoint.interval=5", "node.grace_s=3", "journal.flush_ms=9"])
+    values = (
+        "train.steps=7",
+        "rollout.nodes=3",
+        "rollout.slots=9",
+        "rollout.engine_args={t0_ms=2.0}",
+    )
+    config = prepare(
+        moved, [*values, "checkpoint.interval=5", "node.grace_s=3", "journal.flush_ms=9"]
+    )
     assert config.run_dir == tmp_path / "elsewhere"
     assert (config.train.steps, config.rollout.nodes, config.rollout.slots) == (7, 3, 9)
     for name in ("key", "join"):  # of a run that began before there were two, too
         assert (tmp_path / "elsewhere" / name).stat().st_mode & 0o777 == 0o600
-    assert read_key(tmp_path / "elsewhere" / "join") == join_key(read_key(tmp_path / "elsewhere" / "key"))
+    assert read_key(tmp_path / "elsewhere" / "join") == join_key(
+        read_key(tmp_path / "elsewhere" / "key")
+    )
     assert prepare(moved) == config
     assert {v.partition("=")[0] for v in values} <= set(MAY_CHANGE)
 
@@ -166,7 +186,9 @@ def test_from_the_checkpoint_the_journal_is_cut_back(tmp_path, capsys):
         (run_dir / "checkpoints" / name).mkdir(parents=True)
         (run_dir / "checkpoints" / "latest").write_text(f"{name}\n")
         assert newest_checkpoint(run_dir) == before  # not whole
-        (run_dir / "checkpoints" / name / "trainer.json").write_bytes(to_json(SavedStep(step, step, "")))
+        (run_dir / "checkpoints" / name / "trainer.json").write_bytes(
+            to_json(SavedStep(step, step, ""))
+        )
         before = step
     assert newest_checkpoint(run_dir) == 1
     (run_dir / "checkpoints" / "latest").write_text("step_0\n")
@@ -197,7 +219,10 @@ def test_from_the_newest_checkpoint_that_is_not_damaged(tmp_path, capsys):
     damaged(checkpoints / "step_1" / "state" / "weights")
     prepare("one", from_checkpoint=True)
     line, end = capsys.readouterr().out.splitlines()
-    assert "step_1: state/weights: damaged; moved aside as step_1.damaged, going back to step_0" in line
+    assert (
+        "step_1: state/weights: damaged; moved aside as step_1.damaged, going back to step_0"
+        in line
+    )
     assert end == f"{FROM_0} in runs/one/journal"
     assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_0", "step_1.damaged"]
     assert newest_checkpoint(run_dir) == 0
@@ -234,7 +259,8 @@ def test_a_run_killed_with_all_its_daemons_goes_on_where_it_was(tmp_path):
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert out.startswith("lightrl: runs/one: finished; ")
 
-    # The last checkpoint is damaged: the steps since the one before it are trained again from the journal.
+    # The last checkpoint is damaged: the steps since the one before it are trained again from the
+    # journal.
     newest, done = newest_checkpoint(tmp_path / "runs" / "one"), done + 4
     assert newest == done
     checkpoints = tmp_path / "runs" / "one" / "checkpoints"
@@ -287,7 +313,9 @@ def test_a_coordinator_in_the_foreground_comes_back_to_a_node_that_kept_generati
                 process.wait(DEADLINE_S)
                 last = int(sinks.read(tmp_path / "runs" / "one")[-1]["step"]) + 20
                 again = arguments("resume", "one", f"train.steps={last}", *roles)
-                done = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, check=False)
+                done = subprocess.run(
+                    again, cwd=tmp_path, capture_output=True, text=True, check=False
+                )
                 assert done.returncode == 0, done.stdout + done.stderr
                 assert spot.wait(DEADLINE_S) == 0
                 assert spot.pid == pids["spot"]
@@ -295,4 +323,8 @@ def test_a_coordinator_in_the_foreground_comes_back_to_a_node_that_kept_generati
             process.kill()
     assert "resumed at step" in done.stdout
     result = summary(tmp_path)
-    assert (result["state"], result["steps"], result["trained_responses"]) == ("finished", last, 4 * last)
+    assert (result["state"], result["steps"], result["trained_responses"]) == (
+        "finished",
+        last,
+        4 * last,
+    )

@@ -1,4 +1,5 @@
-"""A whole run with drafts from history: the same responses as without, in fewer steps of the engine."""
+"""A whole run with drafts from history: the same responses as without, in fewer steps of the
+engine."""
 
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ STEPS = 4
 
 
 def finished(folder: Path, *overrides: str) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """The summary of a run over the longest answers of the quickstart, and what its steps measured."""
+    """The summary of a run over the longest answers of the quickstart, and what its steps
+    measured."""
     rows = (QUICKSTART.parent / "train.jsonl").read_text().splitlines()
     folder.mkdir()
     prompts = folder / "long.jsonl"
@@ -34,7 +36,8 @@ def test_a_run_with_drafts_has_the_responses_of_one_without(tmp_path: Path):
     assert drafted["responses_digest"] == plain["responses_digest"]
     assert steps[0]["history/hit_rate"] == 0.0
     assert [step["history/hit_rate"] for step in steps[1:]] == [1.0] * (STEPS - 1)
-    # Nodes say it with their heartbeats: a step may have to wait for its figures until the next one.
+    # Nodes say it with their heartbeats: a step may have to wait for its figures until the next
+    # one.
     assert max(step.get("speculation/tokens_per_forward", 0.0) for step in steps) > 1.3
     assert max(step.get("speculation/acceptance", 0.0) for step in steps) > 0.3
     assert not any(key.startswith("speculation/") for step in plain_steps for key in step)

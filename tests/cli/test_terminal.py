@@ -106,8 +106,14 @@ def test_a_run_goes_on_and_its_daemons_are_kept_while_the_terminal_is_stopped(tm
 
 def test_a_node_and_a_run_leave_in_order_when_their_terminals_are_gone(tmp_path):
     with (
-        in_a_terminal(tmp_path, "up", str(QUICKSTART), *ENDLESS, "rollout.nodes=0") as (screen, run),
-        in_a_terminal(tmp_path, "up", "--join", address(tmp_path), "--key", "runs/one/key") as (its, node),
+        in_a_terminal(tmp_path, "up", str(QUICKSTART), *ENDLESS, "rollout.nodes=0") as (
+            screen,
+            run,
+        ),
+        in_a_terminal(tmp_path, "up", "--join", address(tmp_path), "--key", "runs/one/key") as (
+            its,
+            node,
+        ),
     ):
         read_until(screen, b"tok/s")
         wait_for_steps(tmp_path, 3)

@@ -1,4 +1,5 @@
-"""What strangers have written into data, models and messages, on its way to the terminal of a user."""
+"""What strangers have written into data, models and messages, on its way to the terminal of a
+user."""
 
 import asyncio
 import json
@@ -41,7 +42,9 @@ def copied_model(folder: Path, **changes: Any) -> Path:
 def foreground(tmp_path: Path, row: dict[str, Any], *overrides: str) -> str:
     """What a coordinator says that refuses a data set of this row."""
     (tmp_path / "data.jsonl").write_text(json.dumps(row))
-    command = arguments("up", str(QUICKSTART), "data.path=data.jsonl", *overrides, "--role", "coordinator")
+    command = arguments(
+        "up", str(QUICKSTART), "data.path=data.jsonl", *overrides, "--role", "coordinator"
+    )
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
@@ -87,7 +90,10 @@ def test_a_refusal_with_escapes_is_one_plain_line(tmp_path):
         pipe = asyncio.subprocess.PIPE
         refusing = asyncio.create_task(refuse(hub))
         process = await asyncio.create_subprocess_exec(
-            *arguments("up", "--join", hub.address, "--key", "key"), cwd=tmp_path, stdout=pipe, stderr=pipe
+            *arguments("up", "--join", hub.address, "--key", "key"),
+            cwd=tmp_path,
+            stdout=pipe,
+            stderr=pipe,
         )
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -99,11 +105,16 @@ def test_a_refusal_with_escapes_is_one_plain_line(tmp_path):
             hub.close()
         return said.decode()
 
-    assert asyncio.run(scenario()) == f"lightrl: the coordinator refuses this node: go away {SHOWN}\n"
+    assert (
+        asyncio.run(scenario()) == f"lightrl: the coordinator refuses this node: go away {SHOWN}\n"
+    )
 
 
 def test_status_shows_escapes_as_text_and_json_stays_json(capsys, tmp_path):
-    with answering(Snapshot(EVIL, str(tmp_path / "runs" / "one"), "running", 1, 3, 1, 1.0)) as (address, _):
+    with answering(Snapshot(EVIL, str(tmp_path / "runs" / "one"), "running", 1, 3, 1, 1.0)) as (
+        address,
+        _,
+    ):
         made_run(tmp_path / "runs" / "one", address)
         assert lightrl("status", "one") == 0
         assert f"run       {SHOWN} · running" in capsys.readouterr().out
@@ -144,7 +155,8 @@ def test_a_model_directory_with_code_of_its_own_is_one_line_at_once(tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"lightrl: model.path = '{folder}': its model_type 'own' is defined by Python code in the "
-        "directory (auto_map), which LightRL does not run; use a model that transformers itself knows\n"
+        "directory (auto_map), which LightRL does not run; use a model that transformers "
+        "itself knows\n"
     )
     assert not (folder / "has run").exists()
 
@@ -169,7 +181,10 @@ def test_no_loader_asks_for_or_runs_code_of_a_model(tmp_path):
     folder = with_code(tmp_path / "model", "own")
     for name in ("tokenizer.json", "special_tokens_map.json", "vocab.json", "merges.txt"):
         (folder / name).unlink(missing_ok=True)
-    own = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+    own = {
+        "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]},
+        "tokenizer_class": "OwnTokenizer",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(own))
     with pytest.raises(EngineError, match="custom code"):
         read_config(folder)

@@ -1,4 +1,5 @@
-"""`lightrl up` with real daemons: to the end, interrupted, its parent killed, with input that one refuses."""
+"""`lightrl up` with real daemons: to the end, interrupted, its parent killed, with input that one
+refuses."""
 
 import os
 import pty
@@ -41,7 +42,9 @@ def test_a_run_to_its_end(tmp_path):
     [model] = [line.split()[1] for line in out.splitlines() if line.startswith("  model ")]
     assert (Path(model) / "model.safetensors").exists()
     assert (tmp_path / "runs" / "latest").resolve() == run_dir
-    status = subprocess.run(arguments("status"), cwd=tmp_path, capture_output=True, text=True, check=True)
+    status = subprocess.run(
+        arguments("status"), cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert "step      2/2" in status.stdout
 
 
@@ -143,7 +146,9 @@ def test_a_daemon_in_the_foreground_leaves_nothing_behind_if_it_refuses_its_inpu
     (tmp_path / "bad.jsonl").write_text('{"prompt": \n')
     (tmp_path / "runs" / "before").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("before")
-    command = arguments("up", str(QUICKSTART), "data.path=bad.jsonl", "--role", "coordinator,trainer")
+    command = arguments(
+        "up", str(QUICKSTART), "data.path=bad.jsonl", "--role", "coordinator,trainer"
+    )
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()

@@ -1,4 +1,5 @@
-"""What nodes are told of earlier responses, what they tell of speculation, and both over real sockets."""
+"""What nodes are told of earlier responses, what they tell of speculation, and both over real
+sockets."""
 
 import asyncio
 import contextlib
@@ -78,7 +79,8 @@ def knowing(*rounds: Round) -> History:
 
 
 def one_epoch(*prompts: str) -> Round:
-    """Of each prompt the first response was 1 2 3 with a reward, the second was given up after 4."""
+    """Of each prompt the first response was 1 2 3 with a reward, the second was given up after
+    4."""
     round = opened(0, *prompts)
     for prompt in prompts:
         finish(round, f"{prompt}@0#0", [1, 2, 3], 0.5)
@@ -145,7 +147,9 @@ def test_the_newest_sixteen_responses_within_a_mebibyte_are_sent(monkeypatch):
     assert len(history.rewards) == 3
 
 
-def test_a_message_stays_far_below_what_a_frame_may_have_and_the_rest_comes_with_the_next(monkeypatch):
+def test_a_message_stays_far_below_what_a_frame_may_have_and_the_rest_comes_with_the_next(
+    monkeypatch,
+):
     assert history_sync.MAX_MESSAGE_BYTES + history_sync.MAX_PROMPT_BYTES < MAX_FRAME_BYTES / 4
     monkeypatch.setattr(history_sync, "MAX_MESSAGE_BYTES", 2 * 16 + 15)
     h, now = Histories(knowing(one_epoch("p", "q", "r"))), opened(1, "p", "q", "r")
@@ -234,7 +238,13 @@ def test_speculation_of_a_run_is_that_of_its_steps():
     s = Speculation()
     s.count({"reward/mean": 0.5})
     assert s.whole() == {}
-    s.count({"speculation/drafted": 0.0, "speculation/forwards": 5.0, "speculation/tokens_per_forward": 1.0})
+    s.count(
+        {
+            "speculation/drafted": 0.0,
+            "speculation/forwards": 5.0,
+            "speculation/tokens_per_forward": 1.0,
+        }
+    )
     assert s.whole() == {"speculation/drafted": 0.0, "speculation/tokens_per_forward": 1.0}
     s.heard("a/1", Heartbeat())
     for counts in ((100, 60, 40, 100, 0.25, 8.0), (120, 70, 60, 130, 0.25, 9.0)):
@@ -292,8 +302,8 @@ class ScriptedNode:
     """A rollout node without an engine: what it answers tells the version of the policy."""
 
     def __init__(self, until: int, dies_at: int = -1) -> None:
-        """Requests of policy version `until` are kept, but not answered. At the first of version `dies_at`
-        its engine is said to have died, and to have started again."""
+        """Requests of policy version `until` are kept, but not answered. At the first of version
+        `dies_at` its engine is said to have died, and to have started again."""
         self.orders: list[Generate] = []
         self.is_asked = asyncio.Event()  # for a version that it does not answer
         self._until = until
@@ -349,11 +359,14 @@ def words(response: str, version: int) -> bytes:
 
 def _answer(r: ResponseRequest, version: int) -> ResponseTokens:
     tokens = words(r.response, version)
-    return ResponseTokens(r.response, r.attempt, 0, tokens, pack_f32([-1.0] * (len(tokens) // 4)), "stop")
+    return ResponseTokens(
+        r.response, r.attempt, 0, tokens, pack_f32([-1.0] * (len(tokens) // 4)), "stop"
+    )
 
 
 def require_history(node: ScriptedNode, version: int, times: int = 1) -> None:
-    """Every group of the version came with all that its prompt was answered under the version before."""
+    """Every group of the version came with all that its prompt was answered under the version
+    before."""
     orders = [o for o in node.orders if o.policy_version == version]
     groups = {r.response.rpartition("#")[0] for o in orders for r in o.requests}
     sent = [each for o in orders for each in o.histories]
@@ -414,7 +427,9 @@ def test_the_next_epoch_travels_with_what_the_last_one_brought_also_after_a_resu
         require_history(after, 2)
 
     asyncio.run(scenario())
-    records = [json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()
+    ]
     hits = {r["step"]: r["history/hit_rate"] for r in records if "history/hit_rate" in r}
     assert (hits[1], hits[2], hits[3]) == (0.0, 1.0, 1.0)
     told = {r["step"]: r for r in records if "speculation/drafted" in r}
@@ -425,7 +440,11 @@ def test_the_next_epoch_travels_with_what_the_last_one_brought_also_after_a_resu
 
 
 def test_a_node_whose_engine_died_is_sent_the_histories_again(tmp_path: Path):
-    changes = {**CHANGES, **few_prompts(tmp_path), "train": {"steps": 2, "prompts_per_step": PROMPTS}}
+    changes = {
+        **CHANGES,
+        **few_prompts(tmp_path),
+        "train": {"steps": 2, "prompts_per_step": PROMPTS},
+    }
 
     async def scenario():
         async with a_run(tmp_path, **changes) as run:

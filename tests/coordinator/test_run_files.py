@@ -12,7 +12,9 @@ def test_the_address_is_written_as_soon_as_it_can_be(tmp_path: Path):
 
     async def scenario():
         told: list[str] = []
-        announcing = asyncio.create_task(run_files.announce(run_dir, "tcp://127.0.0.1:5600", told.append))
+        announcing = asyncio.create_task(
+            run_files.announce(run_dir, "tcp://127.0.0.1:5600", told.append)
+        )
         while not told:  # noqa: ASYNC110 - a line tells nobody
             await asyncio.sleep(0.01)
         assert run_files.old_address(run_dir) == ""
@@ -58,7 +60,10 @@ def test_an_end_that_cannot_be_written_leaves_nothing_half(tmp_path: Path):
     run_files.go_on(tmp_path)
     assert list(tmp_path.iterdir()) == []
     asyncio.run(run_files.end(tmp_path / "gone", b"{}", b"{}", told.append))
-    assert [line.partition(":")[2].partition(":")[0] for line in told] == [" summary.json", " snapshot.json"]
+    assert [line.partition(":")[2].partition(":")[0] for line in told] == [
+        " summary.json",
+        " snapshot.json",
+    ]
 
 
 def test_the_end_is_written_beside_the_event_loop_and_also_when_cancelled(tmp_path: Path):

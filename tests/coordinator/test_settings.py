@@ -15,7 +15,9 @@ from tests.support.daemons import make_config
 
 def settings(tmp_path: Path, num_prompts: int = 100, **changes: dict[str, Any]) -> Settings:
     config = make_config(tmp_path, **changes)
-    return core_settings(config, vocabulary=50, stop_ids=(1,), num_prompts=num_prompts, num_eval_prompts=0)
+    return core_settings(
+        config, vocabulary=50, stop_ids=(1,), num_prompts=num_prompts, num_eval_prompts=0
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ Reward = Callable[[str], float | None]
 
 
 class Driver:
-    """Feeds events to a core, checks its invariants after each, and keeps what it was told to do."""
+    """Feeds events to a core, checks its invariants after each, and keeps what it was told to
+    do."""
 
     def __init__(self, shuffled: bool = False, **changes: Any) -> None:
         self.core = Coordinator(replace(SETTINGS, **changes), now=0.0)
@@ -75,7 +76,8 @@ class Driver:
         self.shuffled = shuffled  # every epoch in another order
         self.drawn = 0
         self.disk_is_slow = False  # nobody says that shards have left
-        self.requests: dict[str, tuple[str, ResponseRequest]] = {}  # response -> (node, newest request)
+        # response -> (node, newest request)
+        self.requests: dict[str, tuple[str, ResponseRequest]] = {}
         self.segment: list[LogEntry] = list(
             take_snapshot(self.core)
         )  # what a journal holds, from its last step on
@@ -90,13 +92,15 @@ class Driver:
                 self.segment = []
             elif isinstance(command, Record):
                 self.segment.append(command.fact)
-        if of_kind(commands, CloseStep):  # what the core did since stands in what the segment begins with
+        # what the core did since stands in what the segment begins with
+        if of_kind(commands, CloseStep):
             shards = [f for f in self.segment if isinstance(f, ShardSent)]
             self.segment = [*take_snapshot(self.core), *shards]
         return commands
 
     def restart(self, lost: int = 0) -> list[Command]:
-        """The coordinator dies and is made again from its journal, but for the last `lost` facts."""
+        """The coordinator dies and is made again from its journal, but for the last `lost`
+        facts."""
         self.segment = self.segment[: len(self.segment) - lost]
         self.core = Coordinator(self.core.settings, self.now)
         commands = recover(self.core, self.segment, self.now)
@@ -112,13 +116,17 @@ class Driver:
                 case Send(node, Generate(requests=requests)):
                     self.requests |= {r.response: (node, r) for r in requests}
                 case Send(_, TrainShard(step, index)) if not self.disk_is_slow:
-                    commands = commands + self.answer(self.core.handle(ShardLeft(step, index), self.now))
+                    commands = commands + self.answer(
+                        self.core.handle(ShardLeft(step, index), self.now)
+                    )
                 case DrawPrompts("train", count):
                     drawn = PromptsDrawn(self.draw(count))
                     commands = commands + self.answer(self.core.handle(drawn, self.now))
                 case DrawPrompts("eval", count):
                     prompts = tuple(DrawnPrompt(f"e{i}", 0, ids(7)) for i in range(count))
-                    commands = commands + self.answer(self.core.handle(PromptsDrawn(prompts), self.now))
+                    commands = commands + self.answer(
+                        self.core.handle(PromptsDrawn(prompts), self.now)
+                    )
                 case _:
                     pass
         return commands
@@ -183,7 +191,8 @@ class Driver:
         node: str | None = None,
         attempt: int | None = None,
     ) -> list[Command]:
-        """Tokens of a response from where it runs, by default the next ones of its newest attempt."""
+        """Tokens of a response from where it runs, by default the next ones of its newest
+        attempt."""
         where, request = self.requests[response]
         held = self.core.table.responses.get(response)
         if version is None:
@@ -196,7 +205,9 @@ class Driver:
             logprobs(len(token_ids)),
             finish,
         )
-        return self.feed(TokensArrived(node or where, TokenChunk(version, f"digest-{version}", (item,))))
+        return self.feed(
+            TokensArrived(node or where, TokenChunk(version, f"digest-{version}", (item,)))
+        )
 
     def version_at(self, node: str) -> int:
         """What a node serves; the published version where that is not known any more."""
@@ -207,10 +218,16 @@ class Driver:
 
     def finish(self, response: str, reward: float | None = 1.0, *token_ids: int) -> list[Command]:
         """One more token or the given ones, the end, and the score."""
-        return self.tokens(response, *(token_ids or (9,)), finish="stop") + self.score(response, reward)
+        return self.tokens(response, *(token_ids or (9,)), finish="stop") + self.score(
+            response, reward
+        )
 
     def score(
-        self, response: str, reward: float | None = 1.0, failure: str = "", attempt: int | None = None
+        self,
+        response: str,
+        reward: float | None = 1.0,
+        failure: str = "",
+        attempt: int | None = None,
     ) -> list[Command]:
         return self.feed(
             ResponseScored(
@@ -241,9 +258,13 @@ class Driver:
         return commands
 
     def decode(
-        self, length: Length, reward: Reward = lambda _: 1.0, order: Callable[[list[str]], list[str]] = list
+        self,
+        length: Length,
+        reward: Reward = lambda _: 1.0,
+        order: Callable[[list[str]], list[str]] = list,
     ) -> list[Command]:
-        """All running responses in lock step, one token each, until none runs; whoever is done is scored."""
+        """All running responses in lock step, one token each, until none runs; whoever is done is
+        scored."""
         commands: list[Command] = []
         while waiting := self.running():
             for name in order(waiting):
@@ -257,7 +278,9 @@ class Driver:
 
     def train(self, step: int) -> list[Command]:
         commands = self.publish(step + 1)
-        return commands + self.feed(StepTrained("t", StepDone(step, step + 1, {"loss/policy": 0.5})))
+        return commands + self.feed(
+            StepTrained("t", StepDone(step, step + 1, {"loss/policy": 0.5}))
+        )
 
     def next_step(self) -> list[Command]:
         """The oldest round is trained, and every node loads the new version."""
@@ -274,7 +297,9 @@ class Driver:
         while waiting := self.running():
             for name in waiting:
                 if (held := self.held(name)).state == "running":
-                    commands += self.tokens(name, *[9] * (length(name) - len(held.tokens)), finish="stop")
+                    commands += self.tokens(
+                        name, *[9] * (length(name) - len(held.tokens)), finish="stop"
+                    )
                     if not held.resolved:
                         commands += self.score(name, reward(name))
         return commands
@@ -305,12 +330,16 @@ def logprobs(n: int) -> bytes:
 
 
 def publication(version: int) -> PublishWeights:
-    return PublishWeights(Manifest(version, f"digest-{version}", (), (Bucket(1, "b"),)), ("h:1",), "ticket")
+    return PublishWeights(
+        Manifest(version, f"digest-{version}", (), (Bucket(1, "b"),)), ("h:1",), "ticket"
+    )
 
 
 def sent(commands: list[Command], kind: type[M]) -> list[tuple[str, M]]:
     """(node, message) of all messages of a kind, in order."""
-    return [(c.node, c.message) for c in commands if isinstance(c, Send) and isinstance(c.message, kind)]
+    return [
+        (c.node, c.message) for c in commands if isinstance(c, Send) and isinstance(c.message, kind)
+    ]
 
 
 def of_kind(commands: list[Command], kind: type[M]) -> list[M]:

@@ -1,6 +1,7 @@
 """What a synchronous run must train, whatever happens to its fleet. Written anew, in token space.
 
-Shares no code with the core. Groups and responses are names; a length and a reward belong to a name.
+Shares no code with the core. Groups and responses are names; a length and a reward belong to a
+name.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,10 @@ Prompt = tuple[str, int]  # (id, epoch)
 @dataclass
 class Step:
     kind: str
-    trained: list[tuple[str, list[str]]]  # (group, responses kept), in the order of the prompts
-    waited: dict[str, int] = field(default_factory=dict)  # steps that a prompt of a long round was put off
+    # (group, responses kept), in the order of the prompts
+    trained: list[tuple[str, list[str]]]
+    # steps that a prompt of a long round was put off
+    waited: dict[str, int] = field(default_factory=dict)
 
 
 def oracle(
@@ -26,7 +29,8 @@ def oracle(
 ) -> list[Step]:
     queue: list[tuple[Prompt, int, bool]] = []  # put off, since when, and whether it was tried
     spare: list[Prompt] = []
-    finished: dict[str, int] = {}  # id -> tokens at which its group finished when it was last trained
+    # id -> tokens at which its group finished when it was last trained
+    finished: dict[str, int] = {}
     steps: list[Step] = []
     num_drawn = cut = 0
     many = round(s.tail.eta_prompts * s.prompts_per_step)
@@ -70,7 +74,8 @@ def oracle(
             return f"{prompt[0]}@{prompt[1]}" + (f"'{step}" if fresh else "")  # noqa: B023
 
         def finish(prompt: Prompt) -> tuple[int, list[str], bool] | None:
-            """(finishing time, responses kept, whether all rewards are the same); None = too few scores."""
+            """(finishing time, responses kept, whether all rewards are the same); None = too few
+            scores."""
             scored = []
             for k in range(width):  # noqa: B023
                 response = f"{name(prompt)}#{k}"
@@ -99,7 +104,9 @@ def oracle(
             back, new = draw(launch - num_unseen - len(prompts))
             if kind == "short" and s.foresight and cut:
                 most = (many - s.prompts_per_step) // 2 - num_unseen
-                longest = sorted((-finished.get(p[0], 0), i) for i, p in enumerate(new))[: max(0, most)]
+                longest = sorted((-finished.get(p[0], 0), i) for i, p in enumerate(new))[
+                    : max(0, most)
+                ]
                 unseen = sorted(i for n, i in longest if -n > 1.5 * cut)
                 queue += [(new[i], step, False) for i in unseen]
                 new = [p for i, p in enumerate(new) if i not in unseen]

@@ -10,7 +10,13 @@ from tests.core.conftest import Driver, ids, of_kind, sent
 
 
 def overlapping(max_staleness: int = 1, **changes: object) -> Driver:
-    settings = {"prompts_per_step": 2, "group_size": 1, "num_steps": 6, "slots": 99, "foresight": False}
+    settings = {
+        "prompts_per_step": 2,
+        "group_size": 1,
+        "num_steps": 6,
+        "slots": 99,
+        "foresight": False,
+    }
     d = Driver(max_staleness=max_staleness, **settings | changes)
     d.start("a")
     return d
@@ -50,7 +56,9 @@ def test_response_that_goes_on_under_a_new_version_has_both_in_its_spans():
     d.finish("p0@0#0")
     d.finish("p1@0#0")
     d.train(0)
-    [request] = [r for _, g in sent(load(d, "a", 1), Generate) for r in g.requests if r.response == "p2@0#0"]
+    [request] = [
+        r for _, g in sent(load(d, "a", 1), Generate) for r in g.requests if r.response == "p2@0#0"
+    ]
     assert (request.attempt, request.prefix) == (2, ids(5, 6))
     d.tokens("p2@0#0", 7)
     assert list(d.held("p2@0#0").spans) == [(0, 2), (1, 1)]
@@ -106,7 +114,9 @@ def test_no_token_is_older_than_allowed_over_a_whole_run(k: int):
             step = d.round.step
             commands += d.train(step) + load(d, "a", step + 1)
     closed = [c.round for c in of_kind(commands, CloseRound)]
-    gaps = [staleness(r.spans, c.step).oldest_gap for c in closed for g in c.accepted for r in g.kept]
+    gaps = [
+        staleness(r.spans, c.step).oldest_gap for c in closed for g in c.accepted for r in g.kept
+    ]
     assert len(gaps) == 16
     assert max(gaps) == k
     assert [c.step for c in of_kind(commands, CloseStep)] == list(range(8))

@@ -40,7 +40,9 @@ def test_flat_group_is_trained_without_dynamic_sampling():
 
 def test_group_without_rewards_is_replaced_too():
     d = dynamic()
-    [closed] = of_kind(d.decode(lambda _: 1, lambda n: None if n[:2] == "p0" else float(n[-1])), CloseRound)
+    [closed] = of_kind(
+        d.decode(lambda _: 1, lambda n: None if n[:2] == "p0" else float(n[-1])), CloseRound
+    )
     assert [g.id for g in closed.round.accepted] == ["p1@0", "p2@0"]
 
 

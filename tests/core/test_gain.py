@@ -1,4 +1,5 @@
-"""Responses with a history get several tokens of an engine step; placement knows it and learns how many."""
+"""Responses with a history get several tokens of an engine step; placement knows it and learns how
+many."""
 
 import heapq
 from collections.abc import Callable
@@ -76,10 +77,14 @@ class Decode:
             finish = "stop" if upto == self.length(r) else None
             if count or finish:
                 items.append(
-                    ResponseTokens(r.id, r.attempt, len(r.tokens), ids(*[9] * count), logprobs(count), finish)
+                    ResponseTokens(
+                        r.id, r.attempt, len(r.tokens), ids(*[9] * count), logprobs(count), finish
+                    )
                 )
         heapq.heappush(self.due, (at, name))
-        self.d.feed(TokensArrived(name, TokenChunk(0, "digest-0", tuple(items))), now=max(at, self.d.now))
+        self.d.feed(
+            TokensArrived(name, TokenChunk(0, "digest-0", tuple(items))), now=max(at, self.d.now)
+        )
 
     def at(self, r: Response) -> float:
         return max(float(len(r.tokens)), self.held.get(r.id, 0.0))
@@ -208,7 +213,9 @@ def test_tokens_taken_for_steps_would_be_far_from_it():
     assert predicted < 0.75 * real
 
 
-def known(name: str, gain: float, running: list[Response], slots: int = 8, step_s: float = 0.02) -> Node:
+def known(
+    name: str, gain: float, running: list[Response], slots: int = 8, step_s: float = 0.02
+) -> Node:
     node = Node(
         name,
         1,

@@ -12,7 +12,10 @@ def played(lengths: dict[str, int], **changes: object) -> Driver:
     """After one epoch in which every response of a prompt had the given length."""
     d = Driver(**{"num_prompts": len(lengths), "num_steps": 9, "slots": 99} | changes)
     d.start("a")
-    d.play(lambda name: lengths[name.split("@")[0]], rounds=len(lengths) // d.core.settings.prompts_per_step)
+    d.play(
+        lambda name: lengths[name.split("@")[0]],
+        rounds=len(lengths) // d.core.settings.prompts_per_step,
+    )
     return d
 
 

@@ -95,7 +95,8 @@ def test_as_many_ghosts_are_remembered_as_matter_and_no_more(driver: Driver):
     fleet = driver.core.fleet
     for k in range(GHOST_NAMES_REMEMBERED + 5):
         fleet.replace(replace(fleet.nodes["a"], name=f"b{k}"))
-        driver.join("a", incarnation=(newest := newest + 1))  # who is followed often is not forgotten
+        # who is followed often is not forgotten
+        driver.join("a", incarnation=(newest := newest + 1))
     remembered = [k for k in range(1, newest) if driver.core.fleet.is_ghost(hello_of("a", k))]
     assert remembered == list(range(newest - GHOSTS_REMEMBERED, newest))
     assert len(fleet._replaced) == GHOST_NAMES_REMEMBERED
@@ -161,7 +162,9 @@ def test_run_without_its_trainer_waits_and_fails_when_none_comes(driver: Driver)
     assert driver.core.state == "running"
     driver.feed(NodeHeard("a", Heartbeat()), now=58.0)
     assert sent(driver.feed(TimerFired(), now=60.9), Drain) == []
-    assert sent(driver.feed(TimerFired(), now=61.0), Drain) == [("a", Drain("a", "no trainer for 60 s"))]
+    assert sent(driver.feed(TimerFired(), now=61.0), Drain) == [
+        ("a", Drain("a", "no trainer for 60 s"))
+    ]
     [finish] = of_kind(driver.feed(NodeLeft("a", "drained", ok=True)), Finish)
     assert (str(finish.state), finish.reason) == ("failed", "no trainer for 60 s")
 
@@ -199,7 +202,10 @@ def test_engine_that_died_takes_no_response_with_it_and_its_node_loads_again(dri
     assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
     assert driver.core.table.counters.responses_moved == 2
     [(_, generate)] = sent(driver.confirm("a", 0), Generate)
-    assert [(r.response, r.prefix) for r in generate.requests] == [("p0@0#0", ids(7)), ("p0@0#1", b"")]
+    assert [(r.response, r.prefix) for r in generate.requests] == [
+        ("p0@0#0", ids(7)),
+        ("p0@0#1", b""),
+    ]
 
 
 @pytest.mark.parametrize("last_words", [True, False])

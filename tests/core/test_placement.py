@@ -13,10 +13,21 @@ from tests.core.conftest import Driver, ids, sent
 
 
 def node(
-    name: str, step_s: float = 0.02, slope: float = 0.0001, slots: int = 4, running: list | None = None
+    name: str,
+    step_s: float = 0.02,
+    slope: float = 0.0001,
+    slots: int = 4,
+    running: list | None = None,
 ) -> Node:
     made = Node(
-        name, 1, ("rollout",), slots, 0.0, pid=1, host="h", speed=Speed(step_s, slope, num_observed=9)
+        name,
+        1,
+        ("rollout",),
+        slots,
+        0.0,
+        pid=1,
+        host="h",
+        speed=Speed(step_s, slope, num_observed=9),
     )
     for r in running or []:
         made.running[r.id] = r
@@ -49,7 +60,9 @@ def test_of_equal_nodes_the_name_decides_and_they_take_turns():
 def test_no_node_gets_more_than_its_free_slots_and_the_rest_is_not_placed():
     responses = waiting(9)
     busy = node("a", slots=3, running=responses[7:9])
-    placed = assign(responses[:7], [busy, node("b", 9.0, slots=2), node("c", slots=0)], lambda _: 500.0)
+    placed = assign(
+        responses[:7], [busy, node("b", 9.0, slots=2), node("c", slots=0)], lambda _: 500.0
+    )
     assert [r.id for r, _ in placed] == [r.id for r in responses[:3]]
     assert sorted(target.name for _, target in placed) == ["a", "b", "b"]
 
@@ -135,7 +148,10 @@ def test_node_that_joins_in_the_middle_of_a_step_gets_its_share_of_what_runs():
     assert running_at(d, "b") == pytest.approx(8, abs=1)
     aborted = {a for node, m in sent(commands, Abort) for a in m.attempts if node == "a"}
     started = {
-        (r.response, r.attempt - 1) for node, g in sent(commands, Generate) for r in g.requests if node == "b"
+        (r.response, r.attempt - 1)
+        for node, g in sent(commands, Generate)
+        for r in g.requests
+        if node == "b"
     }
     assert aborted == started
     assert d.core.table.counters.migrations == len(started)
@@ -224,7 +240,9 @@ def test_each_response_goes_where_it_would_finish_first_also_when_lengths_differ
 
 
 def test_last_response_on_a_node_that_turns_slow_moves_although_the_first_look_found_no_gain():
-    d = Driver(prompts_per_step=1, group_size=1, max_response_tokens=1000, chunk_tokens=1, lease_s=1e9)
+    d = Driver(
+        prompts_per_step=1, group_size=1, max_response_tokens=1000, chunk_tokens=1, lease_s=1e9
+    )
     d.start("a")
     for i in range(4):
         d.now = 0.1 * (i + 1)

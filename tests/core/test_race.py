@@ -181,7 +181,9 @@ def test_response_without_a_reward_has_not_finished():
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_group_with_too_few_rewards_is_put_off_whether_that_is_known_before_or_after_the_cut(early: bool):
+def test_group_with_too_few_rewards_is_put_off_whether_that_is_known_before_or_after_the_cut(
+    early: bool,
+):
     d = pair()
     d.tokens("p2@0#0", *[9] * 6, finish="stop")
     if early:
@@ -264,9 +266,16 @@ def test_deterministic_round_without_a_race_streams_as_far_as_it_is_complete_in_
 def test_closed_round_tells_what_was_put_off_and_what_was_aborted_with_its_tokens():
     d = race()
     [closed] = of_kind(d.decode(length), CloseRound)
-    assert [str(g.state) for g in closed.round.groups.values()] == ["accepted", "put off", "accepted"]
+    assert [str(g.state) for g in closed.round.groups.values()] == [
+        "accepted",
+        "put off",
+        "accepted",
+    ]
     aborted = {
-        r.id: len(r.tokens) for g in closed.round.groups.values() for r in g.responses if r.state == "aborted"
+        r.id: len(r.tokens)
+        for g in closed.round.groups.values()
+        for r in g.responses
+        if r.state == "aborted"
     }
     assert aborted == {"p0@0#1": 4, "p1@0#0": 5, "p1@0#2": 5}
     assert d.core.table.counters.aborted_tokens == 4 + 5 + 1 + 5 + 5

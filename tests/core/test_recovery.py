@@ -1,4 +1,5 @@
-"""A core made again from its journal goes on where the old one was, and nodes that lived on go on with it."""
+"""A core made again from its journal goes on where the old one was, and nodes that lived on go on
+with it."""
 
 from dataclasses import replace
 
@@ -196,7 +197,8 @@ def test_closed_round_reaches_the_trainer_once_it_is_back(driver: Driver):
     driver.start("a", slots=4)
     driver.finish_round()
     commands = driver.restart()
-    assert [c.round.step for c in of_kind(commands, CloseRound)] == [0]  # for whoever keeps the figures
+    # for whoever keeps the figures
+    assert [c.round.step for c in of_kind(commands, CloseRound)] == [0]
     driver.join("t", "trainer")
     [(_, shard)] = sent(driver.publish(0), TrainShard)
     assert (shard.index, shard.last, shard.num_groups) == (0, True, 2)
@@ -243,7 +245,10 @@ def test_long_responses_are_told_in_pieces(monkeypatch):
     for name in d.running():
         d.tokens(name, 5, 6, 7)
     told = [f for f in take_snapshot(d.core) if isinstance(f, TokensTaken)]
-    assert [[i.response for i in f.items] for f in told] == [["p0@0#0", "p0@0#1"], ["p1@0#0", "p1@0#1"]]
+    assert [[i.response for i in f.items] for f in told] == [
+        ["p0@0#0", "p0@0#1"],
+        ["p1@0#0", "p1@0#1"],
+    ]
 
 
 def plain(facts: list[LogEntry]) -> list[LogEntry]:
@@ -285,14 +290,19 @@ def test_counters_and_lengths_survive():
     assert stood.memory.finished == {"p0": 3, "p1": 3}
 
 
-def test_attempts_given_out_before_a_restart_are_taken_up_if_there_can_have_been_so_many(driver: Driver):
-    """Placements are not in the journal: of those without tokens a coordinator made from it knows nothing."""
+def test_attempts_given_out_before_a_restart_are_taken_up_if_there_can_have_been_so_many(
+    driver: Driver,
+):
+    """Placements are not in the journal: of those without tokens a coordinator made from it knows
+    nothing."""
     driver.start("a", slots=4)
     driver.restart()
     driver.join("t", "trainer")
     driver.publish(0)
     most = MAX_UNRECORDED
-    driver.join("a", slots=4, serves=0, running={"p0@0#0": most, "p0@0#1": most + 1, "p1@0#0": 2**31 - 1})
+    driver.join(
+        "a", slots=4, serves=0, running={"p0@0#0": most, "p0@0#1": most + 1, "p1@0#0": 2**31 - 1}
+    )
     attempts = {r.id: r.attempt for r in driver.core.fleet.nodes["a"].running.values()}
     assert attempts == {"p0@0#0": most, "p0@0#1": 1, "p1@0#0": 1, "p1@0#1": 1}
     driver.feed(NodeLost("a", "gone"))  # from here on it is known what was given out

@@ -141,7 +141,8 @@ def test_seed_of_a_response_depends_on_run_and_name_only():
 
 @pytest.mark.parametrize("attempt", [2, 2**31 - 1])
 def test_attempt_that_was_never_given_out_is_not_taken_up(driver: Driver, attempt: int):
-    """Else the next placement, and every one after it, would have a number that no node can have."""
+    """Else the next placement, and every one after it, would have a number that no node can
+    have."""
     driver.start("a", slots=1)  # p0@0#0 runs there; the others wait
     driver.feed(NodeLost("a", "gone"))
     claims = {"p0@0#0": attempt, "p0@0#1": attempt}
@@ -153,7 +154,9 @@ def test_attempt_that_was_never_given_out_is_not_taken_up(driver: Driver, attemp
 
 
 @pytest.mark.parametrize("attempt", [2, 2**31 - 1])
-def test_finished_response_of_an_attempt_that_was_never_given_out_is_ignored(driver: Driver, attempt: int):
+def test_finished_response_of_an_attempt_that_was_never_given_out_is_ignored(
+    driver: Driver, attempt: int
+):
     driver.start("a", slots=1)
     driver.feed(NodeLost("a", "gone"))
     driver.join("evil", slots=0)

@@ -22,7 +22,15 @@ def test_staleness_counts_versions_from_the_one_that_is_trained(spans, version, 
 
 @pytest.mark.parametrize(
     ("max_staleness", "version", "admitted", "more"),
-    [(0, 0, 0, 8), (0, 0, 8, 0), (0, 1, 8, 8), (1, 0, 8, 8), (1, 0, 16, 0), (2, 3, 40, 8), (2, 3, 48, 0)],
+    [
+        (0, 0, 0, 8),
+        (0, 0, 8, 0),
+        (0, 1, 8, 8),
+        (1, 0, 8, 8),
+        (1, 0, 16, 0),
+        (2, 3, 40, 8),
+        (2, 3, 48, 0),
+    ],
 )
 def test_admission_is_the_formula(max_staleness: int, version: int, admitted: int, more: int):
     assert admissible(max_staleness, version, 8, admitted) == more

@@ -14,7 +14,9 @@ def state_table() -> str:
         name = entity.__name__.removesuffix("State")
         for before, after in edges.items():
             if after:
-                lines.append(f"| {name} | {before} | {', '.join(s for s in type(before) if s in after)} |")
+                lines.append(
+                    f"| {name} | {before} | {', '.join(s for s in type(before) if s in after)} |"
+                )
                 name = ""
     return "\n".join(lines)
 

@@ -21,7 +21,13 @@ def length(name: str) -> int:
 def tail(
     eta_prompts: float, eta_responses: float = 1.0, fresh_noise: bool = False, **changes: object
 ) -> Driver:
-    settings = {"prompts_per_step": 4, "group_size": 2, "num_steps": 12, "slots": 99, "foresight": False}
+    settings = {
+        "prompts_per_step": 4,
+        "group_size": 2,
+        "num_steps": 12,
+        "slots": 99,
+        "foresight": False,
+    }
     d = Driver(tail=Tail(eta_prompts, eta_responses, fresh_noise=fresh_noise), **settings | changes)
     d.start("a")
     return d
@@ -46,7 +52,9 @@ def queue(d: Driver) -> list[str]:
         (1.0, 4, "pppp"),
     ],
 )
-def test_long_rounds_come_when_as_many_are_put_off_as_a_step_holds(eta: float, prompts: int, pattern: str):
+def test_long_rounds_come_when_as_many_are_put_off_as_a_step_holds(
+    eta: float, prompts: int, pattern: str
+):
     d = tail(eta, prompts_per_step=prompts, num_steps=20)
     assert kinds(d, len(pattern)) == pattern
 
@@ -98,7 +106,9 @@ def test_queue_is_first_in_first_out_over_many_steps():
 @pytest.mark.parametrize("eta", [1.125, 1.25, 1.5, 2.0])
 def test_nobody_waits_longer_than_a_period_of_rounds(eta: float):
     prompts = 8
-    d = tail(eta, group_size=1, prompts_per_step=prompts, num_steps=30, num_prompts=100, shuffled=True)
+    d = tail(
+        eta, group_size=1, prompts_per_step=prompts, num_steps=30, num_prompts=100, shuffled=True
+    )
     since: dict[str, int] = {}
     for r in d.play(length, rounds=30):
         for g in r.groups.values():
@@ -112,7 +122,8 @@ def test_nobody_waits_longer_than_a_period_of_rounds(eta: float):
 def test_rest_of_an_epoch_is_flushed_also_when_nobody_waits():
     d = tail(1.5, num_prompts=14)
     assert kinds(d, 3) == "ssl"
-    assert d.round.kind == "flush"  # the last two of the epoch, and two of the next: a race would mix epochs
+    # the last two of the epoch, and two of the next: a race would mix epochs
+    assert d.round.kind == "flush"
     assert [g.id.split("@")[1] for g in d.round.groups.values()] == ["0", "0", "1", "1"]
 
 
@@ -144,7 +155,9 @@ def test_prompt_of_the_next_epoch_is_held_back_while_it_waits_from_the_last_one(
 
 @pytest.mark.parametrize("etas", [(1.0, 1.0), (1.25, 1.0), (1.5, 1.5)])
 @pytest.mark.parametrize("num_prompts", [12, 17, 30])
-def test_every_prompt_is_trained_exactly_once_per_epoch(etas: tuple[float, float], num_prompts: int):
+def test_every_prompt_is_trained_exactly_once_per_epoch(
+    etas: tuple[float, float], num_prompts: int
+):
     d = tail(*etas, num_prompts=num_prompts, num_steps=30, shuffled=True)
     closed = d.play(length, rounds=30)
     trained = Counter(g.id for r in closed for g in r.accepted)
@@ -214,7 +227,10 @@ def test_prompt_that_took_long_in_the_last_epoch_is_put_off_unseen():
 def test_unseen_prompt_is_not_put_off_without_foresight():
     d = tail(1.5, foresight=False, num_prompts=12)
     closed = d.play(lambda name: 9 if name.startswith("p6@") else 2, rounds=6)
-    assert [r.kind for r in closed for g in r.groups.values() if g.id == "p6@1"] == ["short", "long"]
+    assert [r.kind for r in closed for g in r.groups.values() if g.id == "p6@1"] == [
+        "short",
+        "long",
+    ]
 
 
 def test_at_most_half_of_the_surplus_is_put_off_unseen():
@@ -257,7 +273,10 @@ def test_evaluation_that_was_done_is_not_repeated_by_a_resumed_core():
 
 
 def test_of_one_prompt_that_waits_twice_a_round_takes_the_older_epoch():
-    held = [PutOff(DrawnPrompt(name, epoch, ids(1)), 1, 0) for name, epoch in [("a", 0), ("a", 1), ("b", 0)]]
+    held = [
+        PutOff(DrawnPrompt(name, epoch, ids(1)), 1, 0)
+        for name, epoch in [("a", 0), ("a", 1), ("b", 0)]
+    ]
     backlog = Backlog(10, put_off=deque(held))
     assert backlog.take(2) == [held[0], held[2]]
     assert list(backlog.put_off) == [held[1]]

@@ -50,7 +50,8 @@ def test_a_shard_is_recorded_before_it_is_sent(driver: Driver):
     kinds = [
         type(c.fact if isinstance(c, Record) else c.message).__name__  # type: ignore[union-attr]
         for c in commands
-        if (isinstance(c, Record) and isinstance(c.fact, ShardSent)) or ("t", TrainShard) == kind_of(c)
+        if (isinstance(c, Record) and isinstance(c.fact, ShardSent))
+        or ("t", TrainShard) == kind_of(c)
     ]
     assert kinds == ["ShardSent", "TrainShard"] * (len(kinds) // 2)
 
@@ -109,7 +110,9 @@ def test_version_that_comes_out_different_fails_the_run_and_is_never_served():
     commands = d.feed(WeightsPublished("t", other))
     assert sent(commands, PublishWeights) == []
     [(_, drain)] = [(n, m) for n, m in sent(commands, Drain) if n == "a"]
-    assert drain.reason.startswith("version 2 was trained again and came out different (digest digest-other")
+    assert drain.reason.startswith(
+        "version 2 was trained again and came out different (digest digest-other"
+    )
 
 
 def test_trainer_that_is_ahead_of_the_journal_fails_the_run():
@@ -159,7 +162,8 @@ def test_trainer_that_stumbles_again_at_the_end_is_still_awaited():
     assert d.core.state == "finishing"
     d.feed(NodeLost("t", "killed"))
     come_back(d, 0)
-    assert of_kind(come_back(d, 0, incarnation=3), ReplayShards) == [ReplayShards("t", 0, 3)]  # a rank died
+    # a rank died
+    assert of_kind(come_back(d, 0, incarnation=3), ReplayShards) == [ReplayShards("t", 0, 3)]
     d.publish(1)
     d.feed(NodeLeft("a", "drained", ok=True))
     assert of_kind(d.feed(NodeLeft("t", "preempted", ok=True)), Finish) == []  # in the middle of it
@@ -170,7 +174,8 @@ def test_trainer_that_stumbles_again_at_the_end_is_still_awaited():
 
 
 def due_at_once(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, list[TrainShard]]:
-    """A step of four groups of four tokens, of which one shard carries one; and what goes at once."""
+    """A step of four groups of four tokens, of which one shard carries one; and what goes at
+    once."""
     monkeypatch.setattr(trainer_feed, "MAX_SHARD_TOKENS", 5)
     monkeypatch.setattr(trainer_feed, "MAX_UNTAKEN_TOKENS", 8)
     d = Driver(prompts_per_step=4, group_size=2)

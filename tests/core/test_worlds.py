@@ -1,7 +1,9 @@
-"""Hundreds of seeded worlds in which everything happens in any order; a world that breaks becomes a test.
+"""Hundreds of seeded worlds in which everything happens in any order; a world that breaks becomes a
+test.
 
-After every event all invariants hold (the driver checks). In the end, with the faults over, every world
-finishes. What a synchronous run has trained is what `oracle` says, whatever went wrong on the way.
+After every event all invariants hold (the driver checks). In the end, with the faults over, every
+world finishes. What a synchronous run has trained is what `oracle` says, whatever went wrong on the
+way.
 """
 
 import random
@@ -90,7 +92,9 @@ def test_asynchronous_world_that_does_not_race_trains_its_prompts_in_order(seed:
 @pytest.mark.parametrize("seed", range(350, 400))
 def test_asynchronous_world_of_any_kind_finishes_with_whole_groups(seed: int):
     race = random.Random(seed).choice(["tokens", "clock"])
-    world = World(seed, **settings(seed, max_staleness=1 + seed % 2, race=race)).live(NUM_EVENTS).heal()
+    world = (
+        World(seed, **settings(seed, max_staleness=1 + seed % 2, race=race)).live(NUM_EVENTS).heal()
+    )
     check_end(world)
     check_groups(world)
 
@@ -103,7 +107,9 @@ def test_world_with_a_race_by_the_clock_finishes_with_whole_groups(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(500, 550))
-def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_trainer_after_it(seed: int):
+def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_trainer_after_it(
+    seed: int,
+):
     world = World(seed, **settings(seed, max_staleness=seed % 3))
     world.live(world.rng.randint(1, 80))
     world.return_trainer()
@@ -122,7 +128,8 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
 
 @pytest.mark.parametrize("seeds", [range(600 + 20 * k, 620 + 20 * k) for k in range(4)])
 def test_world_whose_steps_are_much_more_than_the_trainer_takes_at_once(seeds, monkeypatch):
-    """Every shard once and in order, and the same is trained, whoever dies while a step is handed over."""
+    """Every shard once and in order, and the same is trained, whoever dies while a step is handed
+    over."""
     monkeypatch.setattr(trainer_feed, "MAX_SHARD_TOKENS", 4)
     monkeypatch.setattr(trainer_feed, "MAX_UNTAKEN_TOKENS", 6)
     num_held_back = 0
@@ -143,6 +150,10 @@ def test_in_these_worlds_everything_does_happen():
         totals.update(counters | {"weights_failed": world.core.fleet.num_weights_failed})
         totals.update(r.kind for r in world.rounds)
         totals.update({"restarts": world.num_restarts, "replays": world.num_replays})
-        totals["surplus"] += sum(len(g.responses) > len(g.kept) for r in world.rounds for g in r.accepted)
-        totals["mixed"] += sum(len(x.spans) > 1 for r in world.rounds for g in r.accepted for x in g.kept)
+        totals["surplus"] += sum(
+            len(g.responses) > len(g.kept) for r in world.rounds for g in r.accepted
+        )
+        totals["mixed"] += sum(
+            len(x.spans) > 1 for r in world.rounds for g in r.accepted for x in g.kept
+        )
     assert all(count >= 5 for count in totals.values()), totals

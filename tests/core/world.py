@@ -45,13 +45,17 @@ MAX_TOKENS = 12
 
 
 class World:
-    """What happens next is drawn from the seed; what a response is, is a pure function of its name."""
+    """What happens next is drawn from the seed; what a response is, is a pure function of its
+    name."""
 
     def __init__(self, seed: int, **changes: Any) -> None:
         self.rng = random.Random(seed)
         self.salt = seed
-        self.fails = self.rng.choice([0.0, 0.0, 0.1, 0.3])  # share of rewards that cannot be computed
-        self.driver = Driver(shuffled=True, max_response_tokens=MAX_TOKENS, **{"patience_s": 1e9, **changes})
+        # share of rewards that cannot be computed
+        self.fails = self.rng.choice([0.0, 0.0, 0.1, 0.3])
+        self.driver = Driver(
+            shuffled=True, max_response_tokens=MAX_TOKENS, **{"patience_s": 1e9, **changes}
+        )
         self.incarnation = 1
         self.past: list[Event] = []  # news that may come once more, much later
         self.has_trainer = True
@@ -95,7 +99,9 @@ class World:
         return self.dice(str(position), response) % 100
 
     def dice(self, kind: str, response: str) -> int:
-        return int.from_bytes(blake2b(f"{self.salt} {kind} {response}".encode(), digest_size=4).digest())
+        return int.from_bytes(
+            blake2b(f"{self.salt} {kind} {response}".encode(), digest_size=4).digest()
+        )
 
     # What it sees
 
@@ -135,7 +141,9 @@ class World:
         for group in round.accepted:
             for response in group.kept:
                 oldest = staleness(response.spans, round.step).oldest_gap
-                assert oldest <= self.core.settings.max_staleness, f"{response.id} is {oldest} versions old"
+                assert oldest <= self.core.settings.max_staleness, (
+                    f"{response.id} is {oldest} versions old"
+                )
 
     def rollouts(self) -> list[str]:
         return [n for n in self.core.fleet.nodes if n != "t"]
@@ -179,7 +187,9 @@ class World:
     def load(self) -> None:
         """A node confirms a version, refuses it or confirms the wrong thing."""
         published = self.core.fleet.published
-        loading = [n for n in self.rollouts() if self.core.fleet.nodes[n].state in {"loading", "updating"}]
+        loading = [
+            n for n in self.rollouts() if self.core.fleet.nodes[n].state in {"loading", "updating"}
+        ]
         if published is None or not loading:
             return
         name = self.rng.choice(loading)
@@ -217,7 +227,8 @@ class World:
     def item(
         self, r: Response, more: int, finish: str | None = None, offset: int | None = None
     ) -> ResponseTokens:
-        """Up to `more` tokens of a response from `offset` on; with its last token it is finished."""
+        """Up to `more` tokens of a response from `offset` on; with its last token it is
+        finished."""
         start = len(r.tokens) if offset is None else offset
         stop = min(self.length_of(r.id), start + more)
         tokens = [self.token_of(r.id, i) for i in range(start, stop)]
@@ -225,7 +236,9 @@ class World:
             finish = "stop"
         return ResponseTokens(r.id, r.attempt, start, ids(*tokens), logprobs(len(tokens)), finish)  # type: ignore[arg-type]
 
-    def feed_chunk(self, name: str, items: list[ResponseTokens], version: int | None = None) -> None:
+    def feed_chunk(
+        self, name: str, items: list[ResponseTokens], version: int | None = None
+    ) -> None:
         version = self.driver.version_at(name) if version is None else version
         self.remember(TokensArrived(name, TokenChunk(version, f"digest-{version}", tuple(items))))
 
@@ -245,12 +258,16 @@ class World:
             offset = max(0, len(r.tokens) + self.rng.choice([0, 0, 0, 0, 0, -1, -2, 1]))
             finish = "abort" if self.rng.random() < 0.05 and offset <= len(r.tokens) else None
             items.append(self.item(r, self.rng.randint(1, 6), finish, offset))
-        self.driver.now += self.rng.choice([0.0, 0.02, 0.3 if name in "ab" else 0.02])  # a and b are slow
+        # a and b are slow
+        self.driver.now += self.rng.choice([0.0, 0.02, 0.3 if name in "ab" else 0.02])
         self.feed_chunk(name, items)
 
     def score(self) -> None:
-        """Of some that wait for it; sometimes of an attempt that was given up, or of any response."""
-        waiting = [r for r in self.core.table.responses.values() if r.state == "done" and not r.scored]
+        """Of some that wait for it; sometimes of an attempt that was given up, or of any
+        response."""
+        waiting = [
+            r for r in self.core.table.responses.values() if r.state == "done" and not r.scored
+        ]
         if self.rng.random() < 0.05:
             waiting = list(self.core.table.responses.values())
         for r in self.rng.sample(waiting, self.rng.randint(min(1, len(waiting)), len(waiting))):
@@ -313,7 +330,8 @@ class World:
             self.feed(lambda: self.driver.feed(StepTrained("t", done)))
 
     def restart_coordinator(self) -> None:
-        """Killed at any moment: the newest facts may be lost, but not what was sent to the trainer."""
+        """Killed at any moment: the newest facts may be lost, but not what was sent to the
+        trainer."""
         self.num_restarts += 1
         nodes = {n: self.core.fleet.nodes[n] for n in self.rollouts()}
         kept = 1 + max(
@@ -325,12 +343,20 @@ class World:
             self.greet_trainer()
         for name, node in nodes.items():
             if self.rng.random() < 0.7 and node.state != "draining":
-                running = {r.id: r.attempt for r in node.running.values() if self.rng.random() < 0.9}
-                self.feed(lambda name=name, node=node, running=running: self.return_node(name, node, running))
+                running = {
+                    r.id: r.attempt for r in node.running.values() if self.rng.random() < 0.9
+                }
+                self.feed(
+                    lambda name=name, node=node, running=running: self.return_node(
+                        name, node, running
+                    )
+                )
 
     def return_node(self, name: str, node: Node, running: dict[str, int]) -> list[Command]:
         serves, incarnation, slots = node.policy_version, node.incarnation, node.slots
-        return self.driver.join(name, slots=slots, incarnation=incarnation, serves=serves, running=running)
+        return self.driver.join(
+            name, slots=slots, incarnation=incarnation, serves=serves, running=running
+        )
 
     def break_connection(self) -> None:
         """Of a node that goes on: what was under way in either direction may be lost."""
@@ -350,7 +376,8 @@ class World:
             self.feed(lambda: self.driver.feed(event))
 
     def forge(self) -> None:
-        """Tokens of a version that does not exist, or that is too old for the response; costs the node."""
+        """Tokens of a version that does not exist, or that is too old for the response; costs the
+        node."""
         working = [n for n in self.rollouts() if self.core.fleet.nodes[n].running]
         if working:
             name = self.rng.choice(working)

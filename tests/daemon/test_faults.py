@@ -24,7 +24,14 @@ from lightrl.metrics.sinks import FILE_NAME as METRICS
 from lightrl.metrics.sinks import read
 from lightrl.wire import from_json
 from tests.daemon.test_runs import busy, children_of, require_exact
-from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run, make_config
+from tests.support.daemons import (
+    DEADLINE_S,
+    QUICKSTART,
+    Running,
+    ScriptedTrainer,
+    a_run,
+    make_config,
+)
 
 # Two steps of two waves of 0.6 s: long enough for things to happen in the middle.
 SLOW = {
@@ -122,9 +129,11 @@ def reward(sample):
 """
 
 
-def pool_that_fails(config: Config, scratch: Path, refuse: Callable[[], object]) -> Callable[[Path], int]:
-    """A coordinator's daemon whose rewards cannot be had any more once a checkpoint is there, and whose disk
-    refuses what is written at the end."""
+def pool_that_fails(
+    config: Config, scratch: Path, refuse: Callable[[], object]
+) -> Callable[[Path], int]:
+    """A coordinator's daemon whose rewards cannot be had any more once a checkpoint is there, and
+    whose disk refuses what is written at the end."""
 
     async def run(run_dir: Path) -> None:
         head = CoordinatorDaemon(config, run_dir, "head", read_key(run_dir / "key"))
@@ -235,10 +244,14 @@ def test_without_descriptors_nobody_comes_and_then_they_do(tmp_path: Path):
                 with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
                     os.open(os.devnull, os.O_RDONLY)
                 os.kill(worker, signal.SIGKILL)
-                await until(lambda: number_of(run, "reward-0 cannot be started: Too many open files") == 1)
+                await until(
+                    lambda: number_of(run, "reward-0 cannot be started: Too many open files") == 1
+                )
                 await until(lambda: number_of(run, "no free file descriptors") == 1)
                 await asyncio.sleep(1.5)  # both are tried again meanwhile
-                assert number_of(run, "Too many open files") == 1 + number_of(run, "journal: cannot write")
+                assert number_of(run, "Too many open files") == 1 + number_of(
+                    run, "journal: cannot write"
+                )
             await run.until_finished()
             assert run.head.succeeded
             assert number_of(run, "there are free file descriptors again") == 1
@@ -263,7 +276,8 @@ def test_reward_workers_that_are_killed_come_back(tmp_path: Path):
     """Idle, all at once, while they start, and in the middle of a job."""
     source = tmp_path / "slow.py"
     source.write_text(
-        "import time\n\ndef reward(sample):\n    time.sleep(0.05)\n    return len(sample.response_ids) % 2\n"
+        "import time\n\ndef reward(sample):\n    time.sleep(0.05)\n    return "
+        "len(sample.response_ids) % 2\n"
     )
     changes = {**SLOW, "reward": {"functions": f"{source}:reward", "workers": 2}}
 

@@ -1,4 +1,5 @@
-"""A node that has said goodbye has left: it is never lost, however busy the coordinator is sending to it."""
+"""A node that has said goodbye has left: it is never lost, however busy the coordinator is sending
+to it."""
 
 import asyncio
 import contextlib
@@ -27,7 +28,9 @@ def said(run: Running, text: str) -> int:
 def test_nodes_that_said_goodbye_have_left_although_they_cannot_be_reached(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
-            links = {f"n{k}": await Link.connect(run.head.address, f"n{k}", run.key) for k in range(10)}
+            links = {
+                f"n{k}": await Link.connect(run.head.address, f"n{k}", run.key) for k in range(10)
+            }
             for name, link in links.items():
                 link.send(Hello(name, 1, ("rollout",), PROTOCOL, pid=0, host="h", slots=1))
             await until(lambda: links.keys() <= run.head._core.fleet.nodes.keys())
@@ -37,7 +40,8 @@ def test_nodes_that_said_goodbye_have_left_although_they_cannot_be_reached(tmp_p
                 with contextlib.suppress(PeerUnreachable):
                     while True:
                         run.head._hub.send(run.head._peers[name], Heartbeat())
-                        time.sleep(0.0005)  # its thread has to encrypt what is sent  # noqa: ASYNC251
+                        # Its thread has to encrypt what is sent.
+                        time.sleep(0.0005)  # noqa: ASYNC251
                 run.head._carry_out([Send(name, Heartbeat())])
             await until(lambda: not links.keys() & run.head._core.fleet.nodes.keys())
             assert said(run, "connection lost") == 0

@@ -1,4 +1,5 @@
-"""A step that is much more than may be under way at once: on its way to the journal, and to the trainer."""
+"""A step that is much more than may be under way at once: on its way to the journal, and to the
+trainer."""
 
 import asyncio
 import os
@@ -47,10 +48,13 @@ def within(work: Callable[[], Awaitable[None]]) -> None:
 
 
 class Shell:
-    """Carries out what a core says of shards, with a real journal, and remembers them for a trainer."""
+    """Carries out what a core says of shards, with a real journal, and remembers them for a
+    trainer."""
 
     def __init__(self, folder: Path) -> None:
-        self.driver = Driver(prompts_per_step=NUM_GROUPS, num_prompts=NUM_GROUPS, max_response_tokens=TOKENS)
+        self.driver = Driver(
+            prompts_per_step=NUM_GROUPS, num_prompts=NUM_GROUPS, max_response_tokens=TOKENS
+        )
         self.driver.disk_is_slow = True  # the shell says when a shard has left
         self.journaling = Journaling(folder, Journal(flush_ms=1), pytest.fail)
         self.shards: list[TrainShard] = []
@@ -114,14 +118,18 @@ def test_a_step_much_larger_than_what_may_wait_is_handed_over_on_a_slow_disk(
         await shell.hand_over()
         shell.journaling.check()
         assert [s.index for s in shell.shards] == list(range(NUM_GROUPS))
-        assert [g.group for s in shell.shards for g in s.groups] == [f"p{k}@0" for k in range(NUM_GROUPS)]
+        assert [g.group for s in shell.shards for g in s.groups] == [
+            f"p{k}@0" for k in range(NUM_GROUPS)
+        ]
         assert max(*most, shell.worst_pending) <= trainer_feed.MAX_UNWRITTEN * SHARD_BYTES
         await shell.journaling.close()
 
     within(story)
 
 
-def test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it(tmp_path, small_window):
+def test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it(
+    tmp_path, small_window
+):
     async def story() -> None:
         shell = Shell(tmp_path)
         shell.start()
@@ -221,7 +229,9 @@ def test_restating_hundreds_of_megabytes_does_not_hold_the_event_loop(tmp_path):
     within(story)
 
 
-def test_a_step_is_read_again_whole_on_a_machine_that_now_and_then_has_no_thread(tmp_path, monkeypatch):
+def test_a_step_is_read_again_whole_on_a_machine_that_now_and_then_has_no_thread(
+    tmp_path, monkeypatch
+):
     sent = [ShardSent(shard(2, k, [f"g{k}"], last=k == 2, total=3)) for k in range(3)]
     facts: list[LogEntry] = [*sent, VersionPublished(3, "d3", (1, 1, 1))]
     start = threading.Thread.start
@@ -244,7 +254,9 @@ def test_a_step_is_read_again_whole_on_a_machine_that_now_and_then_has_no_thread
             assert [part.groups async for part in journaling.shards(2)] == [
                 fact.shard.groups for fact in sent
             ]
-        assert set(told) == {"training step 2 again cannot be started: can't start new thread; trying again"}
+        assert set(told) == {
+            "training step 2 again cannot be started: can't start new thread; trying again"
+        }
         await journaling.close()
 
     within(story)

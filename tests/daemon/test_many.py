@@ -11,9 +11,12 @@ STEPS = 4
 
 
 def bench(limits: str) -> dict[str, Any]:
-    """What 40 nodes that come at once are to a coordinator that may have so many descriptors (soft:hard)."""
+    """What 40 nodes that come at once are to a coordinator that may have so many descriptors
+    (soft:hard)."""
     command = [sys.executable, NODES, "--nodes", "40", "--limits", limits, "--steps", str(STEPS)]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])[limits]
 

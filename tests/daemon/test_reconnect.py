@@ -1,4 +1,5 @@
-"""A rollout node that is not heard goes on, and gives account of every token when it is heard again."""
+"""A rollout node that is not heard goes on, and gives account of every token when it is heard
+again."""
 
 import asyncio
 import os
@@ -18,7 +19,9 @@ from tests.support.scripted_coordinator import ScriptedHead, joined, rollout_dae
 NAMES = ("p0@0#0", "p0@0#1", "p1@0#0")
 # About 1.2 s of work.
 SOME = {"rollout": {"engine_args": {"t0_ms": 5.0, "mean_length": 0.0}, "max_response_length": 200}}
-ENDLESS = {"rollout": {"engine_args": {"t0_ms": 5.0, "mean_length": 0.0}, "max_response_length": 50_000}}
+ENDLESS = {
+    "rollout": {"engine_args": {"t0_ms": 5.0, "mean_length": 0.0}, "max_response_length": 50_000}
+}
 
 
 def scripted(tmp_path: Path, **changes: dict[str, Any]) -> ScriptedHead:
@@ -61,7 +64,9 @@ def test_after_a_broken_connection_no_token_is_missing_and_nothing_had_to_be_mov
             head.generate("late")  # as if ordered before the hello was read: it is not claimed
             head.send(head.welcome)
             await head.until_finished(*NAMES, since=since)
-            assert not any(isinstance(m, TokenChunk | Heartbeat) for m in head.heard[since - 1 : since])
+            assert not any(
+                isinstance(m, TokenChunk | Heartbeat) for m in head.heard[since - 1 : since]
+            )
             for name in NAMES:
                 offset, tokens = joined(head.items(name, since))
                 assert offset == (11 if name == NAMES[2] else 0)
@@ -73,7 +78,10 @@ def test_after_a_broken_connection_no_token_is_missing_and_nothing_had_to_be_mov
 
 def test_node_says_nothing_but_hello_before_it_is_welcomed_again(tmp_path: Path):
     async def scenario():
-        async with scripted(tmp_path, **SOME) as head, rollout_daemon(head.address, head.key_file) as daemon:
+        async with (
+            scripted(tmp_path, **SOME) as head,
+            rollout_daemon(head.address, head.key_file) as daemon,
+        ):
             await welcome(head)
             head.generate(*NAMES)
             await some_tokens(head)
@@ -89,9 +97,14 @@ def test_node_says_nothing_but_hello_before_it_is_welcomed_again(tmp_path: Path)
     asyncio.run(scenario())
 
 
-def test_coordinator_that_comes_back_as_another_process_is_told_what_finished_meanwhile(tmp_path: Path):
+def test_coordinator_that_comes_back_as_another_process_is_told_what_finished_meanwhile(
+    tmp_path: Path,
+):
     async def scenario():
-        async with scripted(tmp_path, **SOME) as head, rollout_daemon(head.address, head.key_file) as daemon:
+        async with (
+            scripted(tmp_path, **SOME) as head,
+            rollout_daemon(head.address, head.key_file) as daemon,
+        ):
             await welcome(head)
             head.generate(*NAMES)
             await some_tokens(head)
@@ -108,14 +121,21 @@ def test_coordinator_that_comes_back_as_another_process_is_told_what_finished_me
             await head.until_finished(*NAMES, since=since)
             for name in NAMES:
                 assert joined(head.items(name, since)) == (0, head.expected(name, 200))
-            assert all(i.finish_reason == "length" for n in NAMES for i in head.items(n, since)[-1:])
+            assert all(
+                i.finish_reason == "length" for n in NAMES for i in head.items(n, since)[-1:]
+            )
 
     asyncio.run(scenario())
 
 
-def test_what_the_coordinator_aborts_or_a_newer_version_replaces_is_not_claimed_again(tmp_path: Path):
+def test_what_the_coordinator_aborts_or_a_newer_version_replaces_is_not_claimed_again(
+    tmp_path: Path,
+):
     async def scenario():
-        async with scripted(tmp_path, **ENDLESS) as head, rollout_daemon(head.address, head.key_file):
+        async with (
+            scripted(tmp_path, **ENDLESS) as head,
+            rollout_daemon(head.address, head.key_file),
+        ):
             await welcome(head)
             head.generate(*NAMES)
             await some_tokens(head)
@@ -264,7 +284,10 @@ def test_node_leaves_within_its_grace_though_engine_and_coordinator_hang(tmp_pat
 
 def test_node_that_is_not_welcomed_at_all_can_be_told_to_leave(tmp_path: Path):
     async def scenario():
-        async with scripted(tmp_path, **SOME) as head, rollout_daemon(head.address, head.key_file) as daemon:
+        async with (
+            scripted(tmp_path, **SOME) as head,
+            rollout_daemon(head.address, head.key_file) as daemon,
+        ):
             await head.hello()
             daemon.terminate()
             assert (await head.expect(Bye)).ok
@@ -295,7 +318,9 @@ def test_engine_is_started_again_when_there_are_descriptors_for_it(tmp_path: Pat
             resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (3, hard))
             [engine] = children_of(daemon.pid)
             os.kill(engine, signal.SIGKILL)
-            await until_says(daemon, b"the engine cannot be started: Too many open files; trying again")
+            await until_says(
+                daemon, b"the engine cannot be started: Too many open files; trying again"
+            )
             await head.expect(WeightsFailed)
             resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, before)
             head.offer("a", 0)

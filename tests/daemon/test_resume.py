@@ -1,4 +1,5 @@
-"""A coordinator that goes on from a journal, in the shell: what it finds there, and what it does at once."""
+"""A coordinator that goes on from a journal, in the shell: what it finds there, and what it does at
+once."""
 
 import asyncio
 from pathlib import Path
@@ -41,7 +42,8 @@ def test_run_goes_on_from_its_tokens_and_loses_none(tmp_path: Path):
     asyncio.run(scenario())
     summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
     assert summary["trained_responses"] == 16
-    assert summary["rollout_tokens"] == 16 * 240  # each counted once, though some came before and some after
+    # each counted once, though some came before and some after
+    assert summary["rollout_tokens"] == 16 * 240
 
 
 STEPS = {"train": {"steps": 5, "prompts_per_step": 4}}
@@ -63,7 +65,8 @@ async def to_the_second_checkpoint(run: Running, kept: dict[int, int]) -> Script
 
 
 def test_a_trainer_may_fall_back_to_the_oldest_checkpoint_that_is_kept(tmp_path: Path):
-    """Of the checkpoints of steps 2 and 4 the newer one is damaged: it gets the very same shards again."""
+    """Of the checkpoints of steps 2 and 4 the newer one is damaged: it gets the very same shards
+    again."""
 
     async def scenario():
         async with a_run(tmp_path, **STEPS) as run:
@@ -91,7 +94,10 @@ def test_a_trainer_that_falls_behind_the_journal_ends_the_run_with_one_line(tmp_
             await run.until_finished()
             assert run.head._core.state is RunState.FAILED
             [line] = [text for _, text in run.head._records._events if "run failed" in text]
-            assert "step 0 cannot be trained again: what is left of the journal begins at step 4" in line
+            assert (
+                "step 0 cannot be trained again: what is left of the journal begins at step 4"
+                in line
+            )
             assert line.count("cannot be trained") == 1
 
     asyncio.run(scenario())
@@ -120,7 +126,9 @@ def test_other_data_is_refused_in_one_line(tmp_path: Path):
     async def scenario():
         await interrupted(tmp_path, 1)
         shuffled = tmp_path / "other.jsonl"
-        shuffled.write_text("".join(reversed((QUICKSTART / "train.jsonl").read_text().splitlines(True))))
+        shuffled.write_text(
+            "".join(reversed((QUICKSTART / "train.jsonl").read_text().splitlines(True)))
+        )
         other = {"data": {"path": str(shuffled)}}
         with pytest.raises(DataError, match="these are not the prompts that the run began with"):
             async with a_run(tmp_path, resume=True, **SLOW, **other):

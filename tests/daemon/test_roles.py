@@ -13,14 +13,21 @@ from lightrl.keys import read_key
 from lightrl.wire import from_json
 from tests.support.daemons import DEADLINE_S, QUICKSTART
 
-COMMON = ("rollout.engine=torch", "train.prompts_per_step=4", "rollout.group_size=4", "eval.path=''")
+COMMON = (
+    "rollout.engine=torch",
+    "train.prompts_per_step=4",
+    "rollout.group_size=4",
+    "eval.path=''",
+)
 
 
 @asynccontextmanager
 async def daemon(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     command = (sys.executable, "-m", "lightrl.cli", "up", *arguments)
     out = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=asyncio.subprocess.STDOUT)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=out, stderr=asyncio.subprocess.STDOUT
+    )
     try:
         yield process
     finally:
@@ -61,7 +68,8 @@ def test_one_daemon_with_all_roles_runs_to_the_end(tmp_path: Path):
 @pytest.mark.parametrize("how", ["down", "SIGTERM"])
 def test_run_that_is_stopped_leaves_a_checkpoint_of_the_steps_done(tmp_path: Path, how: str):
     async def scenario():
-        # The coordinator listens on every interface, and the rollout node reaches it by one address.
+        # The coordinator listens on every interface, and the rollout node reaches it by one
+        # address.
         settings = run_toml(tmp_path, "train.steps=100000", "run.bind=tcp://0.0.0.0:*")
         async with daemon(*settings, "--role", "coordinator,trainer", "--name", "head") as head:
             address = (await address_of(tmp_path / "r", head)).replace("0.0.0.0", "127.0.0.1")

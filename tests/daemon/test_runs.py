@@ -1,4 +1,5 @@
-"""Whole runs over real sockets: nodes join late, are killed, drain; every token is the one it had to be."""
+"""Whole runs over real sockets: nodes join late, are killed, drain; every token is the one it had
+to be."""
 
 import asyncio
 import os
@@ -24,7 +25,8 @@ SLOW = {
 
 
 def require_exact(run: Running, tmp_path: Path) -> int:
-    """Every trained token is the one an undisturbed engine samples; returns how many responses there were."""
+    """Every trained token is the one an undisturbed engine samples; returns how many responses
+    there were."""
     count = 0
     for shard in run.trainer.shards:
         manifest = run.trainer.manifests[shard.step]

@@ -24,12 +24,14 @@ from tests.support.daemons import DEADLINE_S, a_run, make_config
 from tests.support.versions import SECRET, make_version, pull, serving
 
 NO_THREAD = "can't start new thread"
-OF_CALLS = ("ThreadPoolExecutor", "asyncio_")  # what their threads are named, in threads.py and in asyncio
+# what their threads are named, in threads.py and in asyncio
+OF_CALLS = ("ThreadPoolExecutor", "asyncio_")
 
 
 @pytest.fixture
 def lack(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """From its call on, threads are refused whose name begins so; returns the names of those that were."""
+    """From its call on, threads are refused whose name begins so; returns the names of those that
+    were."""
     start, refused = threading.Thread.start, []
 
     def begin(*names: str, times: int = 1 << 30) -> list[str]:
@@ -108,7 +110,9 @@ def test_a_node_leaves_in_order_without_a_thread_that_would_end_it_by_force(tmp_
         async with a_run(tmp_path) as running:
             worker = Worker("b", ("rollout",), running.head.address, running.key)
             working = asyncio.create_task(worker.run())
-            await running.until(lambda s: any(n.name == "b" and n.state == "ready" for n in s.nodes))
+            await running.until(
+                lambda s: any(n.name == "b" and n.state == "ready" for n in s.nodes)
+            )
             refused = lack("Thread-")  # as timers are named
             worker.drain("enough")
             async with asyncio.timeout(DEADLINE_S):

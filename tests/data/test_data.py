@@ -1,4 +1,5 @@
-"""Prompts from files in every known layout, every error line, and the order in which prompts are drawn."""
+"""Prompts from files in every known layout, every error line, and the order in which prompts are
+drawn."""
 
 import errno
 import json
@@ -52,12 +53,16 @@ def make_model(folder: Path, with_bos: bool, chat_template: str | None) -> str:
 
 @pytest.fixture(scope="session")
 def plain_model(tmp_path_factory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "plain", with_bos=False, chat_template=None)
+    return make_model(
+        tmp_path_factory.mktemp("models") / "plain", with_bos=False, chat_template=None
+    )
 
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory) -> str:
-    return make_model(tmp_path_factory.mktemp("models") / "chat", with_bos=True, chat_template=TEMPLATE)
+    return make_model(
+        tmp_path_factory.mktemp("models") / "chat", with_bos=True, chat_template=TEMPLATE
+    )
 
 
 @pytest.fixture(scope="session")
@@ -110,7 +115,9 @@ def test_a_model_that_is_missing_is_named_with_its_key(tmp_path):
     for load in (load_tokenizer, model_files):
         with pytest.raises(ConfigError, match=r"model.path = '/nowhere': no such directory"):
             load("/nowhere")
-        with pytest.raises(ConfigError, match=r"model.path = 'no/such': no such directory, and the hub says"):
+        with pytest.raises(
+            ConfigError, match=r"model.path = 'no/such': no such directory, and the hub says"
+        ):
             load("no/such")
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         load_tokenizer(str(tmp_path))
@@ -144,7 +151,9 @@ def test_the_weights_of_a_hub_id_are_those_of_its_local_copy(snapshot):
 
 def test_sharded_weights_must_be_complete(snapshot):
     shards = [f"model-0000{k}-of-00002.safetensors" for k in (1, 2)]
-    (snapshot / "model.safetensors.index.json").write_text(index(a=shards[0], b=shards[1], c=shards[1]))
+    (snapshot / "model.safetensors.index.json").write_text(
+        index(a=shards[0], b=shards[1], c=shards[1])
+    )
     (snapshot / shards[0]).touch()
     with pytest.raises(ConfigError, match=f"'org/model': 1 shards are missing: {shards[1]}"):
         weights_folder("org/model")
@@ -167,14 +176,18 @@ def test_weights_that_are_not_safetensors_are_refused(snapshot):
 
 
 def test_weights_out_of_reach_are_one_line(snapshot):
-    with pytest.raises(ConfigError, match="'org/other': no such directory, and the hub says") as caught:
+    with pytest.raises(
+        ConfigError, match="'org/other': no such directory, and the hub says"
+    ) as caught:
         weights_folder("org/other")
     assert "\n" not in str(caught.value)
 
 
 def test_a_broken_tokenizer_is_one_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{broken")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     with pytest.raises(ConfigError, match="its tokenizer cannot be loaded") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
@@ -200,7 +213,9 @@ def test_a_file_that_cannot_be_read_is_named_with_the_true_reason(
             assert str(caught.value).endswith(f": {name} cannot be read: Permission denied")
     (model / "generation_config.json").unlink()
     (model / "generation_config.json").mkdir()
-    with pytest.raises(ConfigError, match=r": generation_config.json cannot be read: Is a directory$"):
+    with pytest.raises(
+        ConfigError, match=r": generation_config.json cannot be read: Is a directory$"
+    ):
         stop_token_ids(str(model), plain)
 
 
@@ -216,7 +231,8 @@ def test_loading_a_tokenizer_and_prompts_does_not_load_torch(chat_model, tmp_pat
     path = jsonl(tmp_path, {"prompt": USER})
     program = (
         "import sys; from lightrl import config, data, model_files; "
-        f"data.load_prompts({path!r}, config.Data(path=''), model_files.load_tokenizer({chat_model!r})); "
+        f"data.load_prompts({path!r}, config.Data(path=''), "
+        f"model_files.load_tokenizer({chat_model!r})); "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -236,7 +252,9 @@ def test_plain_text_is_tokenised_as_it_is(tmp_path, plain):
 
 def test_plain_text_gets_bos_where_the_model_expects_it_but_no_eos(tmp_path, chat):
     path = jsonl(tmp_path, {"prompt": "ab"}, {"prompt": "<bos>ab"})
-    assert [p.token_ids.tolist() for p in load_prompts(path, settings(), chat)] == [[0, *ids("ab")]] * 2
+    assert [p.token_ids.tolist() for p in load_prompts(path, settings(), chat)] == [
+        [0, *ids("ab")]
+    ] * 2
 
 
 def test_chat_messages_go_through_the_template(tmp_path, chat):
@@ -247,7 +265,9 @@ def test_chat_messages_go_through_the_template(tmp_path, chat):
 
 
 def test_a_system_prompt_is_put_before_chats_without_one(tmp_path, chat):
-    path = jsonl(tmp_path, {"prompt": USER}, {"prompt": [{"role": "system", "content": "be"}, *USER]})
+    path = jsonl(
+        tmp_path, {"prompt": USER}, {"prompt": [{"role": "system", "content": "be"}, *USER]}
+    )
     texts = [p.text for p in load_prompts(path, settings(system_prompt="think"), chat)]
     assert texts == [
         "<bos>system:think|user:hi|assistant:",
@@ -302,7 +322,12 @@ def test_the_answer_is_found_where_the_layout_keeps_it(row, answer):
 
 
 def test_ids_are_the_rows_own_or_a_hash_of_the_prompt(tmp_path, plain):
-    rows = [{"prompt": "ab", "id": "first"}, {"prompt": "ab", "id": 5}, {"prompt": "ab"}, {"prompt": "cd"}]
+    rows = [
+        {"prompt": "ab", "id": "first"},
+        {"prompt": "ab", "id": 5},
+        {"prompt": "ab"},
+        {"prompt": "cd"},
+    ]
     prompts = load_prompts(jsonl(tmp_path, *rows, {"prompt": "ab"}), settings(), plain)
     assert [p.id for p in prompts[:2]] == ["first", "5"]
     assert prompts[4].id == f"{prompts[2].id}-2"
@@ -335,12 +360,18 @@ def test_ids_are_the_rows_own_or_a_hash_of_the_prompt(tmp_path, plain):
             r"line 2: the prompt has 9 tokens, more than data.max_prompt_length = 8",
         ),
         ([{"prompt": "a", "id": "x" * 129}], "line 1: id 'x+': at most 128 characters"),
-        ([{"prompt": "a", "id": "x\ty"}], "line 1: id .*: at most 128 characters, none of them control"),
+        (
+            [{"prompt": "a", "id": "x\ty"}],
+            "line 1: id .*: at most 128 characters, none of them control",
+        ),
         (
             [{"prompt": "a", "id": 7}, {"prompt": "b"}, {"prompt": "c", "id": "7"}],
             r"line 3: id '7' was used before \(.*line 1\)",
         ),
-        ([{"prompt": USER}], "line 1: the prompt is chat messages, but the model's tokenizer has no chat"),
+        (
+            [{"prompt": USER}],
+            "line 1: the prompt is chat messages, but the model's tokenizer has no chat",
+        ),
         ([{"prompt": ["hi"]}], "line 1: a chat message looks like"),
         ([b'{"prompt": "\\ud800"}'], "line 1: a column holds what JSON cannot carry"),
     ],
@@ -356,7 +387,9 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_number(tmp_path, plain, 
 def test_a_template_that_refuses_a_chat_is_one_line(tmp_path, chat_model):
     tokenizer = load_tokenizer(chat_model)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="line 1: the chat template refuses the prompt: roles must alternate"):
+    with pytest.raises(
+        DataError, match="line 1: the chat template refuses the prompt: roles must alternate"
+    ):
         load_prompts(jsonl(tmp_path, {"prompt": USER}), settings(), tokenizer)
 
 
@@ -380,7 +413,9 @@ def test_paths_that_lead_nowhere(tmp_path, plain):
 
 
 def test_a_hub_data_set_that_cannot_be_loaded(plain):
-    with pytest.raises(DataError, match=r"no/such.*(pip install 'lightrl\[data\]'|cannot be loaded)"):
+    with pytest.raises(
+        DataError, match=r"no/such.*(pip install 'lightrl\[data\]'|cannot be loaded)"
+    ):
         load_prompts("no/such:train", settings(), plain)
 
 
@@ -389,7 +424,8 @@ def test_parquet_is_read_like_jsonl(tmp_path, chat):
     parquet = pytest.importorskip("pyarrow.parquet")
 
     rows = [
-        {"prompt": USER, "reward_model": {"ground_truth": "4"}, "extra_info": {"index": i}} for i in (3, 4)
+        {"prompt": USER, "reward_model": {"ground_truth": "4"}, "extra_info": {"index": i}}
+        for i in (3, 4)
     ]
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -403,7 +439,9 @@ def test_parquet_is_read_like_jsonl(tmp_path, chat):
 def test_a_broken_parquet_file_or_a_missing_library_is_one_line(tmp_path, plain):
     path = tmp_path / "train.parquet"
     path.write_bytes(b"not parquet")
-    with pytest.raises(DataError, match=r"train.parquet: (not a readable parquet file|.*lightrl\[data\])"):
+    with pytest.raises(
+        DataError, match=r"train.parquet: (not a readable parquet file|.*lightrl\[data\])"
+    ):
         load_prompts(str(path), settings(), plain)
 
 
@@ -422,7 +460,13 @@ def test_every_epoch_holds_every_prompt_once_in_an_order_of_its_own():
 
 
 def test_a_draw_may_span_epochs():
-    assert PromptCursor(2, seed=0, shuffle=False).draw(5) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert PromptCursor(2, seed=0, shuffle=False).draw(5) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+    ]
 
 
 @pytest.mark.parametrize("num_drawn", range(12))

@@ -41,7 +41,9 @@ RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEE
         pytest.param(NO_DRIVER, None, {}, (), (), id="no driver: nothing changes"),
         pytest.param(gpus(2), "", {}, (), (), id="an empty setting works on the CPU"),
         pytest.param(gpus(2), "-1", {}, (), (), id="so does -1"),
-        pytest.param(gpus(2), "NoDevFiles", {}, (), (), id="and what Slurm says to a job without GPUs"),
+        pytest.param(
+            gpus(2), "NoDevFiles", {}, (), (), id="and what Slurm says to a job without GPUs"
+        ),
         pytest.param(gpus(2), None, {}, ("0",), (("1", 0.0),), id="engine behind the rank"),
         pytest.param(
             gpus(8),
@@ -51,9 +53,16 @@ RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEE
             (("2,3", 0.0), ("4,5", 0.0), ("6,7", 0.0)),
             id="ranks first, then engines in pairs",
         ),
-        pytest.param(gpus(1), None, {}, ("0",), (("0", 0.53),), id="one GPU: (0.92 - 30/80) - 0.01"),
         pytest.param(
-            gpus(1), None, {"engines": 2}, ("0",), (("0", 0.26), ("0", 0.26)), id="the rest is divided"
+            gpus(1), None, {}, ("0",), (("0", 0.53),), id="one GPU: (0.92 - 30/80) - 0.01"
+        ),
+        pytest.param(
+            gpus(1),
+            None,
+            {"engines": 2},
+            ("0",),
+            (("0", 0.26), ("0", 0.26)),
+            id="the rest is divided",
         ),
         pytest.param(
             gpus(2),
@@ -85,9 +94,13 @@ RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEE
             (("1", 0.45), ("1", 0.45)),
             id="named",
         ),
-        pytest.param(SLICED, "MIG-bbb", {}, ("MIG-bbb",), (("MIG-bbb", 0.16),), id="one slice for both"),
+        pytest.param(
+            SLICED, "MIG-bbb", {}, ("MIG-bbb",), (("MIG-bbb", 0.16),), id="one slice for both"
+        ),
         pytest.param(SLICED, None, {}, ("MIG-aaa",), (("MIG-bbb", 0.0),), id="slices are devices"),
-        pytest.param(machine(gpu(0, free=50)), None, {"ranks": 0}, (), (("0", 0.61),), id="others use some"),
+        pytest.param(
+            machine(gpu(0, free=50)), None, {"ranks": 0}, (), (("0", 0.61),), id="others use some"
+        ),
         pytest.param(
             machine(gpu(0, total=16, free=12)),
             None,
@@ -104,8 +117,12 @@ RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEE
             (("0", 0.9),),
             id="alone, but not 0.92",
         ),
-        pytest.param(gpus(1), None, {"utilization": 0.4}, ("0",), (("0", 0.4),), id="as the config says"),
-        pytest.param(gpus(1), None, {"utilization": 0.8, "ranks": 0}, (), (("0", 0.0),), id="alone, as well"),
+        pytest.param(
+            gpus(1), None, {"utilization": 0.4}, ("0",), (("0", 0.4),), id="as the config says"
+        ),
+        pytest.param(
+            gpus(1), None, {"utilization": 0.8, "ranks": 0}, (), (("0", 0.0),), id="alone, as well"
+        ),
         pytest.param(
             gpus(1),
             None,
@@ -115,7 +132,12 @@ RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEE
             id="unknown model",
         ),
         pytest.param(
-            gpus(4), None, {"engines": 0, "ranks": 4}, ("0", "1", "2", "3"), (), id="a trainer alone"
+            gpus(4),
+            None,
+            {"engines": 0, "ranks": 4},
+            ("0", "1", "2", "3"),
+            (),
+            id="a trainer alone",
         ),
         pytest.param(gpus(4), None, {"ranks": 0}, (), (("0", 0.0),), id="a rollout node alone"),
     ],
@@ -130,7 +152,12 @@ def test_who_gets_what(found, setting, wanted, ranks, engines):
 @pytest.mark.parametrize(
     ("found", "setting", "wanted", "line"),
     [
-        (NO_DRIVER, None, {"train_devices": (0,)}, "train.devices: names GPUs, but there is none here"),
+        (
+            NO_DRIVER,
+            None,
+            {"train_devices": (0,)},
+            "train.devices: names GPUs, but there is none here",
+        ),
         (gpus(2), "", {"rollout_devices": (0,)}, "CUDA_VISIBLE_DEVICES = '' leaves none"),
         (gpus(2), "0,2", {}, "CUDA_VISIBLE_DEVICES = 0,2: there is no GPU 2 here, only 0, 1"),
         (gpus(2), "1,1", {}, "names GPU 1 (NVIDIA H100 80GB HBM3) 2 times"),
@@ -139,16 +166,51 @@ def test_who_gets_what(found, setting, wanted, ranks, engines):
         (gpus(2), "0,-1,1", {}, "'-1' is no GPU or MIG slice"),
         (gpus(2), "GPU-7", {}, "'GPU-7' is no GPU of this machine"),
         (gpus(12), "GPU-1", {}, "'GPU-1' is no GPU of this machine"),  # of two
-        (SLICED, "0", {}, "GPU 0 is divided into 2 MIG slices; name them by the UUIDs of nvidia-smi -L"),
+        (
+            SLICED,
+            "0",
+            {},
+            "GPU 0 is divided into 2 MIG slices; name them by the UUIDs of nvidia-smi -L",
+        ),
         (SLICED, "MIG-ccc", {}, "'MIG-ccc' is no MIG slice"),
         (SLICED, None, {"ranks": 2}, "NCCL does not connect MIG slices"),
-        (SLICED, "MIG-aaa,MIG-bbb", {"ranks": 0, "per_engine": 2}, "an engine cannot span MIG slices"),
-        (gpus(2), None, {"train_devices": (2,)}, "train.devices: there is no GPU 2 to use here, only 0, 1"),
-        (gpus(4), "1", {"rollout_devices": (1,)}, "rollout.devices: there is no GPU 1 to use here, only 0"),
-        (gpus(1), None, {"ranks": 2}, "train.ranks = 2: each needs a GPU of its own, and 1 can be used"),
+        (
+            SLICED,
+            "MIG-aaa,MIG-bbb",
+            {"ranks": 0, "per_engine": 2},
+            "an engine cannot span MIG slices",
+        ),
+        (
+            gpus(2),
+            None,
+            {"train_devices": (2,)},
+            "train.devices: there is no GPU 2 to use here, only 0, 1",
+        ),
+        (
+            gpus(4),
+            "1",
+            {"rollout_devices": (1,)},
+            "rollout.devices: there is no GPU 1 to use here, only 0",
+        ),
+        (
+            gpus(1),
+            None,
+            {"ranks": 2},
+            "train.ranks = 2: each needs a GPU of its own, and 1 can be used",
+        ),
         (gpus(1), None, {"per_engine": 2}, "an engine takes 2 GPUs (tensor_parallel_size"),
-        (machine(gpu(0, free=20)), None, {}, "has 20.0 GiB free of 80.0 GiB, and a training rank needs 30.0"),
-        (machine(gpu(0, free=1)), None, {"ranks": 0}, "an engine needs 5.0 GiB and would get 0.0 GiB"),
+        (
+            machine(gpu(0, free=20)),
+            None,
+            {},
+            "has 20.0 GiB free of 80.0 GiB, and a training rank needs 30.0",
+        ),
+        (
+            machine(gpu(0, free=1)),
+            None,
+            {"ranks": 0},
+            "an engine needs 5.0 GiB and would get 0.0 GiB",
+        ),
         (machine(gpu(0, free=33)), None, {}, "an engine needs 5.0 GiB and would get 1.6 GiB"),
         (
             gpus(1),
@@ -156,8 +218,18 @@ def test_who_gets_what(found, setting, wanted, ranks, engines):
             {"utilization": 0.8},
             "gpu_memory_utilization = 0.8 for 1 engine is more than that; 0.61",
         ),
-        (Machine(problem="nvidia-smi fails: X"), None, {"train_devices": (0,)}, "nvidia-smi fails: X"),
-        (Machine((gpu(0),), "450.1", "driver 450.1 is too old"), None, {}, "driver 450.1 is too old"),
+        (
+            Machine(problem="nvidia-smi fails: X"),
+            None,
+            {"train_devices": (0,)},
+            "nvidia-smi fails: X",
+        ),
+        (
+            Machine((gpu(0),), "450.1", "driver 450.1 is too old"),
+            None,
+            {},
+            "driver 450.1 is too old",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(found, setting, wanted, line):
@@ -183,7 +255,9 @@ def test_the_parts_of_a_shared_gpu_fit_into_it():
     for free in (40, 60, 79):
         for engines in (1, 2, 3):
             try:
-                got = assign(machine(gpu(0, free=free)), {}, replace(RUN, engines=engines, least=GIB))
+                got = assign(
+                    machine(gpu(0, free=free)), {}, replace(RUN, engines=engines, least=GIB)
+                )
             except TooLittleMemory:
                 continue
             assert NEED + sum(part.memory for part in got.engines) * 80 * GIB <= free * GIB
@@ -207,7 +281,10 @@ def test_numbers_of_unlike_gpus_mean_what_cuda_says_unless_it_counts_as_nvidia_s
     ],
 )
 def test_what_a_child_is_told(tokens, setting, expected):
-    assert environment(tokens, {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}) == expected
+    assert (
+        environment(tokens, {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting})
+        == expected
+    )
 
 
 def test_the_options_of_each_daemon():

@@ -63,7 +63,8 @@ def test_slices_of_a_divided_gpu():
             "CUDA Version: 12.2 |",
             "driver 535.104.05 is too old for torch",
         ),
-        ("2.11.0+cu130", (13, 0), "535.104.05", "CUDA Version: 13.0 |", ""),  # a compatibility package
+        # a compatibility package
+        ("2.11.0+cu130", (13, 0), "535.104.05", "CUDA Version: 13.0 |", ""),
         ("2.11.0+cu130", (13, 0), "535.104.05", "", "needs driver 580.65 or newer"),
         ("2.8.0+cu126", (12, 6), "470.82.01", "CUDA Version: 11.4", "needs driver 525.60 or newer"),
         ("2.13.0+cpu", None, "580.95.05", None, "torch 2.13.0+cpu is built for CPU"),
@@ -84,7 +85,9 @@ def test_the_installed_torch_is_read_without_importing_it():
     import torch
 
     assert build.version == torch.__version__
-    assert build.cuda == (tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else None)
+    assert build.cuda == (
+        tuple(map(int, torch.version.cuda.split("."))) if torch.version.cuda else None
+    )
 
 
 def test_a_machine_without_a_driver(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""A machine with torch and little else, as images for GPUs come, can run the torch engine and the trainer."""
+"""A machine with torch and little else, as images for GPUs come, can run the torch engine and the
+trainer."""
 
 import subprocess
 import sys

@@ -53,7 +53,9 @@ def test_parameters_are_counted_from_the_config(kind, tied):
 
 
 def test_parameters_of_experts_are_all_counted_and_a_token_uses_some():
-    shape = shape_of({**SIZES, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64})
+    shape = shape_of(
+        {**SIZES, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    )
     dense = shape_of(SIZES)
     assert shape.num_parameters - dense.num_parameters == 3 * 3 * 128 * (8 * 64 - 320)
     assert shape.intermediate == 2 * 64
@@ -133,9 +135,12 @@ def test_what_autograd_keeps_of_a_token(kind, checkpointing):
         torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
         torch.autocast("cpu", torch.bfloat16),
     ):
-        model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False, logits_to_keep=1)
+        model(
+            input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False, logits_to_keep=1
+        )
     real = sum(t.untyped_storage().nbytes() for t in kept.values()) / TOKENS
-    # Rather too much than too little. With checkpoints one layer is made again, which is not seen here.
+    # Rather too much than too little. With checkpoints one layer is made again, which is not seen
+    # here.
     estimated = activation_bytes(shape, checkpointing)
     if checkpointing:
         estimated -= activation_bytes(shape, checkpointing=False) // shape.layers

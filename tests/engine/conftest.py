@@ -44,7 +44,8 @@ CONFIG = {
 
 @dataclass
 class TinyModel:
-    """Model directory and versions 1 and 2 of its weights; `reference` computes with transformers alone."""
+    """Model directory and versions 1 and 2 of its weights; `reference` computes with transformers
+    alone."""
 
     dir: Path
     files: dict[int, tuple[Path, Manifest]]
@@ -52,7 +53,8 @@ class TinyModel:
 
     @torch.inference_mode()
     def reference(self, version: int, prompt: list[int], seed: int, sampling: Sampling, num: int):
-        """(tokens, logprobs) of one response: the whole sequence anew for every token, no cache, no batch."""
+        """(tokens, logprobs) of one response: the whole sequence anew for every token, no cache, no
+        batch."""
         tokens, logprobs = list(prompt), []
         for position in range(len(prompt), len(prompt) + num):
             logits = self.models[version](torch.tensor([tokens])).logits[:, -1]
@@ -88,15 +90,19 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
-    versions: list[int] = field(default_factory=list)  # of each token
+    # of each token
+    versions: list[int] = field(default_factory=list)
     digests: set[str] = field(default_factory=set)
-    offset: int | None = None  # of the first token
+    # of the first token
+    offset: int | None = None
 
 
 class EngineClient:
     """The daemon's side of one engine process, for synchronous tests. Every wait has a deadline."""
 
-    def __init__(self, runner: asyncio.Runner, spec: EngineSpec, tiny: TinyModel, log: Path) -> None:
+    def __init__(
+        self, runner: asyncio.Runner, spec: EngineSpec, tiny: TinyModel, log: Path
+    ) -> None:
         self._runner = runner
         self.kind = spec.kind
         self.tiny = tiny
@@ -166,7 +172,9 @@ class EngineClient:
         self.child.send(LoadWeights(str(path), manifest))
         while True:
             event = self.receive()
-            if isinstance(event, EngineLoaded) or (isinstance(event, EngineFailed) and event.policy_version):
+            if isinstance(event, EngineLoaded) or (
+                isinstance(event, EngineFailed) and event.policy_version
+            ):
                 return event
 
     def stop(self) -> int:
@@ -174,13 +182,18 @@ class EngineClient:
 
 
 @pytest.fixture(scope="session")
-def start(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineClient]]:
-    """Starts engine processes: `start("torch", slots=4)`; all are stopped at the end of the session."""
+def start(
+    tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., EngineClient]]:
+    """Starts engine processes: `start("torch", slots=4)`; all are stopped at the end of the
+    session."""
     clients: list[EngineClient] = []
     logs = tmp_path_factory.mktemp("logs")
     with asyncio.Runner() as runner:
 
-        def begin(kind: str, slots: int = 16, dtype: str = "float32", **fields: Any) -> EngineClient:
+        def begin(
+            kind: str, slots: int = 16, dtype: str = "float32", **fields: Any
+        ) -> EngineClient:
             spec = EngineSpec(kind, str(tiny.dir), dtype, MAX_LENGTH, slots, **fields)
             clients.append(EngineClient(runner, spec, tiny, logs / f"{kind}-{len(clients)}.log"))
             return clients[-1]

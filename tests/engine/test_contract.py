@@ -15,7 +15,9 @@ PROMPTS = [[2 + (3 * i + 5 * j) % 30 for j in range(4 + i)] for i in range(6)]
 
 
 def test_streams_as_many_logprobs_as_tokens_up_to_the_length_limit(engine, ask):
-    outcomes = engine.run(1, Sampling(1.0), *(ask(f"a{i}", p, 30 + i, seed=i) for i, p in enumerate(PROMPTS)))
+    outcomes = engine.run(
+        1, Sampling(1.0), *(ask(f"a{i}", p, 30 + i, seed=i) for i, p in enumerate(PROMPTS))
+    )
     assert [len(o.tokens) for o in outcomes] == [30 + i for i in range(len(PROMPTS))]
     assert all(o.finish == "length" for o in outcomes)
     assert all(logprob <= 0 for o in outcomes for logprob in o.logprobs)
@@ -27,7 +29,9 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(engine, ask):
     sampling = Sampling(1.0, stop_token_ids=stop)
     if engine.kind == "emulated":
         pytest.skip("emulated lengths are drawn from mean_length; see test_emulated")
-    outcomes = engine.run(1, sampling, *(ask(f"s{i}", p, 400, seed=i) for i, p in enumerate(PROMPTS)))
+    outcomes = engine.run(
+        1, sampling, *(ask(f"s{i}", p, 400, seed=i) for i, p in enumerate(PROMPTS))
+    )
     for o in outcomes:
         assert o.finish == "stop"
         assert o.tokens[-1] in stop
@@ -59,7 +63,9 @@ def test_an_aborted_response_keeps_what_was_sent_and_gets_no_more(engine, ask):
 @pytest.mark.parametrize("sampling", KINDS_OF_SAMPLING)
 def test_resuming_from_a_prefix_gives_the_same_rest(engine, ask, sampling):
     num = 40
-    whole = engine.run(1, sampling, *(ask(f"u{i}", p, num, seed=50 + i) for i, p in enumerate(PROMPTS)))
+    whole = engine.run(
+        1, sampling, *(ask(f"u{i}", p, num, seed=50 + i) for i, p in enumerate(PROMPTS))
+    )
     cuts = [1 + 6 * i for i in range(len(PROMPTS))]
     rest = engine.run(
         1,
@@ -101,9 +107,11 @@ def test_new_weights_give_other_responses_and_their_digest(engine, ask):
 
 
 def while_running(engine, request, load):
-    """What `load` returns after some tokens of a response and before its end: again if it came too late.
+    """What `load` returns after some tokens of a response and before its end: again if it came too
+    late.
 
-    The engine does not wait for this process, which may be kept from running for as long as that takes.
+    The engine does not wait for this process, which may be kept from running for as long as that
+    takes.
     """
     for _ in range(10):
         engine.load(1)
@@ -122,8 +130,11 @@ def test_a_running_response_goes_on_under_new_weights(engine, ask):
     cut = outcome.versions.count(1)
     assert 0 < cut < 200
     assert outcome.versions == [1] * cut + [2] * (200 - cut)
-    # What follows the load is what a fresh request with this prefix gives: no KV of old weights is left.
-    (fresh,) = engine.run(2, Sampling(1.0), ask("f", [4, 5, 6], 200 - cut, prefix=outcome.tokens[:cut]))
+    # What follows the load is what a fresh request with this prefix gives: no KV of old weights is
+    # left.
+    (fresh,) = engine.run(
+        2, Sampling(1.0), ask("f", [4, 5, 6], 200 - cut, prefix=outcome.tokens[:cut])
+    )
     assert fresh.tokens == outcome.tokens[cut:]
     assert fresh.logprobs == pytest.approx(outcome.logprobs[cut:], abs=1e-4)
 
@@ -136,7 +147,9 @@ def test_a_corrupted_version_is_refused_and_nothing_is_served_until_a_good_one_i
     data[len(data) // 2] ^= 1
     bad = tmp_path / "bad.bin"
     bad.write_bytes(data)
-    failed = while_running(engine, ask("victim", [4, 5, 6], 400), lambda: engine.load_file(bad, manifest))
+    failed = while_running(
+        engine, ask("victim", [4, 5, 6], 400), lambda: engine.load_file(bad, manifest)
+    )
     assert isinstance(failed, EngineFailed)
     assert failed.policy_version == 2
     assert "digest differs" in failed.reason
@@ -170,7 +183,9 @@ def test_a_missing_file_is_a_failure_not_a_crash(engine, ask, tmp_path):
         ([2], 5, Sampling(1.0, top_p=0.0), "top_p"),
     ],
 )
-def test_a_request_that_cannot_run_is_refused_in_one_line(engine, ask, prompt, num, sampling, complaint):
+def test_a_request_that_cannot_run_is_refused_in_one_line(
+    engine, ask, prompt, num, sampling, complaint
+):
     engine.failures.clear()
     engine.generate(1, sampling, ask("bad", prompt, num))
     engine.until(lambda: engine.failures)

@@ -11,7 +11,9 @@ from lightrl.messages import Sampling
 @pytest.fixture
 def emulated(tiny):
     def build(**engine_args):
-        return EmulatedEngine(EngineSpec("emulated", str(tiny.dir), "auto", 4096, 8, engine_args=engine_args))
+        return EmulatedEngine(
+            EngineSpec("emulated", str(tiny.dir), "auto", 4096, 8, engine_args=engine_args)
+        )
 
     return build
 
@@ -45,7 +47,9 @@ def test_a_resumed_response_ends_where_it_would_have_ended(emulated, ask):
     engine = emulated(mean_length=50)
     whole, _ = run(engine, ask("a", [4], 1000, seed=3), sampling=sampling)
     cut = len(whole["a"]) // 2
-    rest, _ = run(engine, ask("a", [4], 1000 - cut, seed=3, prefix=whole["a"][:cut]), sampling=sampling)
+    rest, _ = run(
+        engine, ask("a", [4], 1000 - cut, seed=3, prefix=whole["a"][:cut]), sampling=sampling
+    )
     assert whole["a"][cut:] == rest["a"]
 
 

@@ -38,12 +38,16 @@ def test_temperatures_may_differ_within_a_batch(real, ask):
         )
 
 
-def test_a_response_moved_to_another_vllm_process_equals_the_undisturbed_one(vllm_engine, start, ask):
+def test_a_response_moved_to_another_vllm_process_equals_the_undisturbed_one(
+    vllm_engine, start, ask
+):
     other = start("vllm", slots=4)
     sampling, num = Sampling(1.0), 80
     for engine in (vllm_engine, other):
         engine.load(1)
-    whole = vllm_engine.run(1, sampling, *(ask(f"m{i}", p, num, seed=i) for i, p in enumerate(PROMPTS)))
+    whole = vllm_engine.run(
+        1, sampling, *(ask(f"m{i}", p, num, seed=i) for i, p in enumerate(PROMPTS))
+    )
     names = [f"c{i}" for i in range(len(PROMPTS))]
     asked = [ask(n, p, num, seed=i) for i, (n, p) in enumerate(zip(names, PROMPTS, strict=True))]
     for _ in range(10):  # it does not wait for us: all may be over before we abort it

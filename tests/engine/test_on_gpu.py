@@ -1,4 +1,5 @@
-"""What the engines ask of a GPU and how much of it they take, with a driver that was told what there is."""
+"""What the engines ask of a GPU and how much of it they take, with a driver that was told what
+there is."""
 
 import json
 import os
@@ -39,7 +40,8 @@ def config(tmp_path):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """gpu(total, free): the answers of the driver in GiB; the weights are on it, nothing else of ours."""
+    """gpu(total, free): the answers of the driver in GiB; the weights are on it, nothing else of
+    ours."""
 
     def set_to(total, free):
         properties = SimpleNamespace(total_memory=total * GIB)
@@ -57,7 +59,10 @@ def spec_of(kind="torch", **fields):
 
 def used_by_torch(config, spec):
     """Bytes besides the weights at its fullest step, slots and drafts."""
-    shape, sequence = memory.shape_of(config.to_dict()), LENGTH * kv_bytes_per_token(config, torch.bfloat16)
+    shape, sequence = (
+        memory.shape_of(config.to_dict()),
+        LENGTH * kv_bytes_per_token(config, torch.bfloat16),
+    )
     slots, drafts = torch_engine._fitting(spec, config, sequence)
     repeated = 7 * sequence // 28  # the keys and values of one layer, once for each head
     step = memory.working_bytes(shape, spec.slots) - memory.sampling_bytes(shape, spec.slots)
@@ -94,7 +99,9 @@ def test_beside_others_the_torch_engine_takes_its_share(config, gpu):
 
 def test_a_gpu_that_is_full_is_one_line(config, gpu):
     gpu(80, 2)
-    with pytest.raises(EngineError, match=r"^the GPU has room for 0\.0 GiB of KV cache, and one sequence"):
+    with pytest.raises(
+        EngineError, match=r"^the GPU has room for 0\.0 GiB of KV cache, and one sequence"
+    ):
         used_by_torch(config, spec_of())
 
 
@@ -109,11 +116,17 @@ def test_vllm_beside_others_is_told_its_cache(config, gpu):
     got = shared(config, spec_of("vllm", gpu_memory=0.4))
     shape = memory.shape_of(config.to_dict())
     assert got["gpu_memory_utilization"] == 0.4
-    assert WEIGHTS + got["kv_cache_memory_bytes"] + memory.working_bytes(shape, SLOTS) == int(0.4 * 80 * GIB)
-    assert shared(config, spec_of("vllm", gpu_memory=0.4, kv_cache_gib=2)) == {"gpu_memory_utilization": 0.4}
+    assert WEIGHTS + got["kv_cache_memory_bytes"] + memory.working_bytes(shape, SLOTS) == int(
+        0.4 * 80 * GIB
+    )
+    assert shared(config, spec_of("vllm", gpu_memory=0.4, kv_cache_gib=2)) == {
+        "gpu_memory_utilization": 0.4
+    }
     own = spec_of("vllm", gpu_memory=0.4, engine_args={"gpu_memory_utilization": 0.3})
     assert shared(config, own)["gpu_memory_utilization"] == 0.3
-    with pytest.raises(EngineError, match=r"^14\.4 GiB of the GPU are too few for the weights and one"):
+    with pytest.raises(
+        EngineError, match=r"^14\.4 GiB of the GPU are too few for the weights and one"
+    ):
         shared(config, spec_of("vllm", gpu_memory=0.18))
 
 

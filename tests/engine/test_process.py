@@ -45,7 +45,9 @@ def test_a_finished_response_does_not_wait_for_a_full_chunk(start, ask):
     engine.finished("long")
 
 
-def test_a_finished_response_is_sent_although_the_others_are_aborted_before_the_next_step(start, ask):
+def test_a_finished_response_is_sent_although_the_others_are_aborted_before_the_next_step(
+    start, ask
+):
     engine = start("emulated", chunk_tokens=1000, chunk_ms=3_600_000, engine_args={"t0_ms": 10.0})
     engine.load(1)
     engine.generate(1, Sampling(1.0), ask("long", [4], 500), ask("short", [4], 3))

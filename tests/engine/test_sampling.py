@@ -30,7 +30,9 @@ def test_array_noise_equals_scalar_noise():
     rng = np.random.default_rng(0)
     seeds, positions = rng.integers(0, 2**63 - 1, 500), rng.integers(0, 2**20, 500)
     together = uniforms(seeds, positions)
-    assert together.tolist() == [uniform(int(s), int(p)) for s, p in zip(seeds, positions, strict=True)]
+    assert together.tolist() == [
+        uniform(int(s), int(p)) for s, p in zip(seeds, positions, strict=True)
+    ]
     assert together.min() >= 0
     assert together.max() < 1
 
@@ -48,10 +50,16 @@ def chi_square_per_degree(counts, expected) -> float:
     return float(((counts - expected) ** 2 / expected).sum() / (len(expected) - 1))
 
 
-@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 6)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.5, 1.0, 6)]
+)
 def test_draws_from_the_distribution_whose_logprobs_it_returns(temperature, top_p, top_k):
-    logits = torch.linspace(-2, 2, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
-    ids, logprobs = draw(logits, uniforms(np.arange(20_000), np.full(20_000, 3)), temperature, top_p, top_k)
+    logits = torch.linspace(-2, 2, 16)[
+        torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    ]
+    ids, logprobs = draw(
+        logits, uniforms(np.arange(20_000), np.full(20_000, 3)), temperature, top_p, top_k
+    )
     p = torch.softmax(logits / temperature, -1)
     order = p.argsort(descending=True)
     kept = order[:top_k] if top_k else order
@@ -85,7 +93,10 @@ def test_every_token_of_a_large_vocabulary_can_be_drawn():
 def test_temperature_zero_takes_the_likeliest_token_with_its_plain_logprob():
     logits = torch.tensor([0.5, 2.0, -1.0])
     expected = float(logits.log_softmax(-1)[1])
-    assert draw(logits, [0.99], temperature=0.0, top_p=0.1, top_k=1) == ([1], [pytest.approx(expected)])
+    assert draw(logits, [0.99], temperature=0.0, top_p=0.1, top_k=1) == (
+        [1],
+        [pytest.approx(expected)],
+    )
 
 
 def test_rows_of_one_batch_may_be_sampled_differently():
@@ -110,7 +121,9 @@ def test_rows_drawn_in_pieces_are_those_drawn_at_once(monkeypatch):
 
 
 def test_noise_and_the_emulated_engine_need_no_torch():
-    code = "import sys, lightrl.engine.emulated, lightrl.engine.process; print('torch' in sys.modules)"
+    code = (
+        "import sys, lightrl.engine.emulated, lightrl.engine.process; print('torch' in sys.modules)"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

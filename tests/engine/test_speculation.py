@@ -1,7 +1,7 @@
 """Speculation changes nothing but the number of forward passes: of every engine that has it.
 
-The engines run in this process, so that a test can count and stop at single steps. The gate is held open
-where a test is about drafts: what it decides depends on the clock.
+The engines run in this process, so that a test can count and stop at single steps. The gate is held
+open where a test is about drafts: what it decides depends on the clock.
 """
 
 import itertools
@@ -22,9 +22,15 @@ VOCABULARY = 32
 MAX_WINDOW = 16
 
 HALF = [Sampling(1.0), Sampling(0.0), Sampling(0.7, top_p=0.9)]
-SAMPLINGS = {"T=1": HALF[:1], "greedy": HALF[1:2], "T=.7,top_p=.9": HALF[2:], "mixed in one batch": HALF}
+SAMPLINGS = {
+    "T=1": HALF[:1],
+    "greedy": HALF[1:2],
+    "T=.7,top_p=.9": HALF[2:],
+    "mixed in one batch": HALF,
+}
 PROMPTS = [[2 + (7 * i + 3 * j) % 30 for j in range(1 + 4 * i)] for i in range(4)]
-# (group, index, prefix tokens, new tokens): three times as many as slots, so that rows are used again.
+# (group, index, prefix tokens, new tokens): three times as many as slots, so that rows are used
+# again.
 CASES = [(g, i, (0, 0, 9)[i], (45, 70, 20)[i] + 3 * g) for i in range(3) for g in range(4)]
 
 
@@ -37,7 +43,8 @@ class Open(Gate):
 
 @pytest.fixture(scope="module")
 def engines(tiny):
-    """engines(kind, window, slots=4): one of each, with version 1 loaded; window 0 = no speculation."""
+    """engines(kind, window, slots=4): one of each, with version 1 loaded; window 0 = no
+    speculation."""
     built = {}
 
     def get(kind, window, slots=4):
@@ -101,7 +108,8 @@ def counted(engine):
 
 @pytest.fixture(scope="module")
 def truth(engines, ask):
-    """truth(kind, name of sampling): requests of CASES for any epoch, and what comes without speculation."""
+    """truth(kind, name of sampling): requests of CASES for any epoch, and what comes without
+    speculation."""
     known = {}
 
     def requests(epoch, samplings, heads):
@@ -158,11 +166,14 @@ def foreign(responses, _):
 def test_responses_are_those_without_speculation(engines, truth, epoch, kind, past, name):
     requests, heads, expected = truth(kind, name)
     wholes = {
-        (g, i): head[:cut] + o.tokens for (g, i, cut, _), head, o in zip(CASES, heads, expected, strict=True)
+        (g, i): head[:cut] + o.tokens
+        for (g, i, cut, _), head, o in zip(CASES, heads, expected, strict=True)
     }
     rng = random.Random(1)
     histories = [
-        history(f"p{g}@{epoch}", *past([whole for (of, _), whole in wholes.items() if of == g], rng))
+        history(
+            f"p{g}@{epoch}", *past([whole for (of, _), whole in wholes.items() if of == g], rng)
+        )
         for g in range(4)
     ]
     engine = engines(kind, MAX_WINDOW)
@@ -204,7 +215,8 @@ def test_what_is_wrong_after_every_context_costs_no_step(engines, ask, epoch, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_token_ends_a_response_in_the_middle_of_an_accepted_draft(engines, ask, epoch, kind):
-    """Each token of the vocabulary once as the stop token: the responses end at all kinds of places."""
+    """Each token of the vocabulary once as the stop token: the responses end at all kinds of
+    places."""
     (whole,) = run(engines(kind, 0), [(ask("free#0", PROMPTS[2], 150), Sampling(1.0))])
     stops = sorted(set(whole.tokens))
     added = [
@@ -213,13 +225,16 @@ def test_a_stop_token_ends_a_response_in_the_middle_of_an_accepted_draft(engines
     ]
     engine = engines(kind, MAX_WINDOW)
     before = counted(engine)
-    for stop, o in zip(stops, run(engine, added, [history(f"p@{epoch}", whole.tokens)]), strict=True):
+    for stop, o in zip(
+        stops, run(engine, added, [history(f"p@{epoch}", whole.tokens)]), strict=True
+    ):
         assert o.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
         assert len(o.logprobs) == len(o.tokens)
         assert o.logprobs == pytest.approx(whole.logprobs[: len(o.tokens)], abs=1e-4)
         assert o.finish == "stop"
     after = counted(engine)
-    assert after.drafted - before.drafted > after.accepted - before.accepted + 20  # only stops cost tokens
+    # only stops cost tokens
+    assert after.drafted - before.drafted > after.accepted - before.accepted + 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -273,7 +288,9 @@ def test_a_response_that_moves_while_it_is_drafted_stays_the_same(engines, ask, 
         ]
         got = run(second, rest, histories if to == "with histories" else ())
         assert all(steps == 1 or len(head) > 2 * steps for head in heads)
-        assert [h + o.tokens for h, o in zip(heads, got, strict=True)] == [e.tokens for e in expected]
+        assert [h + o.tokens for h, o in zip(heads, got, strict=True)] == [
+            e.tokens for e in expected
+        ]
 
 
 @pytest.mark.parametrize(("loads", "least"), [((2,), 200), ((2, 1), 10)])
@@ -324,7 +341,9 @@ def test_a_sibling_that_has_finished_is_history_too(engines, ask, epoch, kind):
     (first,) = run(engine, [(ask(f"p@{epoch}#0", PROMPTS[1], 60), Sampling(1.0))])
     (second,) = run(engine, [(ask(f"p@{epoch}#1", PROMPTS[1], 60), Sampling(1.0))])
     assert second.tokens == first.tokens
-    assert len(second.sizes) < 20 < 59 < len(first.sizes) + counted(engine).accepted - before.accepted
+    assert (
+        len(second.sizes) < 20 < 59 < len(first.sizes) + counted(engine).accepted - before.accepted
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -354,21 +373,26 @@ NUM_SEEDS = 3000
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_distribution_is_that_of_the_model(engines, tiny, ask, epoch, kind):
-    """The likeliest tokens are drafted: whoever accepted more of them than are drawn would be seen here."""
+    """The likeliest tokens are drafted: whoever accepted more of them than are drawn would be seen
+    here."""
     prompt, model = PROMPTS[2], tiny.models[1]
     p1 = softmax_after(model, [prompt])[0]
     p2 = softmax_after(model, [[*prompt, a] for a in range(VOCABULARY)])
-    p3 = softmax_after(model, [[*prompt, a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)])
+    p3 = softmax_after(
+        model, [[*prompt, a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)]
+    )
     likely2 = p2.argmax(1)
     likely3 = p3.argmax(1)[np.arange(VOCABULARY) * VOCABULARY + likely2]
     known = [[a, int(likely2[a]), int(likely3[a]), 0] for a in range(VOCABULARY)]
     engine = engines(kind, MAX_WINDOW, slots=100)
     before = counted(engine)
     added = [(ask(f"p@{epoch}#{s}", prompt, 4, seed=s), Sampling(1.0)) for s in range(NUM_SEEDS)]
-    # They finish and become history, too: a thousand times the same, so that drafts stay the likely ones.
+    # They finish and become history, too: a thousand times the same, so that drafts stay the likely
+    # ones.
     got = np.array([o.tokens for o in run(engine, added, [history(f"p@{epoch}", *known * 1000)])])
     after = counted(engine)
-    assert after.drafted - before.drafted >= NUM_SEEDS  # two for all whose second token is drawn as drafted
+    # two for all whose second token is drawn as drafted
+    assert after.drafted - before.drafted >= NUM_SEEDS
     assert after.accepted - before.accepted > 0.1 * NUM_SEEDS
     joint = p1[:, None] * p2
     triple = joint.reshape(-1)[:, None] * p3
@@ -385,7 +409,8 @@ def softmax_after(model, contexts):
 
 
 def assert_drawn_from(probabilities, drawn):
-    """Pearson's chi-square at 1 in 1000 (Wilson and Hilferty's formula); rare values count as one."""
+    """Pearson's chi-square at 1 in 1000 (Wilson and Hilferty's formula); rare values count as
+    one."""
     expected = probabilities * len(drawn)
     seen = np.bincount(drawn, minlength=len(expected))
     is_rare = expected < 5

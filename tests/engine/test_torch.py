@@ -79,19 +79,24 @@ def run(engine, requests):
 
 
 def spec_of(folder, **fields):
-    return EngineSpec("torch", str(folder), "float32", **{"max_model_length": 160, "slots": 4, **fields})
+    return EngineSpec(
+        "torch", str(folder), "float32", **{"max_model_length": 160, "slots": 4, **fields}
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_equals_transformers(tmp_path, ask, name):
-    """More responses than slots, of all lengths, past the first growth of the cache; two share a prompt."""
+    """More responses than slots, of all lengths, past the first growth of the cache; two share a
+    prompt."""
     config = ARCHITECTURES[name] if name.startswith("gpt2") else COMMON | ARCHITECTURES[name]
     model, path, manifest = model_of(tmp_path, config)
     engine = TorchEngine(spec_of(tmp_path))
     assert engine.load_weights(path, manifest) == manifest.digest
     prompts = [[2 + (5 * (i // 2) + 3 * j) % 38 for j in range(3 + i // 2 * 9)] for i in range(6)]
     limits = [20, 100, 45, 7, 139, 33]  # the fifth is as long as the engine allows
-    requests = [ask(f"g{i}#0", p, n, seed=i) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
+    requests = [
+        ask(f"g{i}#0", p, n, seed=i) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))
+    ]
     tokens, logprobs = run(engine, requests)
     one = np.ones(1)
     with torch.inference_mode():
@@ -128,7 +133,9 @@ def test_a_version_that_does_not_fit_the_model_is_refused(tmp_path):
     with pytest.raises(WeightsError, match=r"lm_head\.weight: missing"):
         engine.load_weights(path, write_tensors(path, 1, without.items()))
     with pytest.raises(WeightsError, match="no such tensor"):
-        engine.load_weights(path, write_tensors(path, 1, {**named, "extra": torch.zeros(1)}.items()))
+        engine.load_weights(
+            path, write_tensors(path, 1, {**named, "extra": torch.zeros(1)}.items())
+        )
     with pytest.raises(WeightsError, match="shape"):
         engine.load_weights(
             path, write_tensors(path, 1, {**named, "lm_head.weight": torch.zeros(3, 32)}.items())
@@ -138,7 +145,9 @@ def test_a_version_that_does_not_fit_the_model_is_refused(tmp_path):
 def test_kv_cache_gib_limits_how_many_responses_run_at_once(tmp_path, ask):
     model_of(tmp_path, COMMON | ARCHITECTURES["llama, untied"])
     bytes_per_token = 2 * 3 * 2 * 8 * 4
-    engine = TorchEngine(spec_of(tmp_path, slots=64, kv_cache_gib=2.5 * 160 * bytes_per_token / 2**30))
+    engine = TorchEngine(
+        spec_of(tmp_path, slots=64, kv_cache_gib=2.5 * 160 * bytes_per_token / 2**30)
+    )
     for i in range(5):
         engine.add(ask(f"r{i}", [4, 5], 9), Sampling(1.0))
     engine.step()

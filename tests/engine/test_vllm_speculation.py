@@ -1,6 +1,7 @@
 """Drafts in vLLM: whatever is tried, every response is the one that would have come without.
 
-The engine under test runs in a child, where the functions below marked "in the child" drive it step by step.
+The engine under test runs in a child, where the functions below marked "in the child" drive it step
+by step.
 """
 
 import importlib.util
@@ -34,7 +35,8 @@ Histories = tuple[PromptHistory, ...]
 
 
 class FixedGate(Gate):
-    """Allows drafts of one width whether they pay or not; checks what it hears of passes without prefill."""
+    """Allows drafts of one width whether they pay or not; checks what it hears of passes without
+    prefill."""
 
     def width(self, batch: int) -> int:
         return self.max_width
@@ -69,9 +71,12 @@ class Plan:
     sampling: Sampling
     requests: list[ResponseRequest]
     histories: Histories = ()
-    width: int = WINDOW  # 0 = no drafts
-    stop_after: int | None = None  # steps; then all that runs is aborted
-    load_after: dict[int, Any] = field(default_factory=dict)  # after how many steps which weights
+    # 0 = no drafts
+    width: int = WINDOW
+    # steps; then all that runs is aborted
+    stop_after: int | None = None
+    # after how many steps which weights
+    load_after: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,9 +84,11 @@ class Result:
     tokens: dict[str, list[int]]
     logprobs: dict[str, list[float]]
     finish: dict[str, str | None]
-    versions: dict[str, list[int]]  # how many loads each token had seen
+    # how many loads each token had seen
+    versions: dict[str, list[int]]
     num_steps: int = 0
-    num_observed: int = 0  # of them without prefill
+    # of them without prefill
+    num_observed: int = 0
     drafted: int = 0
     accepted: int = 0
 
@@ -118,7 +125,10 @@ def drive(engine: Any, fields: dict[str, Any]) -> dict[str, Any]:
     assert not drafter._cursors
     result.num_observed = Scheduled.num_observed
     after = engine.load().drafting
-    result.drafted, result.accepted = after.drafted - before.drafted, after.accepted - before.accepted
+    result.drafted, result.accepted = (
+        after.drafted - before.drafted,
+        after.accepted - before.accepted,
+    )
     return vars(result)
 
 
@@ -200,8 +210,11 @@ def engine(remote: Remote) -> Remote:
     return remote
 
 
-def requests_of(ask: Callable[..., ResponseRequest], num: int = 60, siblings: int = 3, seed: int = 0):
-    """More than there are slots, of different lengths; responses of one prompt have different seeds."""
+def requests_of(
+    ask: Callable[..., ResponseRequest], num: int = 60, siblings: int = 3, seed: int = 0
+):
+    """More than there are slots, of different lengths; responses of one prompt have different
+    seeds."""
     return [
         ask(f"{key}#{i}", list(PROMPTS[k]), num + 7 * k - 3 * i, seed=seed + 10 * k + i)
         for i in range(siblings)
@@ -209,7 +222,9 @@ def requests_of(ask: Callable[..., ResponseRequest], num: int = 60, siblings: in
     ]
 
 
-def histories_of(tokens: dict[str, list[int]], change: Callable[[list[int]], list[int]]) -> Histories:
+def histories_of(
+    tokens: dict[str, list[int]], change: Callable[[list[int]], list[int]]
+) -> Histories:
     by_key: dict[str, list[bytes]] = {}
     for name, t in tokens.items():
         by_key.setdefault(name.rpartition("#")[0], []).append(pack_i32(change(t)))
@@ -373,7 +388,9 @@ def test_rows_accept_what_a_loop_over_requests_accepts():
         counts = random.integers(0, 5, random.integers(1, 7)).tolist()
         drafted = random.integers(0, 2, sum(counts))
         drawn = random.integers(0, 2, sum(counts) + len(counts))
-        rows = Rows(SimpleNamespace(num_draft_tokens=counts, draft_token_ids=torch.from_numpy(drafted)))
+        rows = Rows(
+            SimpleNamespace(num_draft_tokens=counts, draft_token_ids=torch.from_numpy(drafted))
+        )
         assert rows.request.tolist() == [i for i, n in enumerate(counts) for _ in range(n + 1)]
         assert rows.offset.tolist() == [j for n in counts for j in range(n + 1)]
         chances = torch.arange(len(drawn), dtype=torch.float32)
@@ -381,8 +398,12 @@ def test_rows_accept_what_a_loop_over_requests_accepts():
         row = draft = 0
         for i, n in enumerate(counts):
             kept = next((j for j in range(n) if drawn[row + j] != drafted[draft + j]), n) + 1
-            assert tokens[i].tolist() == drawn[row : row + kept].tolist() + [-1] * (max(counts) + 1 - kept)
-            assert logprobs.view(tokens.shape)[i][:kept].tolist() == chances[row : row + kept].tolist()
+            assert tokens[i].tolist() == drawn[row : row + kept].tolist() + [-1] * (
+                max(counts) + 1 - kept
+            )
+            assert (
+                logprobs.view(tokens.shape)[i][:kept].tolist() == chances[row : row + kept].tolist()
+            )
             row, draft = row + n + 1, draft + n
 
 

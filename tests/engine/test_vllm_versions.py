@@ -1,4 +1,5 @@
-"""The adapter's table against the sources of releases that are not installed, and against the one that is."""
+"""The adapter's table against the sources of releases that are not installed, and against the one
+that is."""
 
 import importlib.util
 import json
@@ -27,7 +28,10 @@ from lightrl.engine.vllm_versions import (
 from tests.support.cli import arguments
 from tests.support.paths import python_path
 
-READ = {f.stem: json.loads(f.read_text()) for f in Path(__file__).with_name("vllm_signatures").glob("*.json")}
+READ = {
+    f.stem: json.loads(f.read_text())
+    for f in Path(__file__).with_name("vllm_signatures").glob("*.json")
+}
 
 
 def test_the_ends_of_the_window_were_read():
@@ -42,7 +46,9 @@ def test_a_release_in_the_window_has_all_that_is_used(version):
     assert lacking(DRAFTS, READ[version]) is None
 
 
-@pytest.mark.parametrize(("version", "by_config"), [("0.20.2", False), ("0.25.1", False), ("0.32.0", True)])
+@pytest.mark.parametrize(
+    ("version", "by_config"), [("0.20.2", False), ("0.25.1", False), ("0.32.0", True)]
+)
 def test_how_a_release_takes_drafts(version, by_config):
     assert decides_by_config(READ[version]) == by_config
 
@@ -96,7 +102,9 @@ def test_the_installed_release_is_what_its_sources_say_and_no_use_without_a_part
     )
     assert answers.exists(), done.stderr
     found, unusable = json.loads(answers.read_text())
-    assert "has no vllm.v1.engine.core.EngineCore.preprocess_add_request: install one of" in unusable
+    assert (
+        "has no vllm.v1.engine.core.EngineCore.preprocess_add_request: install one of" in unusable
+    )
     assert lacking(ENGINE, found) is None
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "vllm_signatures"))
     (place,) = importlib.util.find_spec("vllm").submodule_search_locations
@@ -133,12 +141,18 @@ def package(folder: Path, name: str, version: str, requires: str = "") -> None:
     ("wanted", "there", "said"),
     [
         ("torch==2.11.0", "2.11.0+cu130", None),
-        ("torch==2.13.0", "2.11.0+cu130", "vLLM 0.32.0 is built for torch 2.13.0, installed is 2.11.0+cu130"),
+        (
+            "torch==2.13.0",
+            "2.11.0+cu130",
+            "vLLM 0.32.0 is built for torch 2.13.0, installed is 2.11.0+cu130",
+        ),
         ('torch==2.11.0+cpu; platform_machine == "x86_64"', "2.11.0+cpu", None),
         ("torchvision==0.28.0", "2.11.0", None),  # built for what was there
     ],
 )
-def test_a_vllm_built_for_another_torch_is_told_by_its_package(tmp_path, monkeypatch, wanted, there, said):
+def test_a_vllm_built_for_another_torch_is_told_by_its_package(
+    tmp_path, monkeypatch, wanted, there, said
+):
     package(tmp_path, "vllm", "0.32.0", f"Requires-Dist: {wanted}\n")
     package(tmp_path, "torch", there)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -149,7 +163,12 @@ def test_check_names_the_window_and_what_lies_outside_it(tmp_path):
     package(tmp_path, "vllm", "0.19.1", "Requires-Dist: torch==2.10.0\n")
     environment = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
     done = subprocess.run(
-        arguments("check"), env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+        arguments("check"),
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     [line] = [line for line in done.stdout.splitlines() if line[6:].startswith("vllm")]
     assert line.startswith("warn")

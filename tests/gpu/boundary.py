@@ -1,17 +1,18 @@
 """Where another batch drew another token: the proof that rounding has done it and nothing else.
 
-A GPU multiplies batches of different sizes by different kernels, which add up in different orders. So
-the logits of a token depend a little on its batch, and where its uniform number u lies that close to a
-boundary of the cumulative distribution F, another token is drawn. For the first token in which two runs of
-a response differ, all that the model has read is the same; it is checked that
+A GPU multiplies batches of different sizes by different kernels, which add up in different orders.
+So the logits of a token depend a little on its batch, and where its uniform number u lies that
+close to a boundary of the cumulative distribution F, another token is drawn. For the first token in
+which two runs of a response differ, all that the model has read is the same; it is checked that
 
-1. each token is the one that its own run's logits and the same u give: a noise or a position that differed
-   would show here;
-2. the two runs' logits differ by no more than `rounding` allows: a wrong mask, key or position would show
-   here.
+1. each token is the one that its own run's logits and the same u give: a noise or a position that
+   differed would show here;
+2. the two runs' logits differ by no more than `rounding` allows: a wrong mask, key or position
+   would show here.
 
-If logits differ by at most e, the odds F / (1 - F) change by a factor within exp(-2e)..exp(2e), so F by at
-most tanh(e / 2): hence u lies within that of the boundary between the tokens, which is checked as well.
+If logits differ by at most e, the odds F / (1 - F) change by a factor within exp(-2e)..exp(2e), so
+F by at most tanh(e / 2): hence u lies within that of the boundary between the tokens, which is
+checked as well.
 """
 
 import math
@@ -24,18 +25,21 @@ import numpy as np
 from tests.gpu.driver import Asked, Draw, Outcome
 
 UNIT = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-24}  # rounding to nearest
-ROUNDINGS = 12  # of a layer, one after the other: norms, projections, rotation, attention, gate, sums
-GROWTH = 2.0  # of an error on its way through the layers above, and because roundings are not independent
+# of a layer, one after the other: norms, projections, rotation, attention, gate, sums
+ROUNDINGS = 12
+# of an error on its way through the layers above, and because roundings are not independent
+GROWTH = 2.0
 SUMMING = 2e-6  # of F, whose probabilities are float32
 
 
 def rounding(logits: Any, dtype: str, num_layers: int, widest: int) -> float:
     """By how much a logit may differ between two batches. `logits` [vocabulary] of one of them.
 
-    Relative errors of a unit each, ROUNDINGS in every layer, add up like a random walk and end in logits of
-    `spread`; of `vocabulary` normal errors the largest is sqrt(2 ln vocabulary) times as large, and two runs
-    differ by sqrt(2) times one's error. Last, each logit is itself rounded in both runs. In float32, sums of
-    `widest` terms are what rounds: a unit is sqrt(widest) larger then.
+    Relative errors of a unit each, ROUNDINGS in every layer, add up like a random walk and end in
+    logits of `spread`; of `vocabulary` normal errors the largest is sqrt(2 ln vocabulary) times as
+    large, and two runs differ by sqrt(2) times one's error. Last, each logit is itself rounded in
+    both runs. In float32, sums of `widest` terms are what rounds: a unit is sqrt(widest) larger
+    then.
     """
     unit = UNIT[dtype] * (math.sqrt(widest) if dtype == "float32" else 1.0)
     spread, most = float(logits.std()), float(np.abs(logits).max())
@@ -48,7 +52,8 @@ class Difference:
     """The first token in which two runs of a response differ."""
 
     asked: Asked
-    index: int  # in the response
+    # in the response
+    index: int
     tokens: tuple[int, int]
 
     @property
@@ -58,7 +63,8 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """`num_tokens` were drawn after the same tokens in both runs, `differences` of them differently."""
+    """`num_tokens` were drawn after the same tokens in both runs, `differences` of them
+    differently."""
 
     num_responses: int
     num_tokens: int
@@ -77,7 +83,9 @@ class Comparison:
         }
 
 
-def compare(asked: Sequence[Asked], one: dict[str, list[int]], other: dict[str, list[int]]) -> Comparison:
+def compare(
+    asked: Sequence[Asked], one: dict[str, list[int]], other: dict[str, list[int]]
+) -> Comparison:
     """Two runs of the same requests, by name."""
     differences, num_tokens = [], 0
     for a in asked:
@@ -101,24 +109,33 @@ def explain(
     widest: int,
     temperature: float = 1.0,
 ) -> float:
-    """Proves that rounding alone made the differences; the largest of logits, as a share of what it may."""
+    """Proves that rounding alone made the differences; the largest of logits, as a share of what it
+    may."""
     worst = 0.0
     for d in found.differences:
         where = f"{d.asked.name}, token {d.index}"
         draws = one.draws.get(d.noise), other.draws.get(d.noise)
         assert draws[0] is not None, f"{where}: not drawn in a second run of the same batch"
         assert draws[1] is not None, f"{where}: not drawn in a second run of the same batch"
-        assert (draws[0].token, draws[1].token) == d.tokens, f"{where}: another token in the same batch"
-        logits = [draw.logits.astype(np.float64) / temperature for draw in draws if draw is not None]
+        assert (draws[0].token, draws[1].token) == d.tokens, (
+            f"{where}: another token in the same batch"
+        )
+        logits = [
+            draw.logits.astype(np.float64) / temperature for draw in draws if draw is not None
+        ]
         allowed = rounding(logits[0], dtype, num_layers, widest)
         apart = float(np.abs(logits[0] - logits[1]).max())
-        assert apart <= allowed, f"{where}: logits differ by {apart:.3g}, rounding explains {allowed:.3g}"
+        assert apart <= allowed, (
+            f"{where}: logits differ by {apart:.3g}, rounding explains {allowed:.3g}"
+        )
         cumulatives = [_cumulative(values) for values in logits]
         for draw, cumulative in zip(draws, cumulatives, strict=True):
             _require_drawn(draw, cumulative, d.noise, where)
         for cumulative in cumulatives:
             away = abs(d.noise - cumulative[min(d.tokens)])
-            assert away <= math.tanh(allowed / 2) + SUMMING, f"{where}: {away:.3g} from the boundary"
+            assert away <= math.tanh(allowed / 2) + SUMMING, (
+                f"{where}: {away:.3g} from the boundary"
+            )
         worst = max(worst, apart / allowed)
     return worst
 
@@ -132,4 +149,6 @@ def _require_drawn(draw: Draw | None, cumulative: Any, noise: float, where: str)
     assert draw is not None
     below = cumulative[draw.token - 1] if draw.token else 0.0
     above = cumulative[draw.token]
-    assert below - SUMMING <= noise <= above + SUMMING, f"{where}: {draw.token} is not what its logits give"
+    assert below - SUMMING <= noise <= above + SUMMING, (
+        f"{where}: {draw.token} is not what its logits give"
+    )

@@ -1,6 +1,7 @@
 """The device that these tests are about, models for it, and figures for scripts/gpu.
 
-Needs no more than torch and transformers, so that what a machine lacks costs only the tests that need it.
+Needs no more than torch and transformers, so that what a machine lacks costs only the tests that
+need it.
 """
 
 import functools
@@ -19,7 +20,8 @@ DEVICE = os.environ.get("LIGHTRL_GPU_DEVICE", "cuda")  # cpu: whether these test
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`device` is the GPU; in the files that say so also a CPU, to be tested where there is no GPU."""
+    """`device` is the GPU; in the files that say so also a CPU, to be tested where there is no
+    GPU."""
     if "device" in metafunc.fixturenames:
         params = [pytest.param(DEVICE, marks=pytest.mark.gpu)]
         if DEVICE != "cpu" and getattr(metafunc.module, "ALSO_ON_CPU", False):

@@ -1,6 +1,8 @@
-"""Coupled sampling on a real device: one engine's responses in other company, with drafts, after a move.
+"""Coupled sampling on a real device: one engine's responses in other company, with drafts, after a
+move.
 
-Says how many tokens were drawn otherwise and proves that it was rounding (`boundary`). Not a test itself.
+Says how many tokens were drawn otherwise and proves that it was rounding (`boundary`). Not a test
+itself.
 """
 
 import itertools
@@ -16,10 +18,12 @@ FEW = 14  # responses at a time
 
 
 def requests(vocabulary: int, num_groups: int, group: int, num_tokens: int) -> list[Asked]:
-    """Groups of responses to prompts of 5 to 60 tokens; of different lengths: batches shrink as they run."""
+    """Groups of responses to prompts of 5 to 60 tokens; of different lengths: batches shrink as
+    they run."""
     rng = np.random.default_rng(1)
     prompts = [
-        tuple(rng.integers(2, vocabulary, 5 + 55 * g // num_groups).tolist()) for g in range(num_groups)
+        tuple(rng.integers(2, vocabulary, 5 + 55 * g // num_groups).tolist())
+        for g in range(num_groups)
     ]
     return [
         Asked(f"p{g}#{i}", prompts[g], 100 * g + i, num_tokens - 2 * (i % 8))
@@ -50,7 +54,8 @@ def check(
     label: str,
     figure: Callable[..., None],
 ) -> dict[str, int]:
-    """How many responses each way of running them changed. Fails if anything but rounding has changed one."""
+    """How many responses each way of running them changed. Fails if anything but rounding has
+    changed one."""
     vocabulary = shape["vocab_size"]
     expected = engine.run(asked)
     epochs = itertools.count()  # a group's responses become history themselves
@@ -78,7 +83,9 @@ def check(
             told(f"{way}: share {what} drawn otherwise", share)
         if found.differences:
             repeated = engine.run(asked, wanted=found.wanted), again(found.wanted)
-            worst = explain(found, *repeated, dtype, shape["num_hidden_layers"], shape["intermediate_size"])
+            worst = explain(
+                found, *repeated, dtype, shape["num_hidden_layers"], shape["intermediate_size"]
+            )
             told(f"{way}: largest difference of logits / what rounding explains", worst)
         changed[way] = len(found.differences)
     return changed

@@ -1,4 +1,5 @@
-"""Drives an engine step by step, here or in another process: what comes of requests, and of which logits.
+"""Drives an engine step by step, here or in another process: what comes of requests, and of which
+logits.
 
 Nothing here is a test. Must not import vLLM, nor pydantic.
 """
@@ -26,7 +27,8 @@ LIMIT_S = 240.0  # for one answer of an engine's process
 class Asked:
     """One response to be generated."""
 
-    name: str  # "group#index"
+    # "group#index"
+    name: str
     prompt: tuple[int, ...]
     seed: int
     num_tokens: int
@@ -34,7 +36,9 @@ class Asked:
 
     def request(self) -> ResponseRequest:
         prompt, prefix = pack_i32(list(self.prompt)), pack_i32(list(self.prefix))
-        return ResponseRequest(self.name, 1, self.seed, prompt, prefix, self.num_tokens - len(self.prefix))
+        return ResponseRequest(
+            self.name, 1, self.seed, prompt, prefix, self.num_tokens - len(self.prefix)
+        )
 
     def noise(self, index: int) -> float:
         """The uniform number that decides token `index` of the response."""
@@ -56,12 +60,14 @@ class Outcome:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
     draws: dict[float, Draw] = field(default_factory=dict)
-    accepted: int = 0  # drafted tokens
+    # drafted tokens
+    accepted: int = 0
     seconds: float = 0.0
 
 
 class Watch:
-    """Stands in for `sample` where an engine has imported it: keeps the draws of the wanted uniforms."""
+    """Stands in for `sample` where an engine has imported it: keeps the draws of the wanted
+    uniforms."""
 
     def __init__(self) -> None:
         self.wanted: frozenset[float] | None = frozenset()  # None: all
@@ -134,8 +140,8 @@ class Driven:
     ) -> Outcome:
         """Draws are kept for the `wanted` uniforms (None: for all).
 
-        `at_once`: so many responses, then the next so many. `stop_after` steps what runs is aborted.
-        `drafts`: none, whenever the history has one, or as the gate decides.
+        `at_once`: so many responses, then the next so many. `stop_after` steps what runs is
+        aborted. `drafts`: none, whenever the history has one, or as the gate decides.
         """
         self._watch.wanted, self._watch.draws = wanted, {}
         self._prepare(drafts)
@@ -170,7 +176,8 @@ class Driven:
             kind = {"none": Closed, "all": Open, "gate": Gate}[drafts]
             self._drafter.gate = kind(self._window, is_padded=self._is_padded)
         core = getattr(self.engine, "_core", None)
-        if core is not None:  # prompts that are cached would make the second run another batch than the first
+        # prompts that are cached would make the second run another batch than the first
+        if core is not None:
             core.reset_prefix_cache()
 
     def close(self) -> None:
@@ -181,7 +188,8 @@ class Driven:
         return drafting.accepted if drafting is not None else 0
 
     def weights(self) -> dict[str, tuple[int, list[float]]]:
-        """Of vLLM: where each parameter lies and its first values; tied ones under each of their names."""
+        """Of vLLM: where each parameter lies and its first values; tied ones under each of their
+        names."""
         model = self.engine._core.model_executor.driver_worker.worker.model_runner.model
         named = model.named_parameters(remove_duplicate=False)
         return {n: (p.data_ptr(), p.flatten()[:4].float().tolist()) for n, p in named}
@@ -228,7 +236,9 @@ class Remote:
             result = self._connection.recv()
         except EOFError:
             self._process.join(30)
-            raise AssertionError(f"the engine's process ended with {self._process.exitcode}") from None
+            raise AssertionError(
+                f"the engine's process ended with {self._process.exitcode}"
+            ) from None
         if isinstance(result, Exception):
             raise result
         return result
@@ -256,7 +266,8 @@ def _serve(connection: Any, spec: EngineSpec) -> None:
 def nearly(
     outcome: Outcome, epoch: str, asked: Sequence[Asked], vocabulary: int
 ) -> tuple[list[Asked], tuple[PromptHistory, ...]]:
-    """The same requests under new names, and what came of them as history: every ninth token is wrong."""
+    """The same requests under new names, and what came of them as history: every ninth token is
+    wrong."""
     renamed, by_group = [], {}
     for a in asked:
         group, _, index = a.name.rpartition("#")
@@ -264,5 +275,7 @@ def nearly(
         tokens = np.array(outcome.tokens[a.name])
         tokens[8::9] = (tokens[8::9] + 1) % vocabulary
         by_group.setdefault(f"{group}@{epoch}", []).append(pack_i32(tokens.tolist()))
-    histories = tuple(PromptHistory(g, tuple(past), (None,) * len(past)) for g, past in by_group.items())
+    histories = tuple(
+        PromptHistory(g, tuple(past), (None,) * len(past)) for g, past in by_group.items()
+    )
     return renamed, histories

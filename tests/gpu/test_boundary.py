@@ -29,13 +29,16 @@ def outcome(logits, noise):
 
 @pytest.fixture(scope="module")
 def two_runs():
-    """Of the first response for which logits as far apart as rounding of bfloat16 makes them matter."""
+    """Of the first response for which logits as far apart as rounding of bfloat16 makes them
+    matter."""
     for seed in range(5000):
         asked = Asked("a#0", PROMPT, seed, 4)
         noise = uniform(seed, len(PROMPT) + 2)
         one = logits_of(seed)
         allowed = rounding(one, "bfloat16", LAYERS, WIDEST)
-        other = one + np.random.default_rng(seed + 1).normal(0, allowed / 6, len(one)).astype(np.float32)
+        other = one + np.random.default_rng(seed + 1).normal(0, allowed / 6, len(one)).astype(
+            np.float32
+        )
         if drawn(one, noise) != drawn(other, noise):
             return asked, outcome(one, noise), outcome(other, noise)
     raise AssertionError("no uniform lies near a boundary")
@@ -60,7 +63,9 @@ def test_in_float32_the_same_difference_is_not(two_runs):
 def test_logits_of_another_context_are_not(two_runs):
     asked, one, _ = two_runs
     noise = asked.noise(2)
-    other = next(o for s in range(9000, 9100) if (o := outcome(logits_of(s), noise)).tokens != one.tokens)
+    other = next(
+        o for s in range(9000, 9100) if (o := outcome(logits_of(s), noise)).tokens != one.tokens
+    )
     with pytest.raises(AssertionError, match="rounding explains"):
         proved(asked, one, other)
 
@@ -69,7 +74,9 @@ def test_a_token_of_another_uniform_number_is_not(two_runs):
     asked, one, _ = two_runs
     noise = asked.noise(2)
     wrong = drawn(one.draws[noise].logits, (noise + 0.5) % 1)
-    other = Outcome(tokens={"a#0": [7, 8, wrong, 9]}, draws={noise: Draw(wrong, one.draws[noise].logits)})
+    other = Outcome(
+        tokens={"a#0": [7, 8, wrong, 9]}, draws={noise: Draw(wrong, one.draws[noise].logits)}
+    )
     with pytest.raises(AssertionError, match="not what its logits give"):
         proved(asked, one, other)
 

@@ -1,6 +1,8 @@
-"""What tests/engine asks of every engine, asked of the torch engine on a GPU: the same tests, in float32.
+"""What tests/engine asks of every engine, asked of the torch engine on a GPU: the same tests, in
+float32.
 
-Kernels are not batch-invariant there, but in float32 so nearly that these few thousand tokens are the same.
+Kernels are not batch-invariant there, but in float32 so nearly that these few thousand tokens are
+the same.
 """
 
 from collections.abc import Callable

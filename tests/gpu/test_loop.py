@@ -1,4 +1,5 @@
-"""`lightrl up` with engine and trainer on one GPU: it learns, survives what is killed, and repeats itself."""
+"""`lightrl up` with engine and trainer on one GPU: it learns, survives what is killed, and repeats
+itself."""
 
 import contextlib
 import importlib.util
@@ -38,13 +39,15 @@ SETTINGS = (
 QUICK = ("rollout.group_size=4", "train.prompts_per_step=8", "rollout.max_response_length=48")
 # A share of token ids: raised by moving every token's probability a little, whatever the model.
 REWARD = (
-    "def reward(sample):\n    return sum(t % 2 for t in sample.response_ids) / len(sample.response_ids)\n"
+    "def reward(sample):\n    return sum(t % 2 for t in sample.response_ids) / "
+    "len(sample.response_ids)\n"
 )
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM compiles the model whenever an engine starts, which takes longer than a test on a CPU waits."""
+    """vLLM compiles the model whenever an engine starts, which takes longer than a test on a CPU
+    waits."""
     monkeypatch.setattr(harness, "DEADLINE_S", DEADLINE_S)
 
 
@@ -63,7 +66,9 @@ def engine(device: str) -> str:
 
 
 @contextlib.contextmanager
-def running(tmp_path: Path, *overrides: str, resume: bool = False) -> Iterator["subprocess.Popen[str]"]:
+def running(
+    tmp_path: Path, *overrides: str, resume: bool = False
+) -> Iterator["subprocess.Popen[str]"]:
     first = ("resume", "one") if resume else ("up", str(QUICKSTART), *SETTINGS)
     with subprocess.Popen(
         arguments(*first, *overrides, "--no-tui"),
@@ -115,7 +120,8 @@ def test_the_reward_of_the_quickstart_rises(device, engine, tmp_path, figure):
     )
     gaps = [r["train_rollout_logprob_abs_diff"] for r in steps]
     figure(
-        f"quickstart, {engine} engine: train_rollout_logprob_abs_diff, largest of {STEPS} steps", max(gaps)
+        f"quickstart, {engine} engine: train_rollout_logprob_abs_diff, largest of {STEPS} steps",
+        max(gaps),
     )
     assert max(gaps) < (0.03 if device == "cuda" else 1e-4)
 
@@ -178,7 +184,8 @@ def kill_child(daemon: int, word: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_deterministic_run_repeats(device, engine, dtype, tmp_path, figure):
-    """Equal digests where the engine is batch-invariant; for the torch engine in bfloat16 it is a figure."""
+    """Equal digests where the engine is batch-invariant; for the torch engine in bfloat16 it is a
+    figure."""
     overrides = (*QUICK, f"rollout.engine={engine}", "train.steps=6", "run.deterministic=true")
     digests = []
     for name in ("first", "second"):
@@ -187,6 +194,8 @@ def test_a_deterministic_run_repeats(device, engine, dtype, tmp_path, figure):
             ended(process, tmp_path / name)
         result = summary(tmp_path / name)
         digests.append((result["responses_digest"], result["weights_digest"]))
-    figure(f"deterministic, {engine} engine, {dtype}: the same digests twice", digests[0] == digests[1])
+    figure(
+        f"deterministic, {engine} engine, {dtype}: the same digests twice", digests[0] == digests[1]
+    )
     if dtype == "float32" or engine == "vllm":
         assert digests[0] == digests[1]

@@ -40,7 +40,9 @@ def free_address() -> str:
 def test_a_group_of_one_adds_up_on_the_device_and_beside_it(device):
     """As `Rank` joins: tensors on the GPU go through NCCL, those on the CPU through gloo."""
     on = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    start = StartRank("", "", rank=0, world=1, rendezvous=free_address(), publish_dir="", run_dir="")
+    start = StartRank(
+        "", "", rank=0, world=1, rendezvous=free_address(), publish_dir="", run_dir=""
+    )
     join(start, on)
     try:
         for where in {on, torch.device("cpu")}:
@@ -58,7 +60,8 @@ def test_a_group_of_one_adds_up_on_the_device_and_beside_it(device):
 
 
 def test_two_ranks_on_two_gpus_train_and_save(device, tmp_path):
-    """FSDP over NCCL: a step, a checkpoint, and one rank alone that takes it up with the same weights."""
+    """FSDP over NCCL: a step, a checkpoint, and one rank alone that takes it up with the same
+    weights."""
     if device == "cuda" and cuda_count() < 2:
         pytest.skip("one GPU: NCCL refuses two ranks on it")
     model = make_model(tmp_path / "model", "small", "cpu")
@@ -77,7 +80,16 @@ def test_two_ranks_on_two_gpus_train_and_save(device, tmp_path):
                     )
                     ranks.append(child)
                     publish, run_dir = str(tmp_path / f"weights-{world}"), str(tmp_path / "run")
-                    start = (config_of(model), str(model), rank, world, rendezvous, publish, run_dir, first)
+                    start = (
+                        config_of(model),
+                        str(model),
+                        rank,
+                        world,
+                        rendezvous,
+                        publish,
+                        run_dir,
+                        first,
+                    )
                     child.send(StartRank(*start))
                 started = [await expect(rank, RankStarted) for rank in ranks]
                 if first:

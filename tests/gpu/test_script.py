@@ -1,4 +1,5 @@
-"""scripts/gpu itself: limits, going on after failures, what it prints. With parts that need no GPU."""
+"""scripts/gpu itself: limits, going on after failures, what it prints. With parts that need no
+GPU."""
 
 import json
 import os
@@ -31,7 +32,9 @@ def test_not_here(): pass
 
 
 def part(name, code, limit_s=60.0, needs=(), **fields):
-    return Part(name, "a part of a test", ("-c", code), needs, limit_s, **{"least_s": 1.0, **fields})
+    return Part(
+        name, "a part of a test", ("-c", code), needs, limit_s, **{"least_s": 1.0, **fields}
+    )
 
 
 def run(tmp_path, parts, seconds=120.0, jobs=2, device="cpu"):
@@ -75,7 +78,9 @@ def test_one_that_fails_hangs_or_cannot_run_does_not_keep_the_others_from_runnin
     assert "in deep" in log
     assert "threading.py" in log  # where the one that hung was
     for name, p in parts.items():
-        assert any(line.startswith(f"{name} ") and p["state"] in line for line in printed.splitlines())
+        assert any(
+            line.startswith(f"{name} ") and p["state"] in line for line in printed.splitlines()
+        )
 
 
 def test_time_that_is_over_skips_what_is_left(tmp_path):
@@ -86,7 +91,9 @@ def test_time_that_is_over_skips_what_is_left(tmp_path):
     assert parts["speed/first"]["state"] == "passed"
     assert parts["speed/second"]["why"].endswith("s were left, it needs 30")
     assert parts["speed/third"]["why"].startswith("not done within")
-    assert "for what had no time left: scripts/gpu --only speed/second,speed/third\n" in f"{printed}\n"
+    assert (
+        "for what had no time left: scripts/gpu --only speed/second,speed/third\n" in f"{printed}\n"
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")
@@ -124,8 +131,14 @@ def test_each_test_of_a_part_counts(tmp_path):
 
 
 def test_parts_are_chosen_by_group_or_by_name():
-    assert {p.group for p in chosen("engine,trainer,loop,speed")} == {"engine", "trainer", "loop", "speed"}
-    assert next(p.name for p in chosen("loop/up, trainer")) == "trainer/step"  # the more important first
+    assert {p.group for p in chosen("engine,trainer,loop,speed")} == {
+        "engine",
+        "trainer",
+        "loop",
+        "speed",
+    }
+    # the more important first
+    assert next(p.name for p in chosen("loop/up, trainer")) == "trainer/step"
     with pytest.raises(ValueError, match="--only nothing"):
         chosen(",")
     with pytest.raises(ValueError, match="--only what: known are engine, trainer, loop, speed"):
@@ -157,7 +170,9 @@ def test_what_to_carry_is_said_in_one_line():
 def scripts_gpu(*arguments):
     command = [sys.executable, str(ROOT / "scripts" / "gpu"), *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=280, check=False
+    )
 
 
 def test_without_a_gpu_it_runs_to_its_end_and_says_why(tmp_path):

@@ -1,4 +1,5 @@
-"""The torch engine on a GPU: coupled sampling in each dtype, its distribution, the memory it gives back."""
+"""The torch engine on a GPU: coupled sampling in each dtype, its distribution, the memory it gives
+back."""
 
 import gc
 from collections.abc import Callable
@@ -58,7 +59,9 @@ def models(device: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         if size not in made:
             folder = tmp_path_factory.mktemp("model")
             shape, changes = (
-                ("small", TINY if size == "tiny" else {}) if size == "tiny" or device == "cpu" else (size, {})
+                ("small", TINY if size == "tiny" else {})
+                if size == "tiny" or device == "cpu"
+                else (size, {})
             )
             make_config(folder, shape, **changes)
             module = make_module(folder, device, torch.bfloat16)
@@ -83,9 +86,14 @@ def tiny(models: Callable[[str], Model]) -> Model:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_other_company_speculation_and_a_move_change_no_more_than_rounding_does(device, model, dtype, figure):
-    """The same tokens but where a uniform lies within rounding of a boundary; how many, is a figure."""
-    asked = requests(model.vocabulary, 16 if device == "cuda" else 8, 4, 72 if device == "cuda" else 40)
+def test_other_company_speculation_and_a_move_change_no_more_than_rounding_does(
+    device, model, dtype, figure
+):
+    """The same tokens but where a uniform lies within rounding of a boundary; how many, is a
+    figure."""
+    asked = requests(
+        model.vocabulary, 16 if device == "cuda" else 8, 4, 72 if device == "cuda" else 40
+    )
     engine = model.engine(dtype, slots=64, max_window=8)
     label = f"torch engine, {model.shape['num_hidden_layers']} layers"
     changed = check(engine, model.shape, dtype, asked, label, figure)
@@ -108,7 +116,8 @@ def test_the_same_batch_gives_the_same_bits(device, model, dtype):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_have_the_probabilities_of_their_logits(device, tiny, dtype, temperature):
-    """Of the first token, and of the second after the likeliest first, which was drafted for all."""
+    """Of the first token, and of the second after the likeliest first, which was drafted for
+    all."""
     num, prompt = 3000 if device == "cuda" else 1200, (5, 9, 4, 11)
     engine = tiny.engine(dtype, slots=256, max_window=4)
     likeliest = likeliest_after(engine, prompt)
@@ -136,7 +145,8 @@ def assert_drawn_from(
 ):
     """Pearson's chi-square at 1 in 10,000 (Wilson and Hilferty); rare tokens count as one."""
     logits = (
-        np.stack([got.draws[asked[i].noise(index)].logits for i in chosen]).astype(np.float64) / temperature
+        np.stack([got.draws[asked[i].noise(index)].logits for i in chosen]).astype(np.float64)
+        / temperature
     )
     each = np.exp(logits - logits.max(1, keepdims=True))
     expected = (each / each.sum(1, keepdims=True)).sum(0)
@@ -156,7 +166,9 @@ def in_use(device: str) -> int:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
     tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def test_memory_comes_back_after_a_reset_and_after_the_engine(device, model, figure):

@@ -1,6 +1,8 @@
-"""One training rank on a GPU: its step and its checkpoints against those of a CPU, and the memory it takes.
+"""One training rank on a GPU: its step and its checkpoints against those of a CPU, and the memory
+it takes.
 
-The same body runs on both devices in processes of their own, since a rank takes the GPU where there is one.
+The same body runs on both devices in processes of their own, since a rank takes the GPU where there
+is one.
 """
 
 import json
@@ -39,8 +41,10 @@ from safetensors.torch import save_file
 job = json.loads(Path(sys.argv[1]).read_text())
 samples = [from_json(line.encode(), TrainSample) for line in job["samples"]]
 run = Path(job["run"])
-rank = Rank(StartRank(job["config"], job["model"], 0, 1, "", str(run / "weights"), str(run), job["first"]))
-said = {"device": str(rank.device), "digests": [rank.started.manifest.digest], "metrics": [], "dtypes": []}
+weights = str(run / "weights")
+rank = Rank(StartRank(job["config"], job["model"], 0, 1, "", weights, str(run), job["first"]))
+digests = [rank.started.manifest.digest]
+said = {"device": str(rank.device), "digests": digests, "metrics": [], "dtypes": []}
 tokens = sum(len(s.token_ids) // 4 for s in samples)
 for step in range(job["first"], job["first"] + job["steps"]):
     size = job["batch"]
@@ -74,7 +78,11 @@ def samples_of(vocabulary: int, num: int, num_tokens: int) -> list[TrainSample]:
         advantage = (1.0, -0.5, 0.25, -0.75)[i % 4]
         made.append(
             TrainSample(
-                f"p{i}@0#0", pack_i32(prompt.tolist()), pack_i32(response.tolist()), logprobs, advantage
+                f"p{i}@0#0",
+                pack_i32(prompt.tolist()),
+                pack_i32(response.tolist()),
+                logprobs,
+                advantage,
             )
         )
     return made
@@ -96,14 +104,22 @@ def config_of(model: Path, **train: Any) -> str:
 def train(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """`train("cuda", ...)`: what a rank there says, and its weights afterwards as "masters"."""
 
-    def run(on: str, model: Path, samples: list[TrainSample], run_dir: Path, **fields: Any) -> dict[str, Any]:
+    def run(
+        on: str, model: Path, samples: list[TrainSample], run_dir: Path, **fields: Any
+    ) -> dict[str, Any]:
         run_dir.mkdir(parents=True, exist_ok=True)
         job = {"first": 0, "steps": 1, "batch": 4, "config": config_of(model), **fields}
-        job |= {"model": str(model), "run": str(run_dir), "samples": [to_json(s).decode() for s in samples]}
+        job |= {
+            "model": str(model),
+            "run": str(run_dir),
+            "samples": [to_json(s).decode() for s in samples],
+        }
         (run_dir / "job.json").write_text(json.dumps(job))
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if on == "cpu" else {})}
         command = [sys.executable, "-c", RANK, str(run_dir / "job.json")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         said = json.loads((run_dir / "said.json").read_text())
         assert said["device"].startswith(on)
@@ -127,13 +143,14 @@ def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_a_step_in_bfloat16_goes_where_that_in_float32_goes(device, train, model, tmp_path, figure):
-    """Adam's first update is little more than the signs of the gradient, many of which are about zero: what
-    must agree is the gradient."""
+    """Adam's first update is little more than the signs of the gradient, many of which are about
+    zero: what must agree is the gradient."""
     samples = samples_of(SHAPES["small"]["vocab_size"], 16, 48)
     on_cpu = train("cpu", model, samples, tmp_path / "cpu")
     on_device = train(device, model, samples, tmp_path / "device")
     assert on_device["master"] == ["torch.float32"]
-    assert on_device["digests"][0] == on_cpu["digests"][0]  # what was published first: the stored weights
+    # what was published first: the stored weights
+    assert on_device["digests"][0] == on_cpu["digests"][0]
     one, other = (gradient(tmp_path / name) for name in ("cpu", "device"))
     figure("a step on the GPU and on a CPU: cosine of the gradient", cosine(one, other))
     assert cosine(one, other) >= LEAST_COSINE
@@ -175,7 +192,8 @@ def test_a_checkpoint_goes_to_a_cpu_and_back(device, train, model, tmp_path):
 
 
 def test_peak_memory_is_what_the_dry_run_says(device, train, tmp_path, figure):
-    """Of a 0.5B shape on a GPU, and two micro-batches of 4,096 tokens. On a CPU the body alone is tried."""
+    """Of a 0.5B shape on a GPU, and two micro-batches of 4,096 tokens. On a CPU the body alone is
+    tried."""
     name, length, batch = ("0.5b", 504, 8) if device == "cuda" else ("small", 56, 8)
     model = make_model(tmp_path / "model", name, device)
     samples = samples_of(SHAPES[name]["vocab_size"], 2 * batch, length)

@@ -1,7 +1,8 @@
 """vLLM on a GPU: the engines' contract, CUDA graphs on and off, weights in place, drafts, sleep.
 
-The contract is asked in vLLM's batch-invariant mode, in which the same tokens come in any company, as
-`run.deterministic` has it. Without that mode tokens may differ by rounding, which is counted and proved.
+The contract is asked in vLLM's batch-invariant mode, in which the same tokens come in any company,
+as `run.deterministic` has it. Without that mode tokens may differ by rounding, which is counted and
+proved.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ GRAPHS = [pytest.param(False, id="eager"), pytest.param(True, id="graphs")]
 
 @dataclass(frozen=True)
 class On:
-    """What a device allows: vLLM on a CPU has neither graphs nor a batch-invariant mode, nor need of one."""
+    """What a device allows: vLLM on a CPU has neither graphs nor a batch-invariant mode, nor need
+    of one."""
 
     device: str
 
@@ -52,7 +54,15 @@ class On:
     def spec(self, tiny: TinyModel, graphs: bool, **fields: Any) -> EngineSpec:  # noqa: F811
         args = self.args(graphs) | fields.pop("engine_args", {})
         return EngineSpec(
-            "vllm", str(tiny.dir), self.dtype, 512, 64, KV_GIB, max_window=WINDOW, engine_args=args, **fields
+            "vllm",
+            str(tiny.dir),
+            self.dtype,
+            512,
+            64,
+            KV_GIB,
+            max_window=WINDOW,
+            engine_args=args,
+            **fields,
         )
 
 
@@ -100,7 +110,8 @@ def test_company_speculation_and_a_move_change_no_more_than_rounding_does(on, re
 
 
 def test_drafts_that_the_gate_lets_through_change_nothing_either(on, remote, tiny, figure):  # noqa: F811
-    """What the gate decides depends on the clock, so that no run repeats: the share alone is looked at."""
+    """What the gate decides depends on the clock, so that no run repeats: the share alone is looked
+    at."""
     remote.load(*tiny.files[1])
     asked = requests(CONFIG["vocab_size"], 16, 4, 72)
     plain = remote.run(asked)
@@ -130,11 +141,12 @@ def test_reloading_replaces_weights_in_place_tied_ones_too(on, remote, tiny):  #
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_logprobs_are_those_of_the_trainer(on, remote, tiny, figure, version):  # noqa: F811
-    """Also that no key of older weights is left in the prefix cache, and that the head was renewed: the same
-    long prompts were answered by the other version before."""
+    """Also that no key of older weights is left in the prefix cache, and that the head was renewed:
+    the same long prompts were answered by the other version before."""
     rng = np.random.default_rng(7)
     asked = [
-        Asked(f"q{i}#0", tuple(rng.integers(2, CONFIG["vocab_size"], 200).tolist()), i, 60) for i in range(8)
+        Asked(f"q{i}#0", tuple(rng.integers(2, CONFIG["vocab_size"], 200).tolist()), i, 60)
+        for i in range(8)
     ]
     remote.load(*tiny.files[3 - version])
     remote.run(asked)
@@ -142,7 +154,10 @@ def test_logprobs_are_those_of_the_trainer(on, remote, tiny, figure, version):  
     got = remote.run(asked)
     samples = [
         TrainSample(
-            a.name, *map(pack_i32, (a.prompt, got.tokens[a.name])), pack_f32(got.logprobs[a.name]), 1.0
+            a.name,
+            *map(pack_i32, (a.prompt, got.tokens[a.name])),
+            pack_f32(got.logprobs[a.name]),
+            1.0,
         )
         for a in asked
     ]

@@ -1,4 +1,5 @@
-"""What is drafted for running responses: by whose history, how much at once, and what is counted and kept."""
+"""What is drafted for running responses: by whose history, how much at once, and what is counted
+and kept."""
 
 import random
 from collections.abc import Sequence
@@ -16,8 +17,12 @@ PROMPT = [1, 2, 3]
 OLD = list(range(100, 200))  # a response of which every context is its own
 
 
-def history(group: str, *responses: Sequence[int], rewards: Sequence[float | None] = ()) -> PromptHistory:
-    return PromptHistory(group, tuple(map(pack_i32, responses)), tuple(rewards or [1.0] * len(responses)))
+def history(
+    group: str, *responses: Sequence[int], rewards: Sequence[float | None] = ()
+) -> PromptHistory:
+    return PromptHistory(
+        group, tuple(map(pack_i32, responses)), tuple(rewards or [1.0] * len(responses))
+    )
 
 
 def opened(max_window: int = 16, batch: int = 1, **more: bool | int) -> Drafter:
@@ -76,7 +81,8 @@ def test_a_window_is_no_wider_than_it_may_be() -> None:
 def test_a_window_halves_when_one_was_not_kept_down_to_the_least() -> None:
     d = knowing(OLD)
     for written, window in ((0, FIRST_WINDOW), (20, 2), (40, MIN_WINDOW)):
-        d.took("p@0#0", OLD[written - LONGEST if written else 0 : written])  # back to where one knows
+        # back to where one knows
+        d.took("p@0#0", OLD[written - LONGEST if written else 0 : written])
         assert draft(d) == OLD[written : written + window]
         d.took("p@0#0", [OLD[written], 7])
 
@@ -190,7 +196,9 @@ def test_an_end_of_what_never_ran_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("rewarded", [False, True])
-def test_the_oldest_prompts_are_forgotten_first_and_running_responses_survive_it(rewarded: bool) -> None:
+def test_the_oldest_prompts_are_forgotten_first_and_running_responses_survive_it(
+    rewarded: bool,
+) -> None:
     room = 3 * (len(OLD) + LONGEST) * 52
     d = opened(by_reward=rewarded, max_bytes=room)
     groups = [f"{name}@0" for name in "abcdef"]
@@ -218,7 +226,8 @@ def test_many_prompts_without_answers_are_forgotten_too(monkeypatch: pytest.Monk
         d.start(f"p{i}@0#1", PROMPT, ())
         d.took(f"p{i}@0#0", OLD)
         d.end(f"p{i}@0#0", is_finished=True)
-    assert [i for i in range(30) if not draft(d, f"p{i}@0#1")] == []  # they run, and keep what they stand in
+    # they run, and keep what they stand in
+    assert [i for i in range(30) if not draft(d, f"p{i}@0#1")] == []
     d.start("p0@0#2", PROMPT, ())
     assert draft(d, "p0@0#2") == []
 
@@ -240,7 +249,8 @@ def test_counts() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_is_drafted_the_counts_add_up(seed: int) -> None:
-    """Responses that follow the history and stray from it, in an engine that accepts what is right."""
+    """Responses that follow the history and stray from it, in an engine that accepts what is
+    right."""
     rng = random.Random(seed)
     d = opened(max_window=rng.choice((1, 3, 16)), batch=4)
     texts = {f"p@0#{k}": [rng.randrange(4) for _ in range(rng.randrange(1, 60))] for k in range(4)}

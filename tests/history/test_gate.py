@@ -1,4 +1,5 @@
-"""The gate in made-up worlds: what a pass costs, how much of a draft is kept, how the load changes."""
+"""The gate in made-up worlds: what a pass costs, how much of a draft is kept, how the load
+changes."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -30,7 +31,8 @@ def knee(batch: int, num_tokens: int) -> float:
 
 
 def affine(batch: int, num_tokens: int) -> float:
-    """A small model on a CPU: half of a step of 16 responses is overhead; keys and values count, too."""
+    """A small model on a CPU: half of a step of 16 responses is overhead; keys and values count,
+    too."""
     return 1.0 + 0.04 * num_tokens + 0.02 * batch
 
 
@@ -46,11 +48,14 @@ class World:
     gate: Gate
     seed: int = 0
     jitter: float = 0.0
-    outliers: float = 0.0  # share of steps that take ten times as long
-    share: float = 1.0  # of responses for which there is a draft
+    # share of steps that take ten times as long
+    outliers: float = 0.0
+    # of responses for which there is a draft
+    share: float = 1.0
     tokens: int = 0
     seconds: float = 0.0
-    plain_seconds: float = 0.0  # the same tokens would have taken without speculation
+    # the same tokens would have taken without speculation
+    plain_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -66,7 +71,9 @@ class World:
         emitted = batch + int(kept.clip(max=width).sum())
         widened = batch if self.gate.is_padded and num_drafts else num_drafts
         num_tokens = batch + widened * width
-        noise = 10.0 if self.rng.random() < self.outliers else 1 + self.rng.uniform(-1, 1) * self.jitter
+        noise = (
+            10.0 if self.rng.random() < self.outliers else 1 + self.rng.uniform(-1, 1) * self.jitter
+        )
         self.gate.observe(batch, num_tokens, self.cost(batch, num_tokens) * noise / 1e3)
         # Noise counts for the gate only: a slow step is as slow with drafts as without.
         self.seconds += self.cost(batch, num_tokens)
@@ -80,7 +87,8 @@ class World:
         return self.plain_seconds / self.seconds
 
     def gain_of(self, batch: int, width: int) -> float:
-        """Expected, if every step drafted `width` tokens for each response that may have a draft."""
+        """Expected, if every step drafted `width` tokens for each response that may have a
+        draft."""
         kept = sum(self.acceptance**k for k in range(1, width + 1))
         widened = batch if self.gate.is_padded else batch * self.share
         ratio = self.cost(batch, batch) / self.cost(batch, round(batch + widened * width))
@@ -90,7 +98,9 @@ class World:
         return max(self.gain_of(batch, w) for w in (0, *WIDTHS) if w <= self.gate.max_width)
 
 
-def world(cost: Cost, acceptance: float, seed: int = 0, is_padded: bool = False, **more: float) -> World:
+def world(
+    cost: Cost, acceptance: float, seed: int = 0, is_padded: bool = False, **more: float
+) -> World:
     return World(cost, acceptance, Gate(MAX_WIDTH, is_padded), seed, **more)
 
 

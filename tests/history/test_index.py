@@ -85,7 +85,9 @@ def history(seed: int) -> tuple[list[int], list[list[int]], list[float]]:
         if responses and rng.random() < 0.7:
             base = rng.choice(responses)
             changed = [rng.randrange(alphabet) if rng.random() < 0.1 else t for t in base]
-            responses.append(changed[: rng.randrange(len(base) + 1)] if rng.random() < 0.3 else changed)
+            responses.append(
+                changed[: rng.randrange(len(base) + 1)] if rng.random() < 0.3 else changed
+            )
         else:
             responses.append([rng.randrange(alphabet) for _ in range(rng.randrange(40))])
     weights = [rng.choice((0.1, 0.5, 1.0, 1.0)) for _ in responses]
@@ -127,7 +129,9 @@ def test_to_advance_along_a_draft_is_to_follow_it(seed: int) -> None:
 
 def test_the_longest_context_decides() -> None:
     index = one_book(
-        (9,), [[1, 2, 3, 4, 5, 6, 7, 100], [0, 0, 3, 4, 5, 6, 7, 50], [0, 0, 0, 0, 5, 6, 7, 20]], [1.0] * 3
+        (9,),
+        [[1, 2, 3, 4, 5, 6, 7, 100], [0, 0, 3, 4, 5, 6, 7, 50], [0, 0, 0, 0, 5, 6, 7, 20]],
+        [1.0] * 3,
     )
 
     def following(*tail: int) -> list[int]:
@@ -144,7 +148,11 @@ def test_the_heavier_continuation_wins_and_of_equals_the_newest() -> None:
     frequent = one_book(prompt, [[1], [1], [2]], [1.0] * 3)
     rewarded = one_book(prompt, [[1], [1], [2]], [0.1, 0.1, 1.0])
     newest = one_book(prompt, [[1], [2], [2], [1], [3]], [1.0] * 5)
-    assert [drafted(i, i.locate(prompt), 1, 0.0) for i in (frequent, rewarded, newest)] == [[1], [2], [1]]
+    assert [drafted(i, i.locate(prompt), 1, 0.0) for i in (frequent, rewarded, newest)] == [
+        [1],
+        [2],
+        [1],
+    ]
 
 
 def test_a_draft_ends_where_it_becomes_ambiguous() -> None:

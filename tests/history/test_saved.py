@@ -1,4 +1,5 @@
-"""history.bin: what a coordinator that goes on finds there, whatever became of the file meanwhile."""
+"""history.bin: what a coordinator that goes on finds there, whatever became of the file
+meanwhile."""
 
 import subprocess
 import sys
@@ -44,7 +45,9 @@ def recall(run_dir: Path) -> tuple[list[PromptAnswers], list[str]]:
 
 
 def test_what_was_learnt_is_known_to_the_next_coordinator(tmp_path):
-    history = save(tmp_path, [answered("a"), answered('\0"b"\n', 7)], [answered("ü", 1), answered("a", 1, 9)])
+    history = save(
+        tmp_path, [answered("a"), answered('\0"b"\n', 7)], [answered("ü", 1), answered("a", 1, 9)]
+    )
     known, told = recall(tmp_path)
     assert known == list(history.all())
     assert [a.prompt for a in known] == ['\0"b"\n', "ü", "a"]
@@ -63,7 +66,12 @@ def test_responses_without_tokens_are_not_written(tmp_path):
         tmp_path,
         [
             PromptAnswers(
-                "a", 0, ((0, PastResponse(0, array("i"), False)), (1, PastResponse(0, array("i", [4]), True)))
+                "a",
+                0,
+                (
+                    (0, PastResponse(0, array("i"), False)),
+                    (1, PastResponse(0, array("i", [4]), True)),
+                ),
             )
         ],
     )
@@ -148,7 +156,9 @@ def test_on_a_full_disk_it_is_left_out_with_one_line(tmp_path):
         history.learn([answered("a", epoch)])
         saved.append([answered("a", epoch)])
     saved.close()
-    assert told == ["WARNING: history.bin: cannot write (No space left on device); left out until it can be"]
+    assert told == [
+        "WARNING: history.bin: cannot write (No space left on device); left out until it can be"
+    ]
     assert len(history.of("a")) == 2
 
 
@@ -190,7 +200,9 @@ for prompt in "abcd":
     saved.append(round)
 saved.close()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [
         "WARNING: history.bin: cannot write (No space left on device); left out until it can be"
     ]
@@ -214,7 +226,10 @@ def test_a_disk_that_is_too_slow_is_given_up_before_memory_runs_out(tmp_path, mo
     goes_on.set()
     saved.close()
     assert told == [
-        "WARNING: history.bin: given up (the disk is too slow): a resumed run has less to draft from"
+        (
+            "WARNING: history.bin: given up (the disk is too slow): a resumed run has less to "
+            "draft from"
+        )
     ]
 
 

@@ -1,4 +1,5 @@
-"""What is remembered of earlier responses: of the newest epoch, within the limit, whatever became of them."""
+"""What is remembered of earlier responses: of the newest epoch, within the limit, whatever became
+of them."""
 
 import json
 import tracemalloc
@@ -15,12 +16,14 @@ def past(num_tokens: int, epoch: int = 0, finished: bool = True) -> PastResponse
 
 
 def closed(epoch: int, *prompts: str, kind: RoundKind = "short") -> Round:
-    """Two responses for each prompt: one finished with 3 tokens and a reward, one given up after 2."""
+    """Two responses for each prompt: one finished with 3 tokens and a reward, one given up after
+    2."""
     round = Round(kind, epoch, Sampling(), 1, 1, len(prompts), 2, 0.0, RoundState.CLOSED)
     for position, prompt in enumerate(prompts):
         group = Group(f"{prompt}@{epoch}", DrawnPrompt(prompt, epoch, b""), round, position)
         first, second = (
-            Response(f"{group.id}#{k}", group, k, 0, tokens=array("i", [9] * (3 - k))) for k in (0, 1)
+            Response(f"{group.id}#{k}", group, k, 0, tokens=array("i", [9] * (3 - k)))
+            for k in (0, 1)
         )
         first.finish_reason, first.reward = "stop", 0.5
         group.responses = [first, second]
@@ -125,7 +128,9 @@ def test_evaluations_are_kept_beside_the_training_data_and_a_later_one_replaces_
     for step in (0, 10):
         history.learn(answers(closed(step, "a", kind="eval")))
     first, last = (
-        group for round in (closed(0, "a"), closed(10, "a", kind="eval")) for group in round.groups.values()
+        group
+        for round in (closed(0, "a"), closed(10, "a", kind="eval"))
+        for group in round.groups.values()
     )
     assert key_of(first) != key_of(last)
     assert [p.epoch for p in history.of(key_of(first))] == [0, 0]
@@ -133,12 +138,15 @@ def test_evaluations_are_kept_beside_the_training_data_and_a_later_one_replaces_
 
 
 def test_memory_beyond_the_tokens_is_as_said():
-    """330 bytes for a response, so that 10,000 prompts with 8 responses of 2,000 tokens take 670 MB."""
+    """330 bytes for a response, so that 10,000 prompts with 8 responses of 2,000 tokens take 670
+    MB."""
     tracemalloc.start()
     try:
         history = History()
         for prompt in range(500):
-            responses = tuple((k, PastResponse(prompt, array("i", [k] * 20), True, k / 3)) for k in range(8))
+            responses = tuple(
+                (k, PastResponse(prompt, array("i", [k] * 20), True, k / 3)) for k in range(8)
+            )
             history.add(PromptAnswers(f"prompt {prompt}", prompt, responses))
         del responses
         beyond = tracemalloc.get_traced_memory()[0] - history.num_bytes
@@ -153,7 +161,9 @@ def test_lengths_of_every_round_are_one_line(tmp_path):
     log.write(closed(0, "a", "b"))
     log.write(closed(1, "b"))
     log.close()
-    first, second = (json.loads(line) for line in (tmp_path / "lengths.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(line) for line in (tmp_path / "lengths.jsonl").read_text().splitlines()
+    )
     assert first == {
         "step": 0,
         "kind": "short",
@@ -177,6 +187,8 @@ def test_lengths_on_a_disk_that_refuses_are_left_out_with_a_warning(tmp_path):
     log = LengthsLog(tmp_path, 1, told.append)
     log.write(closed(1, "b"))
     log.close()
-    assert told == ["WARNING: lengths.jsonl: rounds from step 1 on will be there twice (Is a directory)"]
+    assert told == [
+        "WARNING: lengths.jsonl: rounds from step 1 on will be there twice (Is a directory)"
+    ]
     lines = (tmp_path / "lengths.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 1]

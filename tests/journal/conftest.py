@@ -23,7 +23,9 @@ from lightrl.wire import pack_f32, pack_i32
 PATIENCE_S = 20.0
 
 
-def item(name: str, offset: int, count: int, attempt: int = 1, how: str | None = None) -> ResponseTokens:
+def item(
+    name: str, offset: int, count: int, attempt: int = 1, how: str | None = None
+) -> ResponseTokens:
     """Tokens that say where they stand: 1000 * (number of the response) + position."""
     first = 1000 * sum(name.encode()) + offset
     ids = pack_i32(range(first, first + count))
@@ -31,7 +33,9 @@ def item(name: str, offset: int, count: int, attempt: int = 1, how: str | None =
     return ResponseTokens(name, attempt, offset, ids, logprobs, how)  # type: ignore[arg-type]
 
 
-def shard(step: int, index: int, groups: list[str], last: bool = False, total: int = 0) -> TrainShard:
+def shard(
+    step: int, index: int, groups: list[str], last: bool = False, total: int = 0
+) -> TrainShard:
     return TrainShard(step, index, step, tuple(TrainGroup(g, b"", ()) for g in groups), last, total)
 
 
@@ -71,7 +75,8 @@ def within(work: Callable[[], Awaitable[None]]) -> None:
 
 
 def tokens_of(facts: list[LogEntry]) -> dict[str, tuple[list[int], list[int], object]]:
-    """What a reader that skips what it knows ends up with: (tokens, version of each, how it finished)."""
+    """What a reader that skips what it knows ends up with: (tokens, version of each, how it
+    finished)."""
     held: dict[str, tuple[list[int], list[int], object]] = {}
     for fact in facts:
         if isinstance(fact, TokensTaken):

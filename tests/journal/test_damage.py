@@ -1,4 +1,5 @@
-"""Whatever happens to the bytes: reading ends in a line at most, and gives a prefix of what was written."""
+"""Whatever happens to the bytes: reading ends in a line at most, and gives a prefix of what was
+written."""
 
 import asyncio
 import os
@@ -7,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.core.log_entries import LogEntry, RoundOpened, RoundSnapshot, SnapshotBegan, TokensTaken
+from lightrl.core.log_entries import (
+    LogEntry,
+    RoundOpened,
+    RoundSnapshot,
+    SnapshotBegan,
+    TokensTaken,
+)
 from lightrl.errors import JournalError
 from lightrl.journal import disk
 from lightrl.journal.codec import LOG
@@ -147,7 +154,11 @@ def two(tmp_path: Path) -> Path:
     folder = tmp_path / "journal"
     stood = [SnapshotBegan(step=3), RoundSnapshot(3, "plain", 0, (), False)]
     asyncio.run(
-        write(folder, (2, [SnapshotBegan(step=2)], small_story()), (3, stood, [RoundOpened(3, "plain")]))
+        write(
+            folder,
+            (2, [SnapshotBegan(step=2)], small_story()),
+            (3, stood, [RoundOpened(3, "plain")]),
+        )
     )
     return folder
 
@@ -207,7 +218,9 @@ def test_rewind_goes_back_to_the_beginning_of_a_step(tmp_path):
     segment = rewind(folder, LOG, 2)
     assert newest(folder, LOG) == (segment, [SnapshotBegan(step=2)], [])
     assert [s.step for s in segments(folder)] == [1, 2]
-    assert sorted(p.name for p in folder.glob("*.rewound")) == [f"{name}.rewound" for name in names[1:]]
+    assert sorted(p.name for p in folder.glob("*.rewound")) == [
+        f"{name}.rewound" for name in names[1:]
+    ]
     assert rewind(folder, LOG, 2) > segment  # may be done twice
     asyncio.run(write(folder, (2, [SnapshotBegan(step=2)], [])))
     assert len(segments(folder)) == 3

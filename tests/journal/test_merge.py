@@ -78,7 +78,8 @@ def test_nothing_and_items_without_tokens():
 
 
 def story(rng: random.Random) -> list[LogEntry]:
-    """Of some responses on some nodes: moves, versions that come and go, resends, scores between."""
+    """Of some responses on some nodes: moves, versions that come and go, resends, scores
+    between."""
     held = {f"p{k}@0#{k % 3}": 0 for k in range(rng.randrange(1, 9))}
     attempt = dict.fromkeys(held, 1)
     version, facts = 5, list[LogEntry]()

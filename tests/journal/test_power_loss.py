@@ -1,4 +1,5 @@
-"""The power fails at any moment of the life of a journal, a config and a key: what was promised is there."""
+"""The power fails at any moment of the life of a journal, a config and a key: what was promised is
+there."""
 
 import asyncio
 from pathlib import Path
@@ -78,7 +79,9 @@ def test_a_journal_that_is_cut_back_is_there_before_or_after(tmp_path: Path):
 
     def recovers(place: Path, promises: list[Any]) -> None:
         found = newest(place / "journal", LOG)[1]
-        assert found == [SnapshotBegan(step=1)] or (not promises and found[0] == SnapshotBegan(step=2))
+        assert found == [SnapshotBegan(step=1)] or (
+            not promises and found[0] == SnapshotBegan(step=2)
+        )
 
     require_every_sync(recorder, tmp_path.with_name(f"{tmp_path.name}-found"), recovers)
 
@@ -108,9 +111,11 @@ def test_config_and_key_of_a_run_survive(tmp_path: Path):
             raise AssertionError(str(e)) from None
 
     found = tmp_path.with_name(f"{tmp_path.name}-found")
-    first = "files.sync < files.write_whole < folder.create_run_dir: runs/a"  # the key's comes after it
+    # the key's comes after it
+    first = "files.sync < files.write_whole < folder.create_run_dir: runs/a"
     derived = (
-        "keys.write_key < keys.write_keys < folder.create_run_dir: runs/a/join"  # it follows from the key
+        # it follows from the key
+        "keys.write_key < keys.write_keys < folder.create_run_dir: runs/a/join"
     )
     require_every_sync(recorder, found, recovers, besides=[first, derived])
 

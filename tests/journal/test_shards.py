@@ -1,4 +1,5 @@
-"""What the trainer got for a published step comes back whole and in its old portions, or not at all."""
+"""What the trainer got for a published step comes back whole and in its old portions, or not at
+all."""
 
 import asyncio
 from pathlib import Path
@@ -42,7 +43,9 @@ def test_a_step_that_began_anew_counts_from_there(tmp_path):
 
 def test_other_steps_do_not_count(tmp_path):
     ahead = ShardSent(shard(3, 0, ["z"], last=True, total=1))
-    asyncio.run(write(tmp_path, (3, [SnapshotBegan(step=3)], [ahead, VersionPublished(4, "d4", (1,))])))
+    asyncio.run(
+        write(tmp_path, (3, [SnapshotBegan(step=3)], [ahead, VersionPublished(4, "d4", (1,))]))
+    )
     found, portions = read(tmp_path, [A, B, C, DONE, ahead])
     assert (len(found), portions) == (3, (1, 3, 1))
     with pytest.raises(JournalError, match="step 7 cannot be trained again: shard 0 is missing"):

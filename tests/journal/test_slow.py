@@ -1,4 +1,5 @@
-"""A disk that is slow, or that keeps nobody from going on: what waits for it is bounded, nothing fails."""
+"""A disk that is slow, or that keeps nobody from going on: what waits for it is bounded, nothing
+fails."""
 
 import asyncio
 import os
@@ -110,7 +111,8 @@ def test_what_a_segment_begins_with_is_made_as_it_is_written(tmp_path, may_write
 
 
 def test_a_segment_is_not_begun_anew_while_its_base_is_not_written(tmp_path, may_write):
-    """However much comes meanwhile: how large the base is, against which it counts, is not known yet."""
+    """However much comes meanwhile: how large the base is, against which it counts, is not known
+    yet."""
 
     async def story() -> None:
         durable = Journaling(tmp_path, config.Journal(segment_mb=1), pytest.fail)
@@ -159,7 +161,9 @@ def test_much_is_synced_in_parts_so_that_a_slow_disk_shows_that_it_lives(tmp_pat
     monkeypatch.setattr(disk, "PIECE_BYTES", 1 << 18)
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     signs: list[int] = []
-    end = disk.write_at(file, 0, (bytes(1 << 18) for _ in range(16)), lambda: signs.append(len(synced)))
+    end = disk.write_at(
+        file, 0, (bytes(1 << 18) for _ in range(16)), lambda: signs.append(len(synced))
+    )
     os.close(file)
     assert end == 4 << 20
     assert synced == [1 << 20, 2 << 20, 3 << 20, 4 << 20]

@@ -1,4 +1,5 @@
-"""What the writer promises: soon, in order, and never said too early, also when the disk is full."""
+"""What the writer promises: soon, in order, and never said too early, also when the disk is
+full."""
 
 import asyncio
 import os
@@ -24,7 +25,10 @@ Writer = JournalWriter[LogEntry]
 
 
 def writer_on(
-    folder: Path, flush_ms: float = 5, on_trouble: Callable[[str], None] = pytest.fail, keep: bool = False
+    folder: Path,
+    flush_ms: float = 5,
+    on_trouble: Callable[[str], None] = pytest.fail,
+    keep: bool = False,
 ) -> Writer:
     return JournalWriter(folder, LOG, flush_ms, on_trouble, keep)
 
@@ -68,7 +72,9 @@ def test_acts_are_called_in_order_after_their_records_and_never_at_once(tmp_path
             if k == 20:
                 writer.begin(1, [SnapshotBegan(step=1)])
             writer.after_flush(
-                lambda k=k: called.append((k, [s for g in segments(tmp_path) for s in steps_in(g.path)]))
+                lambda k=k: called.append(
+                    (k, [s for g in segments(tmp_path) for s in steps_in(g.path)])
+                )
             )
             if k % 7 == 0:
                 await asyncio.sleep(0)
@@ -90,7 +96,8 @@ def test_an_act_that_is_asked_for_starts_the_flush_at_once(tmp_path):
         writer.append(RoundOpened(0, "plain"))
         await flushed(writer)
         await asyncio.sleep(0)
-        writer.append(RoundOpened(1, "plain"))  # this one waits for its time, which close() does not
+        # this one waits for its time, which close() does not
+        writer.append(RoundOpened(1, "plain"))
         await writer.close()
         assert steps_in(segments(tmp_path)[0].path) == [0, 1]
 
@@ -135,7 +142,11 @@ def test_old_segments_are_dropped_but_never_the_newest(tmp_path):
 
 
 def test_what_was_set_aside_is_dropped_with_the_segments_of_its_steps(tmp_path):
-    for name in ("00000001_step_1.log.damaged", "00000002_step_3.log.rewound", "00000003_step_0.log.mine"):
+    for name in (
+        "00000001_step_1.log.damaged",
+        "00000002_step_3.log.rewound",
+        "00000003_step_0.log.mine",
+    ):
         (tmp_path / name).write_text("?")
 
     def left() -> list[str]:
@@ -336,7 +347,8 @@ def test_a_new_segment_waits_for_space_and_dropping_old_ones_makes_it(tiny_disk)
     async def story() -> None:
         told: list[str] = []
         writer = writer_on(tiny_disk / "j", on_trouble=told.append)
-        base: list[LogEntry] = [SnapshotBegan(), TokensTaken(0, (item("a", 0, 3000),))]  # 24 kB of 64
+        # 24 kB of 64
+        base: list[LogEntry] = [SnapshotBegan(), TokensTaken(0, (item("a", 0, 3000),))]
         writer.begin(0, base)
         writer.begin(1, base)
         writer.begin(2, base)

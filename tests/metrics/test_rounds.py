@@ -55,15 +55,21 @@ SETTINGS = Settings(
     tail=Tail(1.5, 1.5),
 )
 A, P, D = GroupState.ACCEPTED, GroupState.PUT_OFF, GroupState.DROPPED
-Answer = tuple[int, FinishReason | None, float | None]  # tokens, why it ended (None: given up), reward
+# tokens, why it ended (None: given up), reward
+Answer = tuple[int, FinishReason | None, float | None]
 
 
 def closed(
-    kind: RoundKind, groups: dict[str, tuple[GroupState, list[Answer]]], step: int = 0, epoch: int = 0
+    kind: RoundKind,
+    groups: dict[str, tuple[GroupState, list[Answer]]],
+    step: int = 0,
+    epoch: int = 0,
 ) -> Round:
     """A round of these groups; of each accepted one the two shortest scored responses are kept."""
     size = max(len(answers) for _, answers in groups.values())
-    round = Round(kind, step, Sampling(), 2, 2, len(groups), size, 0.0, RoundState.CLOSED, closed_at=2.0)
+    round = Round(
+        kind, step, Sampling(), 2, 2, len(groups), size, 0.0, RoundState.CLOSED, closed_at=2.0
+    )
     for position, (prompt, (state, answers)) in enumerate(groups.items()):
         name = f"{prompt}@{epoch}"
         group = Group(name, DrawnPrompt(prompt, epoch, b""), round, position, state=state)
@@ -114,10 +120,11 @@ LONG = closed(
         ({2: 1, 4: 1}, {}, 3.0, 0.0),  # nothing given up: the plain mean
         ({2: 2, 10: 2}, {}, 6.0, 0.5),
         ({2: 1, 4: 1}, {3: 1}, 2 + 2 / 3 * 2, 0.0),
-        # S: 1 up to 1, 5/6 up to 4 (at 3, one of five finishes and one is given up), 5/6 * 4/5 up to 5,
-        # where one of three finishes, 5/6 * 4/5 * 2/3 for good
+        # S: 1 up to 1, 5/6 up to 4 (at 3, one of five finishes and one is given up), 5/6 * 4/5 up
+        # to 5, where one of three finishes, 5/6 * 4/5 * 2/3 for good
         ({1: 1, 3: 1, 5: 1}, {3: 1, 7: 2}, 1 + 5 / 6 * 2 + 2 / 3 * 2 + 4 / 9 * 5, 4 / 9),
-        ({}, {4: 3}, 10.0, 1.0),  # none finished: nothing is known but that they may reach the limit
+        # none finished: nothing is known but that they may reach the limit
+        ({}, {4: 3}, 10.0, 1.0),
         ({4: 1}, {0: 5}, 4.0, 0.0),  # those that never started say nothing
         ({}, {}, 0.0, 0.0),
         ({10: 1, 4: 0}, {3: 0}, 10.0, 1.0),  # counts that were taken back
@@ -148,7 +155,8 @@ def test_kaplan_meier_finds_the_mean_again_when_giving_up_has_nothing_to_do_with
     [
         ([1, 5, 9], [10, 70, 30], 0.5),
         ([1, 2, 3, 4], [4, 3, 2, 1], -1.0),
-        # ranks 0.5 0.5 2 3 and 0 1 2.5 2.5: deviations -1 -1 .5 1.5 and -1.5 -.5 1 1, each 4.5 squared
+        # ranks 0.5 0.5 2 3 and 0 1 2.5 2.5: deviations -1 -1 .5 1.5 and -1.5 -.5 1 1, each 4.5
+        # squared
         ([1, 1, 2, 3], [1, 2, 5, 5], (1.5 + 0.5 + 0.5 + 1.5) / 4.5),
         ([1, 1, 1], [1, 2, 3], None),
         ([1, 2], [3, 3], None),
@@ -200,7 +208,9 @@ def test_over_a_run_a_prompt_that_was_put_off_counts_once():
         kaplan_meier(finished, given_up, LIMIT)
     )
     assert run["kept_length"] == (2 + 4 + 3 + 1 + 3 + 10 + 8 + 9) / 8
-    assert run["launched_length"] == pytest.approx((1 + 2 + 3 + 3 + 4 + 8 + 9 + 10 + 4 + 5 + 5) / 11)
+    assert run["launched_length"] == pytest.approx(
+        (1 + 2 + 3 + 3 + 4 + 8 + 9 + 10 + 4 + 5 + 5) / 11
+    )
     assert (run["kept_at_limit"], run["launched_at_limit"]) == pytest.approx((1 / 8, 1 / 11))
     assert (run["kept_reward"], run["scored_reward"]) == pytest.approx((5.5 / 8, 5.5 / 8))
     assert run["aborted_tokens"] == 22.0  # but what was sampled twice was sampled twice
@@ -228,8 +238,10 @@ def test_foresight_is_judged_by_what_is_known():
         "short",
         {
             "a": (A, [(2, "stop", 1.0), (4, "stop", 0.0)]),  # mean 3, foreseen 5: off by 2
-            "b": (P, [(6, None, None), (6, None, None)]),  # at least 6, foreseen 9: not known to be wrong
-            "c": (P, [(8, None, None), (6, "stop", 1.0)]),  # at least 7, foreseen 4: off by 3 or more
+            # at least 6, foreseen 9: not known to be wrong
+            "b": (P, [(6, None, None), (6, None, None)]),
+            # at least 7, foreseen 4: off by 3 or more
+            "c": (P, [(8, None, None), (6, "stop", 1.0)]),
             "d": (A, [(1, "stop", 1.0), (1, "stop", 0.0)]),  # new
             "e": (P, [(0, None, None), (0, None, None)]),  # never started
         },
@@ -291,12 +303,18 @@ def test_rounds_that_close_ahead_of_their_step_get_their_own_figures():
     kept.close_round(SHORT, core, {"history/bytes": 1.0})
     core.table.counters.migrations = 3
     kept.close_round(LONG, core, {"history/bytes": 2.0})
-    first, second = (kept.close_step(CloseStep(step, 1.0, 0.5, 0.25, {"lr": 1e-6})) for step in (0, 1))
+    first, second = (
+        kept.close_step(CloseStep(step, 1.0, 0.5, 0.25, {"lr": 1e-6})) for step in (0, 1)
+    )
     assert (first["step"], second["step"]) == (1.0, 2.0)
     assert (first["response_length/mean"], second["response_length/mean"]) == (2.5, 7.5)
     assert (first["migration/moves"], second["migration/moves"]) == (0.0, 3.0)
     assert (first["history/bytes"], second["history/bytes"]) == (1.0, 2.0)
-    assert (first["round/is_short"], first["round/is_long"], second["round/is_long"]) == (1.0, 0.0, 1.0)
+    assert (first["round/is_short"], first["round/is_long"], second["round/is_long"]) == (
+        1.0,
+        0.0,
+        1.0,
+    )
     assert (first["tail/kept_length"], first["tail_run/kept_length"]) == (2.5, 2.5)
     assert (second["tail/kept_length"], second["tail_run/kept_length"]) == (7.5, 5.0)
     assert first["timing_s/step"] == 1.75
@@ -326,7 +344,8 @@ def digest_of(kept: Records, core: Coordinator) -> object:
 
 
 def test_nobody_waits_until_a_step_is_hashed(tmp_path):
-    """Its thread is held up here, as gigabytes do it: steps close meanwhile, and come to the same digest."""
+    """Its thread is held up here, as gigabytes do it: steps close meanwhile, and come to the same
+    digest."""
     goes_on, digests = threading.Event(), list[object]()
     for is_held_up in (True, False):
         kept, core = records(), Coordinator(SETTINGS, 0.0)
@@ -362,7 +381,9 @@ def test_who_stops_waiting_for_a_digest_leaves_it_to_others():
     asyncio.run(scenario())
 
 
-def test_a_run_goes_on_while_a_step_is_hashed_and_its_next_segment_begins_with_the_digest(tmp_path: Path):
+def test_a_run_goes_on_while_a_step_is_hashed_and_its_next_segment_begins_with_the_digest(
+    tmp_path: Path,
+):
     goes_on = threading.Event()
 
     async def scenario() -> None:
@@ -408,17 +429,23 @@ def test_summary_and_snapshot_tell_the_bias_of_the_run():
     row = kept.snapshot(core, 1.0).tail
     assert row is not None
     assert (row.mode, row.queue, row.num_short, row.num_long) == ("both", 1, 1, 0)
-    assert (row.kept_length, row.launched_length) == (2.5, pytest.approx(tail["launched_length_km"]))
+    assert (row.kept_length, row.launched_length) == (
+        2.5,
+        pytest.approx(tail["launched_length_km"]),
+    )
 
     plain, strict = records(), Coordinator(replace(SETTINGS, tail=Tail()), 0.0)
     plain.close_round(LONG, strict, {})
-    assert not any(name.startswith("tail") for name in plain.close_step(CloseStep(1, 1.0, 1.0, 1.0, {})))
+    assert not any(
+        name.startswith("tail") for name in plain.close_step(CloseStep(1, 1.0, 1.0, 1.0, {}))
+    )
     assert plain.snapshot(strict, 1.0).tail is None
 
 
 @pytest.mark.parametrize("mode", ["prompts", "both"])
 def test_the_files_of_a_real_run_agree_with_each_other(tmp_path: Path, mode: str):
-    """Two epochs of 12 prompts, 4 a step, raced: metrics, summary, lengths and trainer say the same."""
+    """Two epochs of 12 prompts, 4 a step, raced: metrics, summary, lengths and trainer say the
+    same."""
     rows = (QUICKSTART / "train.jsonl").read_text().splitlines()[:12]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     trained: list[int] = []
@@ -462,7 +489,9 @@ def test_the_files_of_a_real_run_agree_with_each_other(tmp_path: Path, mode: str
             assert (len(prompts), step["tail/put_off"]) == (4, 0)
     launched = sum(num_tokens for r in rounds for *_, num_tokens, _ in r["responses"])
     assert (
-        sum(r["tail/aborted_tokens"] for r in steps) == summary["aborted_tokens"] == launched - sum(trained)
+        sum(r["tail/aborted_tokens"] for r in steps)
+        == summary["aborted_tokens"]
+        == launched - sum(trained)
     )
     assert summary["tail"]["kept_length"] == pytest.approx(sum(trained) / len(trained))
     assert summary["tail"]["prompts_put_off"] == sum(r["tail/put_off"] for r in steps) > 0

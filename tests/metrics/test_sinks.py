@@ -39,12 +39,19 @@ def test_a_resumed_run_appends_and_its_records_replace_repeated_steps(tmp_path):
     with (tmp_path / "metrics.jsonl").open("ab") as f:
         f.write(b'{"step": 4, "a"')  # torn by a crash
     write(tmp_path, (2, {"a": 20.0}), (3, {"a": 30.0}))
-    assert sinks.read(tmp_path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}, {"step": 3, "a": 30.0}]
+    assert sinks.read(tmp_path) == [
+        {"step": 1, "a": 1.0},
+        {"step": 2, "a": 20.0},
+        {"step": 3, "a": 30.0},
+    ]
 
 
 def test_an_evaluation_takes_nothing_from_the_step_before_it(tmp_path):
     write(tmp_path, (0, {"eval/x": 0.1}), (1, {"a": 1.0}), (1, {"eval/x": 0.2}))
-    assert sinks.read(tmp_path) == [{"step": 0, "eval/x": 0.1}, {"step": 1, "a": 1.0, "eval/x": 0.2}]
+    assert sinks.read(tmp_path) == [
+        {"step": 0, "eval/x": 0.1},
+        {"step": 1, "a": 1.0, "eval/x": 0.2},
+    ]
     write(tmp_path, (1, {"a": 2.0}))  # trained again, not yet evaluated
     assert sinks.read(tmp_path)[1:] == [{"step": 1, "a": 2.0}]
 
@@ -65,8 +72,13 @@ def test_a_backend_that_is_not_installed_says_what_to_install(tmp_path, backend)
 
 def test_tensorboard_gets_every_value(tmp_path):
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
-    write(tmp_path, (1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.75}), backends=("tensorboard",))
+    write(
+        tmp_path, (1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.75}), backends=("tensorboard",)
+    )
     [file] = (tmp_path / "tensorboard").iterdir()
     events = [e for e in loader.EventFileLoader(str(file)).Load() if e.summary.value]
-    assert [(e.step, e.summary.value[0].tag) for e in events] == [(1, "reward/mean"), (2, "reward/mean")]
+    assert [(e.step, e.summary.value[0].tag) for e in events] == [
+        (1, "reward/mean"),
+        (2, "reward/mean"),
+    ]
     assert len(sinks.read(tmp_path)) == 2  # sinks.jsonl is always written

@@ -15,7 +15,13 @@ SAMPLE = Sample(
     "1+1=",
     " 2 ",
     answer="2",
-    row={"prompt": "1+1=", "answer": "2", "data_source": "sums", "extra_info": {"index": 7}, "level": 3},
+    row={
+        "prompt": "1+1=",
+        "answer": "2",
+        "data_source": "sums",
+        "extra_info": {"index": 7},
+        "level": 3,
+    },
     response_ids=[4, 1],
     finish_reason="stop",
 )
@@ -47,7 +53,12 @@ def test_a_file_imports_its_neighbours_and_from_where_the_run_was_started(tmp_pa
 
 def test_verls_signature_is_recognised_by_its_names():
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        assert (data_source, solution_str, ground_truth, extra_info) == ("sums", " 2 ", "2", {"index": 7})
+        assert (data_source, solution_str, ground_truth, extra_info) == (
+            "sums",
+            " 2 ",
+            "2",
+            {"index": 7},
+        )
         return {"score": 0.5, "acc": True, "pred": "2"}
 
     assert call(compute_score) == 0.5
@@ -99,10 +110,13 @@ def test_an_asynchronous_function_is_awaited():
 
 
 @pytest.mark.parametrize(
-    "function", [lambda: 0, lambda text: 0, lambda sample, other: 0, lambda *args: 0, lambda **kwargs: 0]
+    "function",
+    [lambda: 0, lambda text: 0, lambda sample, other: 0, lambda *args: 0, lambda **kwargs: 0],
 )
 def test_an_unknown_signature_is_refused_with_those_that_are_known(function):
-    with pytest.raises(RewardError, match=r"rewards.py:f\(.*unknown signature; expected reward\(sample\)"):
+    with pytest.raises(
+        RewardError, match=r"rewards.py:f\(.*unknown signature; expected reward\(sample\)"
+    ):
         wrap(function, "rewards.py:f")
 
 

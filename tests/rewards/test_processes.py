@@ -1,4 +1,5 @@
-"""What reward functions start, see and run in: nothing of it outlives its worker, and little is let in."""
+"""What reward functions start, see and run in: nothing of it outlives its worker, and little is let
+in."""
 
 import asyncio
 import itertools
@@ -52,7 +53,8 @@ from array import array
 
 async def main(folder, model_files):
     settings = config.Reward(functions=(f"{folder}/rewards.py:reward",))
-    pool = RewardPool(settings, model_files, "answer", folder, lambda result: print(result, flush=True))
+    show = lambda result: print(result, flush=True)
+    pool = RewardPool(settings, model_files, "answer", folder, show)
     await pool.start()
     pool.submit(RewardJob("a", 1, "say abc", {}, array("i", [1, 0]), "stop"))
     await pool.run()
@@ -92,7 +94,10 @@ def sleepers() -> set[int]:
     found = set()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if file.read_bytes() == b"sleep\x001000\x00" or b"time.sleep(1000)" in file.read_bytes():
+            if (
+                file.read_bytes() == b"sleep\x001000\x00"
+                or b"time.sleep(1000)" in file.read_bytes()
+            ):
                 found.add(int(file.parent.name))
         except OSError:
             continue
@@ -113,8 +118,18 @@ def test_the_reaper_heeds_no_signal_that_is_for_the_daemon(model_files, tmp_path
     with daemon(tmp_path, model_files) as process:
         processes = below(process.pid)
         for descriptor in processes[:2]:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
-                if descriptor == processes[0] or number in {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
+            for number in (
+                signal.SIGTERM,
+                signal.SIGINT,
+                signal.SIGHUP,
+                signal.SIGUSR1,
+                signal.SIGQUIT,
+            ):
+                if descriptor == processes[0] or number in {
+                    signal.SIGTERM,
+                    signal.SIGINT,
+                    signal.SIGHUP,
+                }:
                     signal.pidfd_send_signal(descriptor, number)
         process.terminate()
         assert all_end(processes)
@@ -122,7 +137,8 @@ def test_the_reaper_heeds_no_signal_that_is_for_the_daemon(model_files, tmp_path
 
 @linux_only
 @pytest.mark.parametrize(
-    ("do", "failure"), [("pass", ""), ("hang", "timeout"), ("crash", "crashed"), ("group", "crashed")]
+    ("do", "failure"),
+    [("pass", ""), ("hang", "timeout"), ("crash", "crashed"), ("group", "crashed")],
 )
 def test_nothing_is_left_of_a_worker_however_it_ends(model_files, tmp_path, do, failure):
     before = sleepers()
@@ -170,13 +186,17 @@ def reward(sample):
 """
 
 
-def test_secrets_of_the_environment_are_not_seen_and_named_ones_are(model_files, tmp_path, monkeypatch):
+def test_secrets_of_the_environment_are_not_seen_and_named_ones_are(
+    model_files, tmp_path, monkeypatch
+):
     for name in ("OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "LIGHTRL_KEY"):
         monkeypatch.setenv(name, "secret")
     few = run_jobs(SEEN, [job("a")], model_files, tmp_path)["a"].metrics
     usual = {"PATH": 1.0, "HOME": 1.0}
     assert few == dict.fromkeys(few, 0.0) | usual
-    named = run_jobs(SEEN, [job("a")], model_files, tmp_path, env=("OPENAI_*", "LIGHTRL_KEY"))["a"].metrics
+    named = run_jobs(SEEN, [job("a")], model_files, tmp_path, env=("OPENAI_*", "LIGHTRL_KEY"))[
+        "a"
+    ].metrics
     assert named == few | {"OPENAI_API_KEY": 1.0}
 
 
@@ -188,14 +208,17 @@ def test_usual_names_pass_in_capitals_or_not():
 
 def test_a_command_is_put_before_the_worker_and_its_processes_end_with_it(model_files, tmp_path):
     before = sleepers()
-    shell = ("sh", "-c", 'sleep 1000 & FOO=2 "$@"; exit $?', "sh")  # as a sandbox, which stays the parent
+    # as a sandbox, which stays the parent
+    shell = ("sh", "-c", 'sleep 1000 & FOO=2 "$@"; exit $?', "sh")
     for command, foo in ((("env", "FOO=1"), 1.0), (shell, 2.0)):
         metrics = run_jobs(SEEN, [job("a")], model_files, tmp_path, command=command)["a"].metrics
         assert metrics["foo"] == foo
     assert sleepers() <= before
 
 
-def test_a_command_that_does_not_exist_is_one_line_before_the_run_begins(tmp_path, monkeypatch, capsys):
+def test_a_command_that_does_not_exist_is_one_line_before_the_run_begins(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(["up", str(QUICKSTART), 'reward.command=["no-such-sandbox", "--net"]'])
@@ -206,7 +229,10 @@ def test_a_command_that_does_not_exist_is_one_line_before_the_run_begins(tmp_pat
 
 @pytest.mark.parametrize(
     ("command", "reason"),
-    [("no-such-sandbox", "no-such-sandbox: cannot be started: No such file"), ("false", "exit status 1")],
+    [
+        ("no-such-sandbox", "no-such-sandbox: cannot be started: No such file"),
+        ("false", "exit status 1"),
+    ],
 )
 def test_a_command_that_cannot_run_the_worker_says_so(model_files, tmp_path, command, reason):
     with pytest.raises(RewardError, match=reason):

@@ -87,7 +87,9 @@ def test_two_workers_score_each_job_once_whatever_the_order(model_files, tmp_pat
     source = "def reward(sample):\n    return sample.row['number'] + len(sample.response)\n"
     jobs = [job(f"{i}", "a" * (i % 7), number=i) for i in range(300)]
     results = run_jobs(source, jobs, model_files, tmp_path, workers=2)
-    assert {name: r.reward for name, r in results.items()} == {f"{i}": float(i + i % 7) for i in range(300)}
+    assert {name: r.reward for name, r in results.items()} == {
+        f"{i}": float(i + i % 7) for i in range(300)
+    }
 
 
 def test_asynchronous_calls_overlap_and_only_the_hanging_one_times_out(model_files, tmp_path):
@@ -103,11 +105,18 @@ async def reward(sample):
 """
     jobs = [job("a"), job("hang", do="hang"), job("b"), job("c")]
     results = run_jobs(source, jobs, model_files, tmp_path, timeout_s=1.0)
-    assert {name: r.failure for name, r in results.items()} == {"a": "", "b": "", "c": "", "hang": "timeout"}
+    assert {name: r.failure for name, r in results.items()} == {
+        "a": "",
+        "b": "",
+        "c": "",
+        "hang": "timeout",
+    }
     assert len({results[name].metrics["pid"] for name in "abc"}) == 1
 
 
-def test_a_blocked_asynchronous_worker_is_killed_and_the_others_get_their_score(model_files, tmp_path):
+def test_a_blocked_asynchronous_worker_is_killed_and_the_others_get_their_score(
+    model_files, tmp_path
+):
     source = """
 async def reward(sample):
     while sample.row.get("do") == "block":
@@ -122,7 +131,8 @@ async def reward(sample):
 
 def test_long_responses_are_cut_and_numbers_beyond_64_bits_travel(model_files, tmp_path):
     source = (
-        "def reward(sample):\n    return float(sample.answer == 10**30 and len(sample.response) == 5000)\n"
+        "def reward(sample):\n    return float(sample.answer == 10**30 and len(sample.response) "
+        "== 5000)\n"
     )
     results = run_jobs(source, [job("a", "a" * 5000, answer=10**30)], model_files, tmp_path)
     assert results["a"].reward == 1.0
@@ -134,19 +144,25 @@ def test_long_responses_are_cut_and_numbers_beyond_64_bits_travel(model_files, t
     [
         ("def reward(text):\n    return 0\n", r"rewards.py:reward\(text\): unknown signature"),
         ("def other(sample):\n    return 0\n", "no such function; rewards.py defines other"),
-        ("import not_there\n", "cannot be imported: ModuleNotFoundError: No module named 'not_there'"),
+        (
+            "import not_there\n",
+            "cannot be imported: ModuleNotFoundError: No module named 'not_there'",
+        ),
         ("def reward(sample\n", "cannot be imported: SyntaxError"),
         ("import os\nos._exit(4)\n", "ended with exit status 4"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_reported_at_the_start(model_files, tmp_path, source, reason):
+def test_a_function_that_cannot_be_used_is_reported_at_the_start(
+    model_files, tmp_path, source, reason
+):
     with pytest.raises(RewardError, match=reason) as caught:
         run_jobs(source, [job("a")], model_files, tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_job_whose_answer_came_before_the_kill_is_not_blamed(model_files, tmp_path):
-    """The limit of job 0 ran out and its worker was killed, but its answer was in the pipe already."""
+    """The limit of job 0 ran out and its worker was killed, but its answer was in the pipe
+    already."""
     setup = worker.Setup(("exact_match",), (1.0,), str(model_files), "answer", 1.0)
 
     async def blamed() -> list[RewardResult]:
@@ -160,7 +176,8 @@ def test_a_job_whose_answer_came_before_the_kill_is_not_blamed(model_files, tmp_
 def test_workers_that_die_without_a_job_end_the_pool(model_files, tmp_path):
     source = """
 import os, threading
-threading.Thread(target=lambda: (threading.main_thread().join(0.05), os._exit(5)), daemon=True).start()
+end = lambda: (threading.main_thread().join(0.05), os._exit(5))
+threading.Thread(target=end, daemon=True).start()
 
 def reward(sample):
     return 1.0

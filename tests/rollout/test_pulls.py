@@ -1,4 +1,5 @@
-"""What a rollout node keeps of its pulls: the version that it serves, and what it can go on with."""
+"""What a rollout node keeps of its pulls: the version that it serves, and what it can go on
+with."""
 
 import asyncio
 import contextlib

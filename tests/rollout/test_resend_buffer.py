@@ -1,4 +1,5 @@
-"""What a node can account for when it was not heard: every token once, in order, and nothing for ever."""
+"""What a node can account for when it was not heard: every token once, in order, and nothing for
+ever."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,9 @@ def request(name: str, attempt: int = 1) -> ResponseRequest:
     return ResponseRequest(name, attempt, 0, b"", b"", 100)
 
 
-def chunk(name: str, offset: int, ids: list[int], attempt: int = 1, end=None, version: int = 0) -> TokenChunk:
+def chunk(
+    name: str, offset: int, ids: list[int], attempt: int = 1, end=None, version: int = 0
+) -> TokenChunk:
     item = ResponseTokens(name, attempt, offset, pack_i32(ids), pack_f32([0.5] * len(ids)), end)
     return TokenChunk(version, f"d{version}", (item,))
 
@@ -70,7 +73,11 @@ def test_tokens_of_several_versions_are_told_oldest_version_first():
     kept.loaded(5, True)
     kept.add(chunk("a", 0, [2], version=5))
     kept.add(chunk("b", 1, [3], version=5, end="length"))
-    assert told(kept) == [(4, "b", 0, [1], None), (5, "b", 1, [3], "length"), (5, "a", 0, [2], None)]
+    assert told(kept) == [
+        (4, "b", 0, [1], None),
+        (5, "b", 1, [3], "length"),
+        (5, "a", 0, [2], None),
+    ]
 
 
 def test_engine_that_died_ends_what_it_held_as_aborted():
@@ -121,8 +128,11 @@ def test_much_is_told_in_portions():
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.booleans()), max_size=40))
-def test_whatever_comes_in_between_every_token_is_told_once_and_in_order(steps: list[tuple[str, int, bool]]):
-    """Chunks of two responses, loads in between: those told again make up exactly what was generated."""
+def test_whatever_comes_in_between_every_token_is_told_once_and_in_order(
+    steps: list[tuple[str, int, bool]],
+):
+    """Chunks of two responses, loads in between: those told again make up exactly what was
+    generated."""
     kept = ResendBuffer(max_staleness=1000)
     kept.start([request("a"), request("b")])
     made: dict[str, list[int]] = {"a": [], "b": []}

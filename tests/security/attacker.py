@@ -1,4 +1,5 @@
-"""A process that sends garbage to a run: `python -m tests.security.attacker KIND ADDRESS SEED COUNT [KEY]`.
+"""A process that sends garbage to a run: `python -m tests.security.attacker KIND ADDRESS SEED COUNT
+[KEY]`.
 
 Prints how many frames it has sent. Ends with an error if whoever it attacks has stopped answering.
 """
@@ -21,7 +22,8 @@ from lightrl.weights.request import MAGIC, REQUEST
 from lightrl.wire import MESSAGES
 from tests.security import garbage
 
-REAL = ("a", "head", "trainer", "*")  # what one who has the key may say in their names is no garbage
+# what one who has the key may say in their names is no garbage
+REAL = ("a", "head", "trainer", "*")
 BURST = 400  # frames between two questions whether the coordinator is there: its inbox stays small
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03"  # ZMTP 3
 
@@ -30,7 +32,10 @@ def stranger(address: str, rng: random.Random, count: int) -> int:
     """Without the key: raw bytes, half a handshake, frames that announce more than there is."""
     sent = 0
     while sent < count:
-        with contextlib.suppress(OSError), socket.create_connection(host_and_port(address), 3) as sock:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(host_and_port(address), 3) as sock,
+        ):
             sock.settimeout(0.02)
             sock.sendall(_overture(rng))
             sent += 1
@@ -46,19 +51,25 @@ def stranger(address: str, rng: random.Random, count: int) -> int:
 def _overture(rng: random.Random) -> bytes:
     if rng.random() < 0.3:
         return garbage.random_bytes(rng)
-    mechanism = rng.choice([b"CURVE", b"CURVE", b"CURVE", b"NULL", b"PLAIN", b"GSSAPI", rng.randbytes(9)])
+    mechanism = rng.choice(
+        [b"CURVE", b"CURVE", b"CURVE", b"NULL", b"PLAIN", b"GSSAPI", rng.randbytes(9)]
+    )
     whole = GREETING + bytes([rng.choice([0, 1])]) + mechanism.ljust(20, b"\0") + bytes(32)
     return garbage.turned_over(rng, whole) if rng.random() < 0.2 else whole
 
 
 def _zmtp_frame(rng: random.Random) -> bytes:
-    command = rng.choice([b"HELLO", b"INITIATE", b"READY", b"MESSAGE", b"ERROR", b"PING", rng.randbytes(5)])
+    command = rng.choice(
+        [b"HELLO", b"INITIATE", b"READY", b"MESSAGE", b"ERROR", b"PING", rng.randbytes(5)]
+    )
     body = bytes([len(command)]) + command + garbage.random_bytes(rng, 300)
     if command == b"HELLO" and rng.random() < 0.7:  # as long as a real one
         body = b"\x05HELLO\x01\x00" + bytes(72) + rng.randbytes(120)
     flags = rng.choice([0, 1, 2, 4, 4, 4, 6])
     if rng.random() < 0.1:  # announces much
-        return bytes([flags | 2]) + rng.choice([2**20, 2**28, 2**40, 2**63]).to_bytes(8, "big") + body
+        return (
+            bytes([flags | 2]) + rng.choice([2**20, 2**28, 2**40, 2**63]).to_bytes(8, "big") + body
+        )
     if flags & 2:
         return bytes([flags]) + len(body).to_bytes(8, "big") + body
     return bytes([flags, min(255, len(body))]) + body

@@ -1,5 +1,5 @@
-"""Frames that nobody should send: random bytes, valid messages with bytes turned over, and messages whose
-fields hold what they should not. Everything follows from a seed."""
+"""Frames that nobody should send: random bytes, valid messages with bytes turned over, and messages
+whose fields hold what they should not. Everything follows from a seed."""
 
 import random
 from copy import deepcopy

@@ -1,4 +1,5 @@
-"""What comes from others is bounded before it costs anything: messages, welcomes, manifests. No pickle."""
+"""What comes from others is bounded before it costs anything: messages, welcomes, manifests. No
+pickle."""
 
 import ast
 import asyncio
@@ -136,7 +137,8 @@ def test_stranger_who_announces_a_huge_frame_is_cut_off(size: int):
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", ".bashrc", "a\0b", "x" * 300, "\x1b[2J"]
+    "name",
+    ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\\b", ".bashrc", "a\0b", "x" * 300, "\x1b[2J"],
 )
 def test_model_files_land_in_their_folder_or_nowhere(tmp_path: Path, name: str):
     with pytest.raises(ProtocolError, match="not a plain name"):
@@ -156,7 +158,9 @@ def test_model_files_are_bounded(tmp_path: Path):
     assert {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()} == files
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"run": 1}', '{"colour": 1}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"run": 1}', '{"colour": 1}', "[" * 100_000]
+)
 def test_config_that_is_none_is_one_line(text: str):
     with pytest.raises(ProtocolError, match="the coordinator sent a config") as error:
         config_of(m.Welcome("run", text))
@@ -174,10 +178,14 @@ def test_config_arrives_whole(tmp_path: Path):
 GOOD = m.TensorSpec("w", "float32", (2, 3), 0, 64)
 
 
-def manifest_of(*tensors: m.TensorSpec, sizes: tuple[int, ...] = (88,), version: int = 1) -> m.Manifest:
+def manifest_of(
+    *tensors: m.TensorSpec, sizes: tuple[int, ...] = (88,), version: int = 1
+) -> m.Manifest:
     """With the digest that belongs to it."""
     buckets = tuple(m.Bucket(s, "77") for s in sizes)
-    return m.Manifest(version, digest_version(tensors, [b.digest for b in buckets]), tensors, buckets)
+    return m.Manifest(
+        version, digest_version(tensors, [b.digest for b in buckets]), tensors, buckets
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,14 +212,18 @@ def manifest_of(*tensors: m.TensorSpec, sizes: tuple[int, ...] = (88,), version:
     ],
     ids=range(18),
 )
-def test_impossible_manifest_is_refused_before_anything_is_transferred(tmp_path: Path, manifest: m.Manifest):
+def test_impossible_manifest_is_refused_before_anything_is_transferred(
+    tmp_path: Path, manifest: m.Manifest
+):
     verify(manifest_of(GOOD))
     with pytest.raises(WeightsError, match="manifest of version"):
         asyncio.run(pull(manifest, ["127.0.0.1:1"], "ticket", tmp_path / "w", node="n"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_version_that_does_not_fit_on_the_disk_is_refused_before_anything_is_transferred(tmp_path: Path):
+def test_version_that_does_not_fit_on_the_disk_is_refused_before_anything_is_transferred(
+    tmp_path: Path,
+):
     huge = manifest_of(GOOD, sizes=(1 << 47,) * 8)
     with pytest.raises(WeightsError, match=r"needs .* GB more in .* GB are free"):
         asyncio.run(pull(huge, ["127.0.0.1:1"], "ticket", tmp_path / "w", node="n"))
@@ -242,7 +254,12 @@ def test_holder_that_is_none_is_refused(address: str):
 
 
 def test_holders_are_read_as_they_are_written():
-    for host, port in (("10.0.0.1", 80), ("node-1.example.org", 65535), ("::1", 1), ("localhost", 41873)):
+    for host, port in (
+        ("10.0.0.1", 80),
+        ("node-1.example.org", 65535),
+        ("::1", 1),
+        ("localhost", 41873),
+    ):
         assert parse_address(pulling.format_address(host, port)) == (host, port)
 
 

@@ -12,7 +12,16 @@ import zmq
 
 from lightrl.errors import ProtocolError
 from lightrl.keys import write_key
-from lightrl.messages import Abort, Drain, Generate, Heartbeat, Hello, PublishWeights, TrainShard, Welcome
+from lightrl.messages import (
+    Abort,
+    Drain,
+    Generate,
+    Heartbeat,
+    Hello,
+    PublishWeights,
+    TrainShard,
+    Welcome,
+)
 from lightrl.model_files import model_files
 from lightrl.transport.link import Hub
 from lightrl.wire import MESSAGES
@@ -82,7 +91,9 @@ def test_node_of_a_mad_coordinator_ends_in_one_line_or_lives_on(tmp_path: Path, 
                 out = (await node.communicate())[0].decode()
                 assert node.returncode in {0, 1}, out
                 assert "Traceback" not in out
-                assert node.returncode == 0 or out.strip().splitlines()[-1].startswith("lightrl: "), out
+                assert node.returncode == 0 or out.strip().splitlines()[-1].startswith(
+                    "lightrl: "
+                ), out
         answering.cancel()
         hub.close()
 
@@ -98,9 +109,12 @@ async def a_node(folder: Path, address: str, name: str) -> asyncio.subprocess.Pr
 
 
 async def answer_madly(hub: Hub, rng: random.Random, what: str, welcome: Welcome) -> None:
-    """To every hello a welcome, either one that is strange or a good one and strange orders; then: leave."""
+    """To every hello a welcome, either one that is strange or a good one and strange orders; then:
+    leave."""
     orders = [
-        e for e in EXAMPLES if isinstance(e, Generate | Abort | PublishWeights | TrainShard | Heartbeat)
+        e
+        for e in EXAMPLES
+        if isinstance(e, Generate | Abort | PublishWeights | TrainShard | Heartbeat)
     ]
     while True:
         for peer, message in await hub.receive():
@@ -130,7 +144,16 @@ def decodes(frame: bytes) -> bool:
 
 async def attack(kind: str, target: str, seed: int, count: int, *key: str) -> int:
     """The frames that it has sent. Raises AssertionError if it could not."""
-    command = (sys.executable, "-m", "tests.security.attacker", kind, target, str(seed), str(count), *key)
+    command = (
+        sys.executable,
+        "-m",
+        "tests.security.attacker",
+        kind,
+        target,
+        str(seed),
+        str(count),
+        *key,
+    )
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=pipe, stderr=pipe)
     try:

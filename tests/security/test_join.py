@@ -1,4 +1,5 @@
-"""What the `join` key is good for, and what not: whatever only the full key allows is tried with it."""
+"""What the `join` key is good for, and what not: whatever only the full key allows is tried with
+it."""
 
 import asyncio
 import contextlib
@@ -85,13 +86,19 @@ def test_join_holds_no_secret_but_that_of_a_node():
     secrets = {bytes.fromhex(key), coordinator_secret(key), secret_of(key), secret_of(join)}
     assert len(secrets) == 4
     public = z85.decode(zmq.curve_public(z85.encode(secret_of(join))))
-    assert bytes.fromhex(join.removeprefix("join-")) == secret_of(join) + coordinator_public_key(key)
+    assert bytes.fromhex(join.removeprefix("join-")) == secret_of(join) + coordinator_public_key(
+        key
+    )
     assert public != coordinator_public_key(key)
 
 
 def test_a_run_that_has_no_join_gets_the_one_that_belongs_to_its_key(tmp_path: Path):
     key = write_key(tmp_path / KEY_FILE)
-    for spoil in (lambda p: p.unlink(missing_ok=True), lambda p: p.write_text(""), lambda p: p.chmod(0o644)):
+    for spoil in (
+        lambda p: p.unlink(missing_ok=True),
+        lambda p: p.write_text(""),
+        lambda p: p.chmod(0o644),
+    ):
         spoil(tmp_path / JOIN_FILE)
         restore_keys(tmp_path)
         assert read_key(tmp_path / KEY_FILE) == key
@@ -101,14 +108,17 @@ def test_a_run_that_has_no_join_gets_the_one_that_belongs_to_its_key(tmp_path: P
     assert (tmp_path / JOIN_FILE).stat().st_ino == before  # what fits is left alone
     (tmp_path / KEY_FILE).unlink()
     restore_keys(tmp_path)
-    assert read_key(tmp_path / JOIN_FILE) == join_key(read_key(tmp_path / KEY_FILE)) != join_key(key)
+    assert (
+        read_key(tmp_path / JOIN_FILE) == join_key(read_key(tmp_path / KEY_FILE)) != join_key(key)
+    )
 
 
 # Connections
 
 
 def test_each_message_says_what_its_connection_has_proved():
-    """Also under one identity: the second connection takes the first one's place, but not its rights."""
+    """Also under one identity: the second connection takes the first one's place, but not its
+    rights."""
 
     async def scenario() -> None:
         key = new_key()
@@ -156,7 +166,9 @@ def test_nobody_can_pose_as_the_coordinator_with_join():
         false.set(zmq.CURVE_SERVER, 1)
         false.set(zmq.CURVE_SECRETKEY, z85.encode(secret_of(join)))
         false.set_string(zmq.ZAP_DOMAIN, "false")
-        DOORKEEPER.admit("false", {z85.decode(zmq.curve_public(z85.encode(secret_of(join)))): "join"})
+        DOORKEEPER.admit(
+            "false", {z85.decode(zmq.curve_public(z85.encode(secret_of(join)))): "join"}
+        )
         false.bind(ANY)
         try:
             link = await Link.connect(false.getsockopt_string(zmq.LAST_ENDPOINT), "n", join)
@@ -177,7 +189,9 @@ def test_nobody_can_pose_as_the_coordinator_with_join():
 
 async def welcome(link: Link, name: str, *roles: Role, incarnation: int = 7) -> Welcome:
     """The answer to a hello."""
-    link.send(Hello(name, incarnation, roles or ("rollout",), PROTOCOL, pid=0, host="elsewhere", slots=1))
+    link.send(
+        Hello(name, incarnation, roles or ("rollout",), PROTOCOL, pid=0, host="elsewhere", slots=1)
+    )
     return await expect(link, Welcome)
 
 
@@ -341,7 +355,8 @@ def test_whoever_says_hello_in_a_loop_is_cut_off_and_the_run_goes_on(tmp_path: P
 
 
 def test_attempt_that_was_never_given_out_makes_no_response_poison(tmp_path: Path):
-    """A node claims one as high as can be said; whoever gets the response afterwards must be able to."""
+    """A node claims one as high as can be said; whoever gets the response afterwards must be able
+    to."""
 
     async def scenario() -> None:
         async with a_run(tmp_path) as run, intruder(run, "evil") as link:
@@ -354,7 +369,9 @@ def test_attempt_that_was_never_given_out_makes_no_response_poison(tmp_path: Pat
             link.send(Bye("back in a moment"))
             names = [r.response for r in work.requests]
             claims = tuple((name, (1 << 31) - 1) for name in names)
-            link.send(replace(hello, incarnation=8, slots=4, serves=(version, digest), running=claims))
+            link.send(
+                replace(hello, incarnation=8, slots=4, serves=(version, digest), running=claims)
+            )
             aborted = await expect(link, Abort)
             assert aborted.attempts == claims
             link.send(Bye("that was all"))

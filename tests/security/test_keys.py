@@ -1,4 +1,5 @@
-"""Who has the key of a run takes part; who has none, or another one, gets one line and nothing else."""
+"""Who has the key of a run takes part; who has none, or another one, gets one line and nothing
+else."""
 
 import asyncio
 import os
@@ -211,7 +212,9 @@ def test_nobody_can_read_along():
             node.close()
         hub.close()
         assert len(seen) > 300
-        assert not any(word in seen for word in (b"secret", b"spied-on", b"Drain", bytes.fromhex(key)))
+        assert not any(
+            word in seen for word in (b"secret", b"spied-on", b"Drain", bytes.fromhex(key))
+        )
 
     asyncio.run(scenario())
 
@@ -279,7 +282,8 @@ def test_link_that_was_up_waits_for_its_own_run_whoever_listens_there_meanwhile(
             hub.close()
             other = await _hub_at(address, new_key())
             receiving = asyncio.create_task(node.receive())
-            with pytest.raises(WrongKey):  # long enough for the node's own attempts to have failed, too
+            # long enough for the node's own attempts to have failed, too
+            with pytest.raises(WrongKey):
                 await ask.drain(address, "*", "", new_key())
             assert not receiving.done()
             other.close()

@@ -1,6 +1,8 @@
-"""The largest frame of each message that is accepted, and the one just beyond: what decoding them costs.
+"""The largest frame of each message that is accepted, and the one just beyond: what decoding them
+costs.
 
-Built by construction for as much memory a byte as the types allow: many short things instead of one long.
+Built by construction for as much memory a byte as the types allow: many short things instead of one
+long.
 """
 
 import contextlib
@@ -40,7 +42,13 @@ TRAINED = {
     "reward": 1.5,
     "finish_reason": "stop",
 }
-TENSOR = {"name": "w", "dtype": "d", "shape": (300,) * m.MAX_DIMENSIONS, "bucket": BIG, "offset": BIG}
+TENSOR = {
+    "name": "w",
+    "dtype": "d",
+    "shape": (300,) * m.MAX_DIMENSIONS,
+    "bucket": BIG,
+    "offset": BIG,
+}
 MANIFEST = {"policy_version": 1, "digest": "d", "tensors": (), "buckets": ()}
 PUBLISH = {"manifest": MANIFEST, "holders": (), "ticket": "t"}
 ROW: dict[str, Any] = {
@@ -56,7 +64,14 @@ SHOWN = {
     "policy_version": None,
     "elapsed_s": 1.5,
 }
-HELLO = {"node": "n", "incarnation": 1, "roles": ("rollout",), "protocol": m.PROTOCOL, "pid": 1, "host": "h"}
+HELLO = {
+    "node": "n",
+    "incarnation": 1,
+    "roles": ("rollout",),
+    "protocol": m.PROTOCOL,
+    "pid": 1,
+    "host": "h",
+}
 NAMED = {f"{k:x}": 1 for k in range(m.MAX_METRICS + 1)}
 
 
@@ -114,8 +129,16 @@ TABLE = [
     text("Heartbeat", {}, "device", m.MAX_WORD),
     of("Generate", GENERATE, "requests", R, REQUEST),
     of("Generate", GENERATE, "histories", R, HISTORY),
-    of("Generate", {**GENERATE, "sampling": {}}, "histories", R, {**HISTORY, "responses": (b"",) * 9}),
-    Largest("Generate", "stop_token_ids", m.MAX_STOPS, lambda n: {**GENERATE, "sampling": stops(n)}),
+    of(
+        "Generate",
+        {**GENERATE, "sampling": {}},
+        "histories",
+        R,
+        {**HISTORY, "responses": (b"",) * 9},
+    ),
+    Largest(
+        "Generate", "stop_token_ids", m.MAX_STOPS, lambda n: {**GENERATE, "sampling": stops(n)}
+    ),
     of("Abort", {}, "attempts", R, ("r", BIG)),
     of("TokenChunk", CHUNK, "responses", R, TOKENS),
     text("TokenChunk", {"policy_version": 1, "responses": ()}, "digest", m.MAX_WORD),
@@ -173,15 +196,22 @@ def test_what_is_longer_is_refused_before_memory_is_taken_for_it(entry: Largest)
     frame = entry.frame(entry.most + 1)
     with peak() as used, pytest.raises(ProtocolError, match="length <="):
         MESSAGES.decode(frame)
-    is_text = isinstance(entry.make(1).get(entry.field), str)  # which is counted when it has been read
+    # which is counted when it has been read
+    is_text = isinstance(entry.make(1).get(entry.field), str)
     assert used() < 10_000 + 6 * len(frame) * is_text
 
 
 def test_a_length_that_is_only_announced_costs_nothing():
     for start in (b"\xdd", b"\xdf", b"\xc6", b"\xdb"):  # of an array, a map, bytes, a text
-        for name, field in (("Hello", "running"), ("StepDone", "metrics"), ("TokenChunk", "responses")):
+        for name, field in (
+            ("Hello", "running"),
+            ("StepDone", "metrics"),
+            ("TokenChunk", "responses"),
+        ):
             key = msgspec.msgpack.encode(field)
-            frame = b"\x92" + msgspec.msgpack.encode(name) + b"\x81" + key + start + b"\x0f\xff\xff\xff"
+            frame = (
+                b"\x92" + msgspec.msgpack.encode(name) + b"\x81" + key + start + b"\x0f\xff\xff\xff"
+            )
             with peak() as used, pytest.raises(ProtocolError):
                 MESSAGES.decode(frame)
             assert used() < 10_000

@@ -116,7 +116,8 @@ def test_the_oldest_of_the_address_with_most_of_them_goes_first(monkeypatch: pyt
             node = await Link.connect(hub.address, "n", key)
             node.send(Watch())
             await received(hub, Watch)
-            await until(lambda: len(hub._strangers) == 0)  # the node's first look at the address is over
+            # the node's first look at the address is over
+            await until(lambda: len(hub._strangers) == 0)
             with contextlib.ExitStack() as stack:
                 few = [stack.enter_context(stranger(hub, "127.0.0.3")) for _ in range(2)]
                 many: list[socket.socket] = []
@@ -143,7 +144,9 @@ def test_peers_that_have_spoken_are_never_too_many(monkeypatch: pytest.MonkeyPat
             broken: list[str] = []
             nodes: list[Link] = []
             for k in range(4):
-                nodes.append(Link(hub.address, f"n/{k}", key, on_break=lambda k=k: broken.append(f"n/{k}")))
+                nodes.append(
+                    Link(hub.address, f"n/{k}", key, on_break=lambda k=k: broken.append(f"n/{k}"))
+                )
                 nodes[k].send(Watch())
                 await received(hub, Watch)
             with stranger(hub) as old, stranger(hub):
@@ -176,7 +179,8 @@ def test_time_in_which_nobody_is_heard_counts_against_nobody(monkeypatch: pytest
 
 
 async def closed_before_wrong_key(patience_s: float, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many connections that are closed at once make a link give up; late is what takes `patience_s`."""
+    """How many connections that are closed at once make a link give up; late is what takes
+    `patience_s`."""
     monkeypatch.setattr(link, "PATIENCE_S", patience_s)
     monkeypatch.setattr(link, "MAX_RECONNECT_MS", 1)
     monkeypatch.setattr(link, "RECONNECT_MS", 1)
@@ -187,7 +191,10 @@ async def closed_before_wrong_key(patience_s: float, monkeypatch: pytest.MonkeyP
         count += 1
         writer.close()
 
-    async with await asyncio.start_server(close, "127.0.0.1", 0) as server, asyncio.timeout(LIMIT_S):
+    async with (
+        await asyncio.start_server(close, "127.0.0.1", 0) as server,
+        asyncio.timeout(LIMIT_S),
+    ):
         node = Link(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", "n/1", new_key())
         with pytest.raises(WrongKey):
             await node.receive()
@@ -195,7 +202,9 @@ async def closed_before_wrong_key(patience_s: float, monkeypatch: pytest.MonkeyP
     return count
 
 
-def test_who_had_to_go_because_many_came_does_not_doubt_its_key_soon(monkeypatch: pytest.MonkeyPatch):
+def test_who_had_to_go_because_many_came_does_not_doubt_its_key_soon(
+    monkeypatch: pytest.MonkeyPatch,
+):
     assert asyncio.run(closed_before_wrong_key(3600.0, monkeypatch)) in {3, 4}
     assert asyncio.run(closed_before_wrong_key(0.0, monkeypatch)) >= link.MAX_DOUBT
 
@@ -213,7 +222,9 @@ LIMITED = (
 @contextlib.asynccontextmanager
 async def process(*command: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
     out = asyncio.subprocess.DEVNULL
-    started = await asyncio.create_subprocess_exec(sys.executable, *map(str, command), stdout=out, stderr=out)
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, *map(str, command), stdout=out, stderr=out
+    )
     try:
         yield started
     finally:

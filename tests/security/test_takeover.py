@@ -1,4 +1,5 @@
-"""A connection that another one of its own identity takes over, and that breaks: the coordinator lives on."""
+"""A connection that another one of its own identity takes over, and that breaks: the coordinator
+lives on."""
 
 import asyncio
 import subprocess

@@ -58,4 +58,6 @@ def world(
     **changes: Any,
 ) -> World:
     fleet = nodes(4) if fleet is None else fleet
-    return World(replace(SETTINGS, **changes), scenario, fleet, trace, switches or Switches(), check)
+    return World(
+        replace(SETTINGS, **changes), scenario, fleet, trace, switches or Switches(), check
+    )

@@ -20,7 +20,10 @@ def simulate(*arguments: object) -> int:
 def test_a_config_is_simulated(capsys):
     assert simulate(QUICKSTART, *SMALL) == 0
     out = capsys.readouterr().out
-    assert "3 steps of 8 prompts x 4 = 32 responses of at most 105 tokens, on 2 nodes x 128 slots" in out
+    assert (
+        "3 steps of 8 prompts x 4 = 32 responses of at most 105 tokens, on 2 nodes x 128 slots"
+        in out
+    )
     assert "note       nothing is known of this model" in out
     assert "x the synchronous baseline" in out
     assert "decode" in out
@@ -30,7 +33,14 @@ def test_a_config_is_simulated(capsys):
 def test_all_mechanisms_in_one_table(capsys):
     assert simulate(QUICKSTART, *SMALL, "--compare") == 0
     out = capsys.readouterr().out
-    for row in ("synchronous", "migration", "tail: prompts", "tail: both", "staleness 1", "as configured"):
+    for row in (
+        "synchronous",
+        "migration",
+        "tail: prompts",
+        "tail: both",
+        "staleness 1",
+        "as configured",
+    ):
         assert f"\n {row} " in out
 
 

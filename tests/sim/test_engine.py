@@ -30,24 +30,34 @@ def run(engine: Engine) -> tuple[dict[str, float], dict[str, int], float]:
     return left, sent, now
 
 
-def loop(profile: EngineProfile, slots: int, lengths: list[int], prompt: int = 10) -> dict[str, float]:
+def loop(
+    profile: EngineProfile, slots: int, lengths: list[int], prompt: int = 10
+) -> dict[str, float]:
     """The same, one step at a time."""
     held = dict.fromkeys(range(len(lengths)), 0)
     waiting, running = deque(held), list[int]()
     now, left = 0.0, dict[str, float]()
     context = lambda: sum(prompt + held[k] for k in running)  # noqa: E731
     while waiting or running:
-        while profile.kv_tokens and len(running) > 1 and context() + len(running) > profile.kv_tokens:
+        while (
+            profile.kv_tokens and len(running) > 1 and context() + len(running) > profile.kv_tokens
+        ):
             waiting.appendleft(running.pop())
         prefill = 0
         while waiting and len(running) < slots:
             size = prompt + held[waiting[0]]
-            if profile.kv_tokens and running and context() + size + len(running) + 1 > profile.kv_tokens:
+            if (
+                profile.kv_tokens
+                and running
+                and context() + size + len(running) + 1 > profile.kv_tokens
+            ):
                 break
             running.append(waiting.popleft())
             prefill += size
         now += prefill * profile.prefill_s
-        now += profile.step_s * (1 + len(running) / profile.half_batch) + profile.context_s * context()
+        now += (
+            profile.step_s * (1 + len(running) / profile.half_batch) + profile.context_s * context()
+        )
         for k in list(running):
             held[k] += 1
             if held[k] == lengths[k]:
@@ -58,7 +68,9 @@ def loop(profile: EngineProfile, slots: int, lengths: list[int], prompt: int = 1
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kv_tokens", [0, 900])
-def test_engine_finishes_what_a_loop_over_steps_finishes_at_the_same_times(seed: int, kv_tokens: int):
+def test_engine_finishes_what_a_loop_over_steps_finishes_at_the_same_times(
+    seed: int, kv_tokens: int
+):
     rng = random.Random(seed)
     profile = EngineProfile(0.01, 50, 2e-6, 1e-5, kv_tokens)
     lengths = [rng.randint(1, 300) for _ in range(rng.randint(1, 30))]
@@ -101,7 +113,11 @@ def test_giving_up_sends_everything_first():
     engine = Engine(EngineProfile(), 1, 16, 0.0)
     engine.add(0.0, [attempt(0, 1000), attempt(1, 50, held=7)])
     deltas = engine.give_up(1.0)
-    assert [(d.response, d.finished) for d in deltas] == [("r0", None), ("r0", "abort"), ("r1", "abort")]
+    assert [(d.response, d.finished) for d in deltas] == [
+        ("r0", None),
+        ("r0", "abort"),
+        ("r1", "abort"),
+    ]
     assert deltas[0].count == deltas[1].offset == engine.num_tokens
     assert deltas[2].offset == 7
     assert not engine.running
@@ -109,7 +125,10 @@ def test_giving_up_sends_everything_first():
 
 
 def test_speculation_stops_paying_with_large_batches_and_never_costs():
-    plain, drafted = EngineProfile(), EngineProfile(speculation=Speculation(acceptance=0.7, verify_cost=0.8))
+    plain, drafted = (
+        EngineProfile(),
+        EngineProfile(speculation=Speculation(acceptance=0.7, verify_cost=0.8)),
+    )
     gains = []
     for batch in (1, 8, 64, 512):
         (seconds, tokens), (alone, _) = drafted.forward(batch), plain.forward(batch)

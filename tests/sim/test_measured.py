@@ -16,11 +16,15 @@ ASSUMED = Speculation()
 
 
 def write_run(folder: Path, epochs: list[set[int]], records: Sequence[object]) -> Path:
-    """Rounds whose prompts are of these epochs, and the records of its steps as they stand in the file."""
+    """Rounds whose prompts are of these epochs, and the records of its steps as they stand in the
+    file."""
     rounds: list[object] = []
     for step, mixed in enumerate(epochs):
         responses = [
-            [f"p{i}", epoch, k, 60 + 9 * i, True] for epoch in mixed for i in range(8) for k in (0, 1)
+            [f"p{i}", epoch, k, 60 + 9 * i, True]
+            for epoch in mixed
+            for i in range(8)
+            for k in (0, 1)
         ]
         rounds.append({"step": step, "kind": "plain", "responses": responses})
         rounds.append({"step": step, "kind": "eval", "responses": [["e", 0, 0, 5, True]]})
@@ -46,12 +50,16 @@ def found(folder: Path) -> Scenario:
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.65, 0.9])
 @pytest.mark.parametrize("window", [1, 2, 8, 16])
-def test_the_chance_of_one_token_is_found_from_what_whole_windows_brought(acceptance: float, window: int):
+def test_the_chance_of_one_token_is_found_from_what_whole_windows_brought(
+    acceptance: float, window: int
+):
     tokens = Speculation(acceptance=acceptance).tokens_per_forward(window)
     assert chance((tokens - 1) / window, tokens) == pytest.approx(acceptance, rel=1e-6)
 
 
-@pytest.mark.parametrize(("acceptance", "tokens"), [(0.0, 1.0), (1.0, 9.0), (1.0, 1.0), (0.2, 1.001)])
+@pytest.mark.parametrize(
+    ("acceptance", "tokens"), [(0.0, 1.0), (1.0, 9.0), (1.0, 1.0), (0.2, 1.001)]
+)
 def test_the_chance_is_one_that_the_model_can_have(acceptance: float, tokens: float):
     assert acceptance - 0.02 <= Speculation(acceptance=chance(acceptance, tokens)).acceptance < 1
 
@@ -59,7 +67,11 @@ def test_the_chance_is_one_that_the_model_can_have(acceptance: float, tokens: fl
 def test_steps_of_the_first_epoch_and_later_ones_are_measured_apart(tmp_path: Path):
     first = Speculation(acceptance=0.3).tokens_per_forward(4)
     later = Speculation(acceptance=0.8).tokens_per_forward(8)
-    records = [record(0, (first - 1) / 4, first), record(1, 0.99, 30.0), record(2, (later - 1) / 8, later)]
+    records = [
+        record(0, (first - 1) / 4, first),
+        record(1, 0.99, 30.0),
+        record(2, (later - 1) / 8, later),
+    ]
     scenario = found(write_run(tmp_path, [{0}, {0, 1}, {1, 2}], records))
     assert scenario.has_speculated
     assert scenario.speculation.first_acceptance == pytest.approx(0.3)
@@ -92,7 +104,9 @@ def test_what_a_run_does_not_say_stays_assumed(tmp_path: Path):
     ],
     ids=["nothing", "other figures", "nothing drafted", "torn", "another step", "impossible"],
 )
-def test_a_run_that_says_nothing_of_it_is_simulated_as_before(tmp_path: Path, records: list[object]):
+def test_a_run_that_says_nothing_of_it_is_simulated_as_before(
+    tmp_path: Path, records: list[object]
+):
     with_file = found(write_run(tmp_path, [{0}, {1}], records))
     (tmp_path / "metrics.jsonl").unlink()
     assert with_file == found(tmp_path)
@@ -116,7 +130,10 @@ def step_s(capsys: pytest.CaptureFixture[str], *arguments: object) -> float:
 
 
 def test_a_run_that_speculated_is_simulated_so_unless_the_config_has_it_off(tmp_path: Path, capsys):
-    run = ("--workload", write_run(tmp_path, [{0}, {1}], [record(0, 0.7, 3.0), record(1, 0.9, 8.0)]))
+    run = (
+        "--workload",
+        write_run(tmp_path, [{0}, {1}], [record(0, 0.7, 3.0), record(1, 0.9, 8.0)]),
+    )
     on, off = step_s(capsys, *run), step_s(capsys, *run, "speculation.enabled=false")
     assert on < 0.9 * off
     (tmp_path / "metrics.jsonl").unlink()

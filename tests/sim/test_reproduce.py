@@ -53,7 +53,9 @@ def test_surplus_that_runs_on_is_scored_too():
     clock = Tail(1.25, 1.5, race="clock")
     late = replace(SYNCHRONOUS, exact_finishes=True)
     ends = world(scenario, late, tail=clock, num_steps=3).run()
-    goes_on = world(scenario, replace(late, surplus_ends=False), tail=clock, num_steps=3, check=True).run()
+    goes_on = world(
+        scenario, replace(late, surplus_ends=False), tail=clock, num_steps=3, check=True
+    ).run()
     assert goes_on.sampled_tokens > ends.sampled_tokens
     assert fmean(s.train_s for s in goes_on.steps) > 0.5 + fmean(s.train_s for s in ends.steps)
 
@@ -61,7 +63,9 @@ def test_surplus_that_runs_on_is_scored_too():
 def test_spot_nodes_sample_while_all_others_train():
     trace = (TraceEvent(0.0, "s0", True), TraceEvent(0.0, "s1", True))
     switches = replace(SYNCHRONOUS, async_rewards=True, streaming=True, stream_trainer=True)
-    w: World = world(COLOCATED, switches, fleet=nodes(2), trace=trace, tail=BOTH, check=True, num_steps=3)
+    w: World = world(
+        COLOCATED, switches, fleet=nodes(2), trace=trace, tail=BOTH, check=True, num_steps=3
+    )
     out = w.run()
     assert out.device_times["rollout"]["train"] > 0
     assert "train" not in out.device_times["spot"]
@@ -71,7 +75,9 @@ def test_spot_nodes_sample_while_all_others_train():
 def test_luck_is_shared_by_what_is_sampled_together_and_drawn_anew_by_a_retry():
     def limits(group: str) -> int:
         lengths = [
-            FITTED_8K.length(f"p{p}", 0, n, 8192, group.format(p)) for p in range(60) for n in range(8)
+            FITTED_8K.length(f"p{p}", 0, n, 8192, group.format(p))
+            for p in range(60)
+            for n in range(8)
         ]
         return sum(n > 4000 for n in lengths)
 

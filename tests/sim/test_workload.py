@@ -1,4 +1,5 @@
-"""Lengths, reward times, workload files and traces: what they are, and how a wrong one is refused."""
+"""Lengths, reward times, workload files and traces: what they are, and how a wrong one is
+refused."""
 
 import json
 from pathlib import Path
@@ -44,7 +45,9 @@ def test_a_length_depends_on_prompt_epoch_and_noise_alone():
 def test_prompts_keep_their_difficulty_over_epochs():
     def means(epoch: int, drift: float = 0.2) -> list[float]:
         model = LengthModel(drift=drift)
-        return [sum(model.length(f"p{p}", epoch, n, 8192) for n in range(24)) / 24 for p in range(150)]
+        return [
+            sum(model.length(f"p{p}", epoch, n, 8192) for n in range(24)) / 24 for p in range(150)
+        ]
 
     assert correlation(means(0), means(1)) > 0.7
     assert correlation(means(0), means(4, drift=1.0)) < 0.4
@@ -89,7 +92,10 @@ def test_a_workload_file_changes_what_it_names(tmp_path: Path):
             {
                 "lengths": {"a": [3, 4], "b": [9]},
                 "engine": {"step_s": 0.5, "speculation": {"acceptance": 0.6}},
-                "reward": {"factor": 2.0, "classes": [{"share": 1.0, "constant_s": 2, "workers": 3}]},
+                "reward": {
+                    "factor": 2.0,
+                    "classes": [{"share": 1.0, "constant_s": 2, "workers": 3}],
+                },
                 "training": {"placement": "colocated"},
                 "prices": {"node": 2.5},
             }
@@ -202,7 +208,9 @@ def test_a_synthetic_trace_repeats_and_is_there_as_often_as_asked(tmp_path: Path
     trace = synthetic_trace(40, 20_000, up_s=300, down_s=100, seed=3)
     assert trace == synthetic_trace(40, 20_000, up_s=300, down_s=100, seed=3)
     file = tmp_path / "t.csv"
-    file.write_text("\n".join(f"{1000 * e.at_s},{'add' if e.added else 'remove'},{e.node}" for e in trace))
+    file.write_text(
+        "\n".join(f"{1000 * e.at_s},{'add' if e.added else 'remove'},{e.node}" for e in trace)
+    )
     assert len(read_trace(file)) == len(trace)
     there = sum((-e.at_s if e.added else e.at_s) for e in trace)
     last = {e.node: e.added for e in trace}

@@ -17,7 +17,9 @@ from tests.sim.conftest import COLOCATED, LIMIT, SCENARIO, nodes, world
 
 BOTH = Tail(1.25, 1.25)
 PROMPTS = Tail(1.25, 1.0)
-TIGHT = replace(COLOCATED, engines={k: replace(e, kv_tokens=400) for k, e in COLOCATED.engines.items()})
+TIGHT = replace(
+    COLOCATED, engines={k: replace(e, kv_tokens=400) for k, e in COLOCATED.engines.items()}
+)
 SPOT = synthetic_trace(6, 400.0, up_s=12.0, down_s=6.0, seed=5)
 SYNCHRONOUS = Switches(streaming=False, async_rewards=False)
 
@@ -74,7 +76,9 @@ def test_who_wins_a_race_in_tokens_depends_on_nothing_but_the_samples(tail: Tail
 
 
 def test_a_fleet_that_comes_and_goes_finishes_the_run():
-    out = world(fleet=nodes(1), trace=SPOT, tail=BOTH, check=True, num_steps=6, chunk_tokens=1).run()
+    out = world(
+        fleet=nodes(1), trace=SPOT, tail=BOTH, check=True, num_steps=6, chunk_tokens=1
+    ).run()
     c = out.counters
     assert c["nodes_lost"] >= 5
     assert c["responses_moved"] > c["migrations"] > 0
@@ -87,7 +91,9 @@ def test_a_fleet_that_comes_and_goes_finishes_the_run():
 
 
 def test_without_token_collection_lost_responses_start_again():
-    trace = tuple(TraceEvent(t, n, a) for t, n, a in [(0, "s0", True), (0, "s1", True), (3.5, "s1", False)])
+    trace = tuple(
+        TraceEvent(t, n, a) for t, n, a in [(0, "s0", True), (0, "s1", True), (3.5, "s1", False)]
+    )
     lost = {}
     for collected in (True, False):
         switches = Switches(token_collection=collected, chunk_tokens=4)
@@ -128,9 +134,15 @@ def test_each_mechanism_is_worth_something():
     reward = RewardTimes((RewardClass(constant_s=1.0, workers=8),))
     slow = replace(SCENARIO, workload=replace(SCENARIO.workload, reward=reward))
     base = step_s(world(slow, SYNCHRONOUS, migration=False).run())
-    assert step_s(world(slow, replace(SYNCHRONOUS, async_rewards=True), migration=False).run()) < base - 0.5
+    assert (
+        step_s(world(slow, replace(SYNCHRONOUS, async_rewards=True), migration=False).run())
+        < base - 0.5
+    )
     assert step_s(world(slow, migration=False).run()) < base - 1.0
-    assert step_s(world(slow, replace(SYNCHRONOUS, speculation=True), migration=False).run()) < 0.9 * base
+    assert (
+        step_s(world(slow, replace(SYNCHRONOUS, speculation=True), migration=False).run())
+        < 0.9 * base
+    )
     assert step_s(world(slow, SYNCHRONOUS, migration=False, tail=BOTH, num_steps=5).run()) < base
 
 

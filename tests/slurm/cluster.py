@@ -1,7 +1,8 @@
-"""A real Slurm cluster on this machine: munged, slurmctld and one slurmd for each node, all in one folder.
+"""A real Slurm cluster on this machine: munged, slurmctld and one slurmd for each node, all in one
+folder.
 
-Partitions: `reserved` (node r0), `spot` (s0 and s1, preempted by requeue after a grace time) and `urgent`
-on the nodes of spot. Ends everything that it has started by its process id.
+Partitions: `reserved` (node r0), `spot` (s0 and s1, preempted by requeue after a grace time) and
+`urgent` on the nodes of spot. Ends everything that it has started by its process id.
 """
 
 import contextlib
@@ -15,9 +16,20 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "squeue",
+    "scancel",
+    "sinfo",
+)
 NODES = ("r0", "s0", "s1")
-CPUS = 8  # of a node, as Slurm sees it: jobs here are small, and Slurm's own limits are not what is tested
+# of a node, as Slurm sees it: jobs here are small, and Slurm's own limits are not what is tested
+CPUS = 8
 DEADLINE_S = 60.0
 LOOK_S = 0.2
 
@@ -65,7 +77,9 @@ def missing() -> str:
     """What keeps Slurm from running here; empty if nothing does."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [p for p in PROGRAMS if shutil.which(p, path=path) is None]
-    return f"no {', '.join(absent)} here (scripts/setup dev installs them as root)" if absent else ""
+    return (
+        f"no {', '.join(absent)} here (scripts/setup dev installs them as root)" if absent else ""
+    )
 
 
 class Cluster:
@@ -78,7 +92,12 @@ class Cluster:
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
         done = subprocess.run(
-            command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=DEADLINE_S
+            command,
+            env=self.environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -88,7 +107,8 @@ class Cluster:
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd)
 
     def job(self, job: str) -> dict[str, str]:
-        """What Slurm knows of a job or one task of an array: JobState, Restarts, ExitCode, NodeList, ..."""
+        """What Slurm knows of a job or one task of an array: JobState, Restarts, ExitCode,
+        NodeList, ..."""
         text = self.run("scontrol", "show", "job", "--oneliner", job)
         return dict(part.split("=", 1) for part in text.split() if "=" in part)
 
@@ -99,7 +119,9 @@ class Cluster:
         """Slurm tells nobody when something happens: looks again and again."""
         deadline = time.monotonic() + deadline_s
         while not holds():
-            assert time.monotonic() < deadline, f"{what}: not within {deadline_s:.0f} s\n{self.run('squeue')}"
+            assert time.monotonic() < deadline, (
+                f"{what}: not within {deadline_s:.0f} s\n{self.run('squeue')}"
+            )
             time.sleep(LOOK_S)
 
     def cancel_all(self) -> None:
@@ -110,7 +132,8 @@ class Cluster:
 @contextlib.contextmanager
 def a_cluster(grace_s: int = 20, extra: str = "") -> Iterator[Cluster]:
     """A running cluster; `extra` are more lines of slurm.conf."""
-    folder = Path(tempfile.mkdtemp(prefix="lightrl-slurm-", dir="/tmp"))  # sockets need a short path
+    # sockets need a short path
+    folder = Path(tempfile.mkdtemp(prefix="lightrl-slurm-", dir="/tmp"))
     cluster = Cluster(folder)
     daemons: list[subprocess.Popen[bytes]] = []
     try:
@@ -163,12 +186,18 @@ def _configure(folder: Path, grace_s: int, extra: str) -> None:
 
 def _munged(cluster: Cluster) -> "subprocess.Popen[bytes]":
     here = cluster.folder / "munge"
-    files = [f"--{name}={here / name.partition('-')[0]}" for name in ("socket", "key-file", "pid-file")]
-    return _start(cluster, "munged", "--foreground", "--force", *files, f"--seed-file={here / 'seed'}")
+    files = [
+        f"--{name}={here / name.partition('-')[0]}" for name in ("socket", "key-file", "pid-file")
+    ]
+    return _start(
+        cluster, "munged", "--foreground", "--force", *files, f"--seed-file={here / 'seed'}"
+    )
 
 
 def _start(cluster: Cluster, *command: str) -> "subprocess.Popen[bytes]":
-    with (cluster.folder / f"{'-'.join(command[:1] + command[3:4])}.out".replace("/", "_")).open("wb") as out:
+    with (cluster.folder / f"{'-'.join(command[:1] + command[3:4])}.out".replace("/", "_")).open(
+        "wb"
+    ) as out:
         return subprocess.Popen(command, env=cluster.environment, stdout=out, stderr=out)
 
 

@@ -1,4 +1,5 @@
-"""Runs on a real Slurm cluster: array tasks preempted and requeued, the coordinator requeued, all cancelled.
+"""Runs on a real Slurm cluster: array tasks preempted and requeued, the coordinator requeued, all
+cancelled.
 
 Each ends with the digests of a run that nobody has disturbed.
 """
@@ -126,18 +127,24 @@ class Submitted:
 
     def said(self) -> str:
         files = sorted((self.run_dir / "slurm").glob("*.out"))
-        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+        return "\n".join(
+            f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files
+        )
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one[key] == other[key] for key in ("weights_digest", "responses_digest"))
 
 
-def test_preempted_tasks_come_back_and_the_run_is_what_it_would_have_been(cluster, tmp_path, undisturbed):
+def test_preempted_tasks_come_back_and_the_run_is_what_it_would_have_been(
+    cluster, tmp_path, undisturbed
+):
     run = Submitted(cluster, tmp_path)
     run.until_step(2)
     began = time.monotonic()
-    urgent = cluster.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true", cwd=tmp_path)
+    urgent = cluster.submit(
+        "--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true", cwd=tmp_path
+    )
     run.until(lambda: cluster.state(urgent) == "COMPLETED", "the urgent job has run")
     took = time.monotonic() - began
     assert all(run.restarts(task) == 1 for task in run.tasks), run.said()
@@ -210,5 +217,7 @@ def test_the_scripts_by_hand_with_an_address_and_a_key(cluster, tmp_path):
     where = ("--partition=spot", "--array=1-2", str(SCRIPTS / "preemptible.sbatch"))
     nodes = cluster.submit(python, *where, address, str(elsewhere), cwd=tmp_path)
     for job in (head, f"{nodes}_1", f"{nodes}_2"):
-        cluster.until(lambda job=job: cluster.state(job) == "COMPLETED", f"{job} completed", DEADLINE_S)
+        cluster.until(
+            lambda job=job: cluster.state(job) == "COMPLETED", f"{job} completed", DEADLINE_S
+        )
     assert summary(run_dir)["state"] == "finished"

@@ -30,7 +30,9 @@ def test_a_waiting_task_gives_its_node_back_at_once_and_returns(tmp_path, grace_
         )
         array = cluster.submit(*where, str(SCRIPT), str(tmp_path / "no run yet"), cwd=tmp_path)
         task = f"{array}_7"
-        cluster.until(lambda: f"{task}.0 " in cluster.run("squeue", "--steps"), "the sentinel listens")
+        cluster.until(
+            lambda: f"{task}.0 " in cluster.run("squeue", "--steps"), "the sentinel listens"
+        )
         urgent = ("--partition=urgent", "--nodelist=s0", "--exclusive", "--wrap=true")
         job = cluster.submit(*urgent, cwd=tmp_path)
         cluster.until(lambda: cluster.state(job) == "COMPLETED", "the urgent job has run", 30.0)

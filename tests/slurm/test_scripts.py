@@ -1,4 +1,5 @@
-"""The batch scripts: those in scripts/slurm are what the package writes, and bad input is one line."""
+"""The batch scripts: those in scripts/slurm are what the package writes, and bad input is one
+line."""
 
 import os
 import subprocess
@@ -11,10 +12,22 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart" / "run.toml"
 
 
-def slurm(cwd: Path, *arguments: str, path: str | None = None) -> "subprocess.CompletedProcess[str]":
+def slurm(
+    cwd: Path, *arguments: str, path: str | None = None
+) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "PATH": path} if path is not None else None
-    command = (sys.executable, "-m", "lightrl.cli", "slurm", str(QUICKSTART), "run.name=one", *arguments)
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    command = (
+        sys.executable,
+        "-m",
+        "lightrl.cli",
+        "slurm",
+        str(QUICKSTART),
+        "run.name=one",
+        *arguments,
+    )
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_the_scripts_of_the_repository_are_those_that_the_package_writes():

@@ -27,8 +27,13 @@ SMALL = (
     "run.bind=tcp://127.0.0.1:*",
     "node.grace_s=10",
 )
-# No process imports torch. A step takes about as long as one of the real rank: no run is over too soon.
-EMULATED = ("rollout.engine=emulated", "train.engine=emulated", "rollout.engine_args={train_step_ms=30}")
+# No process imports torch. A step takes about as long as one of the real rank: no run is over too
+# soon.
+EMULATED = (
+    "rollout.engine=emulated",
+    "train.engine=emulated",
+    "rollout.engine_args={train_step_ms=30}",
+)
 DEADLINE_S = 90.0
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="finds and awaits processes by /proc and pidfd"
@@ -73,7 +78,9 @@ def until(process: "subprocess.Popen[str]", text: str) -> list[str]:
 def descendants(pid: int) -> list[int]:
     """Process file descriptors of all below `pid`: daemons, engines, ranks, reward workers."""
     below = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [os.pidfd_open(child) for child in below] + [fd for child in below for fd in descendants(child)]
+    return [os.pidfd_open(child) for child in below] + [
+        fd for child in below for fd in descendants(child)
+    ]
 
 
 @contextlib.contextmanager
@@ -90,7 +97,9 @@ def started(
 
 
 def run(tmp_path: Path, *command: str) -> str:
-    done = subprocess.run(arguments(*command), cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        arguments(*command), cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     return done.stdout
 
 
@@ -151,7 +160,8 @@ class Victims:
         self._pid = process.pid
 
     def pid(self, name: str, besides: int = 0) -> int:
-        """Of the daemon that runs under this name now; waits until there is another one than `besides`."""
+        """Of the daemon that runs under this name now; waits until there is another one than
+        `besides`."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             for pid in self._children():
@@ -168,7 +178,10 @@ class Victims:
         return pid
 
     def _children(self) -> list[int]:
-        return [int(pid) for pid in Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()]
+        return [
+            int(pid)
+            for pid in Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
+        ]
 
 
 def _command_line(pid: int) -> list[bytes]:

@@ -1,5 +1,6 @@
-"""Real daemons on loopback for tests: a coordinator in the test's own loop, rollout daemons as processes,
-and a trainer node that speaks the protocol but has no model, so that no test waits for torch.
+"""Real daemons on loopback for tests: a coordinator in the test's own loop, rollout daemons as
+processes, and a trainer node that speaks the protocol but has no model, so that no test waits for
+torch.
 """
 
 import asyncio
@@ -99,9 +100,13 @@ class ScriptedTrainer:
                                 if message.step == self.holds_at:
                                     self.may_publish.clear()
                                 await self.may_publish.wait()
-                                sizes = [len(s.groups) for s in self.shards if s.step == message.step]
+                                sizes = [
+                                    len(s.groups) for s in self.shards if s.step == message.step
+                                ]
                                 self._publish(link, message.step + 1, tuple(n for n in sizes if n))
-                                link.send(StepDone(message.step, message.step + 1, {"loss/policy": 0.0}))
+                                link.send(
+                                    StepDone(message.step, message.step + 1, {"loss/policy": 0.0})
+                                )
                                 if (oldest := self.kept.get(message.step + 1)) is not None:
                                     link.send(Checkpointed(message.step + 1, oldest))
                         case Drain():
@@ -143,12 +148,16 @@ class Running:
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.silenced = False
 
-    async def add_rollout(self, name: str, through: str | None = None) -> asyncio.subprocess.Process:
+    async def add_rollout(
+        self, name: str, through: str | None = None
+    ) -> asyncio.subprocess.Process:
         """A rollout daemon; `through` is the address of a proxy in front of the coordinator."""
         join = ("--join", through or self.head.address, "--key", str(self.join_file))
         command = ("-m", "lightrl.cli", "up", *join, "--name", name)
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=pipe, stderr=pipe
+        )
         self.processes[name] = process
         return process
 
@@ -161,7 +170,8 @@ class Running:
         raise AssertionError("the coordinator stopped answering")
 
     async def replace_trainer(self, begins_at: int) -> ScriptedTrainer:
-        """The trainer vanishes without a word; returns the one before. Another one begins at this step."""
+        """The trainer vanishes without a word; returns the one before. Another one begins at this
+        step."""
         before = self.trainer
         self.training.cancel()
         await asyncio.gather(self.training, return_exceptions=True)
@@ -250,15 +260,26 @@ async def a_run(
                 process.terminate()
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.gather(*(p.communicate() for p in running.processes.values()))
-            await asyncio.gather(running.finished, running.training, return_exceptions=running.silenced)
+            await asyncio.gather(
+                running.finished, running.training, return_exceptions=running.silenced
+            )
 
 
-def expected_tokens(config: Config, manifest: Manifest, weights: Path, seed: int, prompt: bytes) -> list[int]:
+def expected_tokens(
+    config: Config, manifest: Manifest, weights: Path, seed: int, prompt: bytes
+) -> list[int]:
     """What the emulated engine samples when nothing ever disturbs it."""
     r = config.rollout
     args = {**r.engine_args, "t0_ms": 0.0}
     engine = EmulatedEngine(
-        EngineSpec("emulated", config.model.path, "auto", config.max_model_length, r.slots, engine_args=args)
+        EngineSpec(
+            "emulated",
+            config.model.path,
+            "auto",
+            config.max_model_length,
+            r.slots,
+            engine_args=args,
+        )
     )
     engine.load_weights(weights, manifest)
     request = ResponseRequest("r", 1, seed, prompt, b"", r.max_response_length)

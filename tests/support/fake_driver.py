@@ -1,4 +1,5 @@
-"""An nvidia-smi that answers as one was told to, and a torch that says which CUDA it was built for."""
+"""An nvidia-smi that answers as one was told to, and a torch that says which CUDA it was built
+for."""
 
 import json
 import os
@@ -26,17 +27,27 @@ import torch  # the real one, for whoever imports it
 
 
 def smi_row(
-    index: int, total: int = 81559, free: int = 81076, mig: str = "Disabled", driver: str = "580.95.05"
+    index: int,
+    total: int = 81559,
+    free: int = 81076,
+    mig: str = "Disabled",
+    driver: str = "580.95.05",
 ):
     """Memory in MiB."""
     return f"{index}, GPU-{index}abc-00, {total}, {free}, {driver}, {mig}, NVIDIA H100 80GB HBM3\n"
 
 
 def install(
-    folder: Path, rows: str, *, cuda: str | None = "13.0", code: int = 0, later: str = "", **others: str
+    folder: Path,
+    rows: str,
+    *,
+    cuda: str | None = "13.0",
+    code: int = 0,
+    later: str = "",
+    **others: str,
 ) -> dict[str, str]:
-    """An environment in which both are found. `later`: the rows from the second time on. `others`: L= the
-    answer to -L, header= that without options."""
+    """An environment in which both are found. `later`: the rows from the second time on. `others`:
+    L= the answer to -L, header= that without options."""
     path = folder / "bin"
     path.mkdir(parents=True)
     answers = {

@@ -20,7 +20,14 @@ from lightrl.core.state import DrawnPrompt
 from lightrl.journal.read import LOG
 from lightrl.journal.write import JournalWriter
 from lightrl.keys import write_key
-from lightrl.messages import FinishReason, ResponseTokens, StepDone, TrainGroup, TrainResponse, TrainShard
+from lightrl.messages import (
+    FinishReason,
+    ResponseTokens,
+    StepDone,
+    TrainGroup,
+    TrainResponse,
+    TrainShard,
+)
 from lightrl.run_file import load_config, to_toml
 from lightrl.wire import pack_f32, pack_i32, to_json
 from tests.support.cli import QUICKSTART
@@ -30,9 +37,15 @@ OTHER = DrawnPrompt("p2", 0, pack_i32([7]))
 
 
 def tokens(
-    response: str, offset: int, ids: Sequence[int], attempt: int = 1, end: FinishReason | None = None
+    response: str,
+    offset: int,
+    ids: Sequence[int],
+    attempt: int = 1,
+    end: FinishReason | None = None,
 ) -> ResponseTokens:
-    return ResponseTokens(response, attempt, offset, pack_i32(ids), pack_f32([-0.5] * len(ids)), end)
+    return ResponseTokens(
+        response, attempt, offset, pack_i32(ids), pack_f32([-0.5] * len(ids)), end
+    )
 
 
 def shard(step: int, response: str, ids: Sequence[int], reward: float) -> ShardSent:
@@ -60,7 +73,9 @@ SECOND: list[LogEntry] = [  # begins with what of the first one still stands
 ]
 
 
-def left_behind(run_dir: Path, *overrides: str, segments: Sequence[tuple[int, list[LogEntry]]] = ()) -> Path:
+def left_behind(
+    run_dir: Path, *overrides: str, segments: Sequence[tuple[int, list[LogEntry]]] = ()
+) -> Path:
     """As a coordinator that was killed leaves it."""
     (run_dir / "logs").mkdir(parents=True)
     where = (f"run.name={run_dir.name}", f"run.dir={run_dir.parent}", "run.bind=tcp://127.0.0.1:*")

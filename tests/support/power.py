@@ -1,9 +1,10 @@
-"""A machine that loses its power: what is on its disk then, at any moment of a recorded piece of work.
+"""A machine that loses its power: what is on its disk then, at any moment of a recorded piece of
+work.
 
-Owns the model of a disk, after ALICE (OSDI '14): what a program wrote may be missing until the file was
-synced, and a name that it made, changed or removed until its directory was. Any subset of what is not yet
-synced may have reached the disk. The work itself is done by the product on a real disk; what it asks the
-system for is seen at the level of `os`.
+Owns the model of a disk, after ALICE (OSDI '14): what a program wrote may be missing until the file
+was synced, and a name that it made, changed or removed until its directory was. Any subset of what
+is not yet synced may have reached the disk. The work itself is done by the product on a real disk;
+what it asks the system for is seen at the level of `os`.
 """
 
 import contextlib
@@ -39,14 +40,18 @@ class Live:
 
 @dataclass(frozen=True)
 class Event:
-    """One of: a sync of an inode, names that changed in one directory, new contents of a file, a promise."""
+    """One of: a sync of an inode, names that changed in one directory, new contents of a file, a
+    promise."""
 
-    kind: str  # "sync" "names" "data" "promise"
+    # "sync" "names" "data" "promise"
+    kind: str
     inode: int = 0
-    names: tuple[tuple[str, int | None], ...] = ()  # None: it is gone
+    # None: it is gone
+    names: tuple[tuple[str, int | None], ...] = ()
     data: bytes = b""
     promise: Any = None
-    site: str = ""  # of a sync: who asked for it, and for which file
+    # of a sync: who asked for it, and for which file
+    site: str = ""
 
 
 class Recorder:
@@ -99,7 +104,8 @@ class Recorder:
         return watched
 
     def _site(self, inode: int) -> str:
-        """Functions of the product that are called, and the file: "disk.create < write._start: N_step_N"."""
+        """Functions of the product that are called, and the file: "disk.create < write._start:
+        N_step_N"."""
         frame, chain = sys._getframe(2), []
         while frame is not None:
             if f"{os.sep}lightrl{os.sep}" in frame.f_code.co_filename:
@@ -139,7 +145,9 @@ def _scan(root: Path, held: dict[int, int] | None = None) -> Live:
             live.folders[inode] = {}
             for name in os.listdir(path):
                 with contextlib.suppress(FileNotFoundError):
-                    live.folders[inode][name] = enter(f"{path}/{name}", f"{where}/{name}".lstrip("/"))
+                    live.folders[inode][name] = enter(
+                        f"{path}/{name}", f"{where}/{name}".lstrip("/")
+                    )
         elif stat.S_ISREG(info.st_mode):
             with open(path, "rb") as file:
                 live.files[inode] = file.read()
@@ -178,8 +186,8 @@ class Disk:
                 names[name] = inode
 
     def outcomes(self) -> Iterator["Disk"]:
-        """The worst that may be found: none of what is pending, all of it, all names with spoilt contents,
-        all but one, only one."""
+        """The worst that may be found: none of what is pending, all of it, all names with spoilt
+        contents, all but one, only one."""
         names = [e for e in self.pending if e.kind == "names"]
         data = [e for e in self.pending if e.kind == "data"]
         yield self._with([])
@@ -205,7 +213,11 @@ class Disk:
 
         def tree(inode: int) -> Any:
             names = self.folders.get(inode)
-            return tuple((n, tree(i)) for n, i in sorted(names.items())) if names is not None else inode
+            return (
+                tuple((n, tree(i)) for n, i in sorted(names.items()))
+                if names is not None
+                else inode
+            )
 
         return tree(self.root), tuple(sorted((i, hash(d)) for i, d in self.files.items()))
 
@@ -271,9 +283,13 @@ def power_losses(
 
 
 def require_every_sync(
-    recorder: Recorder, place: Path, recovers: Callable[[Path, list[Any]], None], besides: Sequence[str] = ()
+    recorder: Recorder,
+    place: Path,
+    recovers: Callable[[Path, list[Any]], None],
+    besides: Sequence[str] = (),
 ) -> None:
-    """Whatever is lost with the power, all recovers; and each sync is needed for that, `besides` these."""
+    """Whatever is lost with the power, all recovers; and each sync is needed for that, `besides`
+    these."""
     assert power_losses(recorder, place, recovers) > len(recorder.events) // 2
     for site in recorder.sites():
         try:

@@ -14,7 +14,12 @@ LIMIT_S = 40.0  # of a whole scenario; generous, since test machines are slow
 
 def job(name: str, text: str = "abc", attempt: int = 1, **row: Any) -> RewardJob:
     return RewardJob(
-        name, attempt, "say abc", row, array("i", [1 + LETTERS.index(c) for c in text] + [0]), "stop"
+        name,
+        attempt,
+        "say abc",
+        row,
+        array("i", [1 + LETTERS.index(c) for c in text] + [0]),
+        "stop",
     )
 
 

@@ -1,4 +1,5 @@
-"""A coordinator that does just what a test says, on a real hub: it vanishes and comes back with no memory."""
+"""A coordinator that does just what a test says, on a real hub: it vanishes and comes back with no
+memory."""
 
 import asyncio
 import contextlib
@@ -160,7 +161,9 @@ class ScriptedHead:
         rollout = self.config.rollout.model_copy(update={"max_response_length": max(1, num_tokens)})
         config = self.config.model_copy(update={"rollout": rollout})
         weights = self.folder / "version_0.bin"
-        return expected_tokens(config, self.manifests[0], weights, seed_of(name), PROMPT)[:num_tokens]
+        return expected_tokens(config, self.manifests[0], weights, seed_of(name), PROMPT)[
+            :num_tokens
+        ]
 
     def items(self, name: str, since: int = 0) -> list[ResponseTokens]:
         """What was heard of a response, from a position in `heard` on."""
@@ -191,7 +194,9 @@ def joined(items: list[ResponseTokens]) -> tuple[int, list[int]]:
 async def rollout_daemon(address: str, key_file: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     command = ("-m", "lightrl.cli", "up", "--join", address, "--key", str(key_file), "--name", "a")
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=pipe, stderr=pipe
+    )
     try:
         yield process
     finally:

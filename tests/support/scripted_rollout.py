@@ -1,8 +1,8 @@
 """A rollout node that speaks the protocol but has no engine: it answers every order at once.
 
-It keeps a connection as the real node does (worker.py): nothing but a hello leaves before a welcome, and one
-that the coordinator gave up or does not hear any more says hello again. So cheap that hundreds live in a
-process.
+It keeps a connection as the real node does (worker.py): nothing but a hello leaves before a
+welcome, and one that the coordinator gave up or does not hear any more says hello again. So cheap
+that hundreds live in a process.
 """
 
 import asyncio
@@ -115,14 +115,20 @@ class ScriptedRollout:
         assert self._link is not None
         self.num_hellos += 1
         name, slots, serves = self.name, self.slots, self._serves
-        self._said = Hello(name, 1, ("rollout",), PROTOCOL, pid=0, host="test", slots=slots, serves=serves)
+        self._said = Hello(
+            name, 1, ("rollout",), PROTOCOL, pid=0, host="test", slots=slots, serves=serves
+        )
         self._said_at = time.monotonic()
         self._link.send(self._said)
 
     async def _beat(self, link: Link) -> None:
         while True:
             self._send(Heartbeat(Load()))
-            if self._said is not None and time.monotonic() - self._said_at > WELCOME_S and link.is_up:
+            if (
+                self._said is not None
+                and time.monotonic() - self._said_at > WELCOME_S
+                and link.is_up
+            ):
                 self._say_hello()
             await asyncio.sleep(BEAT_S)
 
@@ -139,4 +145,6 @@ def answer(request: ResponseRequest) -> ResponseTokens:
     tokens = tokens_of(request.response, held + request.max_new_tokens)[held:]
     reason = "stop" if tokens[-1] == STOP else "length"
     logprobs = pack_f32([-1.0] * len(tokens))
-    return ResponseTokens(request.response, request.attempt, held, pack_i32(tokens), logprobs, reason)
+    return ResponseTokens(
+        request.response, request.attempt, held, pack_i32(tokens), logprobs, reason
+    )

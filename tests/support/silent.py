@@ -1,7 +1,7 @@
 """Peers that connect and say nothing: `python -m tests.support.silent ADDRESS COUNT NUM_SOURCES`.
 
-Each comes back as soon as it is cut off. They come from NUM_SOURCES addresses of 127.0.0.0/8; prints a line
-when the last of them has connected for the first time, ends when its input does.
+Each comes back as soon as it is cut off. They come from NUM_SOURCES addresses of 127.0.0.0/8;
+prints a line when the last of them has connected for the first time, ends when its input does.
 """
 
 import os

@@ -19,8 +19,9 @@ TURNS = 20  # of the event loop between shards, so that some are computed while 
 class Coordinator:
     """Feeds a trainer as the real one does, from where the trainer says that it stands.
 
-    `on` holds what is to happen when a message comes for the first time, by its kind and number: functions,
-    or coroutines that go on beside. What would be fed to a version that appears is then theirs to feed.
+    `on` holds what is to happen when a message comes for the first time, by its kind and number:
+    functions, or coroutines that go on beside. What would be fed to a version that appears is then
+    theirs to feed.
     """
 
     def __init__(self, config, folder, groups):
@@ -40,7 +41,9 @@ class Coordinator:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self.published = folder / "published"
         self.published.mkdir(exist_ok=True)
-        self.trainer = Trainer(config, folder, self.published, "127.0.0.1", self.take, self.restarted)
+        self.trainer = Trainer(
+            config, folder, self.published, "127.0.0.1", self.take, self.restarted
+        )
 
     def restarted(self):
         self.num_hellos += 1
@@ -79,7 +82,9 @@ class Coordinator:
         """As the trainer had them when it trained that step first; else in any parts."""
         borders = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         shards = [
-            TrainShard(step, i, step, tuple(self.groups[a:b]), b == len(self.groups), len(self.groups))
+            TrainShard(
+                step, i, step, tuple(self.groups[a:b]), b == len(self.groups), len(self.groups)
+            )
             for i, (a, b) in enumerate(pairwise(borders))
         ]
         if step + 1 not in self.portions:

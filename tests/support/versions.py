@@ -18,7 +18,9 @@ TICKET = pull_ticket(SECRET, NODE, 1)
 BUCKET = 1 << 18
 
 
-def make_version(path: Path, policy_version: int = 1, num_buckets: int = 4, bucket: int = BUCKET) -> Manifest:
+def make_version(
+    path: Path, policy_version: int = 1, num_buckets: int = 4, bucket: int = BUCKET
+) -> Manifest:
     data = random.Random(policy_version).randbytes(bucket)
     tensors = [
         m.TensorBytes(f"layer.{i}", "uint8", (bucket,), memoryview(bytes([i]) + data[1:]))

@@ -36,7 +36,9 @@ def test_a_full_disk_is_one_line(tmp_path):
     file = AppendFile(tmp_path / "records", told.append, separator=b"\n")
     assert not file.append(b"a\n")
     assert not file.append(b"b\n")
-    assert told == ["WARNING: records: cannot write (No space left on device); left out until it can be"]
+    assert told == [
+        "WARNING: records: cannot write (No space left on device); left out until it can be"
+    ]
     file.close()
 
 
@@ -62,7 +64,9 @@ print(file.append(b"1234567\\n"), file.append(b"1234567\\n"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 print(file.append(b"abc\\n"))
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert ended.stdout.splitlines()[1::2] == ["True False", "True"]
     assert (tmp_path / "records").read_bytes() == b"1234567\nabc\n"
 
@@ -76,7 +80,10 @@ def test_lines_that_cannot_be_printed_do_not_end_a_process():
 
 
 def test_lines_come_in_order_with_those_of_print():
-    program = "from lightrl.say import never_fail, say\nnever_fail()\nprint('a')\nsay('b ä')\nprint('c')\n"
+    program = (
+        "from lightrl.say import never_fail, say\nnever_fail()\nprint('a')\nsay('b "
+        "ä')\nprint('c')\n"
+    )
     command = [sys.executable, "-c", program]
     env = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     assert subprocess.run(command, capture_output=True, env=env).stdout.decode() == "a\nb ä\nc\n"
@@ -88,4 +95,6 @@ def test_others_code_that_prints_on_a_full_disk_goes_on():
         "for k in range(2000):\n    print('x' * 50)\n    print('y', file=sys.stderr)\nsys.exit(7)\n"
     )
     with FULL.open("wb") as out:
-        assert subprocess.run([sys.executable, "-c", program], stdout=out, stderr=out).returncode == 7
+        assert (
+            subprocess.run([sys.executable, "-c", program], stdout=out, stderr=out).returncode == 7
+        )

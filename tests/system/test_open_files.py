@@ -1,4 +1,5 @@
-"""The limit of open files: raised for daemons, not for their children; some set aside; too few are said."""
+"""The limit of open files: raised for daemons, not for their children; some set aside; too few are
+said."""
 
 import subprocess
 import sys
@@ -63,12 +64,20 @@ def test_children_have_the_limit_that_the_daemon_was_started_with():
 def test_more_nodes_than_there_can_be_open_files_is_one_line(tmp_path: Path):
     limit = open_files.raised_limit()
     require_room(make_config(tmp_path, rollout={"nodes": limit - 100}))
-    with pytest.raises(ConfigError, match=r"rollout.nodes = .* raise the hard limit \(ulimit -Hn \d+\)") as e:
+    with pytest.raises(
+        ConfigError, match=r"rollout.nodes = .* raise the hard limit \(ulimit -Hn \d+\)"
+    ) as e:
         require_files(make_config(tmp_path, rollout={"nodes": limit}))
     assert "\n" not in str(e.value)
 
 
 def test_groups_that_are_too_large_for_a_message_are_one_line(tmp_path: Path):
-    require_files(make_config(tmp_path, rollout={"group_size": 512, "max_response_length": 1 << 15}))
-    with pytest.raises(ConfigError, match="33,554,432 tokens; at most 32,505,856 fit into one message"):
-        require_files(make_config(tmp_path, rollout={"group_size": 1024, "max_response_length": 1 << 15}))
+    require_files(
+        make_config(tmp_path, rollout={"group_size": 512, "max_response_length": 1 << 15})
+    )
+    with pytest.raises(
+        ConfigError, match="33,554,432 tokens; at most 32,505,856 fit into one message"
+    ):
+        require_files(
+            make_config(tmp_path, rollout={"group_size": 1024, "max_response_length": 1 << 15})
+        )

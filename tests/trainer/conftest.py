@@ -1,4 +1,5 @@
-"""A tiny random model on disk, samples for it, and ranks that train it: in this process or in real ones."""
+"""A tiny random model on disk, samples for it, and ranks that train it: in this process or in real
+ones."""
 
 import asyncio
 import contextlib
@@ -34,7 +35,12 @@ def one_thread() -> None:
 def save_model() -> Callable[..., Path]:
     def save(folder: Path, dtype: torch.dtype = torch.float32, tied: bool = True) -> Path:
         torch.manual_seed(7)
-        shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        shape = {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         config = Qwen2Config(
             **shape,
             vocab_size=VOCABULARY,
@@ -98,8 +104,12 @@ def config() -> Callable[..., Config]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, model_dir: Path, config: Callable[..., Config]) -> Callable[..., StartRank]:
-    def make(directory: Path = model_dir, start_step: int = 0, **sections: dict[str, Any]) -> StartRank:
+def start(
+    tmp_path: Path, model_dir: Path, config: Callable[..., Config]
+) -> Callable[..., StartRank]:
+    def make(
+        directory: Path = model_dir, start_step: int = 0, **sections: dict[str, Any]
+    ) -> StartRank:
         return StartRank(
             config(**sections).model_dump_json(),
             str(directory),
@@ -139,7 +149,9 @@ def processes(
     """`world` rank processes that were told to start."""
 
     @contextlib.asynccontextmanager
-    async def launch(start: StartRank, world: int, target: str = RANK_TARGET) -> AsyncIterator[list[Child]]:
+    async def launch(
+        start: StartRank, world: int, target: str = RANK_TARGET
+    ) -> AsyncIterator[list[Child]]:
         rendezvous = str(tmp_path / f".ranks-{secrets.token_hex(8)}")
         environment = {"OMP_NUM_THREADS": "1"}
         names = [f"rank-{rank}" for rank in range(world)]

@@ -39,7 +39,9 @@ def test_ranks_without_samples_get_empty_batches():
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 8000))
 def test_every_sample_is_planned_once_within_the_budget(lengths, ranks, max_tokens):
     plans = plan(lengths, ranks, max_tokens)
-    assert sorted(i for batches in plans for rows in batches for i in rows) == list(range(len(lengths)))
+    assert sorted(i for batches in plans for rows in batches for i in rows) == list(
+        range(len(lengths))
+    )
     for rows in (rows for batches in plans for rows in batches if len(rows) > 1):
         assert cost(rows, lengths) <= max_tokens
 
@@ -80,11 +82,14 @@ def test_streamed_by_hand(samples):
 
 
 @given(st.integers(1, 3), st.integers(1, 200), st.lists(st.integers(1, 24), max_size=8))
-def test_deterministic_batches_do_not_depend_on_how_many_groups_wait(samples, ranks, max_tokens, cuts):
+def test_deterministic_batches_do_not_depend_on_how_many_groups_wait(
+    samples, ranks, max_tokens, cuts
+):
     groups = [samples[i : i + 3] for i in range(0, 24, 3)]
     borders = [0, *sorted(c % 9 for c in cuts), 8]
     streams = [
-        streamed(groups[begin:end], ranks, max_tokens, deterministic=True) for begin, end in pairwise(borders)
+        streamed(groups[begin:end], ranks, max_tokens, deterministic=True)
+        for begin, end in pairwise(borders)
     ]
     joined = [tuple(batch for stream in streams for batch in stream[rank]) for rank in range(ranks)]
     assert joined == streamed(groups, ranks, max_tokens, deterministic=True)
@@ -95,4 +100,6 @@ def test_micro_batches_are_the_samples_of_the_plan(samples):
     ranks = micro_batches(samples, ranks=2, max_tokens=60)
     sent = [s for batches in ranks for batch in batches for s in batch]
     assert sorted(s.response for s in sent) == sorted(s.response for s in samples)
-    assert all(num_tokens(batch[0]) == max(map(num_tokens, batch)) for b in ranks for batch in b if batch)
+    assert all(
+        num_tokens(batch[0]) == max(map(num_tokens, batch)) for b in ranks for batch in b if batch
+    )

@@ -13,7 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.errors import TrainerError
 from lightrl.trainer.model import full_parameters
-from lightrl.trainer.protocol import Accumulate, Cleared, ClearStep, FinishStep, Save, Saved, SaveFailed
+from lightrl.trainer.protocol import (
+    Accumulate,
+    Cleared,
+    ClearStep,
+    FinishStep,
+    Save,
+    Saved,
+    SaveFailed,
+)
 from lightrl.trainer.saved import SavedStep, latest, newest_sound, oldest_kept, point, remove, tidy
 from lightrl.trainer.seal import PIECE_BYTES, damage, sealed
 from lightrl.trainer.supervisor import Trainer
@@ -115,7 +123,9 @@ def test_what_a_killed_save_left_is_not_removed_in_the_event_loop(tmp_path, monk
         remove(path, ignore_errors=ignore_errors)
 
     async def story():
-        trainer = Trainer(make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail)
+        trainer = Trainer(
+            make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail
+        )
         try:
             assert await trainer._where_to_start() == 0
         finally:
@@ -129,7 +139,9 @@ def test_what_a_killed_save_left_is_not_removed_in_the_event_loop(tmp_path, monk
     assert threading.get_ident() not in threads
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_one_line_and_stays_where_it_is(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_read_now_is_one_line_and_stays_where_it_is(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "checkpoints" / "step_3"
     path.mkdir(parents=True)
     (path / "trainer.json").write_text("{}")
@@ -141,7 +153,9 @@ def test_a_checkpoint_that_cannot_be_read_now_is_one_line_and_stays_where_it_is(
         return read(file)
 
     async def story():
-        trainer = Trainer(make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail)
+        trainer = Trainer(
+            make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail
+        )
         try:
             await trainer._where_to_start()
         finally:
@@ -151,7 +165,9 @@ def test_a_checkpoint_that_cannot_be_read_now_is_one_line_and_stays_where_it_is(
         lack.setattr(Path, "read_bytes", refuse)
         with pytest.raises(TrainerError) as raised:
             asyncio.run(story())
-    assert str(raised.value) == f"{path}/trainer.json: cannot look for a checkpoint: Permission denied"
+    assert (
+        str(raised.value) == f"{path}/trainer.json: cannot look for a checkpoint: Permission denied"
+    )
     assert path.is_dir()
 
 
@@ -212,7 +228,9 @@ def test_a_large_file_is_looked_at_as_a_whole(tmp_path):
 
 
 def test_a_checkpoint_that_was_saved_without_digests_is_taken_as_it_is(tmp_path):
-    (tmp_path / "trainer.json").write_text('{"step":1,"policy_version":1,"digest":"d","has_optimizer":true}')
+    (tmp_path / "trainer.json").write_text(
+        '{"step":1,"policy_version":1,"digest":"d","has_optimizer":true}'
+    )
     assert damage(tmp_path) == ""
 
 
@@ -222,7 +240,8 @@ def test_the_newest_sound_checkpoint_is_found_and_damaged_ones_are_moved_aside(t
         (tmp_path / f"step_{step}" / "trainer.json").touch()
         point(tmp_path, tmp_path / f"step_{step}")
     assert [oldest_kept(tmp_path, 8, n) for n in (1, 2, 3, 4, 5, 9)] == [8, 6, 4, 2, 0, 0]
-    assert [oldest_kept(tmp_path, 2, n) for n in (1, 2, 3)] == [2, 0, 0]  # before the others were saved
+    # before the others were saved
+    assert [oldest_kept(tmp_path, 2, n) for n in (1, 2, 3)] == [2, 0, 0]
     bad, lines = {"step_8": "a: damaged", "step_6": "b: damaged"}, []
 
     def look(path):
@@ -230,8 +249,14 @@ def test_the_newest_sound_checkpoint_is_found_and_damaged_ones_are_moved_aside(t
 
     assert newest_sound(tmp_path, look, lines.append) == latest(tmp_path) == tmp_path / "step_4"
     assert lines == [
-        f"WARNING: {tmp_path}/step_8: a: damaged; moved aside as step_8.damaged, going back to step_6",
-        f"WARNING: {tmp_path}/step_6: b: damaged; moved aside as step_6.damaged, going back to step_4",
+        (
+            f"WARNING: {tmp_path}/step_8: a: damaged; moved aside as step_8.damaged, going back "
+            "to step_6"
+        ),
+        (
+            f"WARNING: {tmp_path}/step_6: b: damaged; moved aside as step_6.damaged, going back "
+            "to step_4"
+        ),
     ]
     assert (tmp_path / "latest").read_text() == "step_4\n"
     (tmp_path / "step_4" / "trainer.json").unlink()  # which `latest` names

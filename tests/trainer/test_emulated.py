@@ -1,4 +1,5 @@
-"""The emulated rank: it speaks as a real one does, and its versions show exactly what was trained."""
+"""The emulated rank: it speaks as a real one does, and its versions show exactly what was
+trained."""
 
 import asyncio
 import signal
@@ -56,7 +57,10 @@ def digest(rank, batches, step=0):
 
 
 def test_neither_it_nor_its_daemon_needs_torch():
-    code = "import sys, lightrl.trainer.emulated, lightrl.trainer.supervisor; print('torch' in sys.modules)"
+    code = (
+        "import sys, lightrl.trainer.emulated, lightrl.trainer.supervisor; print('torch' in "
+        "sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -153,9 +157,15 @@ def test_what_was_given_before_the_step_began_anew_does_not_count(new_emulated, 
     assert events == [Accumulated(0), Cleared(0)]
     # How many pieces it comes in does not count, either.
     perform(one, Accumulate(0, (tuple(samples[3:5]),)))
-    assert digest(one, [samples[5:]]) != digest(other, [samples[3:5], samples[5:]])  # the totals differ
+    # the totals differ
+    assert digest(one, [samples[5:]]) != digest(other, [samples[3:5], samples[5:]])
     one, other = new_emulated(), new_emulated()
-    perform(one, Accumulate(0, (tuple(samples[:3]),)), ClearStep(0), Accumulate(0, (tuple(samples[3:5]),)))
+    perform(
+        one,
+        Accumulate(0, (tuple(samples[:3]),)),
+        ClearStep(0),
+        Accumulate(0, (tuple(samples[3:5]),)),
+    )
     _, published, _ = perform(one, Accumulate(0, (tuple(samples[5:]),)), finish(0, samples[3:]))
     assert published.manifest.digest == digest(other, [samples[3:5], samples[5:]])
 
@@ -189,7 +199,9 @@ def test_a_disk_that_refuses_and_commands_out_of_order_are_named(new_emulated, t
     assert "Not a directory" in failed.reason
     with pytest.raises(TrainerError, match=r"^Accumulate of step 3, but the rank is at step 0$"):
         perform(rank, Accumulate(3, ()))
-    with pytest.raises(TrainerError, match=r"^rollout.engine_args.train_ms = 3: known are .*train_step_ms"):
+    with pytest.raises(
+        TrainerError, match=r"^rollout.engine_args.train_ms = 3: known are .*train_step_ms"
+    ):
         new_emulated(engine_args={"train_ms": 3})
 
 
@@ -205,7 +217,10 @@ def on_two(start, processes, steps):
     """The digests of two ranks that get these batches in each step."""
 
     async def run():
-        async with processes(start(**EMULATED), 2, EMULATED_TARGET) as ranks, asyncio.timeout(DEADLINE_S):
+        async with (
+            processes(start(**EMULATED), 2, EMULATED_TARGET) as ranks,
+            asyncio.timeout(DEADLINE_S),
+        ):
             first, second = [await rank.receive() for rank in ranks]
             assert second.manifest is None
             digests = [first.manifest.digest]
@@ -214,7 +229,8 @@ def on_two(start, processes, steps):
                     rank.send(Accumulate(step, (tuple(batch),)))
                     rank.send(finish(step, [s for batch in batches_R for s in batch]))
                 events = [
-                    [await rank.receive() for _ in range(n)] for rank, n in zip(ranks, (3, 2), strict=True)
+                    [await rank.receive() for _ in range(n)]
+                    for rank, n in zip(ranks, (3, 2), strict=True)
                 ]
                 digests.append(events[0][1].manifest.digest)
                 finished = [said[-1] for said in events]
@@ -236,7 +252,10 @@ def test_two_ranks_publish_what_both_were_given(start, processes, samples):
 
 def test_a_rank_whose_other_one_dies_does_not_publish(start, processes, samples):
     async def run(victim):
-        async with processes(start(**EMULATED), 2, EMULATED_TARGET) as ranks, asyncio.timeout(DEADLINE_S):
+        async with (
+            processes(start(**EMULATED), 2, EMULATED_TARGET) as ranks,
+            asyncio.timeout(DEADLINE_S),
+        ):
             for rank in ranks:
                 await rank.receive()
             left = ranks[1 - victim]
@@ -279,7 +298,12 @@ def new_config(model_dir):
                 "model": {"path": str(model_dir)},
                 "data": {"path": "unused"},
                 "rollout": {"engine": "emulated", "engine_args": engine_args or {}},
-                "train": {"engine": "emulated", "steps": STEPS, "ranks": ranks, "max_tokens_per_gpu": 40},
+                "train": {
+                    "engine": "emulated",
+                    "steps": STEPS,
+                    "ranks": ranks,
+                    "max_tokens_per_gpu": 40,
+                },
                 "checkpoint": checkpoint,
             }
         )
@@ -326,8 +350,11 @@ def test_ranks_killed_anywhere_end_with_the_versions_of_ranks_that_were_not(
     assert disturbed.sent[-1] == Checkpointed(STEPS, 4)
 
 
-def test_portions_that_were_recorded_give_the_same_version_and_others_do_not(new_config, groups, tmp_path):
-    """Not deterministic: how many groups were planned together is what the coordinator has written down."""
+def test_portions_that_were_recorded_give_the_same_version_and_others_do_not(
+    new_config, groups, tmp_path
+):
+    """Not deterministic: how many groups were planned together is what the coordinator has written
+    down."""
     config = new_config(deterministic=False, interval=0)
 
     def killed(coordinator):
@@ -371,7 +398,9 @@ def test_a_damaged_checkpoint_costs_one_interval(new_config, groups, tmp_path, c
     assert "state/digest: damaged; moved aside as step_4.damaged, going back to step_2" in said
 
 
-def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(new_config, groups, tmp_path, capsys):
+def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
+    new_config, groups, tmp_path, capsys
+):
     config = new_config(interval=0)
     config = config.model_copy(update={"node": config.node.model_copy(update={"patience_s": 0.5})})
     calm = trained(config, tmp_path / "calm", groups)
@@ -388,7 +417,9 @@ def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(new_config, grou
     assert disturbed.digests == calm.digests
 
 
-def test_another_trainer_goes_on_from_the_checkpoint_of_one_that_was_stopped(new_config, groups, tmp_path):
+def test_another_trainer_goes_on_from_the_checkpoint_of_one_that_was_stopped(
+    new_config, groups, tmp_path
+):
     config = new_config(interval=0)
     calm = trained(config, tmp_path / "calm", groups)
 

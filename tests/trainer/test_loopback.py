@@ -1,4 +1,5 @@
-"""What torch opens authenticates nobody: no socket of a rank may be reached from another machine."""
+"""What torch opens authenticates nobody: no socket of a rank may be reached from another
+machine."""
 
 import asyncio
 import ipaddress
@@ -41,7 +42,9 @@ def bound_to(pid: int) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     return found
 
 
-def test_no_socket_of_two_ranks_is_open_beyond_loopback(start, processes, samples, tmp_path, monkeypatch):
+def test_no_socket_of_two_ranks_is_open_beyond_loopback(
+    start, processes, samples, tmp_path, monkeypatch
+):
     """Neither while they join, train a step and save, nor because the environment says so."""
     others = [name for _, name in socket.if_nameindex() if name not in {"lo", "lo0"}]
     up = [n for n in others if Path(f"/sys/class/net/{n}/operstate").read_text().strip() == "up"]

@@ -97,18 +97,26 @@ def test_truncated_importance_weight_by_hand():
     assert result.num_truncated.item() == 1
 
 
-# Sampled by an older policy: pi_old / pi_rollout = 1/2 and 8 in the first response, 4 in the second.
+# Sampled by an older policy: pi_old / pi_rollout = 1/2 and 8 in the first response, 4 in the
+# second.
 STALE = OLD - torch.tensor([[LOG_HALF, math.log(8)], [math.log(4), -3.3]])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_stale_tokens_are_weighted_by_hand(name):
     algorithm = AlgorithmSection(
-        name=name, loss_norm="token", clip_low=0.0, clip_high=0.0, tis_cap=3.0, kl_coef=0.5, kl_type="k1"
+        name=name,
+        loss_norm="token",
+        clip_low=0.0,
+        clip_high=0.0,
+        tis_cap=3.0,
+        kl_coef=0.5,
+        kl_type="k1",
     )
     logprobs = OLD.clone().requires_grad_()
     result = losses(algorithm, logprobs, OLD, STALE, OLD - 0.2, ADVANTAGES, MASK)
-    # GSPO: (1/2 * 8)^(1/2) = 2 for the first response as a whole; 4 is held to 3, and so is 8 elsewhere.
+    # GSPO: (1/2 * 8)^(1/2) = 2 for the first response as a whole; 4 is held to 3, and so is 8
+    # elsewhere.
     weights = [2.0, 2.0, 3.0, 0.0] if name == "gspo" else [0.5, 3.0, 3.0, 0.0]
     assert result.weights.item() == pytest.approx(sum(weights))
     assert result.max_weight.item() == 3
@@ -187,7 +195,10 @@ def test_reinforce_plus_plus_divides_by_the_std_of_the_batch():
 
 def test_only_reinforce_plus_plus_with_kl_cannot_stream():
     waits = {
-        n for n in ALGORITHMS for c in (0.0, 0.1) if needs_whole_step(AlgorithmSection(name=n, kl_coef=c))
+        n
+        for n in ALGORITHMS
+        for c in (0.0, 0.1)
+        if needs_whole_step(AlgorithmSection(name=n, kl_coef=c))
     }
     assert waits == {"reinforce++"}
     assert not needs_whole_step(AlgorithmSection(name="reinforce++"))

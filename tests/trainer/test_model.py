@@ -24,7 +24,9 @@ def alone(module, sample, temperature=1.0):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_of_a_padded_batch_equal_those_of_each_response_alone(model_dir, samples, temperature):
+def test_logprobs_of_a_padded_batch_equal_those_of_each_response_alone(
+    model_dir, samples, temperature
+):
     policy = load_policy(model_dir, CPU)
     batch = collate(samples, CPU, VOCABULARY)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The power fails at any moment of a save: the newest checkpoint that was promised is there, and whole."""
+"""The power fails at any moment of a save: the newest checkpoint that was promised is there, and
+whole."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ def test_a_checkpoint_that_is_saved_survives(new_rank, samples, tmp_path: Path):
     def look(path: Path) -> str:
         """As `damage`, once for the same files: they are the same inodes."""
         files = tuple(
-            sorted((str(p.relative_to(path)), p.stat().st_ino) for p in path.rglob("*") if p.is_file())
+            sorted(
+                (str(p.relative_to(path)), p.stat().st_ino) for p in path.rglob("*") if p.is_file()
+            )
         )
         if files not in known:
             known[files] = damage(path)

@@ -70,7 +70,9 @@ def read(event):
     return dict(read_tensors(Path(event.path), event.manifest))
 
 
-def test_two_ranks_train_like_one_and_take_over_its_checkpoint(start, new_rank, processes, samples, tmp_path):
+def test_two_ranks_train_like_one_and_take_over_its_checkpoint(
+    start, new_rank, processes, samples, tmp_path
+):
     """One rank for three steps = one, then two, then one, each from the checkpoint before it."""
     settings = {"algorithm": {"name": "dr_grpo", "kl_coef": 0.05}, "train": {"optim": {"lr": 1e-3}}}
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -140,7 +142,9 @@ def test_a_response_that_the_model_cannot_have_made_is_named(start, samples):
         with pytest.raises(SystemExit):
             main(theirs)
         _, event = daemon.receive(DEADLINE_S)
-        assert event == RankFailed("p0@0#1: token id 24 is outside the vocabulary of 24", is_final=True)
+        assert event == RankFailed(
+            "p0@0#1: token id 24 is outside the vocabulary of 24", is_final=True
+        )
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(start, tmp_path):
@@ -152,6 +156,8 @@ def test_a_model_that_cannot_be_loaded_is_one_line(start, tmp_path):
             main(theirs)
         assert daemon.receive(DEADLINE_S) == [
             RankFailed(
-                f"model.path = '{tmp_path}/nowhere': no such directory, and not a hub id (org/name)", True
+                f"model.path = '{tmp_path}/nowhere': no such directory, and not a hub id "
+                "(org/name)",
+                True,
             )
         ]

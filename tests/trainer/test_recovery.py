@@ -1,5 +1,6 @@
-"""A trainer whose ranks are killed, whose coordinator comes and goes, whose disk refuses: with real ranks and
-a scripted coordinator. Whatever happens, every version has the bits that it has when nothing happens."""
+"""A trainer whose ranks are killed, whose coordinator comes and goes, whose disk refuses: with real
+ranks and a scripted coordinator. Whatever happens, every version has the bits that it has when
+nothing happens."""
 
 import asyncio
 import os
@@ -10,7 +11,14 @@ import signal
 import pytest
 
 from lightrl.errors import TrainerError
-from lightrl.messages import Checkpointed, PublishWeights, StepDone, TrainGroup, TrainResponse, TrainShard
+from lightrl.messages import (
+    Checkpointed,
+    PublishWeights,
+    StepDone,
+    TrainGroup,
+    TrainResponse,
+    TrainShard,
+)
 from lightrl.run_file import parse_config
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import Accumulate, FinishStep
@@ -61,7 +69,8 @@ def new_config(model_dir):
 
 
 def undisturbed(rank, groups, portions, steps):
-    """The digests when nothing happens: of a rank in this process that gets the groups in these portions."""
+    """The digests when nothing happens: of a rank in this process that gets the groups in these
+    portions."""
     digests = {0: rank.started.manifest.digest}
     config = rank.config
     made = [train_samples(group, config) for group in groups]
@@ -70,7 +79,9 @@ def undisturbed(rank, groups, portions, steps):
         for portion in portions[step + 1]:
             part, rest = rest[:portion], rest[portion:]
             useful = [trainable(samples, 0.0) for samples in part]
-            [batches] = streamed(useful, 1, config.train.max_tokens_per_gpu, config.run.deterministic)
+            [batches] = streamed(
+                useful, 1, config.train.max_tokens_per_gpu, config.run.deterministic
+            )
             list(rank.perform(Accumulate(step, batches)))
         tokens = sum(len(s.token_ids) // 4 for samples in made for s in samples)
         published, _ = rank.perform(FinishStep(step, sum(map(len, made)), tokens, step + 1))
@@ -106,7 +117,8 @@ def test_a_rank_killed_while_it_starts_computes_or_has_updated_is_as_if_it_had_n
             kill()
 
         async def publishing():
-            """The optimizer step is done when something is written to what will be the new version."""
+            """The optimizer step is done when something is written to what will be the new
+            version."""
             fifo = coordinator.published / ".draft"
             os.mkfifo(fifo)
             end = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -160,13 +172,16 @@ def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
     assert coordinator.num_hellos >= 2
     assert "lightrl-rank-0" in (said := capsys.readouterr().out)
     assert "hangs: no answer for 12 s; starting again from step 0" in said
-    assert coordinator.digests == undisturbed(new_rank(**settings(config)), groups, coordinator.portions, 2)
+    assert coordinator.digests == undisturbed(
+        new_rank(**settings(config)), groups, coordinator.portions, 2
+    )
 
 
 def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bits(
     new_config, groups, tmp_path
 ):
-    """Versions 3 and 4 are computed three times: going on, and twice from the checkpoint of step 2."""
+    """Versions 3 and 4 are computed three times: going on, and twice from the checkpoint of step
+    2."""
     config = new_config(steps=5, ranks=2, deterministic=True, interval=2)
 
     async def run():
@@ -192,8 +207,11 @@ def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bit
         await coordinator.run_and_close()
         assert not on
         assert coordinator.num_hellos == 3
-        versions = [m.manifest.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)]
-        assert versions == [0, 1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5]  # a checkpoint counts once `latest` names it
+        versions = [
+            m.manifest.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)
+        ]
+        # a checkpoint counts once `latest` names it
+        assert versions == [0, 1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5]
         assert len(set(coordinator.digests.values())) == 6
         assert latest(checkpoints) == checkpoints / "step_5"
         assert not list(checkpoints.glob(".*"))
@@ -219,7 +237,9 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(
 
         coordinator.on["saved", 4] = damaged
         await coordinator.run_and_close()
-        versions = [m.manifest.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)]
+        versions = [
+            m.manifest.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)
+        ]
         again = versions.index(2, 3)
         assert versions[again:] == [2, 3, 4, 5]
         assert versions[:again] in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])
@@ -230,7 +250,9 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(
         return coordinator
 
     coordinator = asyncio.run(run())
-    assert coordinator.digests == undisturbed(new_rank(**settings(config)), groups, coordinator.portions, 5)
+    assert coordinator.digests == undisturbed(
+        new_rank(**settings(config)), groups, coordinator.portions, 5
+    )
     said = capsys.readouterr().out
     assert said.count("distcp: damaged; moved aside as step_4.damaged, going back to step_2") == 1
     assert "starting again from step 2" in said
@@ -279,7 +301,8 @@ def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, group
             done.append("begun anew")
 
         async def finishing():
-            """A step without any signal needs no gradients: the ranks are told to finish it at once."""
+            """A step without any signal needs no gradients: the ranks are told to finish it at
+            once."""
             kill(number=signal.SIGSTOP)
             trainer.handle(TrainShard(3, 0, 3, (groups[5],), True, 1))
             await turns()
@@ -371,8 +394,12 @@ def test_a_disk_that_refuses_a_checkpoint_is_asked_again(new_config, groups, tmp
         ("StepDone", 2),
     ]
     lines = capsys.readouterr().out.splitlines()
-    assert sum("step_1 was not saved" in line and "after the next step" in line for line in lines) == 1
-    assert sum("step_3 was not saved" in line and "trying again in 1 s" in line for line in lines) == 2
+    assert (
+        sum("step_1 was not saved" in line and "after the next step" in line for line in lines) == 1
+    )
+    assert (
+        sum("step_3 was not saved" in line and "trying again in 1 s" in line for line in lines) == 2
+    )
 
 
 def test_ranks_that_die_again_and_again_are_given_up(new_config, groups, tmp_path, capsys):
@@ -388,7 +415,9 @@ def test_ranks_that_die_again_and_again_are_given_up(new_config, groups, tmp_pat
                 kill(rank=1)
 
         coordinator.spawn(murder())
-        gave_up = "^lightrl-rank-1 .*killed by SIGKILL.*; started again 3 times without finishing a step$"
+        gave_up = (
+            "^lightrl-rank-1 .*killed by SIGKILL.*; started again 3 times without finishing a step$"
+        )
         with pytest.raises(TrainerError, match=gave_up):
             await coordinator.run_and_close()
         assert len(dead) == 4

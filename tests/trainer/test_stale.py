@@ -1,4 +1,5 @@
-"""Tokens of older policy versions: what a step makes of them against the exact weighted gradient."""
+"""Tokens of older policy versions: what a step makes of them against the exact weighted
+gradient."""
 
 import math
 import random
@@ -18,7 +19,9 @@ LR = 1e-2  # large: the versions shall differ
 
 def logprobs_of(module, prompt, response):
     """Of one response alone, [len(response)], with gradient."""
-    every = module(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    every = (
+        module(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    )
     return every.gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
@@ -65,7 +68,9 @@ def distance(found, expected):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_samples_of_three_versions_have_the_importance_weighted_gradient(new_rank, samples, model_dir, name):
+def test_samples_of_three_versions_have_the_importance_weighted_gradient(
+    new_rank, samples, model_dir, name
+):
     cap = 1.1 if name == "gspo" else 2.0  # a mean over a response is closer to 1
     settings = {"train": {"optim": {"lr": LR}}}
     rank = new_rank(algorithm={"name": name, "tis_cap": cap}, **settings)
@@ -76,7 +81,9 @@ def test_samples_of_three_versions_have_the_importance_weighted_gradient(new_ran
     rng, stale = random.Random(11), []
     torch.manual_seed(11)
     for i in range(16):  # some tokens of each version, as in a response that outlived two updates
-        born = [old] * rng.randint(0, 6) + [newer] * rng.randint(0, 6) + [current] * rng.randint(1, 4)
+        born = (
+            [old] * rng.randint(0, 6) + [newer] * rng.randint(0, 6) + [current] * rng.randint(1, 4)
+        )
         prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(2, 5))]
         stale.append(sample(f"p{i}", born, prompt, rng.choice([-1.0, 0.5, 1.5])))
 
@@ -107,8 +114,11 @@ def test_samples_of_three_versions_have_the_importance_weighted_gradient(new_ran
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_in_expectation_stale_tokens_have_the_gradient_of_fresh_ones(new_rank, samples, model_dir, name):
-    """Exactly, over all 24 responses of one token: each with its probability under the old policy."""
+def test_in_expectation_stale_tokens_have_the_gradient_of_fresh_ones(
+    new_rank, samples, model_dir, name
+):
+    """Exactly, over all 24 responses of one token: each with its probability under the old
+    policy."""
     rank = new_rank(algorithm={"name": name, "tis_cap": 1e6}, train={"optim": {"lr": LR}})
     old, _, current = two_steps(rank, samples, model_dir)
     prompt, rng = [5, 9, 3], random.Random(2)
@@ -125,7 +135,9 @@ def test_in_expectation_stale_tokens_have_the_gradient_of_fresh_ones(new_rank, s
                 value * math.exp(logprob),
             )
         )
-    objective = (current(torch.tensor([prompt])).logits[0, -1].softmax(-1) * torch.tensor(values)).sum()
+    objective = (
+        current(torch.tensor([prompt])).logits[0, -1].softmax(-1) * torch.tensor(values)
+    ).sum()
     expected = torch.autograd.grad(-objective, list(current.parameters()))
     found, metrics = gradients(rank, every)
     assert distance(found, expected) <= 1e-4

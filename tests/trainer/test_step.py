@@ -1,4 +1,5 @@
-"""Whole steps of a rank in this process: exactness of streaming, gradients, publishing, edge cases."""
+"""Whole steps of a rank in this process: exactness of streaming, gradients, publishing, edge
+cases."""
 
 import math
 import random
@@ -38,7 +39,8 @@ def weights(rank):
 
 
 def assert_close(a, b, tolerance):
-    """Relative to the norm of all values: Adam blows up the rounding of gradients that are about zero."""
+    """Relative to the norm of all values: Adam blows up the rounding of gradients that are about
+    zero."""
     difference = math.sqrt(sum((a[name] - b[name]).square().sum().item() for name in a))
     assert difference <= tolerance * math.sqrt(sum(b[name].square().sum().item() for name in a))
 
@@ -69,7 +71,13 @@ def test_a_streamed_step_equals_one_big_batch(new_rank, samples, algorithm):
     reference, expected = after.pop("one batch")
     for found, metrics in after.values():
         assert_close(found, reference, 2e-6)
-        for key in ("loss/policy", "loss/kl", "entropy", "grad_norm", "train_rollout_logprob_abs_diff"):
+        for key in (
+            "loss/policy",
+            "loss/kl",
+            "entropy",
+            "grad_norm",
+            "train_rollout_logprob_abs_diff",
+        ):
             assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
 
 
@@ -85,10 +93,15 @@ def naive_gradients(rank, samples, settings, advantage_scale, divisor):
         index = torch.tensor(response)[:, None]
         logprobs = module(ids).logits[0, lines].log_softmax(-1).gather(-1, index)[:, 0]
         with torch.no_grad():
-            ref = rank.reference.module(ids).logits[0, lines].log_softmax(-1).gather(-1, index)[:, 0]
+            ref = (
+                rank.reference.module(ids).logits[0, lines].log_softmax(-1).gather(-1, index)[:, 0]
+            )
         tokens = []
         for t in range(len(response)):
-            old, gaps = logprobs[t].item(), logprobs.detach() - torch.tensor(unpack_f32(s.rollout_logprobs))
+            old, gaps = (
+                logprobs[t].item(),
+                logprobs.detach() - torch.tensor(unpack_f32(s.rollout_logprobs)),
+            )
             gap, ratio = gaps[t].item(), torch.exp(logprobs[t] - old)
             if rank.algorithm.name == "gspo":
                 gap, ratio = gaps.mean().item(), torch.exp((logprobs - logprobs.detach()).mean())
@@ -188,7 +201,9 @@ def test_the_difference_to_the_engine_is_measured(new_rank, samples):
     rank = new_rank()
     logprobs = [unpack_f32(s.rollout_logprobs) for s in samples]
     _, first = run_step(rank, [(tuple(samples),)], samples)
-    assert first["train_rollout_logprob_abs_diff_max"] >= first["train_rollout_logprob_abs_diff"] > 0
+    assert (
+        first["train_rollout_logprob_abs_diff_max"] >= first["train_rollout_logprob_abs_diff"] > 0
+    )
     shifted = [
         replace(s, rollout_logprobs=pack_f32([x + 100 for x in lp]))
         for s, lp in zip(samples, logprobs, strict=True)

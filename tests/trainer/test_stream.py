@@ -1,5 +1,5 @@
-"""Groups that come in any order, any number at a time: the same step, or with run.deterministic the same
-bits. In one rank in this process, and through the trainer node with real ranks."""
+"""Groups that come in any order, any number at a time: the same step, or with run.deterministic the
+same bits. In one rank in this process, and through the trainer node with real ranks."""
 
 import asyncio
 import random
@@ -18,7 +18,8 @@ from lightrl.trainer.supervisor import Trainer, train_samples
 
 DEADLINE_S = 110
 STEPS = 3
-# How many of eight groups wait each time that the trainer looks, as far as it has not been told more.
+# How many of eight groups wait each time that the trainer looks, as far as it has not been told
+# more.
 ALL, HALVES, ONES, UNEVEN = (8,), (4, 4), (1,) * 8, (1, 5, 0, 2)
 
 
@@ -39,7 +40,9 @@ def train(rank, steps):
     for step, waits in enumerate(steps):
         train = rank.config.train
         for waiting in waits:
-            [batches] = streamed(waiting, 1, train.max_tokens_per_gpu, rank.config.run.deterministic)
+            [batches] = streamed(
+                waiting, 1, train.max_tokens_per_gpu, rank.config.run.deterministic
+            )
             list(rank.perform(Accumulate(step, batches)))
         samples = [s for waiting in waits for group in waiting for s in group]
         tokens = sum(len(s.token_ids) // 4 for s in samples)
@@ -52,7 +55,9 @@ def train(rank, steps):
 def test_deterministic_steps_are_equal_in_every_bit(new_rank, groups, algorithm):
     def digests(deterministic, *splits):
         rank = new_rank(
-            algorithm=algorithm, run={"deterministic": deterministic}, train={"max_tokens_per_gpu": 60}
+            algorithm=algorithm,
+            run={"deterministic": deterministic},
+            train={"max_tokens_per_gpu": 60},
         )
         return train(rank, [parts(groups, sizes) for sizes in splits])
 
@@ -106,11 +111,11 @@ def shards(groups, step, sizes):
 
 
 async def run_trainer(config, folder, next_shards, pause, digests):
-    """A trainer node with real ranks. `next_shards(version)` are sent to it when it publishes that version,
-    the digest of which is appended to `digests`. Returns the metrics of all steps.
+    """A trainer node with real ranks. `next_shards(version)` are sent to it when it publishes that
+    version, the digest of which is appended to `digests`. Returns the metrics of all steps.
 
-    `pause`: turns of the event loop between shards. With some, the first one is computed while the others
-    come and wait; without, all of them wait together.
+    `pause`: turns of the event loop between shards. With some, the first one is computed while the
+    others come and wait; without, all of them wait together.
     """
     for name in ("logs", "weights"):
         (folder / name).mkdir(parents=True)
@@ -131,7 +136,9 @@ async def run_trainer(config, folder, next_shards, pause, digests):
                 for _ in range(pause):
                     await asyncio.sleep(0)
 
-    trainer = Trainer(config, folder, folder / "weights", "127.0.0.1", send, on_restart=lambda: None)
+    trainer = Trainer(
+        config, folder, folder / "weights", "127.0.0.1", send, on_restart=lambda: None
+    )
     feeding = asyncio.ensure_future(feed())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -159,7 +166,9 @@ def trainer_config(model_dir, ranks, steps):
     )
 
 
-def test_two_deterministic_ranks_publish_the_same_bits_whatever_the_timing(model_dir, tmp_path, groups):
+def test_two_deterministic_ranks_publish_the_same_bits_whatever_the_timing(
+    model_dir, tmp_path, groups
+):
     config = trainer_config(model_dir, ranks=2, steps=STEPS)
 
     def run(name, splits, pause):
@@ -167,7 +176,9 @@ def test_two_deterministic_ranks_publish_the_same_bits_whatever_the_timing(model
             return shards(groups, version, splits[version]) if version < STEPS else []
 
         digests = []
-        return digests, asyncio.run(run_trainer(config, tmp_path / name, next_shards, pause, digests))
+        return digests, asyncio.run(
+            run_trainer(config, tmp_path / name, next_shards, pause, digests)
+        )
 
     digests, metrics = run("together", (ALL, ALL, ALL), pause=0)
     others, other_metrics = run("apart", (ONES, UNEVEN, HALVES), pause=20)
@@ -180,8 +191,11 @@ def test_two_deterministic_ranks_publish_the_same_bits_whatever_the_timing(model
             assert found[key] == expected[key], key
 
 
-def test_shards_of_a_later_step_wait_and_any_other_is_refused(new_rank, model_dir, tmp_path, groups):
-    """Also: what a trainer with one rank publishes is what a rank does that gets the same groups in order."""
+def test_shards_of_a_later_step_wait_and_any_other_is_refused(
+    new_rank, model_dir, tmp_path, groups
+):
+    """Also: what a trainer with one rank publishes is what a rank does that gets the same groups in
+    order."""
     config = trainer_config(model_dir, ranks=1, steps=STEPS)
     later = shards(groups, 1, ALL)
     wrong = replace(later[0], step=2, policy_version=1)
@@ -192,14 +206,19 @@ def test_shards_of_a_later_step_wait_and_any_other_is_refused(new_rank, model_di
     digests = []
 
     async def run():
-        refused = "^shard 0 of step 2 for version 1 came instead of shard 0 of step 2 for version 2$"
+        refused = (
+            "^shard 0 of step 2 for version 1 came instead of shard 0 of step 2 for version 2$"
+        )
         with pytest.raises(TrainerError, match=refused):
             await run_trainer(config, tmp_path / "run", next_shards, pause=20, digests=digests)
 
     asyncio.run(run())
     rank = new_rank(**config.model_dump(include={"algorithm", "train", "run"}))
     samples = [train_samples(group, config) for group in later[0].groups]
-    assert digests == [rank.started.manifest.digest, *train(rank, [[samples], parts(samples, ONES)])]
+    assert digests == [
+        rank.started.manifest.digest,
+        *train(rank, [[samples], parts(samples, ONES)]),
+    ]
 
 
 def test_a_penalty_for_length_is_part_of_the_advantage(config):
@@ -207,9 +226,17 @@ def test_a_penalty_for_length_is_part_of_the_advantage(config):
         responses = tuple(
             TrainResponse(f"p0@0#{n}", bytes(4 * n), bytes(4 * n), 1.0, "stop") for n in lengths
         )
-        sections = {"rollout": {"max_response_length": 100}, "algorithm": {"name": "dr_grpo"} | algorithm}
-        return [s.advantage for s in train_samples(TrainGroup("p0@0", b"", responses), config(**sections))]
+        sections = {
+            "rollout": {"max_response_length": 100},
+            "algorithm": {"name": "dr_grpo"} | algorithm,
+        }
+        return [
+            s.advantage
+            for s in train_samples(TrainGroup("p0@0", b"", responses), config(**sections))
+        ]
 
     # Rewards 1, 1, 0.5 and 0 once the penalty is added.
-    assert advantages([10, 80, 90, 100], overlong_buffer=20) == pytest.approx([0.375, 0.375, -0.125, -0.625])
+    assert advantages([10, 80, 90, 100], overlong_buffer=20) == pytest.approx(
+        [0.375, 0.375, -0.125, -0.625]
+    )
     assert advantages([10, 80, 90, 100]) == [0.0] * 4

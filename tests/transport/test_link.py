@@ -46,7 +46,10 @@ def hello(num_running: int = 0) -> Hello:
 
 def manifest(num_tensors: int) -> Manifest:
     name = "model.layers.{}.mlp.experts.{}.down_proj.weight".format
-    specs = (TensorSpec(name(k // 128, k % 128), "bfloat16", (2048, 768), 0, 0) for k in range(num_tensors))
+    specs = (
+        TensorSpec(name(k // 128, k % 128), "bfloat16", (2048, 768), 0, 0)
+        for k in range(num_tensors)
+    )
     return Manifest(3, "d", tuple(specs), ())
 
 
@@ -169,7 +172,11 @@ def test_a_peer_that_is_welcomed_again_and_again_must_come_anew():
                     hub.send(peer, Welcome("", refused=TAKEN))  # small: as often as it is asked for
                 said: list[str] = []
                 while len(said) < link.MAX_WELCOMES:
-                    said += [m.run for m in await node.receive() if isinstance(m, Welcome) and not m.refused]
+                    said += [
+                        m.run
+                        for m in await node.receive()
+                        if isinstance(m, Welcome) and not m.refused
+                    ]
                 assert said == [f"{turn}.{k}" for k in range(link.MAX_WELCOMES)]
                 assert not back.is_set()
                 for _ in range(3):
@@ -253,7 +260,9 @@ def test_no_more_is_taken_at_once_than_so_many_bytes(monkeypatch: pytest.MonkeyP
 # Goodbyes
 
 
-def test_a_message_that_comes_just_after_nothing_was_found_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_a_message_that_comes_just_after_nothing_was_found_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
     async def scenario() -> None:
         async with hub_and_key() as (hub, key):
             node = await Link.connect(hub.address, "n", key)
@@ -287,7 +296,8 @@ def test_what_a_peer_said_before_it_closed_is_received_before_it_is_lost():
                     with contextlib.suppress(PeerUnreachable):
                         while True:
                             hub.send(peer, Bye("busy"))
-                            time.sleep(0.0002)  # its thread has to encrypt what is sent  # noqa: ASYNC251
+                            # Its thread has to encrypt what is sent.
+                            time.sleep(0.0002)  # noqa: ASYNC251
                     hub.hear_out(peer)
                 heard: dict[str, list[type]] = {peer: [] for peer in peers}
                 while sum(map(len, heard.values())) < 2 * len(nodes):

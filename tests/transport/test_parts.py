@@ -1,4 +1,5 @@
-"""Messages cut into parts and put together again: whole, bounded, and nothing of a broken connection."""
+"""Messages cut into parts and put together again: whole, bounded, and nothing of a broken
+connection."""
 
 import random
 

@@ -92,7 +92,9 @@ def test_screen_on_a_terminal_is_left_as_it_was():
 
 
 def test_a_terminal_that_is_gone_is_not_read_again():
-    done = subprocess.run([sys.executable, "-c", GONE], capture_output=True, timeout=DEADLINE_S, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", GONE], capture_output=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
 
 

@@ -9,7 +9,16 @@ from rich.console import Console
 
 from lightrl.launch.report import status_lines
 from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
-from lightrl.metrics.display import bar, columns, count, cut, duration, shrink, sparkline, speculation
+from lightrl.metrics.display import (
+    bar,
+    columns,
+    count,
+    cut,
+    duration,
+    shrink,
+    sparkline,
+    speculation,
+)
 from lightrl.say import plain
 from lightrl.tui.render import View, render
 
@@ -17,7 +26,9 @@ SIZES = [(80, 24), (120, 40)]
 
 
 def node(name: str, state: str = "ready", running: int = 93) -> NodeRow:
-    return NodeRow(name, ("rollout",), state, "box1", 4213, "cpu", 41, running, 128, 4912.0, 0.31, 0.2)
+    return NodeRow(
+        name, ("rollout",), state, "box1", 4213, "cpu", 41, running, 128, 4912.0, 0.31, 0.2
+    )
 
 
 STARTING = Snapshot("quick", "/runs/quick", "starting", 0, 100, None, 0.4)
@@ -30,7 +41,20 @@ RUNNING = Snapshot(
     policy_version=41,
     elapsed_s=72.0,
     nodes=(
-        NodeRow("head", ("coordinator", "trainer"), "ready", "box1", 4211, "cpu", 41, 0, 0, 0.0, 0.0, 0.1),
+        NodeRow(
+            "head",
+            ("coordinator", "trainer"),
+            "ready",
+            "box1",
+            4211,
+            "cpu",
+            41,
+            0,
+            0,
+            0.0,
+            0.0,
+            0.1,
+        ),
         node("rollout-0"),
         node("rollout-1", "updating", 24),
     ),
@@ -55,7 +79,9 @@ RUNNING = Snapshot(
     ),
 )
 FINISHED = replace(RUNNING, state="finished", step=100, round_kind="")
-TAIL = replace(RUNNING, tail=TailRow("prompts", 12, 8, 2, 812.4, 1033.6, 0.4119, 0.398), max_staleness=2)
+TAIL = replace(
+    RUNNING, tail=TailRow("prompts", 12, 8, 2, 812.4, 1033.6, 0.4119, 0.398), max_staleness=2
+)
 DRAFTING = replace(
     RUNNING,
     metrics={
@@ -85,11 +111,17 @@ def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
 
 
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 12), (200, 60), (40, 5)])
-@pytest.mark.parametrize("snapshot", [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, HOSTILE])
-@pytest.mark.parametrize("view", [View(), View("samples"), View("events", selected=9), View(help=True)])
+@pytest.mark.parametrize(
+    "snapshot", [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, HOSTILE]
+)
+@pytest.mark.parametrize(
+    "view", [View(), View("samples"), View("events", selected=9), View(help=True)]
+)
 def test_fits_exactly(snapshot, view, width, height):
     # On a console that is wider and higher, what is too long would show.
-    console = Console(width=1000, height=1000, color_system=None, force_terminal=True, legacy_windows=False)
+    console = Console(
+        width=1000, height=1000, color_system=None, force_terminal=True, legacy_windows=False
+    )
     lines = console.render_lines(render(snapshot, view, width, height), pad=False)
     assert len(lines) == height
     assert max(sum(segment.cell_length for segment in line) for line in lines) <= width
@@ -152,7 +184,11 @@ def test_speculation_has_a_line_if_an_engine_speculates(width, height, between):
 
 
 def test_what_speculation_did_in_figures():
-    figures = {"speculation/tokens_per_forward": 1.0, "speculation/drafted": 0.0, "history/bytes": 0.0}
+    figures = {
+        "speculation/tokens_per_forward": 1.0,
+        "speculation/drafted": 0.0,
+        "history/bytes": 0.0,
+    }
     assert speculation(figures) == "nothing drafted · 1.00 tokens a forward · history 0B"
     assert speculation({}) == ""
     longest = {
@@ -221,7 +257,9 @@ def test_names_and_states_that_others_have_said_neither_colour_nor_move_anything
         samples=(Sample(evil, evil, evil, 1.0, 1, 1),),
         tail=TailRow(evil, 1, 1, 1, 1.0, 1.0, 1.0, 1.0),
     )
-    console = Console(width=200, height=40, force_terminal=True, color_system="standard", file=io.StringIO())
+    console = Console(
+        width=200, height=40, force_terminal=True, color_system="standard", file=io.StringIO()
+    )
     for view in (View(notice=evil), View("samples"), View("events")):
         console.print(render(told, view, 200, 40))
     drawn = console.file.getvalue()

@@ -43,7 +43,8 @@ DEADLINE_S = 60
 
 
 class Relay:
-    """Sits between a puller and a holder; `allow(n)` says how many reply bytes of connection n pass."""
+    """Sits between a puller and a holder; `allow(n)` says how many reply bytes of connection n
+    pass."""
 
     def __init__(
         self,
@@ -130,7 +131,10 @@ def test_several_pullers_at_once_each_get_the_version(tmp_path):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1", num_buckets=8)
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            pulls = [pull(manifest, [address], SECRET, tmp_path / f"p{k}", node=f"n{k}") for k in range(6)]
+            pulls = [
+                pull(manifest, [address], SECRET, tmp_path / f"p{k}", node=f"n{k}")
+                for k in range(6)
+            ]
             await asyncio.gather(*pulls)
         for k in range(6):
             assert (tmp_path / f"p{k}").read_bytes() == (tmp_path / "v1").read_bytes()
@@ -203,7 +207,9 @@ def test_a_dead_holder_is_passed_over(tmp_path):
             dead = address_of(closed)
             async with serving(manifest, tmp_path / "v1") as good, asyncio.timeout(20):
                 await pull(manifest, [dead, good], SECRET, tmp_path / "pulled")
-                with pytest.raises(WeightsError, match=f"nothing arrived for 2 s; last {dead}: .*refused"):
+                with pytest.raises(
+                    WeightsError, match=f"nothing arrived for 2 s; last {dead}: .*refused"
+                ):
                     await pull(manifest, [dead], SECRET, tmp_path / "other", timeout_s=2)
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
         assert not (tmp_path / "other").exists()
@@ -216,9 +222,13 @@ def test_a_holder_that_comes_late_is_waited_for(tmp_path):
         manifest = make_version(tmp_path / "v1")
         late = bound_socket()
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            waiting = asyncio.create_task(pull(manifest, [address_of(late)], SECRET, tmp_path / "pulled"))
+            waiting = asyncio.create_task(
+                pull(manifest, [address_of(late)], SECRET, tmp_path / "pulled")
+            )
             with pytest.raises(WeightsError, match="refused"):
-                await pull(manifest, [address_of(late)], SECRET, tmp_path / "impatient", timeout_s=0.8)
+                await pull(
+                    manifest, [address_of(late)], SECRET, tmp_path / "impatient", timeout_s=0.8
+                )
             assert not waiting.done()
             async with Relay(address, lambda _: 1 << 62, sock=late):
                 await waiting
@@ -274,7 +284,16 @@ def test_more_pullers_than_places_all_get_the_version(tmp_path):
         (NODE, pull_ticket(SECRET, NODE, 2)),
         (NODE, pull_ticket("c0ffef" * 6, NODE, 1)),
     ],
-    ids=["the secret", "shorter", "longer", "wrong", "stolen", "another's", "another version's", "forged"],
+    ids=[
+        "the secret",
+        "shorter",
+        "longer",
+        "wrong",
+        "stolen",
+        "another's",
+        "another version's",
+        "forged",
+    ],
 )
 def test_a_wrong_ticket_gets_nothing(tmp_path, node, ticket):
     async def scenario() -> None:
@@ -327,7 +346,9 @@ def test_the_last_two_versions_are_served_even_if_their_files_are_gone(tmp_path)
             path.unlink()
         async with asyncio.timeout(20):
             for version in (2, 3):
-                await pull(manifests[version], [address], f"{version:032x}", tmp_path / f"p{version}")
+                await pull(
+                    manifests[version], [address], f"{version:032x}", tmp_path / f"p{version}"
+                )
                 assert list(m.read_buckets(tmp_path / f"p{version}", manifests[version]))
             with pytest.raises(WeightsError, match="no holder"):
                 await pull(manifests[1], [address], f"{1:032x}", tmp_path / "p1")
@@ -340,7 +361,8 @@ def test_a_transfer_under_way_survives_the_retirement_of_its_version(tmp_path):
     async def scenario() -> None:
         server = WeightServer()
         address = await server.start("127.0.0.1")
-        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)  # more than sockets buffer
+        # more than sockets buffer
+        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)
         server.publish(manifest, tmp_path / "v1", SECRET)
         released = asyncio.Event()
         relay = Relay(address, lambda _: 1000, released)
@@ -349,7 +371,9 @@ def test_a_transfer_under_way_survives_the_retirement_of_its_version(tmp_path):
             await relay.stalled.wait()
             for version in (2, 3):
                 server.publish(
-                    make_version(tmp_path / f"v{version}", version), tmp_path / f"v{version}", TICKET
+                    make_version(tmp_path / f"v{version}", version),
+                    tmp_path / f"v{version}",
+                    TICKET,
                 )
             released.set()
             await pulling
@@ -366,12 +390,16 @@ def test_peers_that_never_read_do_not_keep_others_waiting(tmp_path):
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
             host, _, port = address.rpartition(":")
             with contextlib.ExitStack() as stack:
-                for k in range(TURNS_AT_ONCE + 8):  # more than are sent to at once, and than threads
+                # more than are sent to at once, and than threads
+                for k in range(TURNS_AT_ONCE + 8):
                     sock = stack.enter_context(socket.create_connection((host, int(port))))
                     ticket = pull_ticket(SECRET, f"bad-{k}", 1)
-                    sock.sendall(Request(1, 0, 16 << 20, f"bad-{k}".encode(), ticket.encode()).pack())
+                    sock.sendall(
+                        Request(1, 0, 16 << 20, f"bad-{k}".encode(), ticket.encode()).pack()
+                    )
                 stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
-            assert stats.seconds < IDLE_LIMIT_S / 2  # a second until they have stalled, and a busy machine
+            # a second until they have stalled, and a busy machine
+            assert stats.seconds < IDLE_LIMIT_S / 2
 
     asyncio.run(scenario())
 
@@ -424,7 +452,8 @@ def test_a_cancelled_pull_ends_at_once_and_leaves_no_version(tmp_path):
 
 def test_a_closing_server_cuts_its_transfers(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)  # more than sockets buffer
+        # more than sockets buffer
+        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)
         server = WeightServer()
         address = await server.start("127.0.0.1")
         server.publish(manifest, tmp_path / "v1", SECRET)
@@ -458,7 +487,11 @@ def test_a_server_that_closes_while_a_peer_connects_leaves_no_socket_open(turns)
 
 @pytest.mark.parametrize(
     ("holders", "ticket", "reason"),
-    [((), TICKET, "nobody holds it"), (("host",), TICKET, "host:port"), (("a:1",), "", "not a ticket")],
+    [
+        ((), TICKET, "nobody holds it"),
+        (("host",), TICKET, "host:port"),
+        (("a:1",), "", "not a ticket"),
+    ],
 )
 def test_a_senseless_pull_is_refused(tmp_path, holders, ticket, reason):
     manifest = make_version(tmp_path / "v1", num_buckets=1)
@@ -474,7 +507,9 @@ def test_a_server_listens_on_the_port_it_is_told_or_says_why_not(tmp_path):
         manifest = make_version(tmp_path / "v1", num_buckets=1)
         first, second = WeightServer(), WeightServer()
         assert await first.start("127.0.0.1", port) == f"127.0.0.1:{port}"
-        with pytest.raises(WeightsError, match=f"cannot serve weights on 127.0.0.1:{port}: Address already"):
+        with pytest.raises(
+            WeightsError, match=f"cannot serve weights on 127.0.0.1:{port}: Address already"
+        ):
             await second.start("127.0.0.1", port)
         first.publish(manifest, tmp_path / "v1", SECRET)
         await pull(manifest, [f"127.0.0.1:{port}"], SECRET, tmp_path / "pulled")

@@ -1,4 +1,5 @@
-"""More nodes that pull at once than a line can serve at once: they wait, and waiting is no failure."""
+"""More nodes that pull at once than a line can serve at once: they wait, and waiting is no
+failure."""
 
 import asyncio
 import sys
@@ -18,7 +19,9 @@ def test_six_hundred_pullers_on_a_narrow_line_all_get_the_version(tmp_path):
         arguments = (address, tmp_path, number * count, count, timeout_s, 1)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.support.pullers", *map(str, arguments)), stdin=pipe, stdout=pipe
+            *(sys.executable, "-m", "tests.support.pullers", *map(str, arguments)),
+            stdin=pipe,
+            stdout=pipe,
         )
         assert process.stdout is not None
         assert await process.stdout.readline() == b"ready\n"
@@ -28,7 +31,9 @@ def test_six_hundred_pullers_on_a_narrow_line_all_get_the_version(tmp_path):
         manifest = make_version(tmp_path / "v1", 1, *SHAPE)
         pace = num_pullers * SHAPE[0] * SHAPE[1] / line_s
         async with (
-            serving(manifest, tmp_path / "v1", max_connections=places, max_bytes_per_s=pace) as address,
+            serving(
+                manifest, tmp_path / "v1", max_connections=places, max_bytes_per_s=pace
+            ) as address,
             asyncio.timeout(DEADLINE_S),
         ):
             pullers = await asyncio.gather(*(start(address, number) for number in range(processes)))

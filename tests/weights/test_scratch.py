@@ -72,9 +72,12 @@ def test_a_locked_directory_stays_whatever_its_pid_says(roots):
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "need_gib", "is_shared"), [(1.5, 0, True), (0.9, 0, False), (7, 2, True), (5, 2, False)]
+    ("free_gib", "need_gib", "is_shared"),
+    [(1.5, 0, True), (0.9, 0, False), (7, 2, True), (5, 2, False)],
 )
-def test_shared_memory_is_used_if_three_versions_fit(roots, monkeypatch, free_gib, need_gib, is_shared):
+def test_shared_memory_is_used_if_three_versions_fit(
+    roots, monkeypatch, free_gib, need_gib, is_shared
+):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, int(free_gib * 2**30)))
     with scratch_dir("a", need_bytes=need_gib << 30) as path:
         assert path.parent == roots[0 if is_shared else 1]

@@ -1,4 +1,5 @@
-"""What a puller makes of the signs of a holder: to be queued is no failure, to be starved is one."""
+"""What a puller makes of the signs of a holder: to be queued is no failure, to be starved is
+one."""
 
 import asyncio
 from collections.abc import Callable
@@ -97,5 +98,7 @@ def test_a_holder_that_speaks_otherwise_is_not_understood(tmp_path):
 
         return respond
 
-    with pytest.raises(WeightsError, match=r"no holder serves it; last .*: does not serve weights as this"):
+    with pytest.raises(
+        WeightsError, match=r"no holder serves it; last .*: does not serve weights as this"
+    ):
         run(tmp_path, answer)

@@ -37,7 +37,8 @@ async def silent_peers(address: str, count: int, num_sources: int) -> AsyncItera
 
 
 def waited_for_a_core_s() -> float:
-    """How long this thread, which serves, could have run but others did: tests may run on a busy machine."""
+    """How long this thread, which serves, could have run but others did: tests may run on a busy
+    machine."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:
@@ -64,7 +65,8 @@ def test_silent_peers_that_always_come_back_keep_nobody_out(tmp_path, num_source
 def test_who_says_too_little_is_cut_off_soon(tmp_path):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1", num_buckets=1)
-        # Two seconds, and a busy machine. Not by the server's own constant: that may be what is wrong.
+        # Two seconds, and a busy machine. Not by the server's own constant: that may be what is
+        # wrong.
         async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(10):
             host, _, port = address.rpartition(":")
             begun = time.monotonic()
@@ -111,7 +113,8 @@ def test_the_address_that_has_most_makes_room_and_who_has_asked_is_let_in():
                 honest.sendall(Request(1, 0, 1, b"honest", b"t").pack())
                 assert await let_in.get() == b"honest"
                 attackers[3].sendall(Request(1, 0, 1, b"oldest", b"t").pack())
-                attackers += [connect("127.0.0.3") for _ in range(2)]  # not read before it is its turn to go
+                # not read before it is its turn to go
+                attackers += [connect("127.0.0.3") for _ in range(2)]
                 assert await let_in.get() == b"oldest"
             door.close()
 

@@ -1,4 +1,5 @@
-"""Every message survives the wire, its bytes are pinned, and garbage is a ProtocolError, nothing else."""
+"""Every message survives the wire, its bytes are pinned, and garbage is a ProtocolError, nothing
+else."""
 
 import dataclasses
 import random
@@ -11,7 +12,10 @@ from lightrl import wire
 from lightrl.errors import ProtocolError
 
 MANIFEST = m.Manifest(
-    4, "9f3a", (m.TensorSpec("w", "float32", (2, 3), 0, 64),), (m.Bucket(88, "77"), m.Bucket(1, "78"))
+    4,
+    "9f3a",
+    (m.TensorSpec("w", "float32", (2, 3), 0, 64),),
+    (m.Bucket(88, "77"), m.Bucket(1, "78")),
 )
 EXAMPLES: list[m.Message] = [
     m.Hello(
@@ -102,7 +106,8 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
 
 
 def test_bytes_of_protocol_5_are_pinned():
-    """A change here means that daemons of two releases do not understand each other: raise PROTOCOL."""
+    """A change here means that daemons of two releases do not understand each other: raise
+    PROTOCOL."""
     assert m.PROTOCOL == 5
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
@@ -110,7 +115,9 @@ def test_bytes_of_protocol_5_are_pinned():
     assert checkpointed.hex() == "92ac436865636b706f696e74656482a47374657014a66f6c646573740a"
     taken = wire.MESSAGES.encode(m.ShardsTaken(4, 2))
     assert taken.hex() == "92ab53686172647354616b656e82a47374657004a5696e64657802"
-    chunk = m.TokenChunk(1, "d", (m.ResponseTokens("r", 2, 0, wire.pack_i32([3]), wire.pack_f32([-1.0])),))
+    chunk = m.TokenChunk(
+        1, "d", (m.ResponseTokens("r", 2, 0, wire.pack_i32([3]), wire.pack_f32([-1.0])),)
+    )
     assert wire.MESSAGES.encode(chunk).hex() == (
         "92aa546f6b656e4368756e6b83ae706f6c6963795f76657273696f6e01a6646967657374a164a9726573706f6e736573"
         "9186a8726573706f6e7365a172a7617474656d707402a66f666673657400a9746f6b656e5f696473c40403000000a86c"

@@ -1,13 +1,15 @@
-"""Inside a Slurm job: runs the daemon, hears that the node is wanted back, returns the job to the queue.
+"""Inside a Slurm job: runs the daemon, hears that the node is wanted back, returns the job to the
+queue.
 
-Owns what is peculiar to Slurm: how a job learns of its preemption and how it comes back. The daemon below
-is an ordinary `lightrl up` or `lightrl resume`.
+Owns what is peculiar to Slurm: how a job learns of its preemption and how it comes back. The daemon
+below is an ordinary `lightrl up` or `lightrl resume`.
 
-What Slurm does, as tried with 22.05. When the GraceTime of a partition begins, it sends SIGTERM to the
-*steps* of a job alone; its batch shell gets nothing or, if the cluster says preempt_send_user_signal, only
-what --signal=B: names. When that time is over, all get SIGTERM, and KillWait later SIGKILL. So a small step
-listens in this process's place. SIGTERM to an srun ends its step at once: the daemon is no step. And a job
-that ends within the grace time has completed: it comes back only if it returns to the queue by itself.
+What Slurm does, as tried with 22.05. When the GraceTime of a partition begins, it sends SIGTERM to
+the *steps* of a job alone; its batch shell gets nothing or, if the cluster says
+preempt_send_user_signal, only what --signal=B: names. When that time is over, all get SIGTERM, and
+KillWait later SIGKILL. So a small step listens in this process's place. SIGTERM to an srun ends its
+step at once: the daemon is no step. And a job that ends within the grace time has completed: it
+comes back only if it returns to the queue by itself.
 """
 
 import asyncio
@@ -44,8 +46,8 @@ ASKS = 5  # Slurm ends all processes of a job, those that ask about it as well
 RETURNS = "returns"  # a file that is there while the coordinator, stopped by Slurm, is to come back
 HERE_ONLY = {"127.0.0.1", "localhost", "0.0.0.0", "*"}  # no address for other machines
 
-# Says when it listens; tells process $0 that Slurm has begun to end the job. Ends with its stdin. The
-# signal goes to each process of the step: cat may be gone before the shell has heard of it.
+# Says when it listens; tells process $0 that Slurm has begun to end the job. Ends with its stdin.
+# The signal goes to each process of the step: cat may be gone before the shell has heard of it.
 SENTINEL = """
 trap 'kill -USR1 $0; kill $!; exit 0' TERM
 echo
@@ -68,7 +70,8 @@ async def run_part(part: str, what: Sequence[str], slots: int = 0) -> int:
 
 
 async def run_head(arguments: Sequence[str]) -> int:
-    """Coordinator and trainer of the run that a config file and overrides describe; the exit status."""
+    """Coordinator and trainer of the run that a config file and overrides describe; the exit
+    status."""
     files = [a for a in arguments if "=" not in a]
     overrides = [a for a in arguments if "=" in a]
     if len(files) != 1:
@@ -158,7 +161,14 @@ def _head_command(config: Config, file: str, overrides: Sequence[str]) -> list[s
 def _join_command(address: str, key_file: Path | None, slots: int) -> list[str]:
     options = ["--key", str(key_file)] if key_file is not None else []
     options += ["--slots", str(slots)] if slots else []
-    return ["up", "--join", address, *options, "--name", _node_name(socket.gethostname().split(".")[0][:32])]
+    return [
+        "up",
+        "--join",
+        address,
+        *options,
+        "--name",
+        _node_name(socket.gethostname().split(".")[0][:32]),
+    ]
 
 
 def _node_name(prefix: str) -> str:
@@ -166,8 +176,11 @@ def _node_name(prefix: str) -> str:
 
 
 async def _daemon(command: Sequence[str], *reasons: Coroutine[Any, Any, Any]) -> int:
-    """The exit status of `lightrl COMMAND`, which is asked to leave when one of the reasons is there."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-m", "lightrl.cli", *command)
+    """The exit status of `lightrl COMMAND`, which is asked to leave when one of the reasons is
+    there."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "lightrl.cli", *command
+    )
     ended = asyncio.create_task(process.wait())
     waiting = [asyncio.create_task(reason) for reason in reasons]
     try:
@@ -186,7 +199,8 @@ async def _daemon(command: Sequence[str], *reasons: Coroutine[Any, Any, Any]) ->
 
 
 async def _announce_return(told: asyncio.Event, mark: Path) -> None:
-    """Returns when this job is told to leave. Nodes must know before the run stops whether it goes on."""
+    """Returns when this job is told to leave. Nodes must know before the run stops whether it goes
+    on."""
     await told.wait()
     if await _fate() != "leaves":
         _leave_mark(mark)
@@ -217,10 +231,11 @@ async def _find_run(target: str, run_dir: Path | None, told: asyncio.Event) -> s
 
 
 async def _is_dismissed(run_dir: Path, address: str, told: asyncio.Event) -> bool:
-    """Whether a node that was sent away is not needed again: the run is over, or goes on without it.
+    """Whether a node that was sent away is not needed again: the run is over, or goes on without
+    it.
 
-    Slurm stops coordinator and trainer directly, too, so that nodes may be sent away before the mark says
-    that both return.
+    Slurm stops coordinator and trainer directly, too, so that nodes may be sent away before the
+    mark says that both return.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + ENDS_S
@@ -239,7 +254,8 @@ async def _is_dismissed(run_dir: Path, address: str, told: asyncio.Event) -> boo
 
 
 async def _moves_away(run_dir: Path | None, address: str) -> None:
-    """Returns when the run goes on elsewhere: its coordinator was requeued and got another machine."""
+    """Returns when the run goes on elsewhere: its coordinator was requeued and got another
+    machine."""
     while True:
         await asyncio.sleep(LOOK_S)
         now = listening(run_dir) if run_dir is not None else None
@@ -308,7 +324,14 @@ async def _noticing() -> AsyncIterator[asyncio.Event]:
 async def _sentinel() -> asyncio.subprocess.Process | None:
     """A step on this node that gets the signal which this process does not get."""
     node = os.environ.get("SLURMD_NODENAME", "")
-    options = ["--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--gres=none", "--quiet"]
+    options = [
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        "--cpus-per-task=1",
+        "--gres=none",
+        "--quiet",
+    ]
     options += [f"--nodelist={node}"] if node else []
     nothing = asyncio.subprocess.DEVNULL
     try:
@@ -334,7 +357,10 @@ async def _watch(
             tell("preempted")  # while the step still started
     code = sentinel.returncode
     if not told.is_set():
-        _say(f"srun ended with {code}: this job will notice a preemption only when its grace time is over")
+        _say(
+            f"srun ended with {code}: this job will notice a preemption only when its grace "
+            "time is over"
+        )
 
 
 def _job() -> str:
@@ -355,7 +381,8 @@ async def _return_to_queue() -> int:
 
 
 async def _fate() -> str:
-    """What Slurm has decided: "runs" (nothing yet), "returns" (it is requeued already) or "leaves"."""
+    """What Slurm has decided: "runs" (nothing yet), "returns" (it is requeued already) or
+    "leaves"."""
     if not _job():
         return "leaves"
     error, facts = await _facts()
@@ -369,7 +396,8 @@ async def _fate() -> str:
 
 
 async def _facts() -> tuple[str, dict[str, str]]:
-    """What Slurm knows of this job: Restarts, JobState, PreemptTime, ...; or why it does not answer."""
+    """What Slurm knows of this job: Restarts, JobState, PreemptTime, ...; or why it does not
+    answer."""
     code, text = await _ask_slurm("scontrol", "show", "job", "--oneliner", _job())
     if code != 0:
         return text or f"exit status {code}", {}

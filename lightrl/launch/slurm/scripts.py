@@ -25,17 +25,18 @@ ABOUT_RESERVED = """\
 #
 #   sbatch scripts/slurm/reserved.sbatch run.toml [section.key=value ...]
 #
-# Submitted again, or requeued by Slurm, the run goes on where it was. USR1 comes that many seconds before
-# the time limit: time for a checkpoint, after which the job puts itself back into the queue.
+# Submitted again, or requeued by Slurm, the run goes on where it was. USR1 comes that many seconds
+# before the time limit: time for a checkpoint, after which the job puts itself back into the queue.
 """
 ABOUT_SPOT = """\
 # Rollout nodes that may be taken away at any moment: each task of the array is one.
 #
-#   sbatch --array=1-32 scripts/slurm/preemptible.sbatch RUN_DIR      (on a file system that all nodes see)
-#   sbatch --array=1-32 scripts/slurm/preemptible.sbatch tcp://HOST:PORT KEY_FILE     (a copy of RUN_DIR/join)
+#   sbatch --array=1-32 scripts/slurm/preemptible.sbatch RUN_DIR
+#   sbatch --array=1-32 scripts/slurm/preemptible.sbatch tcp://HOST:PORT KEY_FILE
 #
-# A task waits for the run, works for it, leaves when Slurm wants the node back and returns to the queue.
-# It ends with 0 when the run is over.
+# RUN_DIR must be on a file system that all nodes see; KEY_FILE is a copy of RUN_DIR/join.
+# A task waits for the run, works for it, leaves when Slurm wants the node back and returns to the
+# queue. It ends with 0 when the run is over.
 """
 
 
@@ -54,22 +55,37 @@ class SlurmOptions:
 def reserved_script(
     arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl"
 ) -> str:
-    """The script that runs coordinator and trainer. `options` are lines for sbatch, "--time=1:00:00"."""
-    return _script("lightrl", ("--signal=B:USR1@180", *options), ABOUT_RESERVED, lightrl, "head", arguments)
+    """The script that runs coordinator and trainer. `options` are lines for sbatch,
+    "--time=1:00:00"."""
+    return _script(
+        "lightrl", ("--signal=B:USR1@180", *options), ABOUT_RESERVED, lightrl, "head", arguments
+    )
 
 
-def spot_script(arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl") -> str:
+def spot_script(
+    arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl"
+) -> str:
     """The script of which every array task is one rollout node."""
-    return _script("rollout", ("--signal=B:USR1@60", *options), ABOUT_SPOT, lightrl, "node", arguments)
+    return _script(
+        "rollout", ("--signal=B:USR1@60", *options), ABOUT_SPOT, lightrl, "node", arguments
+    )
 
 
 def _script(
     name: str, options: Sequence[str], about: str, lightrl: str, part: str, arguments: Sequence[str]
 ) -> str:
-    lines = [f"--job-name={name}", "--nodes=1", "--ntasks=1", "--requeue", "--open-mode=append", *options]
+    lines = [
+        f"--job-name={name}",
+        "--nodes=1",
+        "--ntasks=1",
+        "--requeue",
+        "--open-mode=append",
+        *options,
+    ]
     settings = "\n".join(f"#SBATCH {line}" for line in lines)
     words = " ".join(shlex.quote(a) for a in arguments)
-    # exec: Slurm signals the batch shell alone, which must be the process that knows what to do about it.
+    # exec: Slurm signals the batch shell alone, which must be the process that knows what to do
+    # about it.
     command = f'exec "${{LIGHTRL:-{lightrl}}}" slurm-job {part}{" " + words if words else ""} "$@"'
     return f"#!/bin/bash\n{settings}\n\n{about}\n{command}\n"
 
@@ -94,8 +110,13 @@ def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list
     if options.nodes:
         array = (f"--array=1-{options.nodes}", f"--dependency=after:{job}")
         nodes = _sbatch(*array, str(spot))
-        done.append(f"job {nodes}: {options.nodes} rollout nodes, once job {job} has begun ({shown(spot)})")
-    return [*done, f"what they say is in {shown(folder)}; lightrl top {shown(run_dir)} shows the run"]
+        done.append(
+            f"job {nodes}: {options.nodes} rollout nodes, once job {job} has begun ({shown(spot)})"
+        )
+    return [
+        *done,
+        f"what they say is in {shown(folder)}; lightrl top {shown(run_dir)} shows the run",
+    ]
 
 
 def _scripts(config: Config, options: SlurmOptions, folder: Path) -> dict[Path, str]:
@@ -136,12 +157,18 @@ def _sbatch(*arguments: str) -> str:
     """The id of the submitted job. Raises LightRLError with what sbatch says."""
     try:
         done = subprocess.run(
-            ("sbatch", "--parsable", *arguments), capture_output=True, text=True, check=True, timeout=SBATCH_S
+            ("sbatch", "--parsable", *arguments),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=SBATCH_S,
         )
     except FileNotFoundError:
         raise LightRLError("there is no sbatch here: run this where jobs are submitted") from None
     except subprocess.CalledProcessError as e:
-        raise LightRLError(f"sbatch refuses: {e.stderr.strip() or f'exit status {e.returncode}'}") from None
+        raise LightRLError(
+            f"sbatch refuses: {e.stderr.strip() or f'exit status {e.returncode}'}"
+        ) from None
     except subprocess.TimeoutExpired:
         raise LightRLError(f"sbatch does not answer within {SBATCH_S:.0f} s") from None
     return done.stdout.strip().partition(";")[0]  # "42;cluster" where there are several clusters

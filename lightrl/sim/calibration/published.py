@@ -1,7 +1,8 @@
 """Figures that others have published, as data: what the simulator is calibrated against.
 
-From RollPacker (arXiv 2509.21009): figure 12, read off its bars, and table 2 with the step times of its
-section 7. Every step holds 128 prompts x 8 responses; a round is short (4 of 5 with eta = 1.25) or long.
+From RollPacker (arXiv 2509.21009): figure 12, read off its bars, and table 2 with the step times of
+its section 7. Every step holds 128 prompts x 8 responses; a round is short (4 of 5 with eta = 1.25)
+or long.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ PERIOD = "ssssl"  # four short rounds, one long
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Figure 12: mean rollout seconds of a round over whole periods, by surplus of prompts and responses."""
+    """Figure 12: mean rollout seconds of a round over whole periods, by surplus of prompts and
+    responses."""
 
     name: str
     eta_prompts: float
@@ -29,19 +31,25 @@ class Study:
     workload: str
     bars: tuple[Bar, ...]
     tail_batching: float
-    reward_scheduler: float  # with all above
+    # with all above
+    reward_scheduler: float
     planner: float
-    stream_trainer: float  # that is all of RollPacker
-    over_rlhfuse: float  # the same over RLHFuse, which was given asynchronous rewards and the stream trainer
-    short_s: float  # steps of all of RollPacker
+    # that is all of RollPacker
+    stream_trainer: float
+    # the same over RLHFuse, which was given asynchronous rewards and the stream trainer
+    over_rlhfuse: float
+    # steps of all of RollPacker
+    short_s: float
     long_s: float
-    verl_s: float  # not published: from these two and the speed-up
+    # not published: from these two and the speed-up
+    verl_s: float
 
 
 def _bars(*seconds: float) -> tuple[Bar, ...]:
     etas = [(1, 1), (1, 1.125), (1, 1.25), (1, 1.5), (1.125, 1), (1.25, 1), (1.5, 1), (1.25, 1.25)]
     return tuple(
-        Bar(f"prompts x {p:g}, responses x {r:g}", p, r, s) for (p, r), s in zip(etas, seconds, strict=True)
+        Bar(f"prompts x {p:g}, responses x {r:g}", p, r, s)
+        for (p, r), s in zip(etas, seconds, strict=True)
     )
 
 

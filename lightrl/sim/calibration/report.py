@@ -11,16 +11,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NOTES = f"""\
-Published figures: RollPacker, arXiv 2509.21009, figure 12 and table 2. One set of parameters serves all rows
-of a workload; it was fitted to these very figures, so an error here is not a prediction error. The planner
-answers KV preemptions, and there are none. The step time of veRL is implied, not published.
+Published figures: RollPacker, arXiv 2509.21009, figure 12 and table 2. One set of parameters serves
+all rows of a workload; it was fitted to these very figures, so an error here is not a prediction
+error. The planner answers KV preemptions, and there are none. The step time of veRL is implied, not
+published.
 
-Systems: {PROMPTS_PER_STEP} prompts x {GROUP_SIZE} responses a step, on {ENGINES} engines that also train;
-steps of the second epoch, {EPOCH} of them. of bound: the least that these devices need for what was
-kept, against what the step took. kept, at limit: tokens of trained responses and the share of them that
-was cut off; true: of the same prompts without a race. wasted: sampled, not trained, in both epochs.
-+ spare nodes: {SPARE_NODES} preemptible ones more, counted in $/step. - speculation: the row above without;
-{{acceptance:.0%}} of drafted tokens are accepted, which is an assumption from published figures.
+Systems: {PROMPTS_PER_STEP} prompts x {GROUP_SIZE} responses a step, on {ENGINES} engines that also
+train; steps of the second epoch, {EPOCH} of them. of bound: the least that these devices need for
+what was kept, against what the step took. kept, at limit: tokens of trained responses and the share
+of them that was cut off; true: of the same prompts without a race. wasted: sampled, not trained, in
+both epochs. + spare nodes: {SPARE_NODES} preemptible ones more, counted in $/step. - speculation:
+the row above without; {{acceptance:.0%}} of drafted tokens are accepted, which is an assumption
+from published figures.
 """
 
 
@@ -72,7 +74,18 @@ def _checks(checks: Iterable[Check]) -> "RenderableType":
 def _rivals(rivals: Iterable[Rival]) -> "RenderableType":
     from rich.table import Table
 
-    head = ["step_s", "speed-up", "of bound", "kept", "true", "bias", "at limit", "true", "wasted", "$/step"]
+    head = [
+        "step_s",
+        "speed-up",
+        "of bound",
+        "kept",
+        "true",
+        "bias",
+        "at limit",
+        "true",
+        "wasted",
+        "$/step",
+    ]
     table = Table("system", *head, box=None)
     for column in table.columns[1:]:
         column.justify = "right"

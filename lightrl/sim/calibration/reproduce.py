@@ -1,9 +1,9 @@
 """`lightrl simulate --reproduce`: published figures again, and LightRL on the same workloads.
 
-Owns which systems are simulated for that, and how long. Each workload has one set of parameters for all
-its rows (`scenario.PRESETS`). Every system, also those of others, is the real core with some mechanisms
-off: a race by the clock with fresh noise is RollPacker's, no race and rewards after the rollout is veRL's.
-Repeatable: every row has its own seeds, whatever order the processes finish in.
+Owns which systems are simulated for that, and how long. Each workload has one set of parameters for
+all its rows (`scenario.PRESETS`). Every system, also those of others, is the real core with some
+mechanisms off: a race by the clock with fresh noise is RollPacker's, no race and rewards after the
+rollout is veRL's. Repeatable: every row has its own seeds, whatever order the processes finish in.
 """
 
 import os
@@ -33,12 +33,14 @@ from lightrl.sim.traces import synthetic_trace
 from lightrl.sim.workload import LengthModel, RewardTimes
 from lightrl.sim.world import World
 
-PROMPTS_OF_EPOCH = 1280  # of the comparison: 8 short rounds and the 2 long ones that follow from them
+# of the comparison: 8 short rounds and the 2 long ones that follow from them
+PROMPTS_OF_EPOCH = 1280
 EPOCH = PROMPTS_OF_EPOCH // PROMPTS_PER_STEP  # steps
 SPARE_NODES = 4  # preemptible, beside 16 reserved ones
 SPARE_UP_S, SPARE_DOWN_S, SPARE_START_S = 1200.0, 300.0, 60.0  # each of them, on average
 
-# Tokens are told with a finish, at once: what wins a race by the clock is exact, and rounds are cheap.
+# Tokens are told with a finish, at once: what wins a race by the clock is exact, and rounds are
+# cheap.
 _THEIRS = Switches(exact_finishes=True, token_collection=False, chunk_tokens=4096)
 _LATE = replace(_THEIRS, streaming=False, async_rewards=False, surplus_ends=False)
 _EARLY = replace(_THEIRS, streaming=False, adaptive_limit=True)
@@ -59,9 +61,12 @@ class System:
     switches: Switches = _LATE
     rounds: int = 10
     rewards: bool = True
-    ours: bool = False  # foresight and migration
-    spare: int = 0  # preemptible nodes
-    epochs: bool = False  # a small data set, read more than once; figures without the first epoch
+    # foresight and migration
+    ours: bool = False
+    # preemptible nodes
+    spare: int = 0
+    # a small data set, read more than once; figures without the first epoch
+    epochs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,8 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Played:
     figures: Figures
-    kinds: str  # first letters of the rounds' kinds
+    # first letters of the rounds' kinds
+    kinds: str
     cost_per_s: float
 
 
@@ -97,7 +103,8 @@ class Rival:
 
     name: str
     step_s: float
-    speed_up: float  # over the synchronous baseline
+    # over the synchronous baseline
+    speed_up: float
     share_of_bound: float
     kept_mean: float
     true_mean: float
@@ -117,7 +124,8 @@ class Reproduction:
 
     workload: str
     checks: list[Check]
-    period: str  # kinds of RollPacker's rounds
+    # kinds of RollPacker's rounds
+    period: str
     rivals: list[Rival]
     parameters: dict[str, object] = field(default_factory=dict[str, object])
 
@@ -194,7 +202,9 @@ def play(job: Job) -> Played:
     nodes = [NodeSpec(f"node-{k:02}", SLOTS) for k in range(ENGINES)]
     trace = ()
     if system.spare:
-        trace = synthetic_trace(system.spare, system.rounds * 600.0, SPARE_UP_S, SPARE_DOWN_S, job.seed)
+        trace = synthetic_trace(
+            system.spare, system.rounds * 600.0, SPARE_UP_S, SPARE_DOWN_S, job.seed
+        )
     outcome = World(settings, scenario, nodes, trace, system.switches).run()
     kinds = "".join(step.kind[0] for step in outcome.steps)
     if system.epochs:
@@ -209,7 +219,8 @@ def reproduce(
     only: Sequence[str] | None = None,
     processes: int | None = None,
 ) -> list[Reproduction]:
-    """Both tables of every study; `only` these rows of them, and with them what can be told from those."""
+    """Both tables of every study; `only` these rows of them, and with them what can be told from
+    those."""
     studies = list(studies)
     jobs = [
         Job(study.workload, system, seed)
@@ -228,7 +239,10 @@ def reproduce(
     found: dict[tuple[str, str], list[Played]] = {}
     for job, result in zip(jobs, played, strict=True):
         found.setdefault((job.workload, job.system.name), []).append(result)
-    return [_told(study, {n: p for (w, n), p in found.items() if w == study.workload}) for study in studies]
+    return [
+        _told(study, {n: p for (w, n), p in found.items() if w == study.workload})
+        for study in studies
+    ]
 
 
 def _told(study: Study, found: Mapping[str, list[Played]]) -> Reproduction:
@@ -241,7 +255,9 @@ def _told(study: Study, found: Mapping[str, list[Played]]) -> Reproduction:
         checks += _table_2(study, found)
     full = found.get("+ stream trainer") or found.get("RollPacker") or []
     compared = [_rival(s.name, found) for s in systems(()).values() if s.epochs and s.name in found]
-    return Reproduction(study.workload, checks, full[0].kinds if full else "", compared, _parameters(study))
+    return Reproduction(
+        study.workload, checks, full[0].kinds if full else "", compared, _parameters(study)
+    )
 
 
 def _table_2(study: Study, found: Mapping[str, list[Played]]) -> list[Check]:
@@ -272,9 +288,16 @@ def _seconds(
     played: Sequence[Played], what: Literal["step_s", "rollout_s"], only_kind: str | None = None
 ) -> float:
     """Mean over rounds of all kinds, or of one."""
-    kinds = [(name, k) for p in played for name, k in p.figures.kinds.items() if only_kind in {None, name}]
+    kinds = [
+        (name, k)
+        for p in played
+        for name, k in p.figures.kinds.items()
+        if only_kind in {None, name}
+    ]
     rounds = sum(k.rounds for _, k in kinds)
-    return sum(k.rounds * (k.step_s if what == "step_s" else k.rollout_s) for _, k in kinds) / rounds
+    return (
+        sum(k.rounds * (k.step_s if what == "step_s" else k.rollout_s) for _, k in kinds) / rounds
+    )
 
 
 def _rival(name: str, found: Mapping[str, list[Played]]) -> Rival:

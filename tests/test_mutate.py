@@ -1,6 +1,9 @@
 """The bugs that scripts/mutations.py names fit the present code."""
 
+import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +35,13 @@ def test_what_must_catch_it_exists(mutation: Any):
 
 def test_no_bug_is_planted_twice():
     assert len({m.bug for m in MUTATIONS}) == len({m[1:4] for m in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", ["core", "beyond"])
+def test_every_planted_bug_is_caught(part: str):
+    command = [sys.executable, str(ROOT / "scripts" / "mutate"), "--part", part, "--jobs", "1"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    assert done.stdout, "its tests fail without any bug"
+    assert json.loads(done.stdout.splitlines()[-1])["survived"] == []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.conftest import LIMIT_S, Chaos
+from tests.chaos.conftest import LIMIT_S, Chaos, run_chaos
 
 SEEDS = range(1, 6)
 EVENTS = "8"
@@ -35,3 +35,11 @@ def test_events_change_no_bit(
     assert outcome["ok"], outcome.get("why", outcome)
     assert result["reference"] == undisturbed
     assert outcome["missed"] <= MAX_MISSED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_more_events_with_real_ranks_and_engines_change_no_bit():
+    many = ("--engine", "torch", "--steps", "20", "--events", "12", "--seed", "6,7,8")
+    result = run_chaos(*many)
+    assert all(outcome["ok"] for outcome in result["seeds"]), result

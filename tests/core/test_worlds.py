@@ -126,6 +126,21 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
     assert {step: len(shards) for step, shards in world.shards.items()} == known
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 3000))
+def test_fresh_world(seed: int):
+    """Two thousand more, of each kind by turns."""
+    match seed % 4:
+        case 0:
+            test_asynchronous_world_that_does_not_race_trains_its_prompts_in_order(seed)
+        case 1:
+            test_asynchronous_world_of_any_kind_finishes_with_whole_groups(seed)
+        case 2:
+            test_world_with_a_race_by_the_clock_finishes_with_whole_groups(seed)
+        case _:
+            test_world_trains_exactly_what_the_oracle_says(seed)
+
+
 @pytest.mark.parametrize("seeds", [range(600 + 20 * k, 620 + 20 * k) for k in range(4)])
 def test_world_whose_steps_are_much_more_than_the_trainer_takes_at_once(seeds, monkeypatch):
     """Every shard once and in order, and the same is trained, whoever dies while a step is handed

@@ -2,7 +2,7 @@
 policy."""
 
 from lightrl.config import Config
-from lightrl.core.state import Settings, Tail
+from lightrl.core.settings import Settings, Tail
 from lightrl.messages import Sampling
 
 

@@ -19,57 +19,57 @@ MUTATIONS = [
     # What comes from nodes
     Mutation(
         "news of an attempt that was given up is taken",
-        "core/responses.py",
+        "core/arrivals.py",
         "response.node is node and response.attempt == item.attempt",
         "response.node is node",
     ),
     Mutation(
         "tokens of a node where the response does not run are taken",
-        "core/responses.py",
+        "core/arrivals.py",
         "response.node is node and response.attempt == item.attempt",
         "response.node is not None and response.attempt == item.attempt",
     ),
     Mutation(
         "overlap is not trimmed",
-        "core/responses.py",
+        "core/arrivals.py",
         "            if known:\n",
         "            if known > 99:\n",
     ),
     Mutation(
         "hole is accepted",
-        "core/responses.py",
+        "core/arrivals.py",
         "        if known < 0:  # a hole",
         "        if known < -99:  # a hole",
     ),
     Mutation(
         "attempt with a hole is not told to stop",
-        "core/responses.py",
-        "self.counters.holes += 1\n            self._abort(response, out)\n",
-        "self.counters.holes += 1\n",
+        "core/arrivals.py",
+        "self._table.counters.holes += 1\n            self._table.abort(response)\n",
+        "self._table.counters.holes += 1\n",
     ),
     Mutation(
         "digest of a chunk is not checked",
-        "core/responses.py",
+        "core/arrivals.py",
         "if chunk.digest != ",
         "if False and chunk.digest != ",
     ),
     Mutation(
         "version of tokens is not checked",
-        "core/responses.py",
+        "core/arrivals.py",
         "if not round.step - settings.max_staleness <= version <= round.step:",
         "if not 0 <= version <= round.step + 99:",
     ),
     Mutation(
         "tokens one version too old are taken",
-        "core/responses.py",
+        "core/arrivals.py",
         "if not round.step - settings.max_staleness <= version",
         "if not round.step - settings.max_staleness - 1 <= version",
     ),
     Mutation(
         "one token more than allowed is taken",
-        "core/responses.py",
-        "if held + num_new > settings.max_response_tokens:",
-        "if held + num_new > settings.max_response_tokens + 1:",
+        "core/arrivals.py",
+        "if held > settings.max_response_tokens:",
+        "if held > settings.max_response_tokens + 1:",
     ),
     Mutation(
         "confirmed digest is not compared",
@@ -85,21 +85,21 @@ MUTATIONS = [
     ),
     Mutation(
         "late score of an earlier attempt counts",
-        "core/responses.py",
+        "core/judge.py",
         "if response is None or response.attempt != attempt or response.scored:",
         "if response is None or response.scored:",
     ),
     Mutation(
         "second score replaces the first",
-        "core/responses.py",
+        "core/judge.py",
         "if response is None or response.attempt != attempt or response.scored:",
         "if response is None or response.attempt != attempt:",
     ),
     Mutation(
         "placing a response does not begin a new attempt",
         "core/responses.py",
-        "response.attempt += 1",
-        "response.attempt += 0",
+        "self.run(response, node, response.attempt + 1)",
+        "self.run(response, node, response.attempt)",
     ),
     # Where work is
     Mutation(
@@ -111,7 +111,7 @@ MUTATIONS = [
     Mutation(
         "responses of a lost node are dropped",
         "core/responses.py",
-        "        for response in leaving:\n            self._requeue(response)\n",
+        "        for response in leaving:\n            self.requeue(response)\n",
         "        node.running.clear()\n",
     ),
     Mutation(
@@ -134,8 +134,8 @@ MUTATIONS = [
     ),
     Mutation(
         "first node to load takes the work of those that still load",
-        "core/responses.py",
-        "min(sum(n.free for n in nodes), self._unreserved(nodes))",
+        "core/coordinator.py",
+        "min(sum(n.free for n in nodes), self._num_unreserved(nodes))",
         "sum(n.free for n in nodes)",
     ),
     Mutation(
@@ -164,16 +164,15 @@ MUTATIONS = [
     ),
     Mutation(
         "rebalancing moves to nodes that do not serve",
-        "core/responses.py",
-        "nodes = [n for n in self._fleet.ready.values() if n.speed",
-        "nodes = [n for n in self._fleet.nodes.values() if n.speed",
+        "core/coordinator.py",
+        "nodes = [n for n in self.fleet.ready.values() if n.speed",
+        "nodes = [n for n in self.fleet.nodes.values() if n.speed",
     ),
     Mutation(
         "rebalancing does not abort at the old node",
         "core/responses.py",
-        "            self._abort(response, out)\n            self._release(response)\n"
-        "            response.move(R",
-        "            self._release(response)\n            response.move(R",
+        "                self.stop(response)\n",
+        "                self.release(response)\n",
     ),
     Mutation(
         "migration cannot be switched off",
@@ -196,17 +195,18 @@ MUTATIONS = [
     ),
     Mutation(
         "ties in a group are broken by arrival",
-        "core/race.py",
-        "bisect.insort(group.finishers, (rank, response.index))",
-        "bisect.insort(group.finishers, (rank, response.index))\n"
-        "    group.finishers.sort(key=lambda f: f[0] * 1000 + (f[1] + round.num_scores) % 7)",
+        "core/judge.py",
+        "bisect.insort(group.finishers, race.finish_of_response(self._settings, response))",
+        "bisect.insort(group.finishers, race.finish_of_response(self._settings, response))\n"
+        "            count = group.round.num_scores\n"
+        "            group.finishers.sort(key=lambda f: f[0] * 1000 + (f[1] + count) % 7)",
     ),
     Mutation(
         "ties between groups are broken the other way",
-        "core/race.py",
-        "bisect.insort(round.finishers, (_last_kept(group)[0], group.position))",
-        "bisect.insort(round.finishers, (_last_kept(group)[0], group.position))\n"
-        "    round.finishers.sort(key=lambda f: (f[0], -f[1]))",
+        "core/judge.py",
+        "bisect.insort(round.finishers, race.finish_of_group(group))",
+        "bisect.insort(round.finishers, race.finish_of_group(group))\n"
+        "        round.finishers.sort(key=lambda f: (f[0], -f[1]))",
     ),
     Mutation(
         "sibling is aborted one token too early",
@@ -216,7 +216,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sibling is aborted one token too early while it decodes",
-        "core/responses.py",
+        "core/arrivals.py",
         "if held >= group.bound or held >= round.cut:",
         "if held + 1 >= group.bound or held >= round.cut:",
     ),
@@ -228,7 +228,7 @@ MUTATIONS = [
     ),
     Mutation(
         "loser goes on one token too long",
-        "core/responses.py",
+        "core/arrivals.py",
         "if held >= group.bound or held >= round.cut:",
         "if held > group.bound or held > round.cut:",
     ),
@@ -258,29 +258,29 @@ MUTATIONS = [
     ),
     Mutation(
         "groups of one event are certified one by one",
-        "core/round_scheduler.py",
+        "core/judge.py",
         "            elif race.is_out(group):\n                self._eliminate(group)\n",
         "            elif race.is_out(group):\n                self._eliminate(group)\n"
-        "            self._accept_decided(group.round)\n",
+        "            if not group.round.is_eval:\n                self.accept_decided(group.round)\n",
     ),
     Mutation(
         "response without a reward counts as finished",
-        "core/responses.py",
+        "core/judge.py",
         "if reward is not None or group.round.is_eval:",
         "if True:",
     ),
     Mutation(
         "siblings that cannot matter any more go on",
-        "core/responses.py",
+        "core/judge.py",
         "if not group.num_open or race.is_out(group):",
         "if not group.num_open:",
     ),
     Mutation(
         "group with too few rewards is dropped by a race",
-        "core/round_scheduler.py",
-        "        if not group.round.races:\n            self._drop(group)\n            return\n",
-        "        if not group.round.races or not race.has_lost(group.responses[0]):\n"
-        "            self._drop(group)\n            return\n",
+        "core/judge.py",
+        "        if group.round.races:\n            self._give_up_all(group)\n",
+        "        if group.round.races and race.has_lost(group.responses[0]):\n"
+        "            self._give_up_all(group)\n",
     ),
     Mutation(
         "deterministic order is ignored",
@@ -290,7 +290,7 @@ MUTATIONS = [
     ),
     Mutation(
         "surplus is not launched",
-        "core/state.py",
+        "core/settings.py",
         "round(self.tail.eta_prompts * self.prompts_per_step)",
         "self.prompts_per_step",
     ),
@@ -336,7 +336,7 @@ MUTATIONS = [
     ),
     Mutation(
         "attempts of a prompt put off begin anew",
-        "core/round_scheduler.py",
+        "core/judge.py",
         "attempts = max(r.attempt for r in group.responses)",
         "attempts = 0",
     ),
@@ -426,7 +426,7 @@ MUTATIONS = [
     Mutation(
         "score of an earlier process is forgotten",
         "core/recovery.py",
-        "core.table.score(response.id, response.attempt, fact.reward, fact.failure, self._out)",
+        "core.judge.score(response.id, response.attempt, fact.reward, fact.failure)",
         "pass",
     ),
     Mutation(
@@ -467,8 +467,8 @@ MUTATIONS = [
     ),
     Mutation(
         "response whose tokens come back after its race is lost goes on",
-        "core/responses.py",
-        "        elif race.has_lost(response):\n            self.give_up(response, out)\n",
+        "core/arrivals.py",
+        "        elif race.has_lost(response):\n            self._judge.give_up(response)\n",
         "",
     ),
     Mutation(
@@ -485,7 +485,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a silent node finished is taken whatever its version",
-        "core/responses.py",
+        "core/arrivals.py",
         "or not 0 <= staleness <= self._settings.max_staleness:",
         "or False:",
     ),
@@ -528,9 +528,9 @@ MUTATIONS = [
     ),
     Mutation(
         "run ends without the checkpoint of its last step",
-        "core/coordinator.py",
-        "if not self.fleet.nodes and not self._awaits_trainer:",
-        "if not self.fleet.nodes:",
+        "core/ending.py",
+        "if not self._fleet.nodes and not self.awaits_trainer:",
+        "if not self._fleet.nodes:",
     ),
     Mutation(
         "lost trainer is named as holder",

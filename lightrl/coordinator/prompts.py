@@ -7,7 +7,8 @@ import hashlib
 
 from lightrl.config import Config
 from lightrl.coordinator.settings import core_settings, vocabulary
-from lightrl.core.state import DrawnPrompt, Settings
+from lightrl.core.settings import Settings
+from lightrl.core.state import DrawnPrompt
 from lightrl.data import Prompt, PromptCursor, load_prompts
 from lightrl.model_files import load_tokenizer, model_files, stop_token_ids
 from lightrl.wire import pack_i32

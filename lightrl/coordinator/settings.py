@@ -2,7 +2,7 @@
 policy."""
 
 from lightrl.config import Config
-from lightrl.core.state import Settings
+from lightrl.core.settings import Settings
 from lightrl.core_settings import settings_of
 from lightrl.data import Prompt
 from lightrl.errors import ConfigError, DataError

@@ -1,5 +1,4 @@
-"""Tokens and logprobs as the core keeps them, arrays, and as they travel: raw little-endian
-bytes."""
+"""Tokens and logprobs: arrays where the core keeps them, raw little-endian bytes on the way."""
 
 import sys
 from array import array

@@ -25,7 +25,6 @@ def can_exist(response: Response, attempt: int, was_recovered: bool) -> bool:
 
 
 def is_current(response: Response, attempt: int, was_recovered: bool) -> bool:
-    """Whether it is of this round, too, and not of one that put the prompt off, under older
-    weights."""
+    """Whether it is of this round, too, not of one that put the prompt off, under older weights."""
     is_newest = attempt >= response.attempt and attempt > response.group.attempts
     return is_newest and can_exist(response, attempt, was_recovered)

@@ -23,8 +23,7 @@ class PutOff:
 
 @dataclass(slots=True)
 class Backlog:
-    """First in, first out: a prompt waits for about one period of rounds. It survives a resume as
-    data.
+    """First in, first out: a prompt waits for about one period of rounds.
 
     Example: Backlog(256, put_off=deque([PutOff(DrawnPrompt("p7", 0, <int32>), 2, since=3)]),
     num_drawn=64)
@@ -38,6 +37,14 @@ class Backlog:
     # from the data, over all epochs
     num_drawn: int = 0
 
+    def restore(
+        self, num_drawn: int, put_off: Iterable[PutOff], spare: Iterable[DrawnPrompt]
+    ) -> None:
+        """All that it held is replaced."""
+        self.num_drawn = num_drawn
+        self.put_off = deque(put_off)
+        self.spare = deque(spare)
+
     @property
     def epoch_left(self) -> int:
         """Prompts of this epoch that no round has had; 0 also when the next epoch has not begun."""
@@ -48,8 +55,7 @@ class Backlog:
         return len(self.put_off) + len(self.spare)
 
     def take(self, count: int) -> list[PutOff]:
-        """The `count` that have waited longest, or all there are; of one prompt only the older
-        epoch."""
+        """The `count` that have waited longest, or all; of one prompt only the older epoch."""
         taken: dict[str, PutOff] = {}
         kept: list[PutOff] = []
         while self.put_off and len(taken) < count:

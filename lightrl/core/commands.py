@@ -1,4 +1,7 @@
-"""All that the core can ask of its shell. Imperatives; a closed union."""
+"""All that the core can ask of its shell, and the outbox that all of it goes through.
+
+Commands are imperatives and a closed union.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -46,8 +49,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class CloseRound:
-    """Every group is accepted, put off or dropped. Read its figures now: its tokens go with its
-    step."""
+    """Every group is accepted, put off or dropped. Read figures now: tokens go with the step."""
 
     round: Round
 
@@ -119,3 +121,35 @@ Command: TypeAlias = (
     | Report
     | Finish
 )
+
+
+class Outbox:
+    """What is to be done because of the event at hand, in order.
+
+    The core has one. Each of its parts adds to it; whoever drives the core takes it all.
+    """
+
+    def __init__(self) -> None:
+        self._commands: list[Command] = []
+
+    def add(self, command: Command) -> None:
+        self._commands.append(command)
+
+    def send(self, node: str, message: Message) -> None:
+        self._commands.append(Send(node, message))
+
+    def record(self, entry: LogEntry) -> None:
+        self._commands.append(Record(entry))
+
+    def score(self, response: Response) -> None:
+        group = response.group
+        source = "eval" if group.round.is_eval else "train"
+        self._commands.append(Score(response, group.prompt.id, source))
+
+    def report(self, text: str) -> None:
+        self._commands.append(Report(text))
+
+    def take(self) -> list[Command]:
+        """All that was added; the outbox is empty again."""
+        commands, self._commands = self._commands, []
+        return commands

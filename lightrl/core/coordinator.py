@@ -1,25 +1,22 @@
-"""The run as one state machine: events in, commands out. Daemon, simulator and tests drive the same
-object.
+"""The run as one state machine: events in, commands out. Daemon, simulator and tests drive it.
 
-Owns what becomes of the work of a node that leaves, and the end of the run. Who takes part is kept
-in `fleet`, every response in `table`, the order of rounds and steps in `steps`. Decisions are pure
-functions: what a round holds in `rounds`, who wins it in `race`, who generates a response in
-`placement`. How a core is made again from a journal: `recovery`. Must not await, read a clock or
-touch a socket: time is an argument.
+Owns which part an event is for, and that waiting work goes to nodes that have room. The parts: who
+takes part is kept in `fleet`, where every response is in `table`, its tokens come in by `arrivals`,
+what becomes of it is up to `judge`; `steps` keeps the order of rounds and steps, `ending` the end
+of the run. All of them add what is to be done to one outbox. Decisions are pure functions: what a
+round holds in `rounds`, who wins it in `race`, who generates a response in `placement`. How a core
+is made again from a journal: `recovery`. Must not await, read a clock or touch a socket: time is an
+argument.
 """
 
-from collections.abc import Callable
+import math
 from typing import assert_never
 
 from lightrl.core import placement
+from lightrl.core.arrivals import Arrivals
 from lightrl.core.backlog import Backlog
-from lightrl.core.commands import (
-    Command,
-    Finish,
-    Record,
-    Report,
-    Send,
-)
+from lightrl.core.commands import Command, Outbox
+from lightrl.core.ending import Ending
 from lightrl.core.events import (
     DrainRequested,
     Event,
@@ -41,15 +38,13 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.fleet import Fleet
+from lightrl.core.judge import Judge
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import VersionPublished
 from lightrl.core.responses import ResponseTable
 from lightrl.core.round_scheduler import RoundScheduler
-from lightrl.core.state import (
-    NodeState,
-    RunState,
-    Settings,
-)
+from lightrl.core.settings import Settings
+from lightrl.core.state import Node, NodeState, RunState
 from lightrl.messages import (
     ENDING,
     Abort,
@@ -66,22 +61,27 @@ from lightrl.messages import (
 class Coordinator:
     def __init__(self, settings: Settings, now: float) -> None:
         self.settings = settings
-        self.state = RunState.STARTING
-        self.fleet = Fleet(settings)
-        self.predictor = LengthPredictor(settings.max_response_tokens)
-        self.table = ResponseTable(settings, self.fleet, self.predictor)
-        self.steps = RoundScheduler(settings, self.fleet, self.table, self.predictor, now)
+        self.outbox = out = Outbox()
+        self.backlog = Backlog(settings.num_prompts)
+        self.predictor = predictor = LengthPredictor(settings.max_response_tokens)
+        self._expect = predictor.expect if settings.foresight else predictor.expect_longest
+        self.fleet = fleet = Fleet(settings, out)
+        self.table = table = ResponseTable(settings, fleet, self._expect, out)
+        self.judge = judge = Judge(settings, table, self.backlog, out)
+        self.arrivals = Arrivals(settings, fleet, table, judge, out)
+        self.steps = RoundScheduler(
+            settings, fleet, table, judge, self.backlog, predictor, out, now
+        )
         self.trainer_feed = self.steps.trainer_feed
+        self.ending = Ending(settings, fleet, self.steps, out)
         self.started_at = now
+        self._state = RunState.STARTING  # until the run ends
         self._rebalance_at: float | None = None
         self._rebalanced_at = now
-        self._ending: tuple[RunState, str] | None = None
-        self._over = False
-        self._out: list[Command] = []
 
     @property
-    def backlog(self) -> Backlog:
-        return self.steps.backlog
+    def state(self) -> RunState:
+        return self.ending.state if self.ending.has_begun else self._state
 
     @property
     def step(self) -> int:
@@ -89,11 +89,9 @@ class Coordinator:
         return self.steps.step
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Everything to do because of `event`, in order. Raises InvariantViolation if the core is
-        broken."""
-        self._out = self.steps.out = []
-        if self._over:
-            return self._out
+        """Everything to do because of `event`, in order. InvariantViolation: the core is broken."""
+        if self.ending.is_over:
+            return []
         match event:
             case TokensArrived(name, chunk):
                 self._accept(name, chunk, now)
@@ -126,70 +124,67 @@ class Coordinator:
                     self.steps.take_step(done)
             case ShardsDelivered(name, taken):
                 if name == self.fleet.trainer:
-                    self._hand_on(lambda: self.steps.shards_taken(taken.step, taken.index))
+                    self.ending.hand_on(lambda: self.steps.shards_taken(taken.step, taken.index))
             case ShardLeft(step, index):
-                self._hand_on(lambda: self.steps.shard_left(step, index))
+                self.ending.hand_on(lambda: self.steps.shard_left(step, index))
             case ShellFailed(reason):
-                self._end(RunState.FAILED, reason)
+                self.ending.begin(RunState.FAILED, reason)
             case TimerFired():
                 self._on_timer(now)
             case _:
                 assert_never(event)
         self._advance(now)
-        while self._ending is None:
-            self.table.dispatch(self._out)
-            if not self.table.decided:
+        while not self.ending.has_begun:
+            self._dispatch()
+            if not self.judge.settled:
                 self._plan_rebalance(now)
                 break
             self.steps.judge()  # what waited for a slot had lost meanwhile
             self._advance(now)
-        return self._out
+        return self.outbox.take()
 
     def next_deadline(self) -> float | None:
         """When to feed TimerFired, or None."""
-        times = (self.fleet.lease_check_at, self._rebalance_at, self._patience_ends_at)
+        times = (self.fleet.lease_check_at, self._rebalance_at, self.ending.patience_ends_at)
         return min((t for t in times if t is not None), default=None)
 
     # Weights
 
     def _publish(self, name: str, message: PublishWeights, now: float) -> None:
-        """The trainer has a version: a new one, or after it has come (back) the one where it
-        stands."""
-        manifest, published, stood_at = (
-            message.manifest,
-            self.fleet.published,
-            self.trainer_feed.stands_at,
-        )
-        version, digest = manifest.policy_version, manifest.digest
+        """The trainer has a version: a new one, or after it has come (back) where it stands."""
+        version, digest = message.manifest.policy_version, message.manifest.digest
+        published, stood_at = self.fleet.published, self.trainer_feed.stands_at
         if name != self.fleet.trainer or version == stood_at:
             return  # not the trainer, or it came twice
         if stood_at is not None and version != stood_at + 1:
-            self._report(f"{name} published version {version}, expected {stood_at + 1}: ignored")
+            self.outbox.report(
+                f"{name} published version {version}, expected {stood_at + 1}: ignored"
+            )
             return
         is_new = published is not None and version > published.policy_version
         if stood_at is not None and is_new and not self.steps.has_closed(stood_at):
-            self._report(
+            self.outbox.report(
                 f"{name} published version {version}, but the round of step {stood_at} is "
                 "still open: ignored"
             )
             return
         if (problem := self._why_wrong(version, digest)) is not None:
-            self._end(RunState.FAILED, problem)
+            self.ending.begin(RunState.FAILED, problem)
             return
         self.trainer_feed.stands_at = version
         if published is None or version > published.policy_version:
-            self._out.append(Record(VersionPublished(version, digest, message.portions)))
-            self._out += self.fleet.publish(message)
+            self.outbox.record(VersionPublished(version, digest, message.portions))
+            self.fleet.publish(message)
             self.steps.published(now)
         elif version == published.policy_version:
-            self._out += self.fleet.publish_again(message)
+            self.fleet.publish_again(message)
         else:
             behind = f"{name} is at step {version}, the run at step {self.step}"
-            self._report(f"{behind}: the steps in between are trained again")
+            self.outbox.report(f"{behind}: the steps in between are trained again")
         self.fleet.trainer_stands()
         self.steps.feed_trainer(has_come=stood_at is None)
-        if self._ending is not None:
-            self._dismiss_trainer(self._ending[1])
+        if self.ending.has_begun:
+            self.ending.dismiss_trainer()
 
     def _why_wrong(self, version: int, digest: str) -> str | None:
         """Why this version cannot be the trainer's, in one line."""
@@ -204,7 +199,7 @@ class Coordinator:
 
     def _confirm(self, name: str, ready: WeightsReady) -> None:
         were_updating = bool(self.fleet.updating)
-        self._out += self.fleet.confirm(name, ready)
+        self.fleet.confirm(name, ready)
         if (node := self.fleet.ready.get(name)) is not None:
             self.table.mark_free(node)
         if were_updating and not self.fleet.updating:
@@ -221,48 +216,69 @@ class Coordinator:
         self.table.counters.engines_lost += name in self.fleet.ready
         if node is not None and node.running:
             attempts = tuple((r.id, r.attempt) for r in node.running.values())
-            self._out.append(Send(name, Abort(attempts)))
+            self.outbox.send(name, Abort(attempts))
             self.table.requeue_all(node)
-        self._out += self.fleet.refuse(name, failed)
+        self.fleet.refuse(name, failed)
 
     # Responses
 
     def _accept(self, name: str, chunk: TokenChunk, now: float) -> None:
         node = self.fleet.nodes.get(name)
-        if node is None or self._ending is not None:
+        if node is None or self.ending.has_begun:
             return
         node.heard_at = now
-        if (problem := self.table.accept(node, chunk, now, self._out)) is not None:
+        if (problem := self.arrivals.accept(node, chunk, now)) is not None:
             self._lose(name, problem, now)
         self.steps.judge()
 
     def _score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
-        if self._ending is not None:
+        if self.ending.has_begun:
             return
-        self.table.score(name, attempt, reward, failure, self._out)
+        self.judge.score(name, attempt, reward, failure)
         self.steps.judge()
+
+    def _dispatch(self) -> None:
+        """Sends waiting responses to nodes with free slots.
+
+        A node that is about to serve the newest version has its share kept for it: else the first
+        node to load would take the work of all the others. But a node that has nothing to do does
+        not wait for one that is slow to load.
+        """
+        if nodes := self.table.nodes_with_room():
+            most = min(sum(n.free for n in nodes), self._num_unreserved(nodes))
+            waiting = self.judge.take_waiting(most)
+            self.table.generate(placement.assign(waiting, nodes, self._expect))
+
+    def _num_unreserved(self, nodes: list[Node]) -> int:
+        """Waiting responses that are not the share of nodes that still load."""
+        updating, num_waiting = self.fleet.share_updating, len(self.table.queue)
+        if not updating:
+            return num_waiting
+        share = updating / (updating + self.fleet.share_ready)
+        num_idle = sum(not n.running for n in nodes)
+        num_open = num_waiting + self.table.num_running
+        return max(num_idle, num_waiting - math.ceil(share * num_open))
 
     # Membership
 
     def _join(self, hello: Hello, now: float) -> None:
         if self.fleet.is_ghost(hello):
-            self._out.append(
-                Send(hello.node, Welcome(run="", refused="another process has this name now"))
-            )
+            refused = "another process has this name now"
+            self.outbox.send(hello.node, Welcome(run="", refused=refused))
             return
-        is_awaited = "trainer" in hello.roles and self._awaits_trainer
+        is_awaited = "trainer" in hello.roles and self.ending.awaits_trainer
         reason = self.fleet.why_refused(hello)
-        if self._ending is not None and not is_awaited:
+        if self.ending.has_begun and not is_awaited:
             reason = ENDING
         if reason is not None:
-            self._report(f"{hello.node} refused: {reason}")
-            self._out.append(Send(hello.node, Welcome(run="", refused=reason)))
+            self.outbox.report(f"{hello.node} refused: {reason}")
+            self.outbox.send(hello.node, Welcome(run="", refused=reason))
             return
         known = self.fleet.nodes.get(hello.node)
         if known is not None and known.incarnation != hello.incarnation:
             self.fleet.replace(known)
             self._lose(hello.node, "restarted", now)
-        self._out += self.fleet.add(hello, now)
+        self.fleet.add(hello, now)
         self._reconcile(hello)
         if "trainer" in hello.roles:
             self.trainer_feed.hello()
@@ -271,11 +287,11 @@ class Coordinator:
         """Messages may have been lost: what runs there is what the node says."""
         node = self.fleet.nodes[hello.node]
         is_ready = self.fleet.ready.get(node.name) is node
-        taken_back = self.table.reconcile(node, dict(hello.running), is_ready, self._out)
+        taken_back = self.table.reconcile(node, dict(hello.running), is_ready)
         if is_ready:
             self.table.mark_free(node)
         if taken_back:
-            self._report(f"{node.name} goes on with {taken_back} responses")
+            self.outbox.report(f"{node.name} goes on with {taken_back} responses")
 
     def _lose(self, name: str, reason: str, now: float) -> None:
         """It may come back, the trainer too."""
@@ -290,7 +306,7 @@ class Coordinator:
             self.trainer_feed.has_left = True
         self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now)
         if is_trainer and not ok:
-            self._end(RunState.FAILED, f"trainer node {name}: {reason}")
+            self.ending.begin(RunState.FAILED, f"trainer node {name}: {reason}")
 
     def _remove(self, name: str, text: str, now: float) -> None:
         node = self.fleet.nodes.get(name)
@@ -299,25 +315,13 @@ class Coordinator:
         moved = self.table.requeue_all(node)
         self.fleet.remove(name)
         self.table.mark_dirty()
-        self._report(text + (f": {moved} responses resume elsewhere" if moved else ""))
+        self.outbox.report(text + (f": {moved} responses resume elsewhere" if moved else ""))
         if "trainer" in node.roles:
             self.trainer_feed.lost(now)
-            if self._ending is None:
-                self._report(
+            if not self.ending.has_begun:
+                self.outbox.report(
                     f"the run waits {self.settings.patience_s:g} s for a trainer to come back"
                 )
-
-    @property
-    def _awaits_trainer(self) -> bool:
-        """All steps are done, but the trainer has not left with the last checkpoint written."""
-        ending = self._ending is not None and self._ending[0] is RunState.FINISHED
-        return ending and not self.trainer_feed.has_left
-
-    @property
-    def _patience_ends_at(self) -> float | None:
-        since = self.trainer_feed.missing_since
-        is_over = self._over or (self._ending is not None and not self._awaits_trainer)
-        return None if since is None or is_over else since + self.settings.patience_s
 
     def _drain(self, name: str, reason: str) -> None:
         node = self.fleet.nodes.get(name)
@@ -325,15 +329,15 @@ class Coordinator:
             return
         self.fleet.drain(node)
         self.table.mark_dirty()
-        self._report(f"{name} drains ({reason})")
+        self.outbox.report(f"{name} drains ({reason})")
 
     def _request_drain(self, name: str, reason: str) -> None:
         if name == "*":
-            self._end(RunState.STOPPED, reason or "stopped by an operator")
+            self.ending.begin(RunState.STOPPED, reason or "stopped by an operator")
         elif name in self.fleet.nodes:
-            self._out.append(Send(name, Drain(name, reason)))
+            self.outbox.send(name, Drain(name, reason))
         else:
-            self._report(f"drain {name}: no such node")
+            self.outbox.report(f"drain {name}: no such node")
 
     # Time
 
@@ -341,17 +345,23 @@ class Coordinator:
         if self.fleet.lease_check_at is not None and now >= self.fleet.lease_check_at:
             for node in self.fleet.expired(now):
                 self._lose(node.name, f"silent for {now - node.heard_at:.1f} s", now)
-        if self._patience_ends_at is not None and now >= self._patience_ends_at:
-            self._end(RunState.FAILED, f"no trainer for {self.settings.patience_s:g} s")
+        patience_ends_at = self.ending.patience_ends_at
+        if patience_ends_at is not None and now >= patience_ends_at:
+            self.ending.begin(RunState.FAILED, f"no trainer for {self.settings.patience_s:g} s")
         if self._rebalance_at is not None and now >= self._rebalance_at:
             self._rebalance_at = None
             self._rebalanced_at = now
-            if not self.table.queue and self._ending is None:
-                self.table.rebalance(self._out)
+            if not self.table.queue and not self.ending.has_begun:
+                self._rebalance()
+
+    def _rebalance(self) -> None:
+        """Moves running responses to where they finish earlier, when nothing waits for a slot."""
+        nodes = [n for n in self.fleet.ready.values() if n.speed.num_observed or not n.running]
+        self.table.generate(placement.moves(nodes, self._expect, self.settings.chunk_tokens))
+        self.table.mark_idle()  # looked at again: a prediction may turn out wrong meanwhile
 
     def _plan_rebalance(self, now: float) -> None:
-        """Soon after a node got room that nothing waits for; not too often, for it looks at all
-        nodes."""
+        """Soon after a node got room that nothing waits for; not often: it looks at all nodes."""
         if not (self.settings.migration and self.table.has_idle_room):
             self._rebalance_at = None
         elif self._rebalance_at is None:
@@ -362,54 +372,13 @@ class Coordinator:
 
     def _advance(self, now: float) -> None:
         """Closes and opens what can be; the run is over when all nodes have left after its end."""
-        if self._ending is None:
+        if not self.ending.has_begun:
             self.steps.advance(now)
             if self.table.rounds:
-                is_eval = self.table.rounds[0].kind == "eval"
-                self.state = RunState.EVALUATING if is_eval else RunState.RUNNING
+                is_eval = self.table.is_evaluating
+                self._state = RunState.EVALUATING if is_eval else RunState.RUNNING
             if self.steps.finished:
-                self._end(RunState.FINISHED, f"{self.step} steps done")
+                self.ending.begin(RunState.FINISHED, f"{self.step} steps done")
         else:
             self.steps.finish_step(now)
-            if not self.fleet.nodes and not self._awaits_trainer:
-                self._over = True
-                self.state, reason = self._ending
-                self._out.append(Finish(self.state, reason))
-
-    def _end(self, state: RunState, reason: str) -> None:
-        """Asks every node to leave; the run is over when all have. A failure outranks a success."""
-        if self._ending is not None:
-            if state is RunState.FAILED and self._ending[0] is RunState.FINISHED:
-                self._ending = (state, reason)
-            return
-        self._ending = (state, reason)
-        self.state = RunState.FINISHING
-        self._report(reason)
-        others = (n for n in self.fleet.nodes if n != self.fleet.trainer)
-        self._out += [Send(n, Drain(n, reason)) for n in others]
-        self._dismiss_trainer(reason)
-
-    def _dismiss_trainer(self, reason: str) -> None:
-        """Not before it has trained all steps, if it is what the run ends with."""
-        trainer = self.fleet.trainer
-        has_work = self._ending is not None and self._ending[0] is RunState.FINISHED
-        has_work = has_work and self.trainer_feed.stands_at != self.settings.num_steps
-        if trainer is not None and not has_work and not self._hands_over:
-            self._out.append(Send(trainer, Drain(trainer, reason)))
-
-    @property
-    def _hands_over(self) -> bool:
-        """A run that is stopped still trains the step of which all groups are known."""
-        stopped = self._ending is not None and self._ending[0] is RunState.STOPPED
-        return stopped and self.steps.is_handing_over
-
-    def _hand_on(self, tell: Callable[[], None]) -> None:
-        """Of the step that is handed over; a trainer that was awaited for nothing else may go."""
-        before = self._hands_over
-        if self._ending is None or before:
-            tell()
-        if before and not self._hands_over and self._ending is not None:
-            self._dismiss_trainer(self._ending[1])
-
-    def _report(self, text: str) -> None:
-        self._out.append(Report(text))
+            self.ending.conclude()

@@ -115,8 +115,7 @@ class StepTrained:
 
 @dataclass(frozen=True, slots=True)
 class ShardLeft:
-    """A TrainShard is durable and on its way. Feed it in a later turn than that in which it was
-    made."""
+    """A TrainShard is durable and on its way. Feed it in a later turn than it was made in."""
 
     step: int
     index: int

@@ -9,9 +9,10 @@ from dataclasses import replace
 from itertools import islice
 from statistics import fmean
 
-from lightrl.core.commands import Admit, Command, Report, Send
+from lightrl.core.commands import Admit, Outbox
+from lightrl.core.settings import Settings
 from lightrl.core.speed import Gain, Speed
-from lightrl.core.state import Node, NodeState, Published, Settings
+from lightrl.core.state import Node, NodeState, Published
 from lightrl.messages import (
     PROTOCOL,
     Drain,
@@ -32,7 +33,7 @@ GHOST_NAMES_REMEMBERED = 4096  # and the names that were followed last: more tha
 
 
 class Fleet:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, outbox: Outbox) -> None:
         self.nodes: dict[str, Node] = {}
         self.ready: dict[str, Node] = {}  # those that serve the published version
         self.updating: dict[str, Node] = {}  # those that will serve it in a moment
@@ -47,6 +48,7 @@ class Fleet:
         self.num_weights_failed = 0
         self.lease_check_at: float | None = None
         self._settings = settings
+        self._outbox = outbox
 
     # Membership
 
@@ -76,13 +78,14 @@ class Fleet:
         if len(self._replaced) > GHOST_NAMES_REMEMBERED:
             del self._replaced[next(iter(self._replaced))]
 
-    def add(self, hello: Hello, now: float) -> list[Command]:
-        """Takes a node in, or once more if it is known; another incarnation must have been
-        removed."""
+    def add(self, hello: Hello, now: float) -> None:
+        """Takes a node in, or once more; another incarnation of it must have been removed."""
         known = self.nodes.get(hello.node)
         if known is not None:
             known.heard_at = now
-            return [Admit(hello.node), *self._believe(known, hello)]
+            self._outbox.add(Admit(hello.node))
+            self._believe(known, hello)
+            return
         node = Node(
             name=hello.node,
             incarnation=hello.incarnation,
@@ -100,23 +103,21 @@ class Fleet:
         self.num_joined += 1
         if self.lease_check_at is None:
             self.lease_check_at = now + self._settings.lease_s
-        return [
-            Admit(node.name),
-            Report(f"{node.name} joined as {', '.join(node.roles)}"),
-            *self._believe(node, hello),
-        ]
+        self._outbox.add(Admit(node.name))
+        self._outbox.report(f"{node.name} joined as {', '.join(node.roles)}")
+        self._believe(node, hello)
 
-    def _believe(self, node: Node, hello: Hello) -> list[Command]:
+    def _believe(self, node: Node, hello: Hello) -> None:
         """What its engine serves, by its own word: every chunk must show the digest again."""
         published = self.published
         if "rollout" not in node.roles or published is None or node.state is NodeState.DRAINING:
-            return []
+            return
         if hello.serves == (published.policy_version, published.digest):
             node.policy_version = published.policy_version
             if node.state is not NodeState.READY:
                 self._move(node, NodeState.READY)
-            return []
-        return self._offer(node)
+        else:
+            self._offer(node)
 
     def _typical_speed(self) -> Speed:
         """What to expect of a node not heard of yet: the mean of some that were."""
@@ -144,8 +145,7 @@ class Fleet:
         self._move(node, NodeState.DRAINING)
 
     def _move(self, node: Node, to: NodeState) -> None:
-        """Keeps the views of `nodes` true. For a node that has only just joined nothing is
-        reserved."""
+        """Keeps the views of `nodes` true. Nothing is reserved for a node that has just joined."""
         node.move(to)
         if self.ready.pop(node.name, None) is not None:
             self.share_ready = self.share_ready - node.share if self.ready else 0.0
@@ -173,25 +173,23 @@ class Fleet:
 
     # Weights
 
-    def publish(self, message: PublishWeights) -> list[Command]:
+    def publish(self, message: PublishWeights) -> None:
         """A new version is complete at the trainer; every rollout node is told where to pull it."""
         manifest = message.manifest
         self.know(manifest.policy_version, manifest.digest, message)
-        commands: list[Command] = []
         for node in self.nodes.values():
             node.weights_failures = 0
-            commands += self._offer(node)
-        return commands
+            self._offer(node)
 
-    def publish_again(self, message: PublishWeights) -> list[Command]:
+    def publish_again(self, message: PublishWeights) -> None:
         """The newest version is to be had where it was not before; nodes without it are told so."""
         self.published = Published(
             message.manifest.policy_version, message.manifest.digest, message
         )
-        nodes = [n for n in self.nodes.values() if n.state is not NodeState.READY]
-        for node in nodes:
-            node.weights_failures = 0
-        return [command for node in nodes for command in self._offer(node)]
+        for node in self.nodes.values():
+            if node.state is not NodeState.READY:
+                node.weights_failures = 0
+                self._offer(node)
 
     def _forget_holders(self) -> None:
         """Nobody serves the newest version until the trainer is back: who needs it, waits."""
@@ -210,22 +208,22 @@ class Fleet:
         if node is not None and node.state is NodeState.JOINING and "rollout" not in node.roles:
             self._move(node, NodeState.READY)
 
-    def _offer(self, node: Node) -> list[Command]:
+    def _offer(self, node: Node) -> None:
         if (
             self.published is None
             or "rollout" not in node.roles
             or node.state is NodeState.DRAINING
         ):
-            return []
+            return
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
         if (message := self.published.message) is None:
-            return []  # the trainer will say where it is to be had
+            return  # the trainer will say where it is to be had
         if node.state is NodeState.JOINING:
             self._move(node, NodeState.LOADING)
-        return [Send(node.name, _for_node(message, node.name))]
+        self._outbox.send(node.name, _for_node(message, node.name))
 
-    def confirm(self, name: str, ready: WeightsReady) -> list[Command]:
+    def confirm(self, name: str, ready: WeightsReady) -> None:
         """A node's engine has loaded a version; the node is ready only if the digests agree."""
         node, published = self.nodes.get(name), self.published
         if (
@@ -233,17 +231,17 @@ class Fleet:
             or published is None
             or node.state not in {NodeState.LOADING, NodeState.UPDATING}
         ):
-            return []
+            return
         if ready.policy_version != published.policy_version:
-            return []  # the newer one is on its way
+            return  # the newer one is on its way
         if ready.digest != published.digest:
             reason = f"digest {ready.digest} is not the published {published.digest}"
-            return self.refuse(name, WeightsFailed(ready.policy_version, reason))
+            self.refuse(name, WeightsFailed(ready.policy_version, reason))
+            return
         node.policy_version = ready.policy_version
         self._move(node, NodeState.READY)
-        return []
 
-    def refuse(self, name: str, failed: WeightsFailed) -> list[Command]:
+    def refuse(self, name: str, failed: WeightsFailed) -> None:
         """A node does not serve the published version: again, and after MAX_WEIGHTS_FAILURES it
         must go.
 
@@ -251,19 +249,21 @@ class Fleet:
         """
         node, published = self.nodes.get(name), self.published
         if node is None or published is None or failed.policy_version != published.policy_version:
-            return []
+            return
         if node.state is NodeState.DRAINING:
-            return []
+            return
         node.weights_failures += 1
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
-            report = Report(f"{name}: {failed.reason}")
+            self._outbox.report(f"{name}: {failed.reason}")
         else:
             self.num_weights_failed += 1
-            report = Report(f"{name}: version {failed.policy_version} failed: {failed.reason}")
+            self._outbox.report(f"{name}: version {failed.policy_version} failed: {failed.reason}")
         if node.weights_failures < MAX_WEIGHTS_FAILURES:
-            return [report, *self._offer(node)]
-        return [report, Send(name, Drain(name, f"cannot load version {failed.policy_version}"))]
+            self._offer(node)
+        else:
+            reason = f"cannot load version {failed.policy_version}"
+            self._outbox.send(name, Drain(name, reason))
 
 
 def _for_node(message: PublishWeights, node: str) -> PublishWeights:

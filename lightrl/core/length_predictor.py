@@ -58,8 +58,7 @@ class LengthPredictor:
             self._finished[group.prompt.id] = max(len(r.tokens) for r in group.kept)
 
     def _remember(self, group: Group) -> None:
-        """How far a group came that was put off says less than its last epoch, unless it came
-        farther."""
+        """A group that was put off says less than its last epoch, unless it came farther."""
         lengths = [len(r.tokens) for r in group.responses if r.tokens]
         epoch, older = self._lengths.get(group.prompt.id, (-1, []))
         if group.state is GroupState.PUT_OFF and epoch < group.prompt.epoch and older:
@@ -69,8 +68,7 @@ class LengthPredictor:
             self._lengths[group.prompt.id] = (group.prompt.epoch, lengths)
 
     def mean(self, group: Group) -> float | None:
-        """Expected length of the group's responses by what earlier epochs say; None = they say
-        nothing."""
+        """Expected length of the group's responses; None = earlier epochs say nothing."""
         epoch, known = self._lengths.get(group.prompt.id, (0, []))
         return sum(known) / len(known) if known and epoch < group.prompt.epoch else None
 
@@ -88,6 +86,10 @@ class LengthPredictor:
         if longer:
             return sum(longer) / len(longer)
         return min(self._tail_mean(held), float(self._max_tokens))
+
+    def expect_longest(self, response: Response) -> float:
+        """As if nothing were known."""
+        return float(self._max_tokens)
 
     def finished(self, prompt: str) -> int | None:
         """When this prompt's group finished in its last epoch: the length of its longest kept

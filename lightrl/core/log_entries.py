@@ -1,7 +1,7 @@
 """What must outlive the coordinator: facts, in the order in which the core took them.
 
 Owns the vocabulary of the journal. From a `SnapshotBegan` and all facts after it
-`Coordinator.recover` makes the same run again, without any node: where work ran is no fact, nodes
+`recovery.recover` makes the same run again, without any node: where work ran is no fact, nodes
 say so themselves when they come back. Facts are emitted as commands (`Record`); who writes them,
 and when, is the shell's business.
 """
@@ -70,8 +70,7 @@ class SnapshotEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened:
-    """What it holds follows from the backlog and the facts before; its prompts come as
-    PromptsDrawn."""
+    """What it holds follows from the facts before; its prompts come as PromptsDrawn."""
 
     step: int
     kind: RoundKind
@@ -79,8 +78,7 @@ class RoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class TokensTaken:
-    """Tokens of one policy version that were accepted; what an item holds already is known, is
-    skipped."""
+    """Tokens of one policy version that were accepted; of an item, what is known is skipped."""
 
     version: int
     items: tuple[ResponseTokens, ...]

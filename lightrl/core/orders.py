@@ -15,8 +15,7 @@ OF_REQUEST = 512  # bytes of a request without its tokens, at most
 def orders(
     version: int, sampling: Sampling, requests: Iterable[ResponseRequest]
 ) -> Iterator[Generate]:
-    """All requests in their order. One that is larger than a message should be has one to
-    itself."""
+    """All requests in order. One that is larger than a message should be has one to itself."""
     part: list[ResponseRequest] = []
     size = 0
     for request in requests:

@@ -52,8 +52,7 @@ class Outlook:
         return speed.base * max(self.longest, more) + speed.slope * (self.total + more)
 
     def key(self, more: float) -> tuple[float, int, str]:
-        """Orders nodes for one more response; where it makes no difference, the emptier one is
-        better."""
+        """Orders nodes for one more response; of equal ones the emptier is better."""
         return self.finishes_in(more), self.running, self.node.name
 
     def add(self, steps: float) -> None:
@@ -69,8 +68,7 @@ def outlook(node: Node, foresee: Foresee) -> Outlook:
 
 @dataclass(slots=True)
 class _Order:
-    """Nodes with free slots, for responses of one kind: the one that would finish first comes
-    first."""
+    """Nodes with free slots, for responses of one kind: who would finish first comes first."""
 
     outlooks: dict[str, Outlook]
     heap: list[tuple[float, int, str]]
@@ -185,8 +183,7 @@ def moves(
 
 
 def move_s(response: Response, target: Outlook, chunk_tokens: int) -> float:
-    """What taking a running response over costs a node: the prompt and all tokens so far are
-    prefilled."""
+    """What taking a response over costs a node: the prompt and all tokens are prefilled."""
     held = len(response.group.prompt.tokens) // 4 + len(response.tokens)
     return target.node.speed.step_s(1) * (chunk_tokens + held / PREFILL_TOKENS_PER_STEP)
 

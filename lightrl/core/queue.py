@@ -3,7 +3,8 @@
 import heapq
 
 from lightrl.core.placement import Foresee
-from lightrl.core.state import Response, ResponseState, Settings
+from lightrl.core.settings import Settings
+from lightrl.core.state import Response, ResponseState
 
 
 class WorkQueue:

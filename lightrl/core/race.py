@@ -10,19 +10,15 @@ Ties are broken by a response's index in its group and a group's position in its
 nothing is decided by waiting: an unfinished response with n tokens will have at least n + 1, so it
 has lost as soon as n reaches the finishing time of those ahead. A round is over when every response
 has finished and has its score, or has provably lost.
+
+Nothing is changed here: what a race has come to (`finishers`, `bound`, `cut`) is written in
+`judge`.
 """
 
 import bisect
 
-from lightrl.core.state import (
-    UNBOUNDED,
-    Group,
-    GroupState,
-    Response,
-    ResponseState,
-    Round,
-    Settings,
-)
+from lightrl.core.settings import Settings
+from lightrl.core.state import UNBOUNDED, Group, GroupState, Response, ResponseState, Round
 
 DECIDED = -1  # bound and cut of a race by the clock that is over: whoever has not arrived has lost
 MAX_RECHECKS = 32  # looks at who is certain to be accepted, in one round: keeps its cost linear
@@ -36,33 +32,42 @@ def has_lost(response: Response) -> bool:
     return n >= group.bound or n >= group.round.cut
 
 
-def take_score(settings: Settings, response: Response) -> list[Response]:
-    """A response has finished and has its score. Returns its siblings that have lost by that."""
-    group = response.group
-    round = group.round
-    round.num_scores += 1
+def finish_of_response(settings: Settings, response: Response) -> tuple[int, int]:
+    """(finishing time, index in its group) of one that has finished and has its score."""
+    round = response.group.round
     by_clock = round.races and settings.tail.race == "clock"
-    rank = round.num_scores if by_clock else len(response.tokens)
-    bisect.insort(group.finishers, (rank, response.index))
+    return (round.num_scores if by_clock else len(response.tokens), response.index)
+
+
+def finish_of_group(group: Group) -> tuple[int, int]:
+    """(finishing time, position in its round) of one that is complete and may be trained."""
+    return (_last_kept(group)[0], group.position)
+
+
+def bound(settings: Settings, group: Group) -> int:
+    """Tokens at which a response that still goes on has lost, as its siblings have finished."""
+    round = group.round
     if not round.races or len(group.finishers) < round.group_size:
-        return []
-    group.bound = DECIDED if by_clock else _last_kept(group)[0]
-    return [r for r in group.responses if not r.resolved and r is not response and has_lost(r)]
+        return UNBOUNDED
+    return DECIDED if settings.tail.race == "clock" else _last_kept(group)[0]
 
 
-def take_group(settings: Settings, round: Round, group: Group) -> bool:
-    """A group is complete and may be trained. Returns whether the round's cut has become
-    smaller."""
-    bisect.insort(round.finishers, (_last_kept(group)[0], group.position))
+def cut(settings: Settings, round: Round) -> int:
+    """Tokens beyond which no response can be kept, as groups of its round have finished."""
     if not round.races or len(round.finishers) < round.needed:
-        return False
-    by_clock = settings.tail.race == "clock"
-    before, round.cut = round.cut, DECIDED if by_clock else round.finishers[round.needed - 1][0]
-    return round.cut < before
+        return UNBOUNDED
+    return DECIDED if settings.tail.race == "clock" else round.finishers[round.needed - 1][0]
 
 
-def losers(round: Round) -> list[Response]:
-    """Responses of a race that still go on, or wait for a score, although they have lost."""
+def losers_of_group(group: Group) -> list[Response]:
+    """Responses that still go on, or wait for a score, although siblings have won."""
+    if group.bound == UNBOUNDED:
+        return []
+    return [r for r in group.responses if not r.resolved and has_lost(r)]
+
+
+def losers_of_round(round: Round) -> list[Response]:
+    """Responses that still go on, or wait for a score, although other groups have won."""
     lost: list[Response] = []
     for group in round.groups.values():
         if group.num_open:
@@ -103,12 +108,14 @@ def _in_order(round: Round, won: list[Group]) -> list[Group]:
     return ready
 
 
-def should_recheck(round: Round) -> bool:
+def is_recheck_due(round: Round) -> bool:
     """Whether it is time for another look at who is certain; at most MAX_RECHECKS in a round."""
-    if len(round.finishers) < round.recheck_at and round.num_open:
-        return False
-    round.recheck_at = len(round.finishers) + max(1, round.needed // MAX_RECHECKS)
-    return True
+    return len(round.finishers) >= round.recheck_at or not round.num_open
+
+
+def next_recheck(round: Round) -> int:
+    """Complete groups at which to look again, after a look at those that are complete now."""
+    return len(round.finishers) + max(1, round.needed // MAX_RECHECKS)
 
 
 def is_won(group: Group) -> bool:

@@ -12,8 +12,8 @@ from typing import NamedTuple, assert_never
 
 from lightrl.core import rounds
 from lightrl.core.arrays import encode
-from lightrl.core.backlog import Backlog, PutOff
-from lightrl.core.commands import CloseRound, Command, DrawPrompts, Report, Score
+from lightrl.core.backlog import PutOff
+from lightrl.core.commands import CloseRound, Command, DrawPrompts
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.log_entries import (
@@ -96,7 +96,6 @@ class _Recovery:
         self._now = now
         self._stood = SnapshotBegan()
         self._closed: list[Round] = []  # of those restated
-        self._out = core.steps.out = []
 
     def apply(self, fact: LogEntry) -> None:
         core = self._core
@@ -114,7 +113,7 @@ class _Recovery:
                 core.steps.fill(prompts)
             case TokensTaken(version, items):
                 for item in items:
-                    core.table.replay_tokens(version, item, self._out)
+                    core.arrivals.replay(version, item)
             case ResponseScored():
                 self._score(fact)
             case VersionPublished(version, digest):
@@ -135,38 +134,30 @@ class _Recovery:
                 f"train.steps = {core.settings.num_steps}: the run has begun step "
                 f"{core.steps.opened} already"
             )
-        commands: list[Command] = [c for c in self._out if isinstance(c, CloseRound)]
+        closed = [c for c in core.outbox.take() if isinstance(c, CloseRound)]
         for round in core.steps.draws:
             source = "eval" if round.is_eval else "train"
-            commands.append(DrawPrompts(source, core.steps.num_missing(round)))
+            core.outbox.add(DrawPrompts(source, core.steps.num_missing(round)))
         held = core.table.responses.values()
-        commands += [
-            Score(r, r.group.prompt.id, "eval" if r.group.round.is_eval else "train")
-            for r in held
-            if r.state is ResponseState.DONE and not r.scored and not r.resolved
-        ]
+        for response in held:
+            is_finished = response.state is ResponseState.DONE
+            if is_finished and not response.scored and not response.resolved:
+                core.outbox.score(response)
         if core.fleet.published is not None:
             core.trainer_feed.lost(self._now)
         num_tokens = sum(len(r.tokens) for r in held)
-        commands.append(
-            Report(
-                f"resumed at step {core.step} with {len(held)} open responses of "
-                f"{num_tokens} tokens"
-            )
+        core.outbox.report(
+            f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens"
         )
         core.table.was_recovered = True
-        core.steps.out = []
-        return commands
+        return [*closed, *core.outbox.take()]
 
     def _stand(self) -> None:
         """All that is not in the open rounds."""
-        core, stood = self._core, self._stood
-        steps, settings = core.steps, core.settings
+        core, steps, stood = self._core, self._core.steps, self._stood
         steps.step, steps.evaluated, steps.last_cut = stood.step, stood.evaluated, stood.last_cut
         steps.opened = max(steps.opened, stood.step)
-        steps.backlog = Backlog(settings.num_prompts, num_drawn=stood.num_drawn)
-        steps.backlog.put_off.extend(stood.put_off)
-        steps.backlog.spare.extend(stood.spare)
+        core.backlog.restore(stood.num_drawn, stood.put_off, stood.spare)
         core.table.counters = replace(stood.counters)
         core.predictor.recall(stood.memory)
         core.fleet.digests.update(stood.digests)
@@ -208,7 +199,7 @@ class _Recovery:
         response = core.table.responses.get(fact.response)
         if response is not None:
             response.attempt = max(response.attempt, fact.attempt)
-            core.table.score(response.id, response.attempt, fact.reward, fact.failure, self._out)
+            core.judge.score(response.id, response.attempt, fact.reward, fact.failure)
 
 
 class _Held(NamedTuple):
@@ -263,8 +254,7 @@ def _stand(round: Round) -> _StandingRound:
 
 
 def _told(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[LogEntry]:
-    """By the number of the span in its response: in asynchronous mode an older version may follow a
-    newer."""
+    """By the number of the span in its response: an older version may follow a newer."""
     for number, version in sorted(items):
         yield TokensTaken(version, tuple(items[number, version]))
     items.clear()
@@ -289,8 +279,7 @@ def _spans(held: _Held) -> Iterator[tuple[int, ResponseTokens]]:
 
 
 def _scores(round: Round) -> Iterator[LogEntry]:
-    """In the order in which they counted; then those without a reward, then those that came too
-    late."""
+    """In the order in which they counted; then without a reward, then those that came too late."""
     counted: list[tuple[int, Response]] = []
     failed: list[Response] = []
     late: list[Response] = []

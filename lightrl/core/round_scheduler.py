@@ -2,7 +2,6 @@
 
 Owns the open rounds' way through their states, and the prompts between rounds. What a round holds
 is decided in `rounds`, who wins it in `race`; which node does the work is no concern of this file.
-What is to be done goes to `out`.
 """
 
 from collections import deque
@@ -10,13 +9,15 @@ from typing import Literal
 
 from lightrl.core import race, rounds, staleness
 from lightrl.core.backlog import Backlog, PutOff
-from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Record
+from lightrl.core.commands import CloseRound, CloseStep, DrawPrompts, Outbox
 from lightrl.core.events import PromptsDrawn
 from lightrl.core.fleet import Fleet
+from lightrl.core.judge import Judge
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import RoundOpened
 from lightrl.core.responses import ResponseTable
-from lightrl.core.state import DrawnPrompt, Group, GroupState, Round, RoundState, Settings
+from lightrl.core.settings import Settings
+from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundState
 from lightrl.core.trainer_feed import TrainerFeed
 from lightrl.messages import StepDone
 
@@ -29,19 +30,23 @@ class RoundScheduler:
         settings: Settings,
         fleet: Fleet,
         table: ResponseTable,
+        judge: Judge,
+        backlog: Backlog,
         predictor: LengthPredictor,
+        outbox: Outbox,
         now: float,
     ) -> None:
-        self.out: list[Command] = []  # of the event at hand
         self.step = 0  # optimizer steps done
         self.evaluated: int | None = None  # the policy version evaluated last
-        self.backlog = Backlog(settings.num_prompts)
+        self.backlog = backlog
         self.finished = False  # nothing is left to be opened
-        self.trainer_feed = TrainerFeed(fleet)
+        self.trainer_feed = TrainerFeed(fleet, outbox)
         self._settings = settings
         self._fleet = fleet
         self._table = table
+        self._judge = judge
         self._predictor = predictor
+        self._outbox = outbox
         self.opened = 0  # training rounds
         self.last_cut = 0  # tokens, of the newest short round that closed
         self._step_began = now
@@ -49,63 +54,20 @@ class RoundScheduler:
         self._step_done: StepDone | None = None
 
     def judge(self) -> None:
-        """Groups in which nothing goes on any more are complete, or have lost the race of their
-        round."""
-        if not self._table.decided:
+        """What follows when groups are over: others are drawn for those that are out, and those
+        that nobody can overtake go to the trainer."""
+        if not self._judge.settled:
             return
-        touched: dict[int, Round] = {}
-        while self._table.decided:
-            group = self._table.decided.pop()
-            touched[id(group.round)] = group.round
-            if group.state is not GroupState.OPEN:
-                continue
-            if race.is_won(group):
-                self._complete(group)
-            elif race.is_out(group):
-                self._eliminate(group)
-        for round in touched.values():  # only now: a group that waited above may be ahead of others
+        for round in self._judge.judge():  # of all: a group that waited may be ahead of others
             if round.state is RoundState.RUNNING and self._draws_now(round):
                 self._draw_more(round)
             self._accept_decided(round)
 
-    def _complete(self, group: Group) -> None:
-        round = group.round
-        group.move(GroupState.COMPLETE)
-        if self._settings.dynamic_sampling and not round.is_eval and race.is_flat(group):
-            if not round.races:  # in a race it is dropped only if it would have won
-                self._drop(group)
-        elif race.take_group(self._settings, round, group):
-            for response in race.losers(round):
-                self._table.give_up(response, self.out)
-
-    def _eliminate(self, group: Group) -> None:
-        """It will not be complete. A race puts it off, whether it is too long or has too few
-        scores.
-
-        Which of the two is known first would depend on time; in a round that does not race it is
-        dropped.
-        """
-        if not group.round.races:
-            self._drop(group)
-            return
-        for response in group.responses:
-            self._table.give_up(response, self.out)
-
-    def _drop(self, group: Group) -> None:
-        self._table.counters.groups_dropped += 1
-        # else it lacks scores
-        self._table.counters.groups_flat += group.state is GroupState.COMPLETE
-        self._table.drop(group, GroupState.DROPPED, self.out)
-
     def _accept_decided(self, round: Round) -> None:
-        """Hands to the trainer what is certain to belong to the step, while others still
-        generate."""
-        if round.is_eval or not race.should_recheck(round):
+        """The trainer gets what is certain to belong to the step, while others still generate."""
+        if round.is_eval or not race.is_recheck_due(round):
             return
-        accepted = race.decided_groups(self._settings, round)
-        for group in accepted:
-            group.move(GroupState.ACCEPTED)
-        round.accepted += accepted
+        self._judge.accept_decided(round)
         self._send_accepted(round)
 
     def published(self, now: float) -> None:
@@ -153,8 +115,7 @@ class RoundScheduler:
         )
 
     def _open_next(self, version: int, now: float) -> None:
-        """Opens every round that may start: evaluations between steps, training up to max_staleness
-        ahead."""
+        """Opens what may start: evaluations between steps, training up to max_staleness ahead."""
         while not self.draws:  # what the next round is, depends on what this one takes
             if self._table.rounds and not self._settings.max_staleness:
                 return
@@ -181,7 +142,7 @@ class RoundScheduler:
 
     def open(self, round: Round) -> None:
         """Lets a round begin: what waits for it, and what is yet to be drawn."""
-        self.out.append(Record(RoundOpened(round.step, round.kind)))
+        self._outbox.record(RoundOpened(round.step, round.kind))
         self.opened += not round.is_eval
         self._table.open(round)
         if len(self._table.rounds) == 1:
@@ -209,11 +170,11 @@ class RoundScheduler:
 
     def _draw(self, round: Round, source: Literal["train", "eval"], count: int) -> None:
         self.draws.append(round)
-        self.out.append(DrawPrompts(source, count))
+        self._outbox.add(DrawPrompts(source, count))
 
     def fill(self, prompts: tuple[DrawnPrompt, ...]) -> None:
         """The answer to the oldest DrawPrompts."""
-        self.out.append(Record(PromptsDrawn(prompts)))
+        self._outbox.record(PromptsDrawn(prompts))
         round = self.draws.popleft()
         if round.is_eval:
             self._start(round, [PutOff(p, 0, round.step) for p in prompts])
@@ -226,14 +187,13 @@ class RoundScheduler:
             )
             for prompt in unseen:
                 usable.remove(prompt)
-                self._put_off(PutOff(prompt, 0, round.step))
+                self._judge.put_off(PutOff(prompt, 0, round.step))
             round.prompts_launched -= len(unseen)
         self._start(round, [PutOff(p, 0, round.step) for p in usable])
         self._draw_more(round)
 
     def _draws_now(self, round: Round) -> bool:
-        """Not for every single group that is dropped; how many are drawn in the end does not
-        change."""
+        """Not for every group that is dropped; how many are drawn in the end stays the same."""
         missing = rounds.num_missing(self._settings, round)
         return missing >= max(1, round.needed // DRAWS_PER_ROUND) or (
             missing > 0 and not round.num_open
@@ -245,46 +205,29 @@ class RoundScheduler:
         return min(missing, self._settings.num_prompts - len(self._busy(round))) if missing else 0
 
     def _busy(self, round: Round) -> set[str]:
-        """Prompts that this round must not draw: it has them already, or they wait from the last
-        epoch."""
+        """Prompts that this round must not draw: it has them, or they wait from the last epoch."""
         put_off = {p.prompt.id for p in self.backlog.put_off}
         return {g.prompt.id for g in round.groups.values()} | put_off
 
     def _start(self, round: Round, prompts: list[PutOff]) -> None:
         self._table.start(rounds.add(self._settings, round, prompts, self._predictor))
 
-    def _put_off(self, prompt: PutOff) -> None:
-        self.backlog.put_off.append(prompt)
-        self._table.counters.prompts_put_off += 1
-
     def close_round(self, round: Round, now: float) -> None:
         round.closed_at = now
         if round.is_eval:
             self.evaluated = round.step
             round.move(RoundState.CLOSED)
-            self.out.append(CloseRound(round))
+            self._outbox.add(CloseRound(round))
             self._table.retire()
             return
         self._accept_decided(round)
-        for group in round.groups.values():
-            if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
-                self._put_off_group(group)
+        self._judge.end(round)
         round.move(RoundState.CLOSED)
-        self._table.count_aborted(round)
         self._predictor.learn(round)
         if round.races:
             self.last_cut = round.finishing_tokens
         self._send_accepted(round)
-        self.out.append(CloseRound(round))
-
-    def _put_off_group(self, group: Group) -> None:
-        """The round ends without it."""
-        if race.is_surplus_flat(self._settings, group):
-            self._drop(group)
-            return
-        self._table.drop(group, GroupState.PUT_OFF, self.out)
-        attempts = max(r.attempt for r in group.responses)
-        self._put_off(PutOff(group.prompt, attempts, group.round.step))
+        self._outbox.add(CloseRound(round))
 
     def _close_step(self, now: float) -> None:
         round, done = self._table.rounds[0], self._step_done
@@ -297,7 +240,7 @@ class RoundScheduler:
         self.step = round.step + 1
         self._step_done = None
         closed_at = max(round.closed_at, self._step_began)
-        self.out.append(
+        self._outbox.add(
             CloseStep(
                 step=round.step,
                 rollout_s=closed_at - self._step_began,
@@ -317,8 +260,7 @@ class RoundScheduler:
         )
 
     def _is_trained(self) -> bool:
-        """Nothing more will come of the step: its round is closed, trained, and its version
-        published."""
+        """The step is over: its round is closed, trained, and its version published."""
         round, published = self.training(), self._fleet.published
         if round is None or published is None or round.state is not RoundState.CLOSED:
             return False
@@ -331,7 +273,7 @@ class RoundScheduler:
         round = self.training()
         if round is not None and round.state is RoundState.CLOSED and done.step == round.step:
             if self._step_done is None:
-                self.out.append(Record(done))
+                self._outbox.record(done)
             self._step_done = done
 
     def has_closed(self, step: int) -> bool:
@@ -368,14 +310,14 @@ class RoundScheduler:
             # What it said of the step is lost if it, or we, were gone then; if not, it says it
             # again.
             self._step_done = self._step_done or StepDone(round.step, stands_at, {})
-        self.trainer_feed.feed(round, self.out)
+        self.trainer_feed.feed(round)
 
     def shards_taken(self, step: int, index: int) -> None:
-        self.trainer_feed.taken(self.training(), step, index, self.out)
+        self.trainer_feed.taken(self.training(), step, index)
 
     def shard_left(self, step: int, index: int) -> None:
-        self.trainer_feed.left(self.training(), step, index, self.out)
+        self.trainer_feed.left(self.training(), step, index)
 
     def _send_accepted(self, round: Round) -> None:
         if round is self.training():
-            self.trainer_feed.send(round, self.out)
+            self.trainer_feed.send(round)

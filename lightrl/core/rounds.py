@@ -28,6 +28,7 @@ from collections.abc import Iterable
 
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.length_predictor import LengthPredictor
+from lightrl.core.settings import Settings
 from lightrl.core.state import (
     DrawnPrompt,
     Group,
@@ -35,7 +36,6 @@ from lightrl.core.state import (
     Round,
     RoundKind,
     RoundState,
-    Settings,
     sample_seed,
 )
 
@@ -73,8 +73,7 @@ def new_round(settings: Settings, kind: RoundKind, step: int, now: float) -> Rou
 
 
 def evaluation(settings: Settings, step: int, now: float) -> Round:
-    """Of the policy after `step` steps; all prompts of the evaluation set, nothing raced or
-    dropped."""
+    """Of the policy after `step` steps; all evaluation prompts, nothing raced or dropped."""
     return Round(
         kind="eval",
         step=step,
@@ -88,8 +87,7 @@ def evaluation(settings: Settings, step: int, now: float) -> Round:
 
 
 def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
-    """Before the first step, after the last, and every `eval_interval` steps in between, once
-    each."""
+    """Before the first step, after the last, every `eval_interval` in between; once each."""
     done = step == settings.num_steps
     due = step == 0 or done or (settings.eval_interval > 0 and step % settings.eval_interval == 0)
     return settings.num_eval_prompts > 0 and due and evaluated != step

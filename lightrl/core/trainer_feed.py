@@ -10,7 +10,7 @@ from collections import deque
 from itertools import islice
 
 from lightrl.core.arrays import encode
-from lightrl.core.commands import Command, Record, ReplayShards, Send
+from lightrl.core.commands import Outbox, ReplayShards
 from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import ShardSent
 from lightrl.core.state import Group, Round, RoundState
@@ -45,12 +45,13 @@ class Window:
 
 
 class TrainerFeed:
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, outbox: Outbox) -> None:
         self.stands_at: int | None = None  # it trains this step next; None: it has not said so yet
         self.missing_since: float | None = None  # when it was lost; None: it is here, or was never
         self.num_hellos = 0
         self.has_left = False  # in order, with nothing left to do
         self._fleet = fleet
+        self._outbox = outbox
         self._window = Window()
         self._num_left = 0  # shards of the step it stands at that are durable and were sent
 
@@ -64,7 +65,7 @@ class TrainerFeed:
         self.stands_at = None
         self.missing_since = now
 
-    def feed(self, round: Round | None, out: list[Command]) -> None:
+    def feed(self, round: Round | None) -> None:
         """It stands at a new step: that step's shards, of this round or, if it was trained before,
         again."""
         published = self._fleet.published
@@ -72,34 +73,33 @@ class TrainerFeed:
             return
         self._window, self._num_left = Window(), 0
         if self.stands_at < published.policy_version:
-            out.append(ReplayShards(self._fleet.trainer, self.stands_at, self.num_hellos))
+            again = ReplayShards(self._fleet.trainer, self.stands_at, self.num_hellos)
+            self._outbox.add(again)
         elif round is not None and round.step == self.stands_at:
             round.num_sent = round.num_shards = 0
             round.is_handed_over = False
-            self.send(round, out)
+            self.send(round)
 
-    def taken(self, round: Round | None, step: int, index: int, out: list[Command]) -> None:
+    def taken(self, round: Round | None, step: int, index: int) -> None:
         """It has this shard and those before it: there is room for more."""
         if round is not None and step == round.step == self.stands_at:
             self._window.take(index)
-            self.send(round, out)
+            self.send(round)
 
-    def left(self, round: Round | None, step: int, index: int, out: list[Command]) -> None:
+    def left(self, round: Round | None, step: int, index: int) -> None:
         """This shard is durable and was sent: another one may be made."""
         if round is not None and step == round.step == self.stands_at:
             self._num_left = max(self._num_left, index + 1)
-            self.send(round, out)
+            self.send(round)
 
     def is_owed(self, round: Round) -> bool:
-        """Whether it stands at this step and lacks some of it; one trained before comes by
-        ReplayShards."""
+        """Whether it stands at this step and lacks some; what was trained before is replayed."""
         published = self._fleet.published
         is_new = published is None or published.policy_version <= round.step
         return is_new and self.stands_at == round.step and not round.is_handed_over
 
-    def send(self, round: Round, out: list[Command]) -> None:
-        """What it has not had yet of the round it is at, as far as it may; the last shard closes
-        the step."""
+    def send(self, round: Round) -> None:
+        """What it lacks of the round it is at, as far as it may; the last shard closes the step."""
         last = round.state is RoundState.CLOSED
         if self._fleet.trainer is None or not self.is_owed(round):
             return
@@ -121,7 +121,8 @@ class TrainerFeed:
             round.num_sent += len(groups)
             round.num_shards += 1
             round.is_handed_over = is_last
-            out += [Record(ShardSent(shard)), Send(self._fleet.trainer, shard)]
+            self._outbox.record(ShardSent(shard))
+            self._outbox.send(self._fleet.trainer, shard)
 
 
 def _next_groups(round: Round) -> list[Group]:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
+from lightrl.core.settings import Settings
 from lightrl.core.state import (
     OVER,
     GroupState,
@@ -25,7 +26,6 @@ from lightrl.core.state import (
     Round,
     RoundState,
     RunState,
-    Settings,
 )
 from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
 from lightrl.metrics.round_figures import digest_responses, histogram, mean, step_figures

@@ -7,7 +7,7 @@ prints nothing.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightrl.core.state import Settings, Tail
+from lightrl.core.settings import Settings, Tail
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.report import Figures, figures
 from lightrl.sim.scenario import Scenario, Switches

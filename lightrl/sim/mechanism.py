@@ -10,7 +10,8 @@ from typing import Protocol
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import Event
-from lightrl.core.state import Response, Round, Settings
+from lightrl.core.settings import Settings
+from lightrl.core.state import Response, Round
 from lightrl.sim.engine import Delta, EngineProfile
 from lightrl.sim.machines import Machine
 from lightrl.sim.outcome import Outcome, StepRecord

@@ -31,7 +31,8 @@ from lightrl.core.events import (
     WeightsConfirmed,
     WeightsPublished,
 )
-from lightrl.core.state import DrawnPrompt, Response, Settings
+from lightrl.core.settings import Settings
+from lightrl.core.state import DrawnPrompt, Response
 from lightrl.errors import SimError
 from lightrl.messages import (
     Abort,
@@ -268,8 +269,7 @@ class World:
         self._schedule(machine)
 
     def _noise(self, response: Response) -> int:
-        """Of the sample that it will be: under newer weights the same noise need not give the
-        same."""
+        """Of the sample that it will be; under newer weights the same noise may give another."""
         step = response.group.round.step
         first = self._first_step.setdefault(response.id, step)
         again = self.scenario.workload.same_again
@@ -356,8 +356,7 @@ class World:
         return pulled
 
     def _load(self, machine: Machine, version: int) -> None:
-        """The engine stops for it; what it was at is given up, to be resumed under the new
-        version."""
+        """The engine stops for it; what it was at resumes under the new version."""
         if not machine.present or machine.loading != version:
             return
         deltas = machine.engine.give_up(self.now)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightrl.coordinator.settings import core_settings
-from lightrl.core.state import Settings, Tail
+from lightrl.core.settings import Settings, Tail
 from lightrl.devices.assign import Part
 from lightrl.errors import DataError
 from lightrl.rollout.agent import engine_spec

@@ -24,7 +24,8 @@ from lightrl.core.events import (
 )
 from lightrl.core.log_entries import LogEntry, ShardSent
 from lightrl.core.recovery import recover, take_snapshot
-from lightrl.core.state import DrawnPrompt, Response, Round, Settings
+from lightrl.core.settings import Settings
+from lightrl.core.state import DrawnPrompt, Response, Round
 from lightrl.messages import (
     PROTOCOL,
     Bucket,

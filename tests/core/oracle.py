@@ -7,7 +7,7 @@ name.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightrl.core.state import Settings
+from lightrl.core.settings import Settings
 
 Prompt = tuple[str, int]  # (id, epoch)
 

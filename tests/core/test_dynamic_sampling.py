@@ -6,7 +6,7 @@ import pytest
 
 from lightrl.core.commands import CloseRound, DrawPrompts
 from lightrl.core.rounds import MAX_REDRAWS
-from lightrl.core.state import Tail
+from lightrl.core.settings import Tail
 from tests.core.conftest import Driver, of_kind
 
 

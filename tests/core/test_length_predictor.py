@@ -3,7 +3,7 @@
 import pytest
 
 from lightrl.core.length_predictor import LengthPredictor
-from lightrl.core.state import Tail
+from lightrl.core.settings import Tail
 from lightrl.messages import Generate
 from tests.core.conftest import Driver, sent
 

@@ -6,8 +6,9 @@ import pytest
 
 from lightrl.core.events import TimerFired
 from lightrl.core.placement import assign, moves
+from lightrl.core.settings import Tail
 from lightrl.core.speed import Speed
-from lightrl.core.state import Node, Response, Tail
+from lightrl.core.state import Node, Response
 from lightrl.messages import Abort, Generate
 from tests.core.conftest import Driver, ids, sent
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightrl.core.commands import CloseRound, Score
 from lightrl.core.events import NodeLost, TokensArrived
-from lightrl.core.state import Tail
+from lightrl.core.settings import Tail
 from lightrl.messages import Abort, Generate, ResponseTokens, TokenChunk, TrainShard
 from tests.core.conftest import Driver, ids, logprobs, of_kind, sent
 

@@ -12,7 +12,7 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost, TokensArrived
 from lightrl.core.log_entries import LogEntry, SnapshotBegan, TokensTaken
 from lightrl.core.recovery import recover, take_snapshot
-from lightrl.core.state import Tail
+from lightrl.core.settings import Tail
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages import Abort, Generate, PublishWeights, ResponseTokens, TokenChunk, TrainShard
 from tests.core.conftest import SETTINGS, Driver, ids, logprobs, of_kind, sent

@@ -10,7 +10,8 @@ from lightrl.core.commands import CloseRound, Score
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import SnapshotBegan, SnapshotEnded
 from lightrl.core.recovery import recover
-from lightrl.core.state import Counters, DrawnPrompt, Tail, sample_seed
+from lightrl.core.settings import Tail
+from lightrl.core.state import Counters, DrawnPrompt, sample_seed
 from tests.core.conftest import Driver, ids, of_kind
 
 

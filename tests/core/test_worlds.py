@@ -15,7 +15,7 @@ import pytest
 
 from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.events import DrainRequested, NodeLeft, ShellFailed
-from lightrl.core.state import Tail
+from lightrl.core.settings import Tail
 from tests.core.oracle import oracle
 from tests.core.world import World
 

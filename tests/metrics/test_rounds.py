@@ -14,6 +14,7 @@ from lightrl.core.backlog import PutOff
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import ShellNote
+from lightrl.core.settings import Settings, Tail
 from lightrl.core.state import (
     DrawnPrompt,
     Group,
@@ -22,8 +23,6 @@ from lightrl.core.state import (
     Round,
     RoundKind,
     RoundState,
-    Settings,
-    Tail,
 )
 from lightrl.journal.read import LOG, segments
 from lightrl.journal.read import newest as read_newest

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from lightrl.core.state import Settings
+from lightrl.core.settings import Settings
 from lightrl.messages import Sampling
 from lightrl.sim.engine import EngineProfile
 from lightrl.sim.machines import NodeSpec

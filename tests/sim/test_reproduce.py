@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightrl.cli import main
-from lightrl.core.state import Tail
+from lightrl.core.settings import Tail
 from lightrl.sim.calibration.published import ETA, PERIOD, STUDIES
 from lightrl.sim.calibration.report import as_json, tables
 from lightrl.sim.calibration.reproduce import Check, Job, Reproduction, Rival, play, systems

@@ -5,7 +5,7 @@ from time import process_time
 
 import pytest
 
-from lightrl.core.state import Tail
+from lightrl.core.settings import Tail
 from lightrl.errors import SimError
 from lightrl.sim.engine import EngineProfile
 from lightrl.sim.outcome import Outcome

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from statistics import fmean
 from typing import Literal
 
-from lightrl.core.state import Settings, Tail
+from lightrl.core.settings import Settings, Tail
 from lightrl.messages import Sampling
 from lightrl.sim.calibration.published import (
     ENGINES,

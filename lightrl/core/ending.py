@@ -1,0 +1,92 @@
+"""The end of the run: as what it ends, who is asked to leave, and for whom it still waits.
+
+Owns nothing but that. A run that has done its steps waits for the trainer to write its last
+checkpoint; one that is stopped still hands over the step of which all groups are known.
+"""
+
+from collections.abc import Callable
+
+from lightrl.core.commands import Finish, Outbox
+from lightrl.core.fleet import Fleet
+from lightrl.core.round_scheduler import RoundScheduler
+from lightrl.core.settings import Settings
+from lightrl.core.state import RunState
+from lightrl.messages import Drain
+
+
+class Ending:
+    def __init__(
+        self, settings: Settings, fleet: Fleet, steps: RoundScheduler, outbox: Outbox
+    ) -> None:
+        self.has_begun = False
+        self.is_over = False  # all nodes have left
+        self._outcome = RunState.FINISHED  # or stopped, or failed
+        self._reason = ""
+        self._settings = settings
+        self._fleet = fleet
+        self._steps = steps
+        self._trainer_feed = steps.trainer_feed
+        self._outbox = outbox
+
+    @property
+    def state(self) -> RunState:
+        """Of a run that ends."""
+        return self._outcome if self.is_over else RunState.FINISHING
+
+    def begin(self, outcome: RunState, reason: str) -> None:
+        """Asks every node to leave; the run is over when all have. A failure outranks a success."""
+        if self.has_begun:
+            if outcome is RunState.FAILED and self._outcome is RunState.FINISHED:
+                self._outcome, self._reason = outcome, reason
+            return
+        self.has_begun = True
+        self._outcome, self._reason = outcome, reason
+        self._outbox.report(reason)
+        for name in self._fleet.nodes:
+            if name != self._fleet.trainer:
+                self._outbox.send(name, Drain(name, reason))
+        self.dismiss_trainer()
+
+    def conclude(self) -> None:
+        """The run is over when all have left."""
+        if not self._fleet.nodes and not self.awaits_trainer:
+            self.is_over = True
+            self._outbox.add(Finish(self._outcome, self._reason))
+
+    def dismiss_trainer(self) -> None:
+        """Not before it has trained all steps, if it is what the run ends with."""
+        trainer = self._fleet.trainer
+        is_behind = self._trainer_feed.stands_at != self._settings.num_steps
+        has_work = self._ends_as(RunState.FINISHED) and is_behind
+        if trainer is not None and not has_work and not self._hands_over:
+            self._outbox.send(trainer, Drain(trainer, self._reason))
+
+    @property
+    def awaits_trainer(self) -> bool:
+        """All steps are done, but the trainer has not left with the last checkpoint written."""
+        return self._ends_as(RunState.FINISHED) and not self._trainer_feed.has_left
+
+    @property
+    def patience_ends_at(self) -> float | None:
+        """When a run that has lost its trainer waits for it no longer."""
+        since = self._trainer_feed.missing_since
+        is_awaited = self.awaits_trainer if self.has_begun else True
+        if since is None or self.is_over or not is_awaited:
+            return None
+        return since + self._settings.patience_s
+
+    @property
+    def _hands_over(self) -> bool:
+        """A run that is stopped still trains the step of which all groups are known."""
+        return self._ends_as(RunState.STOPPED) and self._steps.is_handing_over
+
+    def hand_on(self, tell: Callable[[], None]) -> None:
+        """Of the step that is handed over; a trainer that was awaited for nothing else may go."""
+        before = self._hands_over
+        if not self.has_begun or before:
+            tell()
+        if before and not self._hands_over:
+            self.dismiss_trainer()
+
+    def _ends_as(self, outcome: RunState) -> bool:
+        return self.has_begun and self._outcome is outcome

@@ -1,0 +1,187 @@
+"""What becomes of responses and groups: scored, kept, given up, dropped or put off.
+
+Owns the races of the open rounds: the order of finishers, and the `bound` and `cut` that follow
+from it, are written here alone. Who has lost by them is decided in `race`. Work is given up in one
+place, `give_up`: whoever finds that a response has lost, wherever it waits or runs, ends there.
+"""
+
+import bisect
+
+from lightrl.core import race
+from lightrl.core.backlog import Backlog, PutOff
+from lightrl.core.commands import Outbox
+from lightrl.core.events import ResponseScored
+from lightrl.core.responses import ResponseTable
+from lightrl.core.settings import Settings
+from lightrl.core.state import Group, GroupState, Response, ResponseState, Round
+from lightrl.messages import FinishReason
+
+
+class Judge:
+    def __init__(
+        self, settings: Settings, table: ResponseTable, backlog: Backlog, outbox: Outbox
+    ) -> None:
+        # groups in which nothing goes on any more, until they are judged
+        self.settled: list[Group] = []
+        self._settings = settings
+        self._table = table
+        self._backlog = backlog
+        self._outbox = outbox
+
+    # Responses
+
+    def take_waiting(self, most: int) -> list[Response]:
+        """From the head of the queue; what has lost while it waited needs no slot."""
+        taken: list[Response] = []
+        while len(taken) < most and (response := self._table.queue.pop()) is not None:
+            if race.has_lost(response):
+                self.give_up(response)
+            else:
+                taken.append(response)
+        return taken
+
+    def finish(self, response: Response, reason: FinishReason) -> None:
+        """No more tokens will come. Nobody needs its score if it has lost already."""
+        response.finish_reason = reason
+        self._table.release(response)
+        response.move(ResponseState.DONE)
+        if race.has_lost(response):
+            self.give_up(response)
+        else:
+            self._outbox.score(response)
+
+    def score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
+        """Takes the score of a finished response; siblings may have lost by it."""
+        response = self._table.responses.get(name)
+        if response is None or response.attempt != attempt or response.scored:
+            return
+        if response.state is not ResponseState.DONE:
+            return
+        group = response.group
+        self._outbox.record(ResponseScored(name, attempt, reward, failure))
+        if reward is None:
+            self._table.counters.rewards_failed += 1
+            self._outbox.report(f"no reward for {name}: {failure}")
+            reward = None if group.round.is_eval else self._settings.reward_on_failure
+        response.reward, response.scored = reward, True
+        if response.resolved:
+            return
+        if reward is not None or group.round.is_eval:
+            group.round.num_scores += 1
+            bisect.insort(group.finishers, race.finish_of_response(self._settings, response))
+            group.bound = race.bound(self._settings, group)
+        self._settle(response)
+        for lost in race.losers_of_group(group):
+            self.give_up(lost)
+
+    def give_up(self, response: Response) -> None:
+        """It is out of the race, wherever it is.
+
+        One that has finished waits for its score all the same, without consequence.
+        """
+        if response.resolved:
+            return
+        if response.state is ResponseState.RUNNING:
+            self._table.stop(response)
+        if response.state is not ResponseState.DONE:
+            response.move(ResponseState.ABORTED)
+        self._settle(response)
+
+    def _settle(self, response: Response) -> None:
+        """Nothing that it still does matters to its group."""
+        group = response.group
+        response.resolved = True
+        group.num_open -= 1
+        if not group.num_open:
+            group.round.num_open -= 1
+        if not group.num_open or race.is_out(group):
+            self.settled.append(group)
+
+    # Groups
+
+    def judge(self) -> list[Round]:
+        """Groups in which nothing goes on any more are complete, or have lost the race of their
+        round. Returns the rounds that they are of."""
+        touched: dict[Round, None] = {}
+        while self.settled:
+            group = self.settled.pop()
+            touched[group.round] = None
+            if group.state is not GroupState.OPEN:
+                continue
+            if race.is_won(group):
+                self._complete(group)
+            elif race.is_out(group):
+                self._eliminate(group)
+        return list(touched)
+
+    def _complete(self, group: Group) -> None:
+        round = group.round
+        group.move(GroupState.COMPLETE)
+        if self._settings.dynamic_sampling and not round.is_eval and race.is_flat(group):
+            if not round.races:  # in a race it is dropped only if it would have won
+                self._drop(group)
+            return
+        bisect.insort(round.finishers, race.finish_of_group(group))
+        cut = race.cut(self._settings, round)
+        if cut < round.cut:
+            round.cut = cut
+            for lost in race.losers_of_round(round):
+                self.give_up(lost)
+
+    def _eliminate(self, group: Group) -> None:
+        """It will not be complete. A race puts it off when it ends, whether it is too long or has
+        too few scores.
+
+        Which of the two is known first would depend on time; in a round that does not race it is
+        dropped.
+        """
+        if group.round.races:
+            self._give_up_all(group)
+        else:
+            self._drop(group)
+
+    def accept_decided(self, round: Round) -> None:
+        """Groups that are certain to belong to the step; looks again when more have finished."""
+        round.recheck_at = race.next_recheck(round)
+        accepted = race.decided_groups(self._settings, round)
+        for group in accepted:
+            group.move(GroupState.ACCEPTED)
+        round.accepted += accepted
+
+    def end(self, round: Round) -> None:
+        """The round closes without the groups that it has not accepted."""
+        for group in round.groups.values():
+            if group.state in {GroupState.OPEN, GroupState.COMPLETE}:
+                self._put_off_group(group)
+        self._count_aborted(round)
+
+    def _put_off_group(self, group: Group) -> None:
+        if race.is_surplus_flat(self._settings, group):
+            self._drop(group)
+            return
+        self._give_up_all(group)
+        group.move(GroupState.PUT_OFF)
+        attempts = max(r.attempt for r in group.responses)
+        self.put_off(PutOff(group.prompt, attempts, group.round.step))
+
+    def put_off(self, prompt: PutOff) -> None:
+        self._backlog.put_off.append(prompt)
+        self._table.counters.prompts_put_off += 1
+
+    def _drop(self, group: Group) -> None:
+        self._table.counters.groups_dropped += 1
+        # the others lack scores
+        self._table.counters.groups_flat += group.state is GroupState.COMPLETE
+        self._give_up_all(group)
+        group.move(GroupState.DROPPED)
+
+    def _give_up_all(self, group: Group) -> None:
+        for response in group.responses:
+            self.give_up(response)
+
+    def _count_aborted(self, round: Round) -> None:
+        """Tokens of a closed round that are not trained."""
+        kept = {r.id for g in round.accepted for r in g.kept}
+        self._table.counters.aborted_tokens += sum(
+            len(r.tokens) for g in round.groups.values() for r in g.responses if r.id not in kept
+        )

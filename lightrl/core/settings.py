@@ -1,0 +1,78 @@
+"""What the core must know of the configuration. Values only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightrl.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """How rounds deal with their longest responses (RollPacker, arXiv 2509.21009, section 4.1).
+
+    A short round launches round(eta_prompts * P0) prompts with round(eta_responses * R0) responses
+    each and keeps the first P0 and R0 to finish. Both 1 = no racing: every round waits for all it
+    launched. `race` says what "first" means: fewest tokens, or earliest by the clock.
+    """
+
+    eta_prompts: float = 1.0
+    eta_responses: float = 1.0
+    race: Literal["tokens", "clock"] = "tokens"
+    # a prompt put off samples anew; else the same noise under the new weights
+    fresh_noise: bool = False
+
+    @property
+    def races(self) -> bool:
+        return self.eta_prompts > 1 or self.eta_responses > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the core must know of the configuration. Lengths in tokens, times in seconds."""
+
+    run_seed: int
+    num_steps: int
+    prompts_per_step: int
+    group_size: int
+    max_response_tokens: int
+    sampling: Sampling
+    # 0 = only before the first and after the last step
+    eval_interval: int
+    # 0 = no evaluation
+    num_eval_prompts: int
+    eval_samples: int
+    eval_sampling: Sampling
+    # of a node that does not name its own
+    slots: int
+    # token ids are below it
+    vocabulary: int
+    lease_s: float
+    # None = a response without a score cannot be kept
+    reward_on_failure: float | None
+    # of one epoch of the training data
+    num_prompts: int
+    # of a response that a node may hold before it sends them
+    chunk_tokens: int = 16
+    tail: Tail = Tail()
+    # 0 = synchronous
+    max_staleness: int = 0
+    # groups without signal are replaced (DAPO, arXiv 2503.14476)
+    dynamic_sampling: bool = False
+    # how long a run that has lost its trainer waits for it
+    patience_s: float = 600.0
+    # groups reach the trainer in the order of their prompts
+    deterministic: bool = False
+    # predicted lengths order the work; off only for comparison
+    foresight: bool = True
+    # running responses may move inside a step; off only for comparison
+    migration: bool = True
+
+    @property
+    def prompts_launched(self) -> int:
+        """Prompts of a short round."""
+        return round(self.tail.eta_prompts * self.prompts_per_step)
+
+    @property
+    def responses_launched(self) -> int:
+        """Responses of a group of a short round."""
+        return round(self.tail.eta_responses * self.group_size)

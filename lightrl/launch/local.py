@@ -148,7 +148,8 @@ class LocalRun:
             await self._wait_all(wait_s)
 
     async def _start(self, name: str, role: Role, *options: str) -> Daemon:
-        """Raises RunFailed if nothing is to be waited for that would make it possible."""
+        """`lightrl daemon --name NAME --role ROLE`, as a process. Raises RunFailed if nothing is to
+        be waited for that would make it possible."""
         if self.address and role != "coordinator":
             options = ("--join", self.address, *options, *self._gpus.options(name))
         start = partial(Daemon.start, name, role, self.run_dir, *options)

@@ -20,7 +20,7 @@ from lightrl.core.log_entries import LogEntry, ShardSent
 from lightrl.core.recovery import recover
 from lightrl.core.state import Response, Round
 from lightrl.core_settings import settings_of
-from lightrl.errors import InvariantViolation, JournalError, LightRLError
+from lightrl.errors import InvariantViolation, JournalError, LightRLError, ProtocolError
 from lightrl.journal.read import LOG, Segment, newest, read_merged, segments
 from lightrl.messages import FinishReason, Snapshot
 from lightrl.metrics.rounds import Records
@@ -97,7 +97,10 @@ class Replay:
 
     def take(self, entries: Sequence[LogEntry]) -> str:
         """A segment. Returns why a coordinator would refuse it, in one line; "" if it would not."""
-        core = _new_core(self._config, entries)
+        try:
+            core = _new_core(self._config, entries)
+        except ProtocolError as e:  # its note is of another version
+            return str(e)
         commands, problem = list[Command](), ""
         try:
             commands = recover(core, entries, now=0.0)

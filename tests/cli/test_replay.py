@@ -7,11 +7,12 @@ import socket
 import pytest
 
 from lightrl.cli import main
+from lightrl.core.log_entries import ShellNote, TokensTaken
 from lightrl.journal.read import segments
 from lightrl.messages import Snapshot
 from lightrl.replay import log
 from lightrl.tui.render import View
-from tests.support.journals import FIRST, SECOND, left_behind, note
+from tests.support.journals import FIRST, SECOND, left_behind, note, tokens
 from tests.tui.test_render import screen
 
 
@@ -122,3 +123,21 @@ def test_a_run_that_was_killed_is_interrupted_and_shows_where_its_journal_ends(c
     assert "lightrl resume" in complaint(capsys, "down", "one")
     shown = screen(Snapshot(**{**snapshot, "nodes": (), "events": ()}), View(), 80, 24)
     assert "interrupted" in shown
+
+
+def test_a_segment_that_no_coordinator_would_go_on_from_is_damage_and_the_others_are_told(
+    capsys, tmp_path
+):
+    began, _, *rest = FIRST
+    contradiction = [began, note(0.0), *rest, TokensTaken(0, (tokens("p2@0#0", 7, [1]),))]
+    other = [began, ShellNote(b"{}"), *rest]
+    for name, first, why in (
+        ("one", contradiction, "p2@0#0: tokens 2 to 7 are not in the journal"),
+        ("two", other, "undecodable JSON"),
+    ):
+        left_behind(tmp_path / "runs" / name, segments=((0, first), (1, SECOND)))
+        lines = lightrl(capsys, "replay", name).splitlines()
+        assert [line for line in lines if line.split()[:2] == ["1", "plain"]]
+        [damage] = [line for line in lines if line.startswith("DAMAGED")]
+        assert "00000001_step_0.log: " in damage
+        assert why in damage

@@ -762,6 +762,34 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "replay counts a step more than a resume does",
+        "replay/log.py",
+        "self.steps_done = core.step\n",
+        "self.steps_done = core.step + 1\n",
+        tests=("tests/replay/test_agreement.py",),
+    ),
+    Mutation(
+        "status and replay guess how many prompts there are",
+        "replay/log.py",
+        "note = noted(entries)",
+        "note = None",
+        tests=("tests/replay/test_agreement.py",),
+    ),
+    Mutation(
+        "file takes its name though its writer failed",
+        "system/files.py",
+        "    except BaseException:\n        os.close(file)\n",
+        "    except BaseException:\n        os.rename(draft, path)\n        os.close(file)\n",
+        tests=("tests/system/test_files.py",),
+    ),
+    Mutation(
+        "length of a record is not in its checksum",
+        "system/framing.py",
+        "crc32(payload, crc32(head[: _LENGTH.size]))",
+        "crc32(payload)",
+        tests=("tests/system/test_framing.py",),
+    ),
+    Mutation(
         "journal is not synced",
         "journal/disk.py",
         '    getattr(os, "fdatasync", os.fsync)(file)\n',
@@ -771,8 +799,8 @@ MUTATIONS = [
     Mutation(
         "segment is not synced before it has its name",
         "journal/disk.py",
-        "        os.fsync(file)\n        os.rename(draft, segment.path)",
-        "        os.rename(draft, segment.path)",
+        "files.replacing(segment.path, keep_open=True)",
+        "files.replacing(segment.path, lasting=False, keep_open=True)",
         tests=("tests/journal/test_power_loss.py",),
     ),
     Mutation(
@@ -785,7 +813,7 @@ MUTATIONS = [
     Mutation(
         "config is not synced before it has its name",
         "system/files.py",
-        "os.fsync(file.fileno())",
+        "os.fsync(file)",
         "pass",
         tests=("tests/journal/test_power_loss.py",),
     ),

@@ -14,7 +14,7 @@ from lightrl.config import Config
 from lightrl.coordinator import run_files
 from lightrl.coordinator.descriptors import Descriptors
 from lightrl.coordinator.history_sync import open_histories
-from lightrl.coordinator.journaling import Journaling, last_stand, noted
+from lightrl.coordinator.journaling import Journaling, last_stand, noted, recall
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.replays import Replays
 from lightrl.coordinator.watchers import Watchers
@@ -72,15 +72,14 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.metrics.round_figures import sample_of, step_line, warnings
-from lightrl.metrics.rounds import Records, RecordsNote
+from lightrl.metrics.rounds import Records
 from lightrl.metrics.sinks import MetricsLog
-from lightrl.metrics.sinks import read as read_metrics
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
 from lightrl.say import plain, say
 from lightrl.transport.link import Hub, Peer
 from lightrl.transport.validate import as_event, why_unwelcome
 from lightrl.weights.scratch import scratch_dir
-from lightrl.wire import from_json, to_json
+from lightrl.wire import to_json
 
 MAX_TURN_S = 0.05  # of messages that are dealt with before other tasks get their turn
 
@@ -202,21 +201,20 @@ class CoordinatorDaemon:
             self._report(f"WARNING: {line}")
         commands = recover(self._core, facts, time.monotonic())
         self._prompts.go_on_from(self._core.backlog.num_drawn)
-        if (note := noted(facts)) is not None:
-            steps = [r for r in read_metrics(self._run_dir) if r["step"] <= self._core.step]
-            known = from_json(note, RecordsNote)
+        if (known := noted(facts)) is not None:
             if known.data != self._prompts.digest:
                 raise DataError(
                     f"data.path = {self._config.data.path}: these are not the prompts that "
                     "the run began with"
                 )
-            self._records.recall(known, self._core, steps)
-            self._core.started_at -= known.elapsed_s
+            recall(self._records, self._core, self._run_dir, known)
         return commands
 
     def _begin_segment(self) -> None:
-        elapsed_s = time.monotonic() - self._core.started_at
-        self._journaling.begin(self._core, self._records.note(elapsed_s, self._prompts.digest))
+        elapsed_s, settings = time.monotonic() - self._core.started_at, self._core.settings
+        counts = settings.num_prompts, settings.num_eval_prompts
+        note = self._records.note(elapsed_s, self._prompts.digest, *counts)
+        self._journaling.begin(self._core, note)
         self._set_timer()
 
     async def _serve_rewards(self, rewards: RewardPool) -> None:

@@ -17,8 +17,11 @@ from lightrl.errors import JournalError
 from lightrl.journal import read
 from lightrl.journal.write import MAX_TROUBLE_S, JournalWriter
 from lightrl.messages import TrainShard
+from lightrl.metrics.rounds import Records, RecordsNote
+from lightrl.metrics.sinks import read as read_metrics
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread
+from lightrl.wire import from_json
 
 FOLDER = "journal"  # in the run directory
 
@@ -32,9 +35,18 @@ def last_stand(run_dir: Path) -> tuple[list[LogEntry], list[str]]:
     return facts, lines
 
 
-def noted(facts: Iterable[LogEntry]) -> bytes | None:
-    """What the shell wrote down last."""
-    return next((fact.data for fact in facts if isinstance(fact, ShellNote)), None)
+def noted(facts: Iterable[LogEntry]) -> RecordsNote | None:
+    """What the shell wrote down last. Raises ProtocolError."""
+    notes = (fact.data for fact in facts if isinstance(fact, ShellNote))
+    return next((from_json(data, RecordsNote) for data in notes), None)
+
+
+def recall(records: Records, core: Coordinator, run_dir: Path, known: RecordsNote) -> None:
+    """What was shown of the run so far, and its time, go on where they were; the core is recovered
+    already."""
+    steps = [r for r in read_metrics(run_dir) if r["step"] <= core.step]
+    records.recall(known, core, steps)
+    core.started_at -= known.elapsed_s
 
 
 class Journaling:

@@ -3,16 +3,16 @@
 A workload as it was, for whoever wants to replay or simulate it. Owns the file.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.core.state import Round
-from lightrl.errors import ProtocolError
 from lightrl.say import say
+from lightrl.system import files
 from lightrl.system.append_file import AppendFile
-from lightrl.wire import from_json, to_json
+from lightrl.system.json_lines import read_lines
+from lightrl.wire import to_json
 
 FILE_NAME = "lengths.jsonl"
 
@@ -51,26 +51,12 @@ class LengthsLog:
         self._file.close()
 
 
-def _cut(file: Path, step: int) -> None:
-    if not file.exists():
-        return
-    kept = [line for line in file.read_bytes().splitlines() if _step_of(line) < step]
-    draft = file.with_suffix(".tmp")
-    try:
-        draft.write_bytes(b"".join(line + b"\n" for line in kept))
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Line:
     step: int
 
 
-def _step_of(line: bytes) -> float:
-    """Of a line; infinite if a crash tore it."""
-    try:
-        return from_json(line, _Step).step
-    except ProtocolError:
-        return math.inf
+def _cut(file: Path, step: int) -> None:
+    if file.exists():
+        kept = [line + b"\n" for line, said in read_lines(file, _Line) if said.step < step]
+        files.write_whole(file, b"".join(kept))

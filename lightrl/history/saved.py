@@ -5,7 +5,7 @@ Owns the file, and the thread that writes it: a slow disk must not keep the coor
 nodes. Nothing but speed depends on what is in it, so it is no error if it is torn, damaged or
 cannot be written: what can be read counts, and what the disk refuses is left out.
 
-    record   u32 length, u32 crc32 of length and payload, payload; little-endian
+    record   length, crc32, payload: see system/framing.py
     payload  one line of JSON (`_Head`), then the tokens of its responses, one after the other
 
 Records are only appended; when the file is about twice as large as what of it still counts, it is
@@ -14,18 +14,16 @@ disk.
 """
 
 import contextlib
-import errno
 import os
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from zlib import crc32
 
 from lightrl.core.arrays import decode, encode
 from lightrl.errors import ProtocolError
 from lightrl.history.store import History, PastResponse, PromptAnswers
+from lightrl.system import files, framing
 from lightrl.system.append_file import AppendFile
 from lightrl.wire import from_json, to_json
 
@@ -35,9 +33,6 @@ SLACK_BYTES = 8 << 20  # a file is not written anew for less
 PIECE_BYTES = 4 << 20  # of one write, about
 MAX_WAITING_BYTES = 256 << 20  # for the disk
 MAX_DAMAGED = 64  # records that are passed over: where a length is wrong, all that follows is noise
-
-_LENGTH = struct.Struct("<I")
-_FRAME = struct.Struct("<II")  # length, crc32
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +140,14 @@ class SavedHistory:
         file."""
         if self._given_up:
             return
-        draft = self._path.with_suffix(".tmp")
         try:
-            with draft.open("wb", buffering=0) as file:
+            with files.replacing(self._path, lasting=False) as file:
+                end = 0
                 for piece in _pieces(answers):
-                    if file.write(piece) < len(piece):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            draft.replace(self._path)
+                    end = files.write_at(file, end, piece)
             self._file.close()  # it is opened again, under its name
         except OSError as e:
             self._give_up(e.strerror or str(e))
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
 
     def _give_up(self, why: str) -> None:
         self._given_up = True
@@ -171,22 +162,17 @@ def read(path: Path, damage: list[str]) -> Iterator[PromptAnswers]:
     Raises OSError.
     """
     with path.open("rb") as file:
-        left = os.fstat(file.fileno()).st_size
-        while left and len(damage) < MAX_DAMAGED:
-            frame = file.read(_FRAME.size)
-            length, checksum = _FRAME.unpack(frame) if len(frame) == _FRAME.size else (left, 0)
-            left -= _FRAME.size + length
-            if left < 0:
+        size = os.fstat(file.fileno()).st_size
+        while (left := size - file.tell()) and len(damage) < MAX_DAMAGED:
+            try:
+                record = _decode(framing.read_payload(file, left))
+            except framing.TornRecord:
                 damage.append("its end is torn")
                 return
-            payload = file.read(length)
-            if crc32(payload, crc32(_LENGTH.pack(length))) != checksum:
-                damage.append("a record is damaged")
-                continue
-            try:
-                yield _decode(payload)
-            except ProtocolError as e:  # of another version of this program
+            except ProtocolError as e:  # damaged, or of another version of this program
                 damage.append(str(e))
+            else:
+                yield record
 
 
 def _pieces(answers: Iterable[PromptAnswers]) -> Iterator[bytes]:
@@ -195,8 +181,7 @@ def _pieces(answers: Iterable[PromptAnswers]) -> Iterator[bytes]:
     num_bytes = 0
     for answered in answers:
         payload = _encode(answered)
-        length = _LENGTH.pack(len(payload))
-        parts += [length, _LENGTH.pack(crc32(payload, crc32(length))), payload]
+        parts += framing.framed([payload])
         num_bytes += len(payload)
         if num_bytes >= PIECE_BYTES:
             yield b"".join(parts)

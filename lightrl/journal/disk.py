@@ -1,11 +1,10 @@
-"""How a journal lies on the disk: names of segments, their header, the framing of records.
+"""How a journal lies on the disk: names of segments, their header, how they are written and locked.
 
 Owns the bytes, so that the writer and the reader agree on them. Knows nothing of what records mean.
 
     journal/00000007_step_3.log   the 7th segment; 3 optimizer steps were done when it was begun
     header                        magic, format, number and bytes of its first records (base), crc32
-    record                        u32 length, u32 crc32 of length and payload, payload;
-                                  little-endian
+    record                        length, crc32, payload: see system/framing.py
 
 A segment has its name only once its base is durable. Its base alone says where the run stood.
 """
@@ -22,15 +21,13 @@ from pathlib import Path
 from zlib import crc32
 
 from lightrl.errors import JournalError
-from lightrl.system import files, open_files
+from lightrl.system import files, framing
 
 MAGIC = b"lightrl\n"
 FORMAT = 1
 HEADER = struct.Struct("<8sIIQ")  # magic, format, records of the base, bytes of the base
 CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size
-LENGTH = struct.Struct("<I")
-RECORD = struct.Struct("<II")  # length, crc32
 PIECE_BYTES = 4 << 20  # of one write
 # written before they are synced: one sync of a gigabyte takes a slow disk minutes
 SYNC_BYTES = 16 << 20
@@ -91,19 +88,6 @@ def header(num_records: int, num_bytes: int) -> bytes:
     return data + CHECKSUM.pack(crc32(data))
 
 
-def size(frame: bytes) -> int:
-    """Bytes of a record on the disk."""
-    return RECORD.size + len(frame)
-
-
-def framed(frames: Iterable[bytes]) -> Iterator[bytes]:
-    """What a file holds of these records, piece by piece."""
-    for frame in frames:
-        length = LENGTH.pack(len(frame))
-        yield length + CHECKSUM.pack(crc32(frame, crc32(length)))
-        yield frame
-
-
 def write_at(
     file: int, offset: int, parts: Iterable[bytes], progress: Callable[[], object] = bool
 ) -> int:
@@ -117,48 +101,37 @@ def write_at(
         waiting.append(part)
         num_waiting += len(part)
         if num_waiting >= PIECE_BYTES:
-            offset = _write_whole(file, offset, b"".join(waiting))
+            offset = files.write_at(file, offset, b"".join(waiting))
             waiting, num_waiting = [], 0
             progress()
         if offset - synced >= SYNC_BYTES:
             sync_data(file)
             synced = offset
             progress()
-    return _write_whole(file, offset, b"".join(waiting))
-
-
-def _write_whole(file: int, offset: int, data: bytes) -> int:
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(file, rest, offset)
-        offset += written
-        rest = rest[written:]
-    return offset
+    return files.write_at(file, offset, b"".join(waiting))
 
 
 def create(
-    segment: Segment, frames: Iterable[bytes], progress: Callable[[], object] = bool
+    segment: Segment, base: Iterable[bytes], progress: Callable[[], object] = bool
 ) -> tuple[int, int]:
     """Writes a segment with this base, which is never in memory as a whole; durable under its name,
     or not there at all. Its file and size.
 
-    Raises OSError, and JournalError if `frames` does.
+    Raises OSError, and JournalError if `base` does.
     """
-    draft = segment.path.with_name(segment.path.name + ".tmp")
-    file = open_files.insist(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    counted = _Counted(frames)
-    try:
-        end = write_at(file, HEADER_BYTES, framed(counted), progress)
-        _write_whole(file, 0, header(counted.num_frames, end - HEADER_BYTES))
-        os.fsync(file)
-        os.rename(draft, segment.path)
-        files.sync(segment.path.parent)
-    except (OSError, JournalError):
-        os.close(file)
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
+    counted = _Counted(base)
+    with files.replacing(segment.path, keep_open=True) as file:
+        end = write_at(file, HEADER_BYTES, framing.framed(counted), progress)
+        files.write_at(file, 0, header(counted.num_frames, end - HEADER_BYTES))
     return file, end
+
+
+def remove_drafts(folder: Path) -> None:
+    """Of a writer that was killed. Call when nobody writes."""
+    # the second name is that of earlier versions
+    for draft in (*folder.glob(".*.log.draft"), *folder.glob("*.log.tmp")):
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 class _Counted:

@@ -27,6 +27,7 @@ from lightrl.journal.codec import LOG, LogCodec
 from lightrl.journal.disk import Segment, is_in_use, segments
 from lightrl.journal.merge import merge
 from lightrl.messages import TrainGroup, TrainShard
+from lightrl.system import framing
 from lightrl.wire import MAX_FRAME_BYTES, Codec
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "is_in_use",
     "merge",
     "newest",
+    "read_merged",
     "read_segment",
     "recut",
     "rewind",
@@ -94,13 +96,11 @@ class Reading(Generic[T]):
                 self._offset = disk.HEADER_BYTES
                 self.base_is_whole = not self.num_base
                 while self._offset < size:
-                    head = file.read(disk.RECORD.size)
-                    length = self._length(head, size - self._offset)
-                    payload = file.read(length)
-                    record = self._decode(head, payload)
+                    payload = framing.read_payload(file, size - self._offset, MAX_FRAME_BYTES)
+                    record = self._decode(payload)
                     self.num_records += 1
                     self.offset = self._offset
-                    self._offset += len(head) + length
+                    self._offset += framing.size(payload)
                     self.base_is_whole = self.num_records >= self.num_base
                     if record is not None:
                         yield record
@@ -119,8 +119,7 @@ class Reading(Generic[T]):
             with open(self._path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(offset)
-                head = file.read(disk.RECORD.size)
-                return self._decode(head, file.read(self._length(head, size - offset)))
+                return self._decode(framing.read_payload(file, size - offset, MAX_FRAME_BYTES))
         except OSError as e:
             self._cut(size, f"it cannot be read: {e.strerror}")
         except ProtocolError as e:
@@ -141,23 +140,7 @@ class Reading(Generic[T]):
             raise ProtocolError("its header is damaged")
         self.num_base = num_base
 
-    def _length(self, head: bytes, left: int) -> int:
-        """Of the payload; never more than there is."""
-        if len(head) < disk.RECORD.size:
-            raise ProtocolError("a record is cut off")
-        length = disk.LENGTH.unpack_from(head)[0]
-        if length > left - disk.RECORD.size:
-            raise ProtocolError("a record is cut off")
-        if length > MAX_FRAME_BYTES:
-            raise ProtocolError("a record is damaged")
-        return length
-
-    def _decode(self, head: bytes, payload: bytes) -> T | None:
-        length, checksum = disk.RECORD.unpack(head)
-        if len(payload) < length:
-            raise ProtocolError("a record is cut off")
-        if crc32(payload, crc32(head[: disk.LENGTH.size])) != checksum:
-            raise ProtocolError("a record is damaged")
+    def _decode(self, payload: bytes) -> T | None:
         if self._only and self._codec.name(payload) not in self._only:
             return None
         return self._codec.decode(payload)
@@ -174,6 +157,15 @@ def read_segment(path: Path, codec: Codec[T]) -> Reading[T]:
     return Reading(path, codec)
 
 
+def read_merged(path: Path, codec: Codec[LogEntry]) -> tuple[list[LogEntry], Reading[Any]]:
+    """The facts of a segment, few large ones for many small ones of tokens, and how its reading
+    ended."""
+    # Tokens are taken as they lie on the disk: item by item it would last many times as long.
+    packed = codec.packed if isinstance(codec, LogCodec) else codec
+    reading: Reading[Any] = Reading(path, packed)
+    return list(merge(reading)), reading
+
+
 def newest(folder: Path, codec: Codec[LogEntry]) -> tuple[Segment, list[LogEntry], list[str]]:
     """Where the run stands: the segment to go on from, its facts (merged), and lines that say what
     is lost.
@@ -182,10 +174,7 @@ def newest(folder: Path, codec: Codec[LogEntry]) -> tuple[Segment, list[LogEntry
     """
     lines: list[str] = []
     for segment in reversed(segments(folder)):
-        # Tokens are taken as they lie on the disk: item by item it would last many times as long.
-        packed = codec.packed if isinstance(codec, LogCodec) else codec
-        reading: Reading[Any] = Reading(segment.path, packed)
-        facts = list(merge(reading))
+        facts, reading = read_merged(segment.path, codec)
         if reading.base_is_whole:
             if lines:
                 lines.append(f"continuing from {segment.path}: everything after it is lost")

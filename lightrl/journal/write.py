@@ -19,7 +19,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from lightrl.errors import JournalError
 from lightrl.journal import disk
-from lightrl.system import files
+from lightrl.system import files, framing
 from lightrl.wire import MAX_FRAME_BYTES, Codec
 
 T = TypeVar("T")
@@ -70,9 +70,7 @@ class JournalWriter(Generic[T]):
             files.make_folder(folder)
             self._number = disk.last_number(folder)  # of the newest segment
             self._lock_file = disk.hold(folder)
-            for draft in folder.glob("*.tmp"):  # of a writer that was killed
-                with contextlib.suppress(OSError):
-                    draft.unlink()
+            disk.remove_drafts(folder)
         except OSError as e:
             raise JournalError(f"{folder}: {e.strerror}") from None
 
@@ -104,7 +102,7 @@ class JournalWriter(Generic[T]):
         """Encodes it at once; it is durable some `flush_ms` later."""
         assert self._begun, "a journal begins with its first segment"
         frame = self._encode(record)
-        num_bytes = disk.size(frame)
+        num_bytes = framing.size(frame)
         self.news_bytes += num_bytes
         with self._wake:
             self._num_pending += num_bytes
@@ -241,7 +239,7 @@ class JournalWriter(Generic[T]):
         if frames and not self._insist(lambda: self._write(frames)):
             return False
         with self._wake:
-            self._num_pending -= sum(disk.size(f) for f in frames)
+            self._num_pending -= sum(framing.size(f) for f in frames)
         for act in acts:
             self._call(act)
         return True
@@ -273,7 +271,7 @@ class JournalWriter(Generic[T]):
         if self._torn:
             os.ftruncate(self._file, self._end)
         self._torn = True
-        end = disk.write_at(self._file, self._end, disk.framed(frames), self._progress)
+        end = disk.write_at(self._file, self._end, framing.framed(frames), self._progress)
         disk.sync_data(self._file)
         self._end, self._torn = end, False
 

@@ -61,6 +61,9 @@ class RecordsNote:
     bias: BiasNote
     # whose rounds are in it
     bias_steps: int
+    # of the training data, and of the evaluation set; 0: written by a version that did not say so
+    num_prompts: int = 0
+    num_eval_prompts: int = 0
 
 
 class Records:
@@ -210,7 +213,9 @@ class Records:
 
     # Across processes
 
-    def note(self, elapsed_s: float, data: str) -> bytes:
+    def note(
+        self, elapsed_s: float, data: str, num_prompts: int = 0, num_eval_prompts: int = 0
+    ) -> bytes:
         """Of steps that are `hashed`."""
         return to_json(
             RecordsNote(
@@ -221,6 +226,8 @@ class Records:
                 data,
                 self._bias.note(),
                 self._bias_steps,
+                num_prompts,
+                num_eval_prompts,
             )
         )
 

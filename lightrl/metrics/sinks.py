@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightrl.config import Config
-from lightrl.errors import ConfigError, ProtocolError
+from lightrl.errors import ConfigError
 from lightrl.say import say
 from lightrl.system.append_file import AppendFile
-from lightrl.wire import from_json, to_json
+from lightrl.system.json_lines import read_rows
+from lightrl.wire import to_json
 
 FILE_NAME = "metrics.jsonl"
 
@@ -70,16 +71,8 @@ def read(run_dir: Path) -> list[dict[str, float]]:
     A step and an evaluation after it are one. A resumed run repeats steps: the later record counts.
     A torn last line is left out. Values that were not finite are NaN.
     """
-    try:
-        lines = (run_dir / FILE_NAME).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
     records: dict[float, dict[str, float]] = {}
-    for line in lines:
-        try:
-            record = from_json(line, dict[str, float | None])
-        except ProtocolError:
-            continue
+    for record in read_rows(run_dir / FILE_NAME, dict[str, float | None]):
         values = {k: math.nan if v is None else v for k, v in record.items()}
         if "step" in values:
             step = values["step"] = int(values["step"])

@@ -1,33 +1,30 @@
-"""What a journal tells of a run: rounds, tokens, scores, versions; and how an interrupted run
-stands.
+"""What a journal tells of a run: rounds, tokens, scores, versions; how an interrupted run stands.
 
-Owns that account. Decides nothing, changes nothing: what a coordinator makes of the same entries is
-core/recovery.py's. The journal of a run goes as far back as something may still be needed of it.
+Owns that account, not what an entry means: each segment is given to `core/recovery.py`, as on a
+resume, and what is told here is read off the core that comes of it. Changes nothing. The journal of
+a run goes as far back as something may still be needed of it.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightrl.coordinator.journaling import FOLDER, noted
-from lightrl.core.events import PromptsDrawn, ResponseScored
-from lightrl.core.log_entries import (
-    LogEntry,
-    RoundOpened,
-    RoundSnapshot,
-    ShardSent,
-    SnapshotBegan,
-    TokensTaken,
-    VersionPublished,
-)
-from lightrl.core.state import Counters
-from lightrl.errors import LightRLError
-from lightrl.journal.read import LOG, Segment, newest, read_segment, segments
-from lightrl.messages import FinishReason, ResponseTokens, Snapshot, StepDone
-from lightrl.metrics import sinks
-from lightrl.metrics.rounds import RecordsNote
+from lightrl.config import Config
+from lightrl.coordinator.journaling import FOLDER, noted, recall
+from lightrl.core.arrays import encode
+from lightrl.core.commands import CloseRound, Command
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.events import ResponseScored
+from lightrl.core.log_entries import LogEntry, ShardSent
+from lightrl.core.recovery import recover
+from lightrl.core.state import Response, Round
+from lightrl.core_settings import settings_of
+from lightrl.errors import InvariantViolation, JournalError, LightRLError, ProtocolError
+from lightrl.journal.read import LOG, Segment, newest, read_merged, segments
+from lightrl.messages import FinishReason, Snapshot
+from lightrl.metrics.rounds import Records
 from lightrl.run_file import load_config
-from lightrl.wire import from_json
 
 READ_TRIES = 10  # of a run that goes on
 INTERRUPTED = "interrupted"  # the state of a run whose coordinator is gone without a last word
@@ -48,8 +45,7 @@ class ToldRound:
     num_unscored: int = 0
     reward_sum: float = 0.0
     num_shards: int = 0
-    # responses
-    num_trained: int = 0
+    num_trained: int = 0  # responses
     # of the version that came of it
     digest: str = ""
     is_done: bool = False
@@ -77,152 +73,120 @@ class ToldResponse:
 
 
 class Replay:
-    """Take facts in order; what a segment states again of an earlier one counts once."""
+    """Take segments in order; what a later one states again, it knows better."""
 
-    def __init__(self, wanted: str = "") -> None:
+    def __init__(self, config: Config, wanted: str = "") -> None:
         """`wanted` is the response whose tokens are kept."""
-        self.rounds: dict[tuple[int, bool], ToldRound] = {}  # (step, is evaluation), in order
         self.responses: dict[str, ToldResponse] = {}
         self.steps_done = 0
         self.version: int | None = None
-        self.counters = Counters()
         self.first_step: int | None = None  # the journal tells nothing of those before
+        self.num_open = 0  # responses of the rounds that are not over
+        self.open_tokens = 0
+        self._config = config
         self._wanted = wanted
-        self._holder: dict[str, ToldRound] = {}  # prompt -> the round that it was drawn for
-        self._opened: ToldRound | None = None  # last, of those that are trained
-        self._filling: ToldRound | None = None  # prompts drawn now are for it
+        self._rounds: dict[tuple[int, bool], ToldRound] = {}  # (step, is training)
+        # What a core does not keep, as it needs it no more.
+        self._sent: dict[int, list[set[str]]] = {}  # step -> responses of its shards
+        self._failures: dict[tuple[str, int], str] = {}  # (response, attempt) -> why no reward
 
-    def take(self, fact: LogEntry) -> None:
-        match fact:
-            case SnapshotBegan():
-                self.first_step = fact.step if self.first_step is None else self.first_step
-                self._stand(fact)
-            case RoundSnapshot(step, kind):
-                self._open(step, kind, [held.prompt.id for held in fact.prompts], anew=True)
-            case RoundOpened(step, kind):
-                self._open(step, kind, [])
-            case PromptsDrawn(prompts):
-                self._draw([p.id for p in prompts])
-            case TokensTaken(version, items):
-                for item in items:
-                    self._tokens(version, item)
-            case ResponseScored():
-                self._score(fact)
-            case VersionPublished(version, digest):
-                self.version = version
-                if (round := self.rounds.get((version - 1, False))) is not None:
-                    round.digest = digest
-            case ShardSent():
-                self._train(fact)
-            case StepDone(step):
-                self.steps_done = step + 1
-                if (round := self.rounds.get((step, False))) is not None:
-                    round.is_done = True
+    @property
+    def rounds(self) -> list[ToldRound]:
+        """In the order of the steps, each after the evaluation before it."""
+        return [self._rounds[key] for key in sorted(self._rounds)]
+
+    def take(self, entries: Sequence[LogEntry]) -> str:
+        """A segment. Returns why a coordinator would refuse it, in one line; "" if it would not."""
+        try:
+            core = _new_core(self._config, entries)
+        except ProtocolError as e:  # its note is of another version
+            return str(e)
+        commands, problem = list[Command](), ""
+        try:
+            commands = recover(core, entries, now=0.0)
+        except (InvariantViolation, JournalError) as e:
+            problem = str(e)
+        for entry in entries:
+            self._remember(entry)
+        closed = [c.round for c in commands if isinstance(c, CloseRound) and c.round.is_eval]
+        for round in (*closed, *core.table.rounds):
+            self._tell(round)
+        for (step, is_training), told in self._rounds.items():
+            told.is_done |= is_training and step < core.step
+            if is_training:
+                told.digest = core.fleet.digests.get(step + 1, told.digest)
+        published = core.fleet.published
+        self.version = published.policy_version if published is not None else None
+        self.steps_done = core.step
+        self.first_step = core.step if self.first_step is None else self.first_step
+        self.num_open = len(core.table.responses)
+        self.open_tokens = sum(len(r.tokens) for r in core.table.responses.values())
+        return problem
+
+    def _remember(self, entry: LogEntry) -> None:
+        match entry:
+            case ShardSent(shard):
+                if shard.index == 0:  # the step begins anew
+                    self._sent[shard.step] = []
+                trained = {r.response for group in shard.groups for r in group.responses}
+                self._sent.setdefault(shard.step, []).append(trained)
+            case ResponseScored(response, attempt, None, failure):
+                self._failures.setdefault((response, attempt), failure)  # the first says more
             case _:
-                pass  # the end of what a segment states again
+                pass
 
-    def _stand(self, fact: SnapshotBegan) -> None:
-        """A segment begins; what ended the step before it is told by this alone."""
-        self.steps_done, self.version, self.counters = fact.step, fact.version, fact.counters
-        for (step, is_eval), round in self.rounds.items():
-            if not is_eval:
-                round.is_done |= step < fact.step
-                round.digest = fact.digests.get(step + 1, round.digest)
+    def _tell(self, round: Round) -> None:
+        sent = [] if round.is_eval else self._sent.get(round.step, [])
+        trained = set[str]().union(*sent)
+        told = ToldRound(round.step, round.kind, len(round.groups))
+        told.num_shards, told.num_trained = len(sent), len(trained)
+        self._rounds[round.step, not round.is_eval] = told
+        for group in round.groups.values():
+            for response in group.responses:
+                if response.tokens or response.scored:
+                    self._tell_response(told, response, response.id in trained)
 
-    def _open(self, step: int, kind: str, prompts: list[str], anew: bool = False) -> None:
-        key = (step, kind == "eval")
-        if key not in self.rounds or not anew:
-            self.rounds[key] = ToldRound(step, kind)
-        round = self.rounds[key]
-        if kind != "eval":
-            self._opened = round
-        if prompts:
-            round.num_prompts = len(prompts)
-        self._holder |= dict.fromkeys(prompts, round)
-        self._filling = round
-
-    def _draw(self, prompts: list[str]) -> None:
-        round = self._filling
-        if round is not None:
-            round.num_prompts += len(prompts)
-            if round.kind != "eval":
-                self._holder |= dict.fromkeys(prompts, round)
-
-    def _tokens(self, version: int, item: ResponseTokens) -> None:
-        told = self.responses.get(item.response)
-        # A prompt that was put off begins again under the same names, and later attempts.
-        if told is None or (
-            item.offset == 0 and item.attempt > told.attempt and not told.is_trained
-        ):
-            told = self._begin(item.response, told)
-        fresh = item.offset + len(item.token_ids) // 4 - told.num_tokens
-        told.attempt = max(told.attempt, item.attempt)
-        told.finish_reason = item.finish_reason or told.finish_reason
-        if fresh <= 0:
-            return
-        told.num_tokens += fresh
-        if item.response == self._wanted:
-            told.token_ids += item.token_ids[-4 * fresh :]
-        if told.spans and told.spans[-1][0] == version:
-            told.spans[-1] = (version, told.spans[-1][1] + fresh)
-        else:
-            told.spans.append((version, fresh))
-        if (round := self._round_of(told)) is not None:
-            round.num_tokens += fresh
-
-    def _begin(self, response: str, before: ToldResponse | None) -> ToldResponse:
-        group = response.rpartition("#")[0]
-        prompt, _, label = group.rpartition("@")
-        if label.startswith("eval"):
-            round = self.rounds.get((int(label.removeprefix("eval")), True))
-        else:
-            round = self._holder.get(prompt)
-            # put off, and taken up by a later round
-            if round is None or round.step < self.steps_done:
-                round = self._opened
-        told = self.responses[response] = ToldResponse(
-            response, round.step if round is not None else -1
+    def _tell_response(self, round: ToldRound, r: Response, is_trained: bool) -> None:
+        failure = self._failures.get((r.id, r.attempt)) if r.scored else None
+        told = self.responses[r.id] = ToldResponse(
+            r.id,
+            round.step,
+            r.attempt,
+            r.spans,
+            len(r.tokens),
+            r.finish_reason,
+            reward=r.reward if failure is None else None,  # not what on_failure makes of it
+            failure=failure or "",
+            is_scored=r.scored,
+            is_trained=is_trained,
+            token_ids=encode(r.tokens) if r.id == self._wanted else b"",
         )
-        if round is not None and before is not None and before.step == told.step:
-            round.num_tokens -= before.num_tokens  # told again
-        elif round is not None:
-            round.num_responses += 1
-        return told
+        round.num_responses += told.num_tokens > 0
+        round.num_tokens += told.num_tokens
+        if told.reward is not None:
+            round.num_scored += 1
+            round.reward_sum += told.reward
+        else:
+            round.num_unscored += r.scored
 
-    def _round_of(self, told: ToldResponse) -> ToldRound | None:
-        return self.rounds.get((told.step, "@eval" in told.response))
 
-    def _score(self, fact: ResponseScored) -> None:
-        told = self.responses.get(fact.response)
-        if told is None or told.is_scored:
-            return
-        told.is_scored, told.reward, told.failure = True, fact.reward, fact.failure
-        if (round := self._round_of(told)) is not None:
-            if fact.reward is None:
-                round.num_unscored += 1
-            else:
-                round.num_scored += 1
-                round.reward_sum += fact.reward
-
-    def _train(self, fact: ShardSent) -> None:
-        shard = fact.shard
-        round = self.rounds.setdefault((shard.step, False), ToldRound(shard.step, "plain"))
-        if shard.index == 0:  # the step begins anew
-            round.num_shards = round.num_trained = 0
-        round.num_shards += 1
-        for group in shard.groups:
-            round.num_trained += len(group.responses)
-            for r in group.responses:
-                told = self.responses.setdefault(r.response, ToldResponse(r.response, shard.step))
-                told.is_trained = True
+def _new_core(config: Config, entries: Sequence[LogEntry]) -> Coordinator:
+    """For this segment: its settings are those of the coordinator that wrote it, as far as they
+    decide what its entries mean."""
+    note = noted(entries)
+    # An earlier version did not say how many there are: mostly more than any round has need of.
+    num_prompts = (note.num_prompts if note is not None else 0) or sys.maxsize
+    num_eval_prompts = note.num_eval_prompts if note is not None else 0
+    settings = settings_of(config, num_prompts, num_eval_prompts)
+    # whatever the user has set since
+    return Coordinator(replace(settings, num_steps=sys.maxsize), now=0.0)
 
 
 @dataclass(frozen=True)
 class ToldRun:
     replay: Replay
     files: list[str]
-    # one line each
-    damage: list[str]
+    damage: list[str]  # one line each
 
 
 def read_run(run_dir: Path, wanted: str = "") -> ToldRun:
@@ -231,77 +195,51 @@ def read_run(run_dir: Path, wanted: str = "") -> ToldRun:
         found = segments(run_dir / FOLDER)
         if not found:
             raise LightRLError(f"{run_dir}: has no journal")
-        told = _read(found, wanted)
+        told = _read(load_config(run_dir / "config.toml"), found, wanted)
         if set(found) <= set(segments(run_dir / FOLDER)):
             return told
         # The run goes on: a checkpoint has made some of them needless, and newer ones tell it all.
     raise LightRLError(f"{run_dir}: its journal changes faster than it can be read; try again")
 
 
-def _read(found: list[Segment], wanted: str) -> ToldRun:
-    replay, damage = Replay(wanted), list[str]()
+def _read(config: Config, found: list[Segment], wanted: str) -> ToldRun:
+    replay, damage = Replay(config, wanted), list[str]()
     for segment in found:
-        reading = read_segment(segment.path, LOG)
-        for fact in reading:
-            replay.take(fact)
+        entries, reading = read_merged(segment.path, LOG)
         if reading.damage is not None:
             damage.append(str(reading.damage))
+        if reading.base_is_whole and (problem := replay.take(entries)):
+            damage.append(f"{segment.path}: {problem}")
     return ToldRun(replay, [s.path.name for s in found], damage)
 
 
 def interrupted(run_dir: Path) -> Snapshot | None:
-    """How a run without a coordinator stands; None if it has no journal, or one that cannot be
-    read."""
+    """How a run without a coordinator stands: as the one would show it that goes on with it. None
+    if it has no journal, or one that cannot be read."""
     try:
         config = load_config(run_dir / "config.toml")
-        _, facts, damage = newest(run_dir / FOLDER, LOG)
-        note = noted(facts)
-        known_s = from_json(note, RecordsNote).elapsed_s if note is not None else 0.0
+        _, entries, damage = newest(run_dir / FOLDER, LOG)
+        core = _new_core(config, entries)
+        closed = [c.round for c in recover(core, entries, now=0.0) if isinstance(c, CloseRound)]
+        records = Records(
+            config.run.name,
+            str(run_dir),
+            "",
+            Path(config.eval.path).stem,
+            config.train.steps,
+            config.rollout.max_response_length,
+        )
+        if (known := noted(entries)) is not None:
+            recall(records, core, run_dir, known)
     except LightRLError:
         return None
-    replay = _told(facts)
-    records = [r for r in sinks.read(run_dir) if r["step"] <= replay.steps_done]
-    trained = [r for r in records if "timing_s/step" in r]
-    open_responses = [r for r in replay.responses.values() if not r.is_trained]
-    done = sum(r.finish_reason is not None for r in open_responses)
-    round = next((r for r in reversed(replay.rounds.values()) if not r.is_done), None)
-    seconds = [r["timing_s/step"] for r in trained]
-    elapsed_s = max(known_s, sum(seconds))  # a resumed run counts on from what it knows
-    news = [f"WARNING: {line}" for line in damage] + [
-        "the coordinator is gone; continue with lightrl resume"
-    ]
-    return Snapshot(
-        run=config.run.name,
-        run_dir=str(run_dir),
-        state=INTERRUPTED,
-        step=replay.steps_done,
-        num_steps=config.train.steps,
-        policy_version=replay.version,
-        elapsed_s=elapsed_s,
-        round_kind=round.kind if round is not None else "",
-        round_needed=config.train.prompts_per_step
-        if round is not None and round.kind != "eval"
-        else 0,
-        responses_queued=len(open_responses) - done,
-        responses_done=done,
-        max_staleness=config.async_.max_staleness,
-        rollout_tokens=replay.counters.rollout_tokens + replay.counters.eval_tokens,
-        rewards=tuple(r["reward/mean"] for r in trained if "reward/mean" in r),
-        lengths=tuple(r["response_length/mean"] for r in trained if "response_length/mean" in r),
-        step_seconds=tuple(seconds),
-        evals=tuple(
-            (int(r["step"]), value)
-            for r in records
-            for name, value in r.items()
-            if name.startswith("eval/") and "/avg@" in name
-        ),
-        metrics=trained[-1] if trained else {},
-        events=tuple((elapsed_s, line) for line in news),
-    )
-
-
-def _told(facts: Iterable[LogEntry]) -> Replay:
-    replay = Replay()
-    for fact in facts:
-        replay.take(fact)
-    return replay
+    for round in closed:
+        if round.is_eval:
+            records.close_eval(round)
+        else:
+            records.close_round(round, core, {})
+    elapsed_s = -core.started_at
+    for line in damage:
+        records.event(elapsed_s, f"WARNING: {line}")
+    records.event(elapsed_s, "the coordinator is gone; continue with lightrl resume")
+    return replace(records.snapshot(core, now=0.0), state=INTERRUPTED, nodes=())

@@ -23,7 +23,7 @@ def replay_lines(run_dir: Path, step: int | None, response: str) -> list[str]:
         lines = _step_lines(told.replay, _rounds(told, step))
     else:
         lines = [
-            *_table([_ROUND, *map(_round_row, told.replay.rounds.values())]),
+            *_table([_ROUND, *map(_round_row, told.replay.rounds)]),
             "",
             _stand(told.replay),
         ]
@@ -39,7 +39,7 @@ def replay_json(run_dir: Path, step: int | None, response: str) -> str:
     """All of it as one line."""
     told = read_run(run_dir, response)
     replay = told.replay
-    rounds = list(replay.rounds.values()) if step is None else _rounds(told, step)
+    rounds = replay.rounds if step is None else _rounds(told, step)
     whole: dict[str, Any] = {
         "run_dir": str(run_dir),
         "segments": told.files,
@@ -66,9 +66,9 @@ def _fields(value: ToldRound | ToldResponse) -> dict[str, Any]:
 
 
 def _rounds(told: ToldRun, step: int) -> list[ToldRound]:
-    rounds = [r for r in told.replay.rounds.values() if r.step == step]
+    rounds = [r for r in told.replay.rounds if r.step == step]
     if not rounds:
-        known = sorted({r.step for r in told.replay.rounds.values()})
+        known = sorted({r.step for r in told.replay.rounds})
         holds = f"it holds steps {known[0]} to {known[-1]}" if known else "it holds no round"
         raise LightRLError(f"step {step}: not in the journal; {holds}")
     return rounds
@@ -136,12 +136,8 @@ def _response_lines(r: ToldResponse) -> list[str]:
 
 
 def _stand(replay: Replay) -> str:
-    waiting = [
-        r for r in replay.responses.values() if not r.is_trained and r.step >= replay.steps_done
-    ]
     version = "no version" if replay.version is None else f"version {replay.version}"
-    tokens = sum(r.num_tokens for r in waiting)
-    held = f"{len(waiting):,} open responses of {tokens:,} tokens"
+    held = f"{replay.num_open:,} open responses of {replay.open_tokens:,} tokens"
     return f"ends after {replay.steps_done} steps, {version}; {held}"
 
 

@@ -5,29 +5,29 @@ second time or later, as one without if all came for the first time, by its roun
 others say nothing. What a run does not say, and lines that cannot be read, change nothing.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from lightrl.metrics.sinks import FILE_NAME
+from lightrl.history import lengths
+from lightrl.metrics import sinks
 from lightrl.sim.engine import Speculation
+from lightrl.system.json_lines import read_rows
 
 ACCEPTANCE = "speculation/acceptance"  # accepted / drafted tokens
 TOKENS = "speculation/tokens_per_forward"
 MOST = 0.99  # likely that a token is the sampled one, at most; the model needs less than 1
 
 
-def measured(run_dir: Path, lengths: str, assumed: Speculation) -> Speculation | None:
-    """`assumed` with what the run measured; None if it did not speculate. `lengths` is its
-    lengths.jsonl."""
-    steps = _steps(run_dir / FILE_NAME)
+def measured(run_dir: Path, assumed: Speculation) -> Speculation | None:
+    """`assumed` with what the run measured; None if it did not speculate."""
+    steps = _steps(run_dir)
     found: dict[
         bool, list[tuple[int, float, float]]
     ] = {}  # with history? -> (tokens, acceptance, per forward)
-    for step, epochs, tokens in _rounds(lengths):
+    for step, epochs, tokens in _rounds(run_dir):
         if step in steps and tokens and (min(epochs) > 0 or max(epochs) == 0):
             found.setdefault(min(epochs) > 0, []).append((tokens, *steps[step]))
     if not found:
@@ -67,10 +67,10 @@ def chance(acceptance: float, tokens_per_forward: float) -> float:
     return min(high, MOST)
 
 
-def _steps(file: Path) -> dict[int, tuple[float, float]]:
+def _steps(run_dir: Path) -> dict[int, tuple[float, float]]:
     """Step of a round -> (acceptance, tokens per forward pass). A record counts the steps done."""
     steps: dict[int, tuple[float, float]] = {}
-    for row in _rows(file):
+    for row in sinks.read(run_dir):
         values = [row.get(name) for name in ("step", ACCEPTANCE, TOKENS)]
         if all(isinstance(v, int | float) and math.isfinite(v) for v in values):
             step, acceptance, tokens = cast("list[float]", values)
@@ -79,25 +79,9 @@ def _steps(file: Path) -> dict[int, tuple[float, float]]:
     return steps
 
 
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a crash tore it
-        if isinstance(row, dict):
-            yield cast("dict[str, Any]", row)
-
-
-def _rounds(lengths: str) -> Iterator[tuple[int, set[int], int]]:
-    """(step, epochs of its prompts, tokens) of the training rounds of a run; its lines were read
-    before."""
-    for line in lengths.splitlines():
-        row = cast("dict[str, Any]", json.loads(line) if line.strip() else {})
+def _rounds(run_dir: Path) -> Iterator[tuple[int, set[int], int]]:
+    """(step, epochs of its prompts, tokens) of the training rounds of a run."""
+    for row in read_rows(run_dir / lengths.FILE_NAME, dict[str, Any]):
         if not isinstance(row.get("step"), int) or row.get("kind") == "eval":
             continue
         responses = cast("list[tuple[str, Any, int, int, bool]]", row.get("responses", []))

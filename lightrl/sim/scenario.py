@@ -241,7 +241,7 @@ def find_scenario(source: str, max_response_tokens: int, seed: int) -> Scenario:
         raise SimError(f"{path}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
     if path.suffix == ".jsonl":
         scenario = _from_lines(path, text, max_response_tokens, seed)
-        return _speculating(scenario, path.parent, text) if is_run else scenario
+        return _speculating(scenario, path.parent) if is_run else scenario
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as e:
@@ -279,9 +279,9 @@ def _from_lines(path: Path, text: str, limit: int, seed: int) -> Scenario:
     return replace(base, workload=workload)
 
 
-def _speculating(scenario: Scenario, run_dir: Path, lengths: str) -> Scenario:
+def _speculating(scenario: Scenario, run_dir: Path) -> Scenario:
     """As the run that it is of, if that one did."""
-    speculation = measured(run_dir, lengths, scenario.speculation)
+    speculation = measured(run_dir, scenario.speculation)
     if speculation is None:
         return scenario
     note = f"{scenario.workload.note}, how many drafted tokens are kept is measured"

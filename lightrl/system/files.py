@@ -7,6 +7,7 @@ Owns which calls make a file, a name or a directory last. Knows nothing of what 
 import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightrl.system import open_files
@@ -18,20 +19,49 @@ def write_whole(path: Path, data: bytes) -> None:
 
     Raises OSError; the file then holds the one or the other, whole.
     """
-    draft = path.with_name(f".{path.name}.draft")
+    with replacing(path) as file:
+        write_at(file, 0, data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, lasting: bool = True, keep_open: bool = False) -> Iterator[int]:
+    """A file to be written, which becomes `path` where the block ends, and will stay it; if
+    anything is raised before that, `path` is as it was.
+
+    With `keep_open` the caller closes it, if all went well. Not `lasting`: who looks finds the one
+    file or the other, whole, but after a loss of power perhaps neither.
+    """
+    draft = draft_of(path)
+    file = open_files.insist(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        with open(draft, "wb", buffering=0, opener=open_files.insist) as file:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[file.write(rest) :]
-            # before the rename: else a name may come first, with nothing in the file
-            os.fsync(file.fileno())
+        yield file
+        if lasting:
+            os.fsync(file)  # before the rename: else a name may come first, with nothing in it
         os.rename(draft, path)
-        sync(path.parent)
-    except OSError:
+        if lasting:
+            sync(path.parent)
+    except BaseException:
+        os.close(file)
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+    if not keep_open:
+        os.close(file)
+
+
+def draft_of(path: Path) -> Path:
+    """Where `path` is written before it has its name; it stays there if the writer is killed."""
+    return path.with_name(f".{path.name}.draft")
+
+
+def write_at(file: int, offset: int, data: bytes) -> int:
+    """Writes all of it; returns where it ends. Raises OSError with a part written."""
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(file, rest, offset)
+        offset += written
+        rest = rest[written:]
+    return offset
 
 
 def make_folder(path: Path) -> None:

@@ -7,13 +7,12 @@ import socket
 import pytest
 
 from lightrl.cli import main
-from lightrl.core.log_entries import ShellNote
+from lightrl.core.log_entries import ShellNote, TokensTaken
 from lightrl.journal.read import segments
 from lightrl.messages import Snapshot
-from lightrl.metrics.rounds import Records
 from lightrl.replay import log
 from lightrl.tui.render import View
-from tests.support.journals import FIRST, SECOND, left_behind
+from tests.support.journals import FIRST, SECOND, left_behind, note, tokens
 from tests.tui.test_render import screen
 
 
@@ -41,9 +40,9 @@ def test_a_row_for_each_round_and_what_segments_repeat_counts_once(capsys, tmp_p
     left_behind(tmp_path / "runs" / "one")
     lines = lightrl(capsys, "replay", "one").splitlines()
     assert lines[0].split()[:6] == ["STEP", "ROUND", "PROMPTS", "RESPONSES", "TOKENS", "SCORED"]
-    assert " ".join(lines[1].split()) == "0 plain 1 2 4 1 1.000 1 1 bbbbbbbbbbbb done"
+    assert " ".join(lines[1].split()) == "0 plain 1 2 4 2 0.500 1 2 bbbbbbbbbbbb done"
     assert " ".join(lines[2].split()) == "1 plain 1 1 5 0 - 0 0 - open"
-    assert lines[-1] == "ends after 1 steps, version 1; 1 open responses of 5 tokens"
+    assert lines[-1] == "ends after 1 steps, version 1; 2 open responses of 5 tokens"
 
 
 def test_a_checkpoint_that_comes_meanwhile_takes_nothing_away(tmp_path, monkeypatch):
@@ -75,7 +74,7 @@ def test_one_step_and_one_response(capsys, tmp_path):
     assert told["response"]["spans"] == [[0, 2], [1, 3]]
     told = json.loads(lightrl(capsys, "replay", "one", "--step", "0", "--json"))
     assert [r["response"] for r in told["responses"]] == ["p1@0#0", "p1@0#1"]
-    assert told["rounds"][0]["num_trained"] == 1
+    assert told["rounds"][0]["num_trained"] == 2
     assert told["segments"] == ["00000001_step_0.log", "00000002_step_1.log"]
 
 
@@ -99,13 +98,13 @@ def test_damage_is_a_line_and_all_before_it_is_told(capsys, tmp_path):
     out = lightrl(capsys, "replay", "one")
     assert "DAMAGED" in out
     assert "a record is cut off" in out
-    assert "1 open responses of 2 tokens" in out
+    assert "2 open responses of 2 tokens" in out
     assert len(json.loads(lightrl(capsys, "replay", "one", "--json"))["damage"]) == 1
 
 
 def test_the_time_of_an_interrupted_run_is_that_from_which_it_goes_on(capsys, tmp_path):
-    noted = ShellNote(Records("one", "", "head", "held", 9, 105).note(75.0, ""))
-    left_behind(tmp_path / "runs" / "one", segments=((0, FIRST), (1, [*SECOND, noted])))
+    began, _, *rest = SECOND
+    left_behind(tmp_path / "runs" / "one", segments=((0, FIRST), (1, [began, note(75.0), *rest])))
     assert "one · interrupted · 1:15" in lightrl(capsys, "status", "one")
 
 
@@ -117,10 +116,28 @@ def test_a_run_that_was_killed_is_interrupted_and_shows_where_its_journal_ends(c
     assert "one · interrupted · 1:01" in out
     assert "step      1/" in out
     assert "policy version 1" in out
-    assert "plain · 0/32 groups · 0 running, 1 queued, 0 done" in out
+    assert "plain · 0/1 groups · 0 running, 2 queued, 0 done" in out
     snapshot = json.loads(lightrl(capsys, "status", "one", "--json"))
     assert snapshot["rewards"] == [0.5]
     assert snapshot["evals"] == [[0, 0.25]]
     assert "lightrl resume" in complaint(capsys, "down", "one")
     shown = screen(Snapshot(**{**snapshot, "nodes": (), "events": ()}), View(), 80, 24)
     assert "interrupted" in shown
+
+
+def test_a_segment_that_no_coordinator_would_go_on_from_is_damage_and_the_others_are_told(
+    capsys, tmp_path
+):
+    began, _, *rest = FIRST
+    contradiction = [began, note(0.0), *rest, TokensTaken(0, (tokens("p2@0#0", 7, [1]),))]
+    other = [began, ShellNote(b"{}"), *rest]
+    for name, first, why in (
+        ("one", contradiction, "p2@0#0: tokens 2 to 7 are not in the journal"),
+        ("two", other, "undecodable JSON"),
+    ):
+        left_behind(tmp_path / "runs" / name, segments=((0, first), (1, SECOND)))
+        lines = lightrl(capsys, "replay", name).splitlines()
+        assert [line for line in lines if line.split()[:2] == ["1", "plain"]]
+        [damage] = [line for line in lines if line.startswith("DAMAGED")]
+        assert "00000001_step_0.log: " in damage
+        assert why in damage

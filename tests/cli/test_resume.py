@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         ("run.seed=7", "run.seed"),
         ("data.path=other.jsonl", "data.path"),
         ("run.name=other", "run.name"),
-        ("round.tail_batching=both", "round.tail_batching"),
+        ("round.race=clock", "round.race"),
         ("journal.enabled=false", "journal.enabled"),
     ],
 )

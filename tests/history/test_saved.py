@@ -166,9 +166,9 @@ def test_on_a_full_disk_it_is_left_out_with_one_line(tmp_path):
 @pytest.mark.parametrize("why", ["Is a directory", "No space left on device"])
 def test_where_it_cannot_be_written_anew_it_is_given_up_with_one_line(tmp_path, why):
     if why == "Is a directory":
-        (tmp_path / "history.tmp").mkdir()
+        (tmp_path / ".history.bin.draft").mkdir()
     else:
-        (tmp_path / "history.tmp").symlink_to(FULL)
+        (tmp_path / ".history.bin.draft").symlink_to(FULL)
     told: list[str] = []
     history = History()
     saved = SavedHistory(tmp_path, history, told.append, slack_bytes=0)
@@ -239,3 +239,23 @@ def test_what_cannot_be_read_is_one_line_and_no_error(tmp_path):
     assert known == []
     assert told[0] == "WARNING: history.bin: Is a directory; 0 responses are left"
     assert told[1].startswith("WARNING: history.bin: given up (")
+
+
+# Of af9307c.
+WRITTEN = bytes.fromhex(
+    "53000000cbfac2667b2270726f6d7074223a2261222c2265706f6368223a322c22726573706f6e736573223a5b"
+    "5b302c382c747275652c302e355d2c5b332c342c66616c73652c6e756c6c5d5d7d0a07000000ffffffff090000"
+    "00"
+)
+
+
+def test_a_file_of_an_earlier_version_is_read_and_its_bytes_stay(tmp_path):
+    two = (
+        (0, PastResponse(2, array("i", [7, -1]), True, 0.5)),
+        (3, PastResponse(2, array("i", [9]), False)),
+    )
+    record = PromptAnswers("a", 2, two)
+    save(tmp_path, [record])
+    assert (tmp_path / FILE_NAME).read_bytes() == WRITTEN
+    (tmp_path / FILE_NAME).write_bytes(WRITTEN)
+    assert recall(tmp_path) == ([record], [])

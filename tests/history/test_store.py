@@ -182,7 +182,9 @@ def test_lengths_on_a_disk_that_refuses_are_left_out_with_a_warning(tmp_path):
     log.write(closed(0, "a"))
     log.write(closed(1, "b"))
     log.close()
-    (tmp_path / "lengths.tmp").mkdir()  # in the way of a file without the rounds that come again
+    (
+        tmp_path / ".lengths.jsonl.draft"
+    ).mkdir()  # in the way of a file without the rounds that come again
     told: list[str] = []
     log = LengthsLog(tmp_path, 1, told.append)
     log.write(closed(1, "b"))

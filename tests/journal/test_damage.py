@@ -19,6 +19,7 @@ from lightrl.errors import JournalError
 from lightrl.journal import disk
 from lightrl.journal.codec import LOG
 from lightrl.journal.read import newest, read_segment, rewind, segments, shards, trim
+from lightrl.system import framing
 from tests.journal.conftest import small_story, write
 
 
@@ -50,7 +51,7 @@ def test_every_truncation_gives_a_prefix_and_one_line(journal):
     data = path.read_bytes()
     ends = [disk.HEADER_BYTES]
     for fact in whole:
-        ends.append(ends[-1] + disk.size(LOG.encode(fact)))
+        ends.append(ends[-1] + framing.size(LOG.encode(fact)))
     assert ends[-1] == len(data)
     for length in range(len(data) - 1, -1, -1):
         os.truncate(path, length)
@@ -100,7 +101,7 @@ def test_a_tail_of_zeros_as_some_file_systems_leave_it_is_cut_off(journal):
 def test_a_length_larger_than_the_file_allocates_nothing(journal):
     path, (whole, _) = one(journal), read(one(journal))
     with open(path, "ab") as file:
-        file.write(disk.RECORD.pack(0xFFFFFFFF, 0))
+        file.write(framing.HEAD.pack(0xFFFFFFFF, 0))
     assert read(path)[0] == whole
 
 
@@ -140,7 +141,7 @@ def test_a_fact_that_this_version_does_not_know_ends_what_is_read(journal):
     path, (whole, _) = one(journal), read(one(journal))
     frame = LOG.encode(RoundOpened(7, "plain")).replace(b"RoundOpened", b"RoundClosed")
     with open(path, "ab") as file:
-        file.write(b"".join(disk.framed([frame, LOG.encode(RoundOpened(8, "plain"))])))
+        file.write(b"".join(framing.framed([frame, LOG.encode(RoundOpened(8, "plain"))])))
     facts, damage = read(path)
     assert facts == whole
     assert "RoundClosed" in damage
@@ -168,7 +169,7 @@ def test_the_newest_segment_with_a_whole_base_is_the_one_to_go_on_from(two):
     segment, facts, lines = newest(two, LOG)
     assert (segment, facts[0], lines) == (new, SnapshotBegan(step=3), [])
     data = new.path.read_bytes()
-    base_end = len(data) - disk.size(LOG.encode(RoundOpened(3, "plain")))
+    base_end = len(data) - framing.size(LOG.encode(RoundOpened(3, "plain")))
     for length in range(len(data) - 1, -1, -1):
         os.truncate(new.path, length)
         segment, facts, lines = newest(two, LOG)

@@ -19,6 +19,7 @@ from lightrl.journal import disk
 from lightrl.journal.read import LOG, is_in_use, newest, read_segment, segments
 from lightrl.journal.write import JournalWriter
 from lightrl.messages import ResponseTokens
+from lightrl.system import framing
 from tests.journal.conftest import item, within
 
 Writer = JournalWriter[LogEntry]
@@ -106,19 +107,20 @@ def test_an_act_that_is_asked_for_starts_the_flush_at_once(tmp_path):
 
 def test_a_segment_has_its_name_only_when_its_base_is_whole(tmp_path):
     async def story() -> None:
-        (tmp_path / "00000005_step_0.log.tmp").write_bytes(b"left behind")
+        for name in ("00000005_step_0.log.tmp", ".00000005_step_0.log.draft"):
+            (tmp_path / name).write_bytes(b"left behind")  # by earlier versions, and by this one
         writer = writer_on(tmp_path)
         writer.begin(4, [SnapshotBegan(step=4)])
         assert writer.is_beginning
         writer.append(RoundOpened(4, "plain"))
-        assert writer.news_bytes == disk.size(LOG.encode(RoundOpened(4, "plain")))
+        assert writer.news_bytes == framing.size(LOG.encode(RoundOpened(4, "plain")))
         await flushed(writer)
         assert not writer.is_beginning
         assert writer.base_bytes > disk.HEADER_BYTES
         [segment] = segments(tmp_path)
         assert (segment.number, segment.step) == (6, 4)
         assert segment.path.stat().st_size == writer.base_bytes + writer.news_bytes
-        assert not list(tmp_path.glob("*.tmp"))
+        assert {f.name for f in tmp_path.iterdir()} == {"lock", segment.path.name}
         await writer.close()
 
     within(story)
@@ -447,7 +449,7 @@ def test_latency_to_durability_is_bounded_by_the_flush_and_one_sync(tmp_path):
         for k in range(10):
             begun = time.monotonic()
             writer.append(RoundOpened(k, "plain"))
-            size += disk.size(LOG.encode(RoundOpened(k, "plain")))
+            size += framing.size(LOG.encode(RoundOpened(k, "plain")))
             await until(lambda: segment.path.stat().st_size >= size)  # noqa: B023
             waits.append(time.monotonic() - begun)
         assert sorted(waits)[5] < 0.05 + 0.5, "half of them far beyond 50 ms, on whatever machine"

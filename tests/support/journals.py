@@ -11,6 +11,7 @@ from lightrl.core.log_entries import (
     RoundOpened,
     RoundSnapshot,
     ShardSent,
+    ShellNote,
     SnapshotBegan,
     SnapshotEnded,
     TokensTaken,
@@ -28,6 +29,7 @@ from lightrl.messages import (
     TrainResponse,
     TrainShard,
 )
+from lightrl.metrics.rounds import Records
 from lightrl.run_file import load_config, to_toml
 from lightrl.wire import pack_f32, pack_i32, to_json
 from tests.support.cli import QUICKSTART
@@ -48,25 +50,36 @@ def tokens(
     )
 
 
-def shard(step: int, response: str, ids: Sequence[int], reward: float) -> ShardSent:
-    trained = TrainResponse(response, pack_i32(ids), pack_f32([-0.5] * len(ids)), reward, "stop")
-    group = TrainGroup(response.partition("#")[0], PROMPT.tokens, (trained,))
-    return ShardSent(TrainShard(step, 0, step, (group,), last=True, num_groups=1))
+def shard(step: int, group: str, *members: tuple[Sequence[int], float]) -> ShardSent:
+    """`members`: token ids and reward of each response."""
+    trained = [
+        TrainResponse(f"{group}#{k}", pack_i32(ids), pack_f32([-0.5] * len(ids)), reward, "stop")
+        for k, (ids, reward) in enumerate(members)
+    ]
+    groups = (TrainGroup(group, PROMPT.tokens, tuple(trained)),)
+    return ShardSent(TrainShard(step, 0, step, groups, last=True, num_groups=1))
+
+
+def note(elapsed_s: float, num_prompts: int = 1000, num_eval_prompts: int = 0) -> ShellNote:
+    """What a coordinator knows of the run when it begins a segment."""
+    records = Records("one", "", "head", "held", 9, 105)
+    records.evals = [(0, 0.25)]
+    return ShellNote(records.note(elapsed_s, "", num_prompts, num_eval_prompts))
 
 
 FIRST: list[LogEntry] = [
-    *(SnapshotBegan(), SnapshotEnded(), VersionPublished(0, "aa" * 16)),
+    *(SnapshotBegan(), note(0.0), SnapshotEnded(), VersionPublished(0, "aa" * 16)),
     *(RoundOpened(0, "plain"), PromptsDrawn((PROMPT,))),
     TokensTaken(0, (tokens("p1@0#0", 0, [11, 12]), tokens("p1@0#1", 0, [21]))),
-    TokensTaken(0, (tokens("p1@0#0", 2, [13], end="stop"),)),
-    ResponseScored("p1@0#0", 1, 1.0),
-    shard(0, "p1@0#0", [11, 12, 13], 1.0),
+    TokensTaken(0, (tokens("p1@0#0", 2, [13], end="stop"), tokens("p1@0#1", 1, [], end="stop"))),
+    *(ResponseScored("p1@0#0", 1, 1.0), ResponseScored("p1@0#1", 1, 0.0)),
+    shard(0, "p1@0", ([11, 12, 13], 1.0), ([21], 0.0)),
     *(RoundOpened(1, "plain"), PromptsDrawn((OTHER,))),
     TokensTaken(0, (tokens("p2@0#0", 0, [31, 32]),)),
     *(VersionPublished(1, "bb" * 16, (1,)), StepDone(0, 1, {"loss/policy": 0.5})),
 ]
 SECOND: list[LogEntry] = [  # begins with what of the first one still stands
-    SnapshotBegan(1, 2, version=1, digests={1: "bb" * 16}),
+    *(SnapshotBegan(1, 2, version=1, digests={1: "bb" * 16}), note(61.0)),
     RoundSnapshot(1, "plain", 1, (PutOff(OTHER, 0, 1),), False),
     *(TokensTaken(0, (tokens("p2@0#0", 0, [31, 32], attempt=2),)), SnapshotEnded()),
     TokensTaken(1, (tokens("p2@0#0", 2, [33, 34, 35], attempt=2),)),
@@ -79,6 +92,7 @@ def left_behind(
     """As a coordinator that was killed leaves it."""
     (run_dir / "logs").mkdir(parents=True)
     where = (f"run.name={run_dir.name}", f"run.dir={run_dir.parent}", "run.bind=tcp://127.0.0.1:*")
+    where += ("train.prompts_per_step=1", "rollout.group_size=2", "async.max_staleness=1")
     (run_dir / "config.toml").write_text(to_toml(load_config(QUICKSTART, [*where, *overrides])))
     write_key(run_dir / "key")
     metrics = [

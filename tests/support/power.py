@@ -108,7 +108,10 @@ class Recorder:
         N_step_N"."""
         frame, chain = sys._getframe(2), []
         while frame is not None:
-            if f"{os.sep}lightrl{os.sep}" in frame.f_code.co_filename:
+            if (
+                f"{os.sep}lightrl{os.sep}" in frame.f_code.co_filename
+                and frame.f_code.co_name != "replacing"  # whose block it is says more
+            ):
                 chain.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
             frame = frame.f_back
         name = re.sub(r"\d+", "N", self._last.where[inode]) or "."

@@ -14,7 +14,7 @@ def encode(values: "array[Any]") -> bytes:
 
 def decode(kind: str, data: bytes) -> "array[Any]":
     """From raw little-endian bytes of 4-byte items."""
-    return array(kind, native(data))
+    return array(kind, native(data) if BIG_ENDIAN else data)
 
 
 def native(data: bytes) -> bytes:

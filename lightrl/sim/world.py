@@ -47,7 +47,8 @@ from lightrl.messages import (
 )
 from lightrl.sim.colocation import Colocation
 from lightrl.sim.deferred_rewards import DeferredRewards
-from lightrl.sim.engine import Attempt, Speculation
+from lightrl.sim.engine import Attempt
+from lightrl.sim.engine_profile import Speculation
 from lightrl.sim.machines import SPOT, Machine, NodeSpec, new_machine
 from lightrl.sim.mechanism import Mechanism
 from lightrl.sim.messages import TRAINER, blank, digest_of, hello, publication

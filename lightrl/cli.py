@@ -400,11 +400,12 @@ def _foreground(
             f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator"
         )
     else:
-        from lightrl.client.address import parse, require_reachable
+        from lightrl.client.address import require_reachable
         from lightrl.keys import find_key, require_full
+        from lightrl.system.addresses import host_and_port
 
         join = "tcp://" + join.removeprefix("tcp://")
-        parse(join)
+        host_and_port(join)
         text = find_key(key, None)
         if roles != ("rollout",):
             require_full(text, f"--role {','.join(roles)} needs")

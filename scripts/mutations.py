@@ -541,7 +541,7 @@ MUTATIONS = [
     # Limits on strangers, on holders of the join key, on what waits; what makes files last
     Mutation(
         "stranger may send a frame of 32 MiB",
-        "transport/link.py",
+        "transport/zeromq.py",
         "MAX_TO_HUB_BYTES = 64 << 10",
         "MAX_TO_HUB_BYTES = 32 << 20",
         tests=(
@@ -550,7 +550,7 @@ MUTATIONS = [
     ),
     Mutation(
         "stranger has ten minutes for the handshake",
-        "transport/link.py",
+        "transport/zeromq.py",
         "HANDSHAKE_MS = 3000",
         "HANDSHAKE_MS = 600_000",
         tests=(
@@ -559,7 +559,7 @@ MUTATIONS = [
     ),
     Mutation(
         "parts of a peer that has gone are kept",
-        "transport/link.py",
+        "transport/hub.py",
         "for identity in [i for i, (connection, _) in self._partial.items() if connection in gone]:",
         "for identity in ():",
         tests=("tests/transport/test_link.py::test_parts_of_a_peer_are_bounded_and_go_with_it",),
@@ -573,7 +573,7 @@ MUTATIONS = [
     ),
     Mutation(
         "peer that comes back is declared lost",
-        "transport/link.py",
+        "transport/hub.py",
         "self._unheard.pop(peer, None)",
         "pass",
         tests=(
@@ -682,7 +682,7 @@ MUTATIONS = [
     ),
     Mutation(
         "join key may say everything",
-        "transport/link.py",
+        "transport/hub.py",
         "if access is not Access.FULL:",
         "if False:",
         tests=(

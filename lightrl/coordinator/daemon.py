@@ -76,7 +76,7 @@ from lightrl.metrics.rounds import Records
 from lightrl.metrics.sinks import MetricsLog
 from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
 from lightrl.say import plain, say
-from lightrl.transport.link import Hub, Peer
+from lightrl.transport.hub import Hub, Peer
 from lightrl.transport.validate import as_event, why_unwelcome
 from lightrl.weights.scratch import scratch_dir
 from lightrl.wire import to_json

@@ -472,7 +472,7 @@ class CoordinatorDaemon:
             except JournalError as e:
                 self.feed(ShellFailed(str(e)))
             self._descriptors.look()
-            self._records.measure_rates(self._core, time.monotonic())
+            self._records.nodes.measure(self._core.fleet, time.monotonic())
             for name in self._core.fleet.nodes:
                 self._send(name, Heartbeat())
             await asyncio.sleep(self._config.node.heartbeat_s)

@@ -582,9 +582,9 @@ MUTATIONS = [
     ),
     Mutation(
         "peer that cannot be reached is lost before it is heard out",
-        "coordinator/daemon.py",
+        "coordinator/peers.py",
         "            self._hub.hear_out(peer)",
-        '            self._inbox.put_nowait(NodeLost(node, "connection lost"))',
+        "            self._lost(node)",
         tests=(
             "tests/daemon/test_goodbyes.py::test_nodes_that_said_goodbye_have_left_although_they_cannot_be_reached",
         ),
@@ -698,7 +698,7 @@ MUTATIONS = [
     ),
     Mutation(
         "join key takes the name of a living node",
-        "coordinator/daemon.py",
+        "coordinator/peers.py",
         "if self._is_taken(peer):",
         "if False:",
         tests=(
@@ -856,7 +856,7 @@ MUTATIONS = [
     ),
     Mutation(
         "journal is pruned to the newest checkpoint",
-        "coordinator/daemon.py",
+        "coordinator/inbound.py",
         "drop_before(message.oldest)",
         "drop_before(message.step)",
         tests=(

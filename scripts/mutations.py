@@ -1102,4 +1102,27 @@ MUTATIONS = [
         "if True:",
         tests=("tests/trainer/test_emulated.py::test_a_group_without_signal_counts_as_well",),
     ),
+    Mutation(
+        "what crashes is started again for ever",
+        "system/restart.py",
+        "if num_crashes > self.max_restarts:",
+        "if False:",
+        tests=("tests/system/test_restart.py::test_limits_of_each_place",),
+    ),
+    Mutation(
+        "a crash after a long life is one more of the row",
+        "system/restart.py",
+        "if lived_s > self.policy.settled_s:",
+        "if False:",
+        tests=(
+            "tests/system/test_restart.py::test_a_crash_after_a_long_life_is_the_first_of_a_new_row",
+        ),
+    ),
+    Mutation(
+        "every slope is the prior's",
+        "core/line_fit.py",
+        "return (together + weight * prior) / (max(0.0, spread) + weight)",
+        "return prior",
+        tests=("tests/core/test_line_fit.py::test_it_is_the_least_squares_line",),
+    ),
 ]

@@ -76,7 +76,7 @@ def require_coherent(
     if name and not roles:
         raise ConfigError("--name is for one daemon: --join or --role; else set run.name")
     if name:
-        from lightrl.config import NAME_PATTERN
+        from lightrl.config_sections import NAME_PATTERN
 
         if len(name) > MAX_NAME or not re.fullmatch(NAME_PATTERN, name):
             what = f"a letter or digit, then letters, digits, . _ -; at most {MAX_NAME} in all"

@@ -4,23 +4,22 @@
 """
 
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightrl import arguments
+from lightrl import arguments, commands
 from lightrl.arguments import (
-    AsJson,
     KeyFile,
     NameOption,
     NoTui,
     RoleOption,
     Settings,
     Slots,
-    Target,
 )
+from lightrl.commands import exit_with, wait_for
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.say import complain, show
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from lightrl.messages import Role
 
 RED = "\x1b[31m"
-T = TypeVar("T")
 
 app = typer.Typer(
     help="Reinforcement-learning post-training of language models on reserved and "
@@ -122,7 +120,7 @@ def resume(
         from lightrl.launch.local import in_foreground
 
         require_room(config, roles, slots)
-        _exit(
+        exit_with(
             in_foreground(
                 config, _coordinator(config, roles, name, slots, resume=True), resume=True
             )
@@ -131,156 +129,16 @@ def resume(
         _whole_run(config, no_tui, resume=True)
 
 
-@app.command()
-def replay(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="default: runs/latest")] = None,
-    step: Annotated[int | None, typer.Option(min=0, help="the responses of this step")] = None,
-    response: Annotated[str, typer.Option(metavar="ID", help="the tokens of this response")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Tell what the journal of a run holds: rounds, tokens, scores, versions, damage."""
-    from lightrl.client.address import find
-    from lightrl.replay.report import replay_json, replay_lines
-
-    _, run_dir = find(run)
-    if run_dir is None:
-        raise ConfigError(f"{run}: is an address; a journal is read from a run directory")
-    if as_json:
-        show([replay_json(run_dir, step, response)])
-    else:
-        show(replay_lines(run_dir, step, response))
-
-
-@app.command()
-def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) -> None:
-    """Show the nodes, the round and the step of a run."""
-    from lightrl.client.find_run import meant, one_snapshot
-    from lightrl.launch.report import status_lines
-    from lightrl.wire import to_json
-
-    snapshot = _wait_for(one_snapshot(meant(addr, key)))
-    show([to_json(snapshot).decode()] if as_json else status_lines(snapshot))
-
-
-@app.command()
-def top(addr: Target = None, key: KeyFile = None) -> None:
-    """Watch a running or finished run on a live screen (q leaves, ? shows the keys)."""
-    from lightrl.client.find_run import OVER, meant, one_snapshot
-    from lightrl.tui.app import show_finished, watch_live
-
-    if not sys.stdout.isatty():
-        raise LightRLError("lightrl top needs a terminal; lightrl status prints plain lines")
-    target = meant(addr, key)
-    now = _wait_for(one_snapshot(target))
-    if target.address is None or now.state in OVER:
-        _wait_for(show_finished(now))
-    else:
-        _wait_for(watch_live(target.address, target.key(), True, target.run_dir, first=now))
-
-
-@app.command()
-def down(addr: Target = None, key: KeyFile = None) -> None:
-    """Stop a run: no new work, a checkpoint of the steps done, all daemons leave."""
-    from lightrl.client import ask
-    from lightrl.client.find_run import live_run, meant
-
-    target = meant(addr, key)
-    address, _ = _wait_for(live_run(target))
-    _wait_for(ask.drain(address, "*", "lightrl down", target.key()))
-    print("the run is stopping; lightrl status shows when it is over")
-
-
-@app.command()
-def drain(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="as lightrl status names it")],
-    addr: Target = None,
-    key: KeyFile = None,
-) -> None:
-    """Let one rollout node go: its responses continue on others."""
-    from lightrl.client import ask
-    from lightrl.client.find_run import live_run, meant, require_drainable
-
-    target = meant(addr, key)
-    address, snapshot = _wait_for(live_run(target))
-    require_drainable(snapshot, node)
-    _wait_for(ask.drain(address, node, "lightrl drain", target.key()))
-    show([f"{node} is leaving"])
-
-
-@app.command()
-def check(settings: Settings = None) -> None:
-    """Verify this machine, and a CONFIG if one is given, and say what to do."""
-    from lightrl.launch.check import findings
-
-    config = arguments.config(settings or [])
-    failed = False
-    for finding in findings(config):
-        failed |= finding.verdict == "fail"
-        show([f"{finding.verdict:5} {finding.subject:14} {finding.text}"])
-    _exit(int(failed))
-
-
-@app.command()
-def simulate(
-    settings: Settings = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=0, help="rollout nodes that are always there; default: rollout.nodes"),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="CSV of more nodes that come and go: milliseconds,add|remove,node"
-        ),
-    ] = None,
-    workload: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess"
-        ),
-    ] = "",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="default: train.steps, at most 20")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="each mechanism alone, in one table")
-    ] = False,
-    reproduce: Annotated[
-        bool,
-        typer.Option(
-            "--reproduce", help="no CONFIG: reproduce published figures; LightRL on the same work"
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="all figures, as one line of JSON")
-    ] = False,
-) -> None:
-    """Predict how fast CONFIG would run on a fleet, with the real scheduler."""
-    from lightrl.launch.plan import count_prompts
-    from lightrl.sim.command import reproduce_published, simulate_run
-
-    if reproduce:
-        if settings or nodes is not None or trace or workload or steps or compare:
-            raise typer.BadParameter(
-                "--reproduce has its own workloads and fleets; only --json goes with it"
-            )
-        reproduce_published(json_line=as_json)
-        return
-    config = arguments.config(settings or [])
-    if config is None:
-        raise typer.BadParameter(
-            "give a CONFIG; overrides such as rollout.slots=64 describe the nodes"
-        )
-    simulate_run(
-        config,
-        num_prompts=count_prompts(config.data.path),
-        nodes=nodes,
-        trace=trace,
-        workload=workload,
-        steps=steps,
-        all_variants=compare,
-        json_line=as_json,
-    )
+for command in (
+    commands.replay,
+    commands.status,
+    commands.top,
+    commands.down,
+    commands.drain,
+    commands.check,
+    commands.simulate,
+):
+    app.command()(command)
 
 
 @app.command()
@@ -317,20 +175,10 @@ def slurm_job(part: str, what: list[str], slots: Slots = 0) -> None:
     KEY_FILE."""
     from lightrl.launch.slurm.job import run_part
 
-    _exit(_wait_for(run_part(part, what, slots)))
+    exit_with(wait_for(run_part(part, what, slots)))
 
 
-@app.command("config")
-def reference() -> None:
-    """Print every config key with its default and meaning."""
-    from lightrl.config import keys
-
-    section = ""
-    for key, default, description in keys():
-        if key.partition(".")[0] != section:
-            section = key.partition(".")[0]
-            print(f"\n[{section}]")
-        print(f"{key:32} {default:22} {description}".rstrip())
+app.command("config")(commands.reference)
 
 
 @app.command(hidden=True)
@@ -363,13 +211,13 @@ def daemon(
     options = DaemonOptions(
         name, roles, run_dir, config, join or None, resume=resume, key=key, gpus=part
     )
-    _exit(NOT_FINISHED if run(options) else 0)  # else 1 of an error, or of a crash
+    exit_with(NOT_FINISHED if run(options) else 0)  # else 1 of an error, or of a crash
 
 
 def _whole_run(config: "Config", no_tui: bool, resume: bool = False) -> None:
     from lightrl.launch.run import run_here
 
-    _exit(_wait_for(run_here(config, tui=sys.stdout.isatty() and not no_tui, resume=resume)))
+    exit_with(wait_for(run_here(config, tui=sys.stdout.isatty() and not no_tui, resume=resume)))
 
 
 def _foreground(
@@ -394,24 +242,25 @@ def _foreground(
         require_room(config, roles, slots)
         from lightrl.launch.local import in_foreground
 
-        _exit(in_foreground(config, _coordinator(config, roles, name, slots)))
+        exit_with(in_foreground(config, _coordinator(config, roles, name, slots)))
     elif not join:
         raise typer.BadParameter(
             f"--role {','.join(roles)} needs --join tcp://HOST:PORT of the coordinator"
         )
     else:
-        from lightrl.client.address import parse, require_reachable
+        from lightrl.client.address import require_reachable
         from lightrl.keys import find_key, require_full
+        from lightrl.system.addresses import host_and_port
 
         join = "tcp://" + join.removeprefix("tcp://")
-        parse(join)
+        host_and_port(join)
         text = find_key(key, None)
         if roles != ("rollout",):
             require_full(text, f"--role {','.join(roles)} needs")
         require_reachable(join)
         from lightrl.daemon.main import DaemonOptions, run
 
-        _exit(
+        exit_with(
             run(
                 DaemonOptions(
                     name or arguments.default_name(), roles, join=join, slots=slots, key=text
@@ -446,17 +295,6 @@ def _dry_run(config: "Config | None") -> None:
     require_files(config)
     devices = describe_devices(config)
     show(f"{to_toml(config)}\n{describe(config, devices)}".split("\n"))
-
-
-def _wait_for(work: "Coroutine[object, object, T]") -> T:
-    import asyncio
-
-    return asyncio.run(work)
-
-
-def _exit(status: int) -> None:
-    if status:
-        raise typer.Exit(status)
 
 
 def main(arguments: list[str] | None = None) -> None:

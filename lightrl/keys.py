@@ -4,7 +4,7 @@ derived from.
 Owns the form of the keys and of what is derived from them. Opens no connection.
 
 There are two, each in a file of the run directory that only its owner can read (mode 0600). They
-never travel: both ends of a connection compute their key pairs from them (transport/link.py).
+never travel: both ends of a connection compute their key pairs from them (transport/zeromq.py).
 
 - `key`, 32 random bytes as 64 hexadecimal digits, is for the operator, the trainer and tools. All
   else is derived from it.

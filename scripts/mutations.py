@@ -541,7 +541,7 @@ MUTATIONS = [
     # Limits on strangers, on holders of the join key, on what waits; what makes files last
     Mutation(
         "stranger may send a frame of 32 MiB",
-        "transport/link.py",
+        "transport/zeromq.py",
         "MAX_TO_HUB_BYTES = 64 << 10",
         "MAX_TO_HUB_BYTES = 32 << 20",
         tests=(
@@ -550,7 +550,7 @@ MUTATIONS = [
     ),
     Mutation(
         "stranger has ten minutes for the handshake",
-        "transport/link.py",
+        "transport/zeromq.py",
         "HANDSHAKE_MS = 3000",
         "HANDSHAKE_MS = 600_000",
         tests=(
@@ -559,7 +559,7 @@ MUTATIONS = [
     ),
     Mutation(
         "parts of a peer that has gone are kept",
-        "transport/link.py",
+        "transport/hub.py",
         "for identity in [i for i, (connection, _) in self._partial.items() if connection in gone]:",
         "for identity in ():",
         tests=("tests/transport/test_link.py::test_parts_of_a_peer_are_bounded_and_go_with_it",),
@@ -573,7 +573,7 @@ MUTATIONS = [
     ),
     Mutation(
         "peer that comes back is declared lost",
-        "transport/link.py",
+        "transport/hub.py",
         "self._unheard.pop(peer, None)",
         "pass",
         tests=(
@@ -582,9 +582,9 @@ MUTATIONS = [
     ),
     Mutation(
         "peer that cannot be reached is lost before it is heard out",
-        "coordinator/daemon.py",
+        "coordinator/peers.py",
         "            self._hub.hear_out(peer)",
-        '            self._inbox.put_nowait(NodeLost(node, "connection lost"))',
+        "            self._lost(node)",
         tests=(
             "tests/daemon/test_goodbyes.py::test_nodes_that_said_goodbye_have_left_although_they_cannot_be_reached",
         ),
@@ -682,7 +682,7 @@ MUTATIONS = [
     ),
     Mutation(
         "join key may say everything",
-        "transport/link.py",
+        "transport/hub.py",
         "if access is not Access.FULL:",
         "if False:",
         tests=(
@@ -698,7 +698,7 @@ MUTATIONS = [
     ),
     Mutation(
         "join key takes the name of a living node",
-        "coordinator/daemon.py",
+        "coordinator/peers.py",
         "if self._is_taken(peer):",
         "if False:",
         tests=(
@@ -856,7 +856,7 @@ MUTATIONS = [
     ),
     Mutation(
         "journal is pruned to the newest checkpoint",
-        "coordinator/daemon.py",
+        "coordinator/inbound.py",
         "drop_before(message.oldest)",
         "drop_before(message.step)",
         tests=(
@@ -1101,5 +1101,28 @@ MUTATIONS = [
         'if train.engine != "emulated":',
         "if True:",
         tests=("tests/trainer/test_emulated.py::test_a_group_without_signal_counts_as_well",),
+    ),
+    Mutation(
+        "what crashes is started again for ever",
+        "system/restart.py",
+        "if num_crashes > self.max_restarts:",
+        "if False:",
+        tests=("tests/system/test_restart.py::test_limits_of_each_place",),
+    ),
+    Mutation(
+        "a crash after a long life is one more of the row",
+        "system/restart.py",
+        "if lived_s > self.policy.settled_s:",
+        "if False:",
+        tests=(
+            "tests/system/test_restart.py::test_a_crash_after_a_long_life_is_the_first_of_a_new_row",
+        ),
+    ),
+    Mutation(
+        "every slope is the prior's",
+        "core/line_fit.py",
+        "return (together + weight * prior) / (max(0.0, spread) + weight)",
+        "return prior",
+        tests=("tests/core/test_line_fit.py::test_it_is_the_least_squares_line",),
     ),
 ]

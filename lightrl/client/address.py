@@ -10,24 +10,9 @@ import socket
 from pathlib import Path
 
 from lightrl.errors import ConfigError, PeerUnreachable
+from lightrl.system.addresses import ALL_HOSTS, host_and_port
 
 CONNECT_S = 3.0
-
-
-def parse(address: str) -> tuple[str, int]:
-    """("10.0.0.1", 5600) for "tcp://10.0.0.1:5600" or "10.0.0.1:5600"; port 0 for "*".
-
-    Raises ConfigError with an example if it is neither.
-    """
-    host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    if ":" in host or "[" in host:
-        raise ConfigError(
-            f"{address}: IPv6 is not supported; use an IPv4 address: tcp://10.0.0.1:5600"
-        )
-    number = "0" if port == "*" else port
-    if not colon or not host or "/" in host or not number.isdecimal() or int(number) > 65535:
-        raise ConfigError(f"{address}: not an address; one looks like tcp://10.0.0.1:5600")
-    return host, int(number)
 
 
 def reachable(address: str) -> str:
@@ -35,11 +20,11 @@ def reachable(address: str) -> str:
 
     Example: "tcp://10.0.0.1:5600" for "tcp://0.0.0.0:5600".
     """
-    host, port = parse(address)
-    return f"tcp://{_own_host()}:{port}" if host in {"0.0.0.0", "*"} else address
+    host, port = host_and_port(address)
+    return f"tcp://{own_host()}:{port}" if host in ALL_HOSTS else address
 
 
-def _own_host() -> str:
+def own_host() -> str:
     """The address that this machine uses towards others; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -62,7 +47,7 @@ def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Pat
     if target is not None and (
         target.startswith("tcp://") or (":" in target and not Path(target).exists())
     ):
-        parse(target)
+        host_and_port(target)
         return "tcp://" + target.removeprefix("tcp://"), None
     folder = runs / "latest" if target is None else Path(target)
     if not folder.is_dir() and target is not None:
@@ -96,7 +81,7 @@ def shown(path: Path) -> str:
 
 def require_free(bind: str) -> None:
     """Raises ConfigError if the coordinator could not listen on `bind`."""
-    host, port = parse(bind)
+    host, port = host_and_port(bind)
     if problem := _problem_listening(host, port):
         more = ", or * for any" if problem.endswith("another one") else ""
         raise ConfigError(f"run.bind = {bind}: {problem}{more}")
@@ -108,7 +93,7 @@ def require_weights_port(port: int, bind: str) -> None:
 
     0 is any port that is free.
     """
-    host, taken = parse(bind)
+    host, taken = host_and_port(bind)
     problem = "is the port of run.bind; choose another one" if port == taken else ""
     if port and (problem := problem or _problem_listening(host, port)):
         raise ConfigError(f"node.weights_port = {port}: {problem}, or 0 for any")
@@ -143,7 +128,7 @@ def accepts(address: str) -> bool:
 def require_reachable(address: str) -> None:
     """Raises PeerUnreachable if nothing accepts connections at `address` within CONNECT_S
     seconds."""
-    host, port = parse(address)
+    host, port = host_and_port(address)
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except OSError as e:

@@ -14,9 +14,12 @@ from lightrl.config import Config
 from lightrl.coordinator import run_files
 from lightrl.coordinator.descriptors import Descriptors
 from lightrl.coordinator.history_sync import open_histories
+from lightrl.coordinator.inbound import Inbound
 from lightrl.coordinator.journaling import Journaling, last_stand, noted, recall
+from lightrl.coordinator.peers import Peers
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.replays import Replays
+from lightrl.coordinator.scoring import Scoring
 from lightrl.coordinator.watchers import Watchers
 from lightrl.core.commands import (
     Admit,
@@ -35,53 +38,37 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     DrainRequested,
     Event,
-    NodeJoined,
     NodeLost,
     PromptsDrawn,
-    ResponseScored,
     ShardLeft,
     ShellFailed,
     TimerFired,
 )
 from lightrl.core.recovery import recover
-from lightrl.core.state import ResponseState, RunState
+from lightrl.core.state import RunState
 from lightrl.errors import (
     DataError,
     JournalError,
     LightRLError,
-    PeerUnreachable,
-    ProtocolError,
     first_error,
 )
 from lightrl.history.lengths import LengthsLog
 from lightrl.journal.write import MAX_TROUBLE_S
-from lightrl.keys import Access
 from lightrl.messages import (
-    REJOIN,
-    TAKEN,
-    Bye,
-    Checkpointed,
-    Drain,
     Generate,
     Heartbeat,
-    Hello,
     Message,
-    ShardsTaken,
     TrainShard,
-    Watch,
     Welcome,
 )
-from lightrl.metrics.round_figures import sample_of, step_line, warnings
+from lightrl.metrics.round_figures import step_line, warnings
 from lightrl.metrics.rounds import Records
 from lightrl.metrics.sinks import MetricsLog
-from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
+from lightrl.rewards.runner import RewardPool
 from lightrl.say import plain, say
-from lightrl.transport.link import Hub, Peer
-from lightrl.transport.validate import as_event, why_unwelcome
+from lightrl.transport.hub import Hub, Peer
 from lightrl.weights.scratch import scratch_dir
 from lightrl.wire import to_json
-
-MAX_TURN_S = 0.05  # of messages that are dealt with before other tasks get their turn
 
 
 class CoordinatorDaemon:
@@ -105,7 +92,6 @@ class CoordinatorDaemon:
         """
         self._config = config
         self._run_dir = run_dir
-        self._name = name
         self._hub = Hub((run_files.old_address(run_dir) if resume else "") or config.run.bind, key)
         self.address = self._hub.address
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
@@ -129,14 +115,34 @@ class CoordinatorDaemon:
         self._lengths = LengthsLog(run_dir, self._core.step, self._report)
         if resume:
             run_files.go_on(run_dir)
-        self._rewards: RewardPool | None = None
+        self._scoring: Scoring | None = None
         self._reason = "ended before it was over"
         self._timer: asyncio.TimerHandle | None = None
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers = Watchers(self._send_snapshot)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
         self._descriptors = Descriptors(self._report, self._hub.num_connections)
-        self._peers: dict[str, Peer] = {}  # node -> the process that speaks for it
+        self._peers = Peers(
+            self._hub,
+            self._core.fleet,
+            self._descriptors,
+            name,
+            config.run.name,
+            self._report,
+            lambda node: self._inbox.put_nowait(NodeLost(node, "connection lost")),
+        )
+        self._inbound = Inbound(
+            config.run.name,
+            self._hub,
+            self._core,
+            self._peers,
+            self._watchers,
+            self._histories,
+            self._replays,
+            self._journaling,
+            self._records,
+            self.feed,
+        )
 
     @property
     def succeeded(self) -> bool:
@@ -154,14 +160,17 @@ class CoordinatorDaemon:
                 (scratch / name).write_bytes(data)
             logs = self._run_dir / "logs"
             logs.mkdir(exist_ok=True)
-            rewards = self._rewards = RewardPool(
-                self._config.reward,
+            self._scoring = Scoring(
+                self._config,
                 scratch,
-                self._config.data.answer_key,
                 logs,
-                self._scored,
+                self._prompts,
+                self._core,
+                self._records,
+                self.feed,
                 self._report,
             )
+            rewards = self._scoring.pool
             try:
                 # what is recorded now stands in the segment that follows
                 self._journaling.close_step()
@@ -170,7 +179,7 @@ class CoordinatorDaemon:
                 async with asyncio.TaskGroup() as tasks:
                     self._background = tasks
                     background = [
-                        tasks.create_task(self._receive(tasks), name="receive"),
+                        tasks.create_task(self._inbound.receive(tasks), name="receive"),
                         tasks.create_task(self._feed_inbox(), name="inbox"),
                         tasks.create_task(self._beat(), name="heartbeat"),
                         tasks.create_task(self._serve_rewards(rewards), name="rewards"),
@@ -271,12 +280,9 @@ class CoordinatorDaemon:
                 )
             case DrawPrompts(source, count):
                 return PromptsDrawn(self._prompts.draw(source, count))
-            case Score(r, prompt, source):
-                task = self._prompts.get(prompt, source == "eval")
-                assert self._rewards is not None
-                assert r.finish_reason is not None
-                job = RewardJob(r.id, r.attempt, task.text, task.row, r.tokens, r.finish_reason)
-                self._rewards.submit(job)
+            case Score():
+                assert self._scoring is not None
+                self._scoring.submit(command)
             case CloseRound(round) if round.is_eval:
                 self._histories.learn(round)
                 record = self._records.close_eval(round)
@@ -302,25 +308,11 @@ class CoordinatorDaemon:
         return None
 
     def _send(self, node: str, message: Message) -> None:
-        """To a node; one that cannot be reached is lost, once all is heard that it has said
-        before."""
-        peer = self._peers.get(node)
-        if peer is None:
-            if node in self._core.fleet.nodes:
-                self._inbox.put_nowait(NodeLost(node, "connection lost"))
-            return
-        if isinstance(message, Generate):
+        """To a node, with what it needs to draft from."""
+        peer = self._peers.speaker(node)
+        if peer is not None and isinstance(message, Generate):
             message = self._histories.attach(peer.identity, message, self._core.table.responses)
-        if not self._tell(peer, message):
-            self._hub.hear_out(peer)
-
-    def _tell(self, peer: Peer, message: Message) -> bool:
-        """Whether there is such a peer."""
-        try:
-            self._hub.send(peer, message)
-        except PeerUnreachable:
-            return False
-        return True
+        self._peers.send(node, message)
 
     def _send_shard(self, node: str, shard: TrainShard, hello: int) -> bool:
         """What a trainer was to get before it said hello again, it gets anew: False."""
@@ -333,18 +325,8 @@ class CoordinatorDaemon:
         asyncio.get_running_loop().call_soon(self._inbox.put_nowait, sent)
         return True
 
-    def _scored(self, result: RewardResult) -> None:
-        response = self._core.table.responses.get(result.response)
-        done = response is not None and response.state is ResponseState.DONE
-        # else it came too late
-        if response is not None and done and response.attempt == result.attempt:
-            self._records.reward_figures(response, result.metrics)
-            task = self._prompts.get(response.group.prompt.id, response.group.round.is_eval)
-            self._records.sample(sample_of(response, task.text, result.text, result.reward))
-        self.feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))
-
     def _send_snapshot(self, peer: Peer) -> bool:
-        return self._tell(peer, self._records.snapshot(self._core, time.monotonic()))
+        return self._peers.tell(peer, self._records.snapshot(self._core, time.monotonic()))
 
     async def _feed_inbox(self) -> None:
         """In a task of its own, so that an error ends the run instead of a callback."""
@@ -369,101 +351,6 @@ class CoordinatorDaemon:
         else:
             self._inbox.put_nowait(TimerFired())
 
-    # Peers
-
-    async def _receive(self, tasks: asyncio.TaskGroup) -> None:
-        while True:
-            turn_ends = time.monotonic() + MAX_TURN_S
-            for peer, message in await self._hub.receive():
-                if time.monotonic() > turn_ends:
-                    await asyncio.sleep(0)
-                    turn_ends = time.monotonic() + MAX_TURN_S
-                if isinstance(message, Watch):
-                    self._watchers.renew(peer, message.every_s, tasks)
-                elif isinstance(message, Hello) and message.node == peer.name:
-                    self._greet(peer, message)
-                elif isinstance(message, Drain) and message.node != peer.name:
-                    self.feed(DrainRequested(message.node, message.reason))
-                elif isinstance(message, PeerUnreachable):
-                    if self._peers.get(peer.name) == peer:
-                        self.feed(NodeLost(peer.name, "connection lost"))
-                elif self._peers.get(peer.name) == peer:
-                    self._take(peer, message)
-                elif isinstance(message, Heartbeat):  # given up while it was silent, or taken over
-                    self._tell(peer, Welcome(self._config.run.name, refused=REJOIN))
-                elif isinstance(message, ProtocolError):
-                    self._records.bad_frames += 1
-
-    def _greet(self, peer: Peer, hello: Hello) -> None:
-        """The process that says hello speaks for its node from now on, if it may and the core
-        agrees."""
-        if peer.access is not Access.FULL:
-            if (why := why_unwelcome(self._name, hello)) is not None:
-                self._report(f"{hello.node} refused: {why}")
-                self._tell(peer, Welcome(run="", refused=why))
-                return
-            if self._is_taken(peer):
-                self._tell(peer, Welcome(self._config.run.name, refused=TAKEN))
-                return
-        if (why := self._why_no_room(peer, hello)) is not None:
-            self._tell(peer, Welcome(run="", refused=why))
-            return
-        if "trainer" in hello.roles:
-            self._replays.cancel()  # what it needs again is asked for when it says where it stands
-        before = self._peers.get(hello.node)
-        self._peers[hello.node] = peer
-        self._histories.heard(peer.identity, hello)
-        self.feed(NodeJoined(hello))
-        known = self._core.fleet.nodes.get(hello.node)
-        if known is None or known.incarnation != hello.incarnation:
-            if before is not None:
-                self._peers[hello.node] = before
-            else:
-                del self._peers[hello.node]
-
-    def _why_no_room(self, peer: Peer, hello: Hello) -> str | None:
-        """In one line; None for whoever can be taken in, as a process that was once is."""
-        is_new = hello.roles == ("rollout",) and self._peers.get(hello.node) != peer
-        return self._descriptors.why_no_room() if is_new else None
-
-    def _is_taken(self, peer: Peer) -> bool:
-        """Whether another process speaks under this name and lives, as far as is known.
-
-        Only with the full key one takes over from it: who may join could else end any node. A
-        daemon that was started again gets its name when the connection of the one before is gone,
-        or its lease is over.
-        """
-        before = self._peers.get(peer.name)
-        if before in {None, peer} or peer.name not in self._core.fleet.nodes:
-            return False
-        self._send(peer.name, Heartbeat())  # one that has gone is found out, and its name free soon
-        return True
-
-    def _take(self, peer: Peer, message: Message | ProtocolError) -> None:
-        node = peer.name
-        if isinstance(message, Heartbeat) and node not in self._core.fleet.nodes:
-            self._send(node, Welcome(self._config.run.name, refused=REJOIN))
-        elif isinstance(message, Checkpointed):
-            stands_at = self._core.trainer_feed.stands_at
-            if (
-                node == self._core.fleet.trainer
-                and stands_at is not None
-                and message.step <= stands_at
-            ):
-                self._journaling.drop_before(message.oldest)
-        else:
-            event = as_event(node, message)
-            if isinstance(event, NodeLost):
-                self._records.bad_frames += 1
-            else:
-                self._histories.heard(peer.identity, message)
-                self._records.speculation.heard(peer.identity, message)
-            if isinstance(message, ShardsTaken):
-                self._replays.taken(message)
-            self.feed(event)
-            if isinstance(message, Bye) and self._peers.get(node) == peer:
-                del self._peers[node]
-
     async def _beat(self) -> None:
         """Lets every node know that the coordinator lives, and measures how fast they are."""
         while True:
@@ -472,7 +359,7 @@ class CoordinatorDaemon:
             except JournalError as e:
                 self.feed(ShellFailed(str(e)))
             self._descriptors.look()
-            self._records.measure_rates(self._core, time.monotonic())
+            self._records.nodes.measure(self._core.fleet, time.monotonic())
             for name in self._core.fleet.nodes:
                 self._send(name, Heartbeat())
             await asyncio.sleep(self._config.node.heartbeat_s)
@@ -492,4 +379,4 @@ class CoordinatorDaemon:
         snapshot = self._records.snapshot(self._core, now, over=True)
         await run_files.end(self._run_dir, to_json(summary), to_json(snapshot), self._report)
         for peer in self._watchers.peers:  # the last word to whoever looks on
-            self._tell(peer, snapshot)
+            self._peers.tell(peer, snapshot)

@@ -7,6 +7,8 @@ speculation that is one, and a step is a token.
 
 from dataclasses import dataclass, field
 
+from lightrl.core.line_fit import LineFit
+
 PRIOR_STEP_S = 0.02  # before anything was heard of a node
 PRIOR_HALF_BATCH = 128  # responses at which an engine step takes twice as long as with one
 FORGET = 0.98  # weight of the past at every observation
@@ -26,29 +28,16 @@ class Speed:
     base: float = PRIOR_STEP_S
     slope: float = PRIOR_STEP_S / PRIOR_HALF_BATCH
     num_observed: int = 0
-    # decayed sums
-    _n: float = 0.0
-    _x: float = 0.0
-    _xx: float = 0.0
-    _y: float = 0.0
-    _xy: float = 0.0
+    _line: LineFit = field(default_factory=LineFit)
 
     def observe(self, batch: int, seconds: float) -> None:
         """With `batch` responses running, a step took so long."""
-        x, y = float(batch), seconds
-        self._n = FORGET * self._n + 1
-        self._x = FORGET * self._x + x
-        self._xx = FORGET * self._xx + x * x
-        self._y = FORGET * self._y + y
-        self._xy = FORGET * self._xy + x * y
+        self._line.add(float(batch), seconds, FORGET)
         self.num_observed += 1
-        mean_x, mean_y = self._x / self._n, self._y / self._n
+        mean_x, mean_y = self._line.means()
         # The prior in terms of what was measured: base = slope * PRIOR_HALF_BATCH.
         assumed = mean_y / (PRIOR_HALF_BATCH + mean_x)
-        spread = self._xx / self._n - mean_x * mean_x
-        together = self._xy / self._n - mean_x * mean_y
-        weight = PRIOR_WEIGHT * PRIOR_HALF_BATCH
-        slope = (together + weight * assumed) / (max(0.0, spread) + weight)
+        slope = self._line.slope(assumed, PRIOR_WEIGHT * PRIOR_HALF_BATCH)
         self.slope = min(max(0.0, slope), 0.95 * mean_y / max(1.0, mean_x))
         self.base = mean_y - self.slope * mean_x
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias, assert_never
 
-from lightrl.config import EngineKind
+from lightrl.config_sections import EngineKind
 from lightrl.engine.base import (
     Delta,
     Engine,

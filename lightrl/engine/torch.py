@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from lightrl.engine.checkpoint import (
     resolve_dtype,
     tensor_targets,
 )
+from lightrl.engine.gpu_room import DRAFT_LOGITS, fitting
 from lightrl.engine.kv import Placement, RowCache
 from lightrl.engine.requests import Running, accept
 from lightrl.engine.sampling import sample, uniforms
@@ -42,7 +42,6 @@ UNEVEN = (
     "torch engine may "
     "draw another token where two are almost equally likely; vLLM has batch-invariant kernels"
 )
-DRAFT_LOGITS = 1 << 26  # of one forward pass with drafts, at most
 
 
 class TorchEngine:
@@ -73,7 +72,7 @@ class TorchEngine:
                 )
             self._slots = min(self._slots, fits)
         elif self.device == "cuda":
-            self._slots, self._draft_logits = _fitting(spec, config, cache_bytes // spec.slots)
+            self._slots, self._draft_logits = fitting(spec, config, cache_bytes // spec.slots)
         self._cache = RowCache(text.num_hidden_layers, self._slots, spec.max_model_length)
         self._waiting: deque[Running] = deque()
         # row i of the cache and of the arrays below belongs to response i
@@ -374,32 +373,6 @@ class TorchEngine:
             for i, j in zip(target, source, strict=True):
                 self._rows[i] = self._rows[j]
         del self._rows[remaining:]
-
-
-def _fitting(spec: EngineSpec, config: Any, sequence_bytes: int) -> tuple[int, int]:
-    """Of the slots as many as have room for their KV cache beside the weights, which are there, and
-    the logits that a step with drafts may have then. Raises EngineError."""
-    free, total = torch.cuda.mem_get_info()
-    room = 0.9 * free
-    if spec.gpu_memory:
-        room = min(room, spec.gpu_memory * total - torch.cuda.memory_allocated())
-    shape = memory.shape_of(config.to_dict())
-    room -= memory.working_bytes(shape, spec.slots) if shape else memory.CONTEXT_BYTES
-    # transformers repeats a layer's keys and values for each head
-    if shape and shape.q_width > shape.kv_width:
-        sequence_bytes += sequence_bytes * shape.q_width // (shape.kv_width * shape.layers)
-    if room < sequence_bytes:
-        gib = memory.GIB
-        raise EngineError(
-            f"the GPU has room for {max(0, room) / gib:.1f} GiB of KV cache, and one "
-            "sequence needs "
-            f"{sequence_bytes / gib:.1f}; see lightrl up --dry-run"
-        )
-    slots = min(spec.slots, int(room // sequence_bytes))
-    left = (
-        room - slots * sequence_bytes + (memory.sampling_bytes(shape, spec.slots) if shape else 0)
-    )
-    return slots, memory.draftable_values(left, DRAFT_LOGITS)
 
 
 def _windows(config: object) -> dict[str, int | None]:

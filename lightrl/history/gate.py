@@ -12,6 +12,8 @@ rarely. Never reads a clock.
 from dataclasses import dataclass, field
 from math import log2
 
+from lightrl.core.line_fit import LineFit
+
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # drafted tokens of a response that may be allowed
 MEMORY = 0.9  # weight of a known time against one more observation
 ACCEPTANCE_MEMORY = 0.95
@@ -33,25 +35,21 @@ FADING = 0.9
 class Plain:
     """Seconds of a step without drafts: base + slope * responses, by least squares that forget."""
 
-    n: float = 0.0
-    x: float = 0.0
-    xx: float = 0.0
-    y: float = 0.0
-    xy: float = 0.0
+    line: LineFit = field(default_factory=LineFit)
     count: int = 0
     was_slow: bool = False
 
     def knows(self, batch: int) -> bool:
         """Enough steps were seen, and with about as many responses."""
-        return self.count >= FIRST_STEPS and self.n > 2.5 and self._is_near(batch)
+        return self.count >= FIRST_STEPS and self.line.n > 2.5 and self._is_near(batch)
 
     def observe(self, batch: int, seconds: float) -> None:
         keep = MEMORY
-        if self.n:
+        if self.count:
             usual_s = self.step_s(batch)
             if not self._is_near(batch):
                 # the load has changed: all that was known becomes one point of the line
-                keep = 1 / self.n
+                keep = 1 / self.line.n
             else:
                 is_slow = seconds > SLOW * usual_s
                 if seconds < usual_s / 2 or (is_slow and self.was_slow):
@@ -59,24 +57,20 @@ class Plain:
                 elif is_slow:
                     seconds = usual_s
                 self.was_slow = is_slow
-        self.n = keep * self.n + 1
-        self.x = keep * self.x + batch
-        self.xx = keep * self.xx + batch * batch
-        self.y = keep * self.y + seconds
-        self.xy = keep * self.xy + batch * seconds
+        self.line.add(batch, seconds, keep)
         self.count += 1
 
     def step_s(self, batch: int) -> float:
-        x, y = self.x / self.n, self.y / self.n
+        x, y = self.line.means()
         # Where one batch size was seen only: half of a step is for the step, half for what is in
         # it.
-        spread = self.xx / self.n - x * x + 0.01 * x * x
-        slope = (self.xy / self.n - x * y + 0.01 * x * x * 0.5 * y / x) / spread
+        slope = self.line.slope(prior=0.5 * y / x, weight=0.01 * x * x)
         slope = min(max(slope, 0.0), y / x)
         return max(y + slope * (batch - x), 0.1 * y)
 
     def _is_near(self, batch: int) -> bool:
-        return self.x <= 2 * batch * self.n and batch * self.n <= 2 * self.x
+        mean = self.line.means()[0]
+        return mean <= 2 * batch and batch <= 2 * mean
 
 
 @dataclass(slots=True)
@@ -162,7 +156,7 @@ class Gate:
         included."""
         if num_tokens <= batch:
             self.plain.observe(batch, seconds)
-        elif self.plain.n:
+        elif self.plain.count:
             self._forget(ACCEPTANCE_MEMORY)
             plain_s, extra = self.plain.step_s(batch), num_tokens - batch
             if seconds < plain_s / SLOW:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from lightrl.client.address import require_free
-from lightrl.config import Config, Run
+from lightrl.config import Config
+from lightrl.config_sections import Run
 from lightrl.devices.assign import visible
 from lightrl.devices.driver import look
 from lightrl.devices.plan import assigned

@@ -30,6 +30,7 @@ from lightrl.messages import Role
 from lightrl.metrics import sinks
 from lightrl.say import say
 from lightrl.system.child import retry_on_resource_limit
+from lightrl.system.restart import CrashCounter, RestartPolicy
 
 # from its start to the coordinator's address; it imports and reads the data
 LISTENS_WITHIN_S = 60.0
@@ -39,8 +40,8 @@ FOLLOWS_WITHIN_S = 1.0
 AWAY_S = 20.0
 DRAIN_ASKED_S = 3.0
 TERM_S = 3.0  # from SIGTERM to SIGKILL, after the grace time
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # before a crashed daemon is started again
-MAX_CRASHES = 5  # in a row, without a step done: a sixth would end the same
+# In a row: without a step done. What would follow the last crash would end the same.
+RESTARTS = RestartPolicy(max_restarts=5, first_pause_s=0.2, growth=2.0, longest_pause_s=5.0)
 LOOK_S = 0.1  # between two looks at whether the coordinator listens again
 
 
@@ -196,7 +197,7 @@ class LocalRun:
     async def _keep(self, daemon: Daemon) -> Daemon:
         """Starts a daemon again under its name whenever it crashes. Returns the last one, at its
         end."""
-        crashes, steps = 0, _record_of_steps(self.run_dir)
+        crashes, steps = CrashCounter(RESTARTS), _record_of_steps(self.run_dir)
         while True:
             await self._wait_unless_over(daemon.ended)
             if self._over.is_set() or not (
@@ -204,13 +205,12 @@ class LocalRun:
             ):
                 return daemon
             before, steps = steps, _record_of_steps(self.run_dir)
-            crashes = crashes + 1 if steps == before else 1
-            if crashes > MAX_CRASHES:
+            if steps != before:
+                crashes.progressed()
+            if (pause_s := crashes.crashed()) is None:
                 return daemon
             self._say(f"{daemon.obituary()}; starting it again")
-            await self._wait_unless_over(
-                timeout_s=min(FIRST_PAUSE_S * 2 ** (crashes - 1), LONGEST_PAUSE_S)
-            )
+            await self._wait_unless_over(timeout_s=pause_s)
             while (
                 not self._over.is_set()
                 and daemon.role != "coordinator"
@@ -297,7 +297,7 @@ class LocalRun:
         cause = trainers[0] if daemon is head and trainers else daemon
         was_revived = cause.role != "coordinator" or self.config.journal.enabled
         often = (
-            f", {MAX_CRASHES + 1} times without a step done"
+            f", {RESTARTS.max_restarts + 1} times without a step done"
             if cause.has_crashed and was_revived
             else ""
         )

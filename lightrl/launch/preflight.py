@@ -10,12 +10,13 @@ import shutil
 from pathlib import Path
 from typing import cast
 
-from lightrl.client.address import parse, require_free, require_weights_port
+from lightrl.client.address import require_free, require_weights_port
 from lightrl.config import Config
 from lightrl.coordinator.descriptors import require_room
 from lightrl.errors import ConfigError
 from lightrl.launch.folder import is_new
 from lightrl.model_files import require_no_code
+from lightrl.system.addresses import host_and_port
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob
@@ -55,7 +56,7 @@ def require_new(config: Config) -> None:
             f"run.dir = {config.run.dir}: {latest} is not a link to a run, but in its "
             "place: move it"
         )
-    parse(config.run.bind)
+    host_and_port(config.run.bind)
     require_free(config.run.bind)
     require_weights_port(config.node.weights_port, config.run.bind)
 

@@ -6,13 +6,11 @@ Reads the core's rounds when they close; decides nothing and does no I/O.
 
 import asyncio
 import hashlib
-import os
-import socket
 import statistics
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
@@ -20,14 +18,14 @@ from lightrl.core.settings import Settings
 from lightrl.core.state import (
     OVER,
     GroupState,
-    NodeState,
     Response,
     ResponseState,
     Round,
     RoundState,
     RunState,
 )
-from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
+from lightrl.messages import Sample, Snapshot, TailRow
+from lightrl.metrics.node_rows import NodeRows
 from lightrl.metrics.round_figures import digest_responses, histogram, mean, step_figures
 from lightrl.metrics.selection_bias import Bias, BiasNote
 from lightrl.metrics.speculation import Speculation
@@ -78,7 +76,6 @@ class Records:
     ) -> None:
         """`head` is the name of the coordinator's daemon, `eval_set` that of the evaluation set."""
         self._run = run
-        self._head = head
         self._eval_set = eval_set
         self._run_dir = run_dir
         self._num_steps = num_steps
@@ -101,7 +98,7 @@ class Records:
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)
         self._samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
         self._rl_wall_s = 0.0
-        self._rates: dict[str, _Rate] = {}
+        self.nodes = NodeRows(head)
         self.evals: list[tuple[int, float]] = []
         self.speculation = Speculation()
         self.bad_frames = 0
@@ -294,7 +291,7 @@ class Records:
         round = core.table.round
         scored = sum(g.state in SCORED for g in round.groups.values()) if round is not None else 0
         states = [r.state for r in core.table.responses.values()]
-        rows = self._rows(core, now)
+        rows = self.nodes.rows(core.fleet, now)
         return Snapshot(
             run=self._run,
             run_dir=self._run_dir,
@@ -346,55 +343,6 @@ class Records:
             "bad_frames": self.bad_frames,
         }
 
-    def measure_rates(self, core: Coordinator, now: float) -> None:
-        """Tokens per second of every node, smoothed; called every second or so."""
-        for name, node in core.fleet.nodes.items():
-            self._rates.setdefault(name, _Rate(now, node.num_tokens)).update(now, node.num_tokens)
-        for name in self._rates.keys() - core.fleet.nodes.keys():
-            del self._rates[name]
-
-    def _rows(self, core: Coordinator, now: float) -> tuple[NodeRow, ...]:
-        """The coordinator's daemon first, whether or not it has other roles too."""
-        rows = {name: self._row(core, name, now) for name in sorted(core.fleet.nodes)}
-        head = rows.pop(self._head, None) or NodeRow(
-            self._head,
-            (),
-            str(NodeState.READY),
-            socket.gethostname(),
-            os.getpid(),
-            "",
-            None,
-            0,
-            0,
-            0.0,
-            0.0,
-            0.0,
-        )
-        return (replace(head, roles=("coordinator", *head.roles)), *rows.values())
-
-    def _row(self, core: Coordinator, name: str, now: float) -> NodeRow:
-        node = core.fleet.nodes[name]
-        is_rollout = "rollout" in node.roles
-        rate = self._rates.get(name)
-        version = node.policy_version
-        if not is_rollout and core.fleet.published is not None and node.state is NodeState.READY:
-            version = core.fleet.published.policy_version
-        return NodeRow(
-            name=name,
-            roles=node.roles,
-            state=str(node.state),
-            host=node.host,
-            pid=node.pid,
-            device=node.device,
-            policy_version=version,
-            running=len(node.running),
-            slots=node.slots if is_rollout else 0,
-            tokens_per_s=rate.per_s if rate is not None else 0.0,
-            kv_usage=node.load.kv_usage,
-            heard_s_ago=now - node.heard_at,
-            loop_lag_ms=node.loop_lag_ms,
-        )
-
 
 def _known(digest: bytes) -> Future[bytes]:
     future: Future[bytes] = Future()
@@ -417,23 +365,3 @@ def _tail_mode(settings: Settings) -> str:
     if not settings.tail.races:
         return "off"
     return "both" if settings.tail.eta_responses > 1 else "prompts"
-
-
-class _Rate:
-    """Exponentially smoothed rate of a counter; half of it forgotten in HALF_LIFE_S."""
-
-    HALF_LIFE_S = 2.0
-
-    def __init__(self, now: float, count: int) -> None:
-        self.per_s = 0.0
-        self._at = now
-        self._count = count
-
-    def update(self, now: float, count: int) -> None:
-        seconds = now - self._at
-        if seconds <= 0:
-            return
-        kept = 0.5 ** (seconds / self.HALF_LIFE_S)
-        # A node that restarted counts from zero again.
-        self.per_s = kept * self.per_s + (1 - kept) * max(0, count - self._count) / seconds
-        self._at, self._count = now, count

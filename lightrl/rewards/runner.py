@@ -36,6 +36,7 @@ from lightrl.rewards.worker import (
 )
 from lightrl.say import say
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
+from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.wire import to_json
 
 START_LIMIT_S = 120.0  # importing user code may load a model
@@ -43,9 +44,8 @@ LOOKAHEAD_S = 0.02  # work that a worker holds in advance: hides our latency, ke
 MAX_IN_FLIGHT = 64  # jobs at one worker
 LAG_GRACE_S = 0.05  # an answer may wait in the pipe while our event loop was busy
 ASYNC_GRACE_S = 1.0  # an asynchronous call is ended inside its worker first; the kill comes after
-# deaths in a row that no job explains, each soon after the start: it cannot live
-MAX_IDLE_DEATHS = 3
-SETTLED_S = 10.0  # whoever lives that long can
+# After deaths that no job explains, each soon after the start: such a worker cannot live.
+RESTARTS = RestartPolicy(max_restarts=2, settled_s=10.0)
 
 RewardChild = Child[worker.WorkerCommand, worker.WorkerEvent]
 
@@ -140,7 +140,7 @@ class RewardPool:
         await asyncio.gather(*(w.stop() for w in self._workers))
 
     async def _serve(self, w: "_Worker") -> None:
-        idle_deaths = 0
+        idle_deaths = CrashCounter(RESTARTS)
         while not self._stopping:
             try:
                 result = await w.next_result()
@@ -148,22 +148,21 @@ class RewardPool:
                 if self._stopping:
                     return
                 results = w.failures()
-                if results or w.has_settled:
-                    idle_deaths = 0
-                if not results:
-                    idle_deaths += 1
+                if results:
+                    idle_deaths.progressed()
+                else:
                     self._report(f"{e}; starting it again")
-                if idle_deaths == MAX_IDLE_DEATHS:
-                    raise RewardError(
-                        f"reward worker died {idle_deaths} times without a job: {e}"
-                    ) from None
+                    if idle_deaths.crashed(w.lived_s) is None:
+                        raise RewardError(
+                            f"reward worker died {idle_deaths.in_a_row} times without a job: {e}"
+                        ) from None
                 self._queue.extendleft(reversed(w.take_back()))
                 for failed in results:
                     self._on_result(failed)
                 self._dispatch()  # to the others, meanwhile
                 await self._restart(w)
             else:
-                idle_deaths = 0
+                idle_deaths.progressed()
                 self._on_result(result)
             self._dispatch()
 
@@ -224,15 +223,14 @@ class _Worker:
 
     async def start(self) -> None:
         """Raises RewardError if the worker cannot serve."""
-        deaths = 0
+        deaths = CrashCounter(RESTARTS)
         while not self._is_ready:
             start = partial(_start_child, self.name, self._log, self._reward)
             self._child = await retry_on_resource_limit(start, self.name, self._report)
             try:
                 self._is_async = await _set_up(self._child, self._setup)
             except ChildDied as e:
-                deaths += 1
-                if deaths == MAX_IDLE_DEATHS or not self.is_wanted:
+                if deaths.crashed() is None or not self.is_wanted:
                     raise RewardError(
                         f"importing {', '.join(self._setup.functions)}: {e}"
                     ) from None
@@ -249,8 +247,9 @@ class _Worker:
             await self._child.stop()
 
     @property
-    def has_settled(self) -> bool:
-        return asyncio.get_running_loop().time() - self._ready_at > SETTLED_S
+    def lived_s(self) -> float:
+        """Since it was ready."""
+        return asyncio.get_running_loop().time() - self._ready_at
 
     def has_room(self) -> bool:
         if not self._is_ready:

@@ -39,13 +39,14 @@ from lightrl.messages import (
 )
 from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.say import say
+from lightrl.system.addresses import WILDCARD, host_and_port, join_address, split_address
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
+from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
-from lightrl.transport.link import WILDCARD, host_and_port
 from lightrl.weights.manifest import num_bytes
 from lightrl.weights.pull import pull
 
-MAX_DEATHS = 3  # of engine processes in a row that never loaded a version
+RESTARTS = RestartPolicy(max_restarts=2)  # of engine processes that never loaded a version
 STOP_S = 2.0  # an engine holds nothing that must be saved
 FLUSH_S = 2.0  # for the last tokens of what runs here
 
@@ -137,7 +138,7 @@ class Rollout:
 
     async def run(self) -> None:
         """Serves until cancelled. Raises EngineError when the engine cannot be kept alive."""
-        deaths = 0
+        deaths = CrashCounter(RESTARTS)
         while True:
             self._has_served = False
             try:
@@ -150,8 +151,9 @@ class Rollout:
                 say(f"the torch engine takes over: {reason}")
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
-                deaths = 0 if self._has_served else deaths + 1
-                if deaths == MAX_DEATHS:
+                if self._has_served:
+                    deaths.progressed()
+                elif deaths.crashed() is None:
                     raise EngineError(reason) from None
                 say(f"starting the engine again: {reason}")
 
@@ -356,5 +358,7 @@ class Rollout:
         return self._scratch / f"version_{offer.manifest.policy_version}.bin"
 
     def _reachable(self, holder: str) -> str:
-        host, _, port = holder.rpartition(":")
-        return f"{self._coordinator_host}:{port}" if host == WILDCARD else holder
+        found = split_address(holder)
+        if found is None or found[0] != WILDCARD:
+            return holder
+        return join_address(self._coordinator_host, found[1])

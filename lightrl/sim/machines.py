@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass, field
 
 from lightrl.messages import TokenChunk
-from lightrl.sim.engine import PROMPT_BATCH, Delta, Engine, EngineProfile
+from lightrl.sim.engine import PROMPT_BATCH, Delta, Engine
+from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.messages import chunk_of
 from lightrl.sim.scenario import Switches
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from lightrl.history import lengths
 from lightrl.metrics import sinks
-from lightrl.sim.engine import Speculation
+from lightrl.sim.engine_profile import Speculation
 from lightrl.system.json_lines import read_rows
 
 ACCEPTANCE = "speculation/acceptance"  # accepted / drafted tokens

@@ -12,7 +12,8 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import Event
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, Round
-from lightrl.sim.engine import Delta, EngineProfile
+from lightrl.sim.engine import Delta
+from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.machines import Machine
 from lightrl.sim.outcome import Outcome, StepRecord
 from lightrl.sim.scenario import Scenario, Switches

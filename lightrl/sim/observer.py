@@ -6,7 +6,7 @@ is how the bias of what is trained can be told.
 
 from lightrl.core.commands import CloseStep
 from lightrl.core.state import GroupState, Round
-from lightrl.sim.engine import EngineProfile
+from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.machines import SPOT, Machine
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.outcome import Lengths, StepRecord

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from lightrl.errors import SimError
-from lightrl.sim.engine import EngineProfile, Speculation
+from lightrl.sim.engine_profile import EngineProfile, Speculation
 from lightrl.sim.measured import measured
 from lightrl.sim.workload import (
     FITTED_8K,

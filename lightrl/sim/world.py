@@ -47,7 +47,8 @@ from lightrl.messages import (
 )
 from lightrl.sim.colocation import Colocation
 from lightrl.sim.deferred_rewards import DeferredRewards
-from lightrl.sim.engine import Attempt, Speculation
+from lightrl.sim.engine import Attempt
+from lightrl.sim.engine_profile import Speculation
 from lightrl.sim.machines import SPOT, Machine, NodeSpec, new_machine
 from lightrl.sim.mechanism import Mechanism
 from lightrl.sim.messages import TRAINER, blank, digest_of, hello, publication
@@ -57,6 +58,7 @@ from lightrl.sim.scenario import DEFAULT, Scenario, Switches
 from lightrl.sim.scoring import Scoring, reward
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.trainer import TrainerModel
+from lightrl.sim.transfers import Transfers
 from lightrl.sim.workload import Cursor, uniforms
 
 FOREVER_S = 1e12
@@ -113,8 +115,7 @@ class World:
         self._prompt = blank(workload.prompt_tokens)
         self._trained_at = math.inf  # of the newest entry in the heap
         self._first_step: dict[str, int] = {}  # in which a response was generated
-        self._loading: list[Machine] = []  # told of a version by the event at hand
-        self._num_pulling = 0
+        self._transfers = Transfers(self)
         self._finished = False
         self._has_history = False  # responses of an earlier epoch to draft from
         for spec in nodes:
@@ -183,8 +184,7 @@ class World:
                 invariants.check(core)
             for command in commands:
                 self._perform(command, todo)
-        if self._loading:
-            self._pull()
+        self._transfers.begin()
 
     # Commands
 
@@ -238,8 +238,7 @@ class World:
                     if not self.deferred.goes_on(machine, response, number):
                         self.abort(machine, response, number)
             case PublishWeights(manifest):
-                machine.loading = manifest.policy_version
-                self._loading.append(machine)
+                self._transfers.offer(machine, manifest.policy_version)
             case Drain(_, reason):
                 todo.extend(self.leave(machine, reason))
             case _:
@@ -333,48 +332,6 @@ class World:
         self.feed(WeightsPublished(TRAINER, publication(step + 1)))
         self.feed(StepTrained(TRAINER, StepDone(step, step + 1, {})))
         self.plan_training()
-
-    def _pull(self) -> None:
-        """All that were told of a version in one breath pull it together."""
-        machines, self._loading = self._loading, []
-        self._num_pulling += len(machines)
-        seconds = self.scenario.transfer.pull_s(self._num_pulling)
-        for machine in machines:
-            version = machine.loading
-            if not machine.engine.running:
-                machine.engine.hold(self.now, "weights")
-            self.at(self.now + seconds, self._loader(machine, version))
-
-    def _loader(self, machine: Machine, version: int) -> Callable[[], None]:
-        incarnation = machine.incarnation
-
-        def pulled() -> None:
-            self._num_pulling -= 1
-            if machine.incarnation == incarnation:
-                self._load(machine, version)
-
-        return pulled
-
-    def _load(self, machine: Machine, version: int) -> None:
-        """The engine stops for it; what it was at resumes under the new version."""
-        if not machine.present or machine.loading != version:
-            return
-        deltas = machine.engine.give_up(self.now)
-        chunk = machine.chunk(deltas) if deltas else None
-        machine.engine.hold(self.now, "weights")
-        incarnation = machine.incarnation
-
-        def loaded() -> None:
-            if (
-                machine.present
-                and machine.incarnation == incarnation
-                and machine.loading == version
-            ):
-                self.confirm(machine, version)
-
-        self.at(self.now + self.scenario.transfer.load_s, loaded)
-        if chunk is not None:
-            self.feed(TokensArrived(machine.spec.name, chunk))
 
     def confirm(self, machine: Machine, version: int) -> None:
         machine.loading, machine.serves = -1, version

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightrl.config import AlgorithmSection, LossNorm
+from lightrl.config_sections import AlgorithmSection, LossNorm
 
 
 @dataclass(frozen=True)

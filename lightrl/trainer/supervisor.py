@@ -31,6 +31,7 @@ from lightrl.messages import (
 )
 from lightrl.say import say
 from lightrl.system.child import LACKING, retry_on_resource_limit
+from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
 from lightrl.trainer.advantage import advantages, overlong_penalty
 from lightrl.trainer.batch import streamed, trainable
@@ -61,8 +62,8 @@ from lightrl.trainer.seal import damage
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
 
-MAX_RESTARTS = 3  # in a row, without a step that was never done before
-RESTART_PAUSE_S = 0.2  # before the first; three times longer before each further one
+# In a row: without a step that was never done before.
+RESTARTS = RestartPolicy(max_restarts=3, first_pause_s=0.2, growth=3.0)
 AT_ONCE = 8  # micro-batches for one reply: a rank that says nothing for long hangs
 LAST_SAVE_TRIES = 3
 SAVE_PAUSE_S = 1.0
@@ -109,7 +110,7 @@ class Trainer:
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # ever
         self._saved = 0  # optimizer steps in the newest checkpoint
-        self._num_restarts = 0
+        self._crashes = CrashCounter(RESTARTS)
         self._standing: PublishWeights | None = None  # where the ranks are
         self._step_done: StepDone | None = None  # how they came there
 
@@ -176,14 +177,12 @@ class Trainer:
         await self._server.close()
 
     async def _recover_from(self, lost: RanksLost) -> int:
-        self._num_restarts += 1
-        if self._num_restarts > MAX_RESTARTS:
-            raise TrainerError(
-                f"{lost}; started again {MAX_RESTARTS} times without finishing a step"
-            )
+        most, pause_s = RESTARTS.max_restarts, self._crashes.crashed()
+        if pause_s is None:
+            raise TrainerError(f"{lost}; started again {most} times without finishing a step")
         step = await self._where_to_start()
-        say(f"{lost}; starting again from step {step} ({self._num_restarts}/{MAX_RESTARTS})")
-        await asyncio.sleep(RESTART_PAUSE_S * 3 ** (self._num_restarts - 1))
+        say(f"{lost}; starting again from step {step} ({self._crashes.in_a_row}/{most})")
+        await asyncio.sleep(pause_s)
         return step
 
     async def _where_to_start(self) -> int:
@@ -354,7 +353,8 @@ class Trainer:
         self._say(self._step_done)
         self._done = version
         if self._done > self._furthest:
-            self._furthest, self._num_restarts = self._done, 0
+            self._furthest = self._done
+            self._crashes.progressed()
         self._is_finishing = False
         if self._begins_anew:  # welcomed again meanwhile
             self._begins_anew = self._is_silent = False

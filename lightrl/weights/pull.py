@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import os
 import random
-import re
 import shutil
 import socket
 import threading
@@ -24,9 +23,10 @@ from pathlib import Path
 
 from lightrl.errors import WeightsError
 from lightrl.messages import MAX_HOLDERS, Manifest
+from lightrl.system.addresses import join_address, split_address
 from lightrl.weights import manifest as m
 from lightrl.weights.request import BUSY, DATA, MAX_NAME_BYTES, MAX_TICKET_BYTES, QUEUED, Request
-from lightrl.weights.serve import IDLE_LIMIT_S, WeightServer, format_address
+from lightrl.weights.serve import IDLE_LIMIT_S, WeightServer
 
 __all__ = ["PullStats", "WeightServer", "pull"]
 
@@ -36,19 +36,16 @@ SPARE_BYTES = 64 << 20  # of disk, left for others
 MAX_PAUSE_S = 2.0  # between two rounds of attempts
 BUSY_PAUSE_S = 2.0  # before a holder that has no place for us is asked again
 
-_HOLDER = re.compile(
-    r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*):([0-9]{1,5})", re.I | re.A
-)
 _REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
 _CHUNK_BYTES = 256 << 10  # fits a core's cache, where it is digested and written
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """The reverse of `format_address`. Raises WeightsError."""
-    match = _HOLDER.fullmatch(address)
-    if match is None or not 0 < int(match[2]) < 1 << 16:
+    """Of a holder. Raises WeightsError for one that nobody could connect to."""
+    found = split_address(address)
+    if found is None or found[0] == "*" or found[1] == 0:
         raise WeightsError(f"{address[:80]!r}: a holder looks like host:port")
-    return match[1].removeprefix("[").removesuffix("]"), int(match[2])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +343,7 @@ class _Stream:
         up."""
         holders = self._fetch.holders
         host, port = holders[self._turn % len(holders)]
-        self._fetch.trouble = f"{format_address(host, port)}: {e}"
+        self._fetch.trouble = f"{join_address(host, port)}: {e}"
         self._failures += 1
         self._refusals = self._refusals + 1 if isinstance(e, EOFError) else 0
         if self._refusals >= MAX_REFUSALS * len(holders):

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.messages import Manifest
+from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
 from lightrl.weights import manifest as m
 from lightrl.weights.door import Door
@@ -110,13 +111,13 @@ class WeightServer:
         except OSError as e:
             if listener is not None:
                 listener.close()
-            where = format_address(host, port) if port else host
+            where = join_address(host, port) if port else host
             raise WeightsError(f"cannot serve weights on {where}: {e.strerror or e}") from e
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_connections = min(self._max_connections, limit // 2)
         self._door = Door(min(MAX_CALLERS, limit // 4), self._admit)
         self._door.open(listener)
-        return format_address(host, listener.getsockname()[1])
+        return join_address(host, listener.getsockname()[1])
 
     def publish(self, manifest: Manifest, path: Path, secret: str) -> None:
         """From now on serves the version in `path`; the file may be deleted. Raises WeightsError.
@@ -319,8 +320,3 @@ async def _writable(sock: socket.socket) -> None:
         await ready
     finally:
         loop.remove_writer(sock)
-
-
-def format_address(host: str, port: int) -> str:
-    """Example: "10.0.0.1:41873", "[::1]:41873"."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

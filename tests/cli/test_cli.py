@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.cli import main
-from lightrl.client.address import listening, parse, reachable
+from lightrl.client.address import listening, reachable
 from lightrl.client.find_run import final_snapshot
 from lightrl.coordinator import run_files
 from lightrl.errors import ProtocolError
@@ -22,7 +22,8 @@ from lightrl.keys import new_key, write_key
 from lightrl.launch.report import exported_model
 from lightrl.messages import Message, NodeRow, Snapshot, Watch
 from lightrl.run_file import load_config
-from lightrl.transport.link import Hub
+from lightrl.system.addresses import host_and_port
+from lightrl.transport.hub import Hub
 from lightrl.wire import to_json
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
@@ -192,7 +193,7 @@ def test_a_directory_in_the_place_of_the_link_to_the_latest_run(capsys, tmp_path
 
 
 def test_the_join_line_names_an_address_of_this_machine():
-    host, port = parse(reachable("tcp://0.0.0.0:5600"))
+    host, port = host_and_port(reachable("tcp://0.0.0.0:5600"))
     assert (host != "0.0.0.0", port) == (True, 5600)
     socket.create_server((host, 0)).close()  # it is ours
     assert reachable("tcp://*:5600") == f"tcp://{host}:5600"

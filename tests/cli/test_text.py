@@ -17,7 +17,7 @@ from lightrl.keys import new_key, write_key
 from lightrl.messages import Hello, Snapshot, Welcome
 from lightrl.model_files import load_tokenizer
 from lightrl.say import plain
-from lightrl.transport.link import Hub
+from lightrl.transport.hub import Hub
 from tests.cli.test_cli import answering, complaint, lightrl, made_run
 from tests.support.cli import DEADLINE_S, QUICKSTART, arguments
 

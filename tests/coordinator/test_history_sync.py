@@ -36,7 +36,8 @@ from lightrl.messages import (
     WeightsReady,
 )
 from lightrl.metrics.speculation import Speculation
-from lightrl.transport.link import Link, host_and_port
+from lightrl.system.addresses import host_and_port
+from lightrl.transport.link import Link
 from lightrl.transport.validate import check_bounds
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES, pack_f32, pack_i32
 from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, a_run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config import Journal
+from lightrl.config_sections import Journal
 from lightrl.coordinator.journaling import FOLDER, Journaling
 from lightrl.coordinator.replays import Replays
 from lightrl.core import trainer_feed as trainer_feed

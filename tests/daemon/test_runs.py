@@ -13,7 +13,7 @@ from lightrl.core.state import sample_seed
 from lightrl.keys import coordinator_public_key
 from lightrl.messages import Snapshot
 from lightrl.metrics.sinks import read
-from lightrl.transport.link import _key_pair
+from lightrl.transport.zeromq import key_pair
 from lightrl.wire import from_json, unpack_f32, unpack_i32
 from tests.support.daemons import DEADLINE_S, Proxy, Running, a_run, expected_tokens
 
@@ -232,7 +232,7 @@ def test_garbage_on_the_coordinators_socket_is_counted_and_the_run_goes_on(tmp_p
         async with a_run(tmp_path) as run:
             stranger = zmq.Context.instance().socket(zmq.DEALER)  # that has the key
             stranger.set(zmq.LINGER, 0)
-            public, secret = _key_pair(run.key)
+            public, secret = key_pair(run.key)
             stranger.set(zmq.CURVE_PUBLICKEY, public)
             stranger.set(zmq.CURVE_SECRETKEY, secret)
             stranger.set(zmq.CURVE_SERVERKEY, z85.encode(coordinator_public_key(run.key)))

@@ -10,10 +10,10 @@ import torch
 
 from lightrl.devices import memory
 from lightrl.devices.memory import GIB
-from lightrl.engine import torch as torch_engine
 from lightrl.engine import vllm
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.checkpoint import build_model, kv_bytes_per_token, read_config, tensor_targets
+from lightrl.engine.gpu_room import DRAFT_LOGITS, fitting
 from lightrl.engine.vllm_speculation import MAX_LOGITS, max_drafted_rows
 from lightrl.errors import EngineError, EngineUnusable
 
@@ -63,7 +63,7 @@ def used_by_torch(config, spec):
         memory.shape_of(config.to_dict()),
         LENGTH * kv_bytes_per_token(config, torch.bfloat16),
     )
-    slots, drafts = torch_engine._fitting(spec, config, sequence)
+    slots, drafts = fitting(spec, config, sequence)
     repeated = 7 * sequence // 28  # the keys and values of one layer, once for each head
     step = memory.working_bytes(shape, spec.slots) - memory.sampling_bytes(shape, spec.slots)
     drawn = memory.SAMPLE_BYTES * min(drafts, memory.SCORED_VALUES) + memory.BF16 * drafts
@@ -81,13 +81,13 @@ def test_the_torch_engine_fits_into_what_is_free(config, gpu, free):
     assert 0 < used <= 0.9 * free * GIB
     assert 0 < slots <= SLOTS
     assert slots == SLOTS or used > 0.8 * free * GIB  # nothing is given away
-    assert drafts <= torch_engine.DRAFT_LOGITS
+    assert drafts <= DRAFT_LOGITS
 
 
 def test_with_room_there_is_no_other_bound_than_that_of_the_config(config, gpu):
     gpu(80, 60)
     _, slots, drafts = used_by_torch(config, spec_of())
-    assert (slots, drafts) == (SLOTS, torch_engine.DRAFT_LOGITS)
+    assert (slots, drafts) == (SLOTS, DRAFT_LOGITS)
 
 
 def test_beside_others_the_torch_engine_takes_its_share(config, gpu):

@@ -17,7 +17,9 @@ import zmq
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key, read_key
 from lightrl.messages import PROTOCOL, Drain, Heartbeat, Hello, Snapshot, Watch
-from lightrl.transport.link import Hub, Link, host_and_port
+from lightrl.system.addresses import host_and_port
+from lightrl.transport.hub import Hub
+from lightrl.transport.link import Link
 from lightrl.weights.request import MAGIC, REQUEST
 from lightrl.wire import MESSAGES
 from tests.security import garbage

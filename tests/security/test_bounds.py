@@ -16,9 +16,11 @@ from lightrl import messages as m
 from lightrl.daemon.admission import MAX_FILES_BYTES, config_of, write_model_files
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.keys import new_key
-from lightrl.transport.link import HANDSHAKE_MS, Hub, Link, host_and_port
+from lightrl.system.addresses import host_and_port, join_address
+from lightrl.transport.hub import Hub
+from lightrl.transport.link import Link
 from lightrl.transport.validate import check_bounds
-from lightrl.weights import pull as pulling
+from lightrl.transport.zeromq import HANDSHAKE_MS
 from lightrl.weights.manifest import digest_version, verify
 from lightrl.weights.pull import parse_address, pull
 from lightrl.wire import MESSAGES
@@ -260,7 +262,7 @@ def test_holders_are_read_as_they_are_written():
         ("::1", 1),
         ("localhost", 41873),
     ):
-        assert parse_address(pulling.format_address(host, port)) == (host, port)
+        assert parse_address(join_address(host, port)) == (host, port)
 
 
 # No pickle

@@ -23,7 +23,7 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.model_files import model_files
-from lightrl.transport.link import Hub
+from lightrl.transport.hub import Hub
 from lightrl.wire import MESSAGES
 from tests.daemon.test_runs import require_exact
 from tests.security import garbage

@@ -53,7 +53,8 @@ from lightrl.messages import (
     WeightsReady,
     Welcome,
 )
-from lightrl.transport.link import MAX_WELCOMES, Hub, Link
+from lightrl.transport.hub import MAX_WELCOMES, Hub
+from lightrl.transport.link import Link
 from lightrl.transport.zap import DOORKEEPER
 from lightrl.wire import from_json
 from tests.support.daemons import DEADLINE_S, Running, a_run

@@ -25,8 +25,9 @@ from lightrl.keys import (
 )
 from lightrl.messages import Drain, Heartbeat, ResponseTokens, TokenChunk, Watch
 from lightrl.tickets import pull_ticket
-from lightrl.transport import link
-from lightrl.transport.link import Hub, Link
+from lightrl.transport import link, zeromq
+from lightrl.transport.hub import Hub
+from lightrl.transport.link import Link
 from lightrl.wire import MESSAGES
 from tests.support.daemons import Proxy
 
@@ -142,7 +143,7 @@ def test_half_a_key_does_not_do(how: str):
         if how != "plain":
             public, secret = zmq.curve_keypair()
             if how == "another client key":
-                public, secret = link._key_pair(new_key())
+                public, secret = zeromq.key_pair(new_key())
             sock.set(zmq.CURVE_PUBLICKEY, public)
             sock.set(zmq.CURVE_SECRETKEY, secret)
             sock.set(zmq.CURVE_SERVERKEY, z85.encode(coordinator_public_key(key)))
@@ -261,7 +262,7 @@ def test_connection_that_fell_silent_is_noticed_although_it_stands():
             muted = True
             start = time.monotonic()
             await broke.wait()
-            assert time.monotonic() - start < (link.HEARTBEAT_MS + link.SILENCE_MS) / 1000 + 3.0
+            assert time.monotonic() - start < (zeromq.HEARTBEAT_MS + zeromq.SILENCE_MS) / 1000 + 3.0
             muted = False
             await back.wait()
             node.close()

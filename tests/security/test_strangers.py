@@ -15,8 +15,11 @@ from lightrl.errors import WrongKey
 from lightrl.keys import new_key, read_key
 from lightrl.messages import Watch
 from lightrl.run_file import to_toml
+from lightrl.system.addresses import host_and_port
 from lightrl.transport import link, strangers
-from lightrl.transport.link import MAX_TO_HUB_BYTES, Hub, Link, host_and_port
+from lightrl.transport.hub import Hub
+from lightrl.transport.link import Link
+from lightrl.transport.zeromq import MAX_TO_HUB_BYTES
 from tests.security.attacker import GREETING
 from tests.support.daemons import ScriptedTrainer, make_config
 from tests.support.hubs import LIMIT_S, hub_and_key, received, until

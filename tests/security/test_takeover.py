@@ -13,7 +13,8 @@ from zmq.utils import z85
 
 from lightrl.keys import coordinator_public_key, join_key, new_key, secret_of
 from lightrl.messages import Heartbeat
-from lightrl.transport.link import HEARTBEAT_MS, Hub
+from lightrl.transport.hub import Hub
+from lightrl.transport.zeromq import HEARTBEAT_MS
 from lightrl.wire import MESSAGES
 
 ROOT = Path(__file__).parents[2]

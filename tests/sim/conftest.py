@@ -5,7 +5,7 @@ from typing import Any
 
 from lightrl.core.settings import Settings
 from lightrl.messages import Sampling
-from lightrl.sim.engine import EngineProfile
+from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.scenario import Scenario, Switches, Training, Transfer
 from lightrl.sim.traces import TraceEvent

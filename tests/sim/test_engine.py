@@ -6,7 +6,8 @@ from collections import deque
 import pytest
 
 from lightrl.errors import SimError
-from lightrl.sim.engine import Attempt, Engine, EngineProfile, Speculation
+from lightrl.sim.engine import Attempt, Engine
+from lightrl.sim.engine_profile import EngineProfile, Speculation
 
 
 def attempt(k: int, final: int, held: int = 0, prompt: int = 10) -> Attempt:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.cli import main
-from lightrl.sim.engine import Speculation
+from lightrl.sim.engine_profile import Speculation
 from lightrl.sim.measured import chance
 from lightrl.sim.scenario import Scenario, find_scenario
 

@@ -8,7 +8,7 @@ from statistics import correlation, quantiles
 import pytest
 
 from lightrl.errors import SimError
-from lightrl.sim.engine import EngineProfile
+from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.scenario import PRESETS, find_scenario
 from lightrl.sim.traces import TraceEvent, read_trace, synthetic_trace
 from lightrl.sim.workload import (

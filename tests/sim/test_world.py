@@ -7,7 +7,7 @@ import pytest
 
 from lightrl.core.settings import Tail
 from lightrl.errors import SimError
-from lightrl.sim.engine import EngineProfile
+from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.outcome import Outcome
 from lightrl.sim.report import bound_s, figures
 from lightrl.sim.scenario import Scenario, Switches

@@ -35,7 +35,8 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.run_file import parse_config
-from lightrl.transport.link import Link, host_and_port
+from lightrl.system.addresses import host_and_port
+from lightrl.transport.link import Link
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 

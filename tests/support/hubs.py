@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key
 from lightrl.messages import Message
-from lightrl.transport.link import Hub
+from lightrl.transport.hub import Hub
 
 ANY = "tcp://127.0.0.1:*"
 LIMIT_S = 60

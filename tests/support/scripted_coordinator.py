@@ -27,7 +27,7 @@ from lightrl.messages import (
 )
 from lightrl.model_files import model_files
 from lightrl.tickets import pull_ticket
-from lightrl.transport.link import Hub, Peer
+from lightrl.transport.hub import Hub, Peer
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 from lightrl.wire import pack_i32, unpack_i32

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightrl.config import ALGORITHMS
+from lightrl.config_sections import ALGORITHMS
 from lightrl.errors import TrainerError
 from lightrl.trainer import loss
 from lightrl.trainer.advantage import ALGORITHM, advantages, overlong_penalty

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightrl.config import ALGORITHMS, AlgorithmSection
+from lightrl.config_sections import ALGORITHMS, AlgorithmSection
 from lightrl.trainer.loss import (
     advantage_scale,
     denominator,

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from lightrl.config import ALGORITHMS
+from lightrl.config_sections import ALGORITHMS
 from lightrl.trainer.model import load_policy
 from lightrl.trainer.protocol import Accumulate, FinishStep, TrainSample
 from lightrl.wire import pack_f32, pack_i32, unpack_f32, unpack_i32

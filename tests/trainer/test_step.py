@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrl.config import ALGORITHMS
+from lightrl.config_sections import ALGORITHMS
 from lightrl.errors import TrainerError
 from lightrl.trainer import loss
 from lightrl.trainer.batch import micro_batches, num_tokens

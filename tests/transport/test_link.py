@@ -30,7 +30,8 @@ from lightrl.messages import (
     Watch,
     Welcome,
 )
-from lightrl.transport import link
+from lightrl.transport import zeromq
+from lightrl.transport.hub import MAX_WELCOMES, MAX_WHOLE_BYTES
 from lightrl.transport.link import Link
 from lightrl.transport.parts import HEADER
 from lightrl.wire import MESSAGES
@@ -139,10 +140,10 @@ def test_parts_of_a_peer_are_bounded_and_go_with_it():
     async def scenario() -> None:
         async with hub_and_key() as (hub, key):
             node = await Link.connect(hub.address, "n", key)
-            node._send_frames([HEADER.pack(1, 0, link.MAX_WHOLE_BYTES + 1), b"x"])
+            node._send_frames([HEADER.pack(1, 0, MAX_WHOLE_BYTES + 1), b"x"])
             [(_, error)] = await hub.receive()
             assert isinstance(error, ProtocolError)
-            node._send_frames([HEADER.pack(2, 0, link.MAX_WHOLE_BYTES), b"x"])
+            node._send_frames([HEADER.pack(2, 0, MAX_WHOLE_BYTES), b"x"])
             node.send(Bye("before the rest"))
             await received(hub, Bye)
             assert len(hub._partial) == 1
@@ -165,19 +166,19 @@ def test_a_peer_that_is_welcomed_again_and_again_must_come_anew():
             back = asyncio.Event()
             node = await Link.connect(hub.address, "n", key, on_back=back.set)
             for turn in range(2):
-                for k in range(link.MAX_WELCOMES):
+                for k in range(MAX_WELCOMES):
                     node.send(hello())
                     peer, _ = await received(hub, Hello)
                     hub.send(peer, Welcome(f"{turn}.{k}"))
                     hub.send(peer, Welcome("", refused=TAKEN))  # small: as often as it is asked for
                 said: list[str] = []
-                while len(said) < link.MAX_WELCOMES:
+                while len(said) < MAX_WELCOMES:
                     said += [
                         m.run
                         for m in await node.receive()
                         if isinstance(m, Welcome) and not m.refused
                     ]
-                assert said == [f"{turn}.{k}" for k in range(link.MAX_WELCOMES)]
+                assert said == [f"{turn}.{k}" for k in range(MAX_WELCOMES)]
                 assert not back.is_set()
                 for _ in range(3):
                     with pytest.raises(PeerUnreachable):
@@ -193,11 +194,11 @@ def test_a_peer_that_is_welcomed_again_and_again_must_come_anew():
 
 
 def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(link, "MAX_WAITING", 64)
+    monkeypatch.setattr("lightrl.transport.hub.MAX_WAITING", 64)
 
     async def scenario() -> None:
         async with hub_and_key() as (hub, key):
-            public, secret = link._key_pair(key)
+            public, secret = zeromq.key_pair(key)
             node = zmq.Context.instance().socket(zmq.DEALER)
             node.set(zmq.LINGER, 0)
             node.set(zmq.RCVHWM, 1)
@@ -224,7 +225,8 @@ def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch):
 def test_no_more_is_taken_at_once_than_so_many_bytes(monkeypatch: pytest.MonkeyPatch):
     """At either end. All of it has arrived before: the connection has ended since."""
     message, count = Drain("n", "x" * 1100), 40
-    monkeypatch.setattr(link, "MAX_DRAIN_BYTES", 4096)
+    monkeypatch.setattr("lightrl.transport.hub.MAX_DRAIN_BYTES", 4096)
+    monkeypatch.setattr("lightrl.transport.link.MAX_DRAIN_BYTES", 4096)
 
     async def scenario() -> None:
         async with hub_and_key() as (hub, key):

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
+from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
 from lightrl.weights import manifest as m
 from lightrl.weights.pull import WeightServer
 from lightrl.weights.pull import pull as pull_as
 from lightrl.weights.request import BUSY, DATA, Request
-from lightrl.weights.serve import IDLE_LIMIT_S, MAX_OF_A_NODE, TURNS_AT_ONCE, format_address
+from lightrl.weights.serve import IDLE_LIMIT_S, MAX_OF_A_NODE, TURNS_AT_ONCE
 from tests.support.versions import BUCKET, NODE, SECRET, TICKET, make_version, pull, serving
 
 
@@ -36,7 +37,7 @@ def bound_socket() -> socket.socket:
 
 
 def address_of(sock: socket.socket) -> str:
-    return format_address("127.0.0.1", sock.getsockname()[1])
+    return join_address("127.0.0.1", sock.getsockname()[1])
 
 
 DEADLINE_S = 60
@@ -426,7 +427,7 @@ def test_a_silent_holder_costs_no_more_than_the_time_limit(tmp_path):
     async def scenario() -> None:
         manifest = make_version(tmp_path / "v1", num_buckets=1)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, never answers
-            holder = format_address("127.0.0.1", silent.getsockname()[1])
+            holder = join_address("127.0.0.1", silent.getsockname()[1])
             async with asyncio.timeout(IDLE_LIMIT_S / 2):
                 with pytest.raises(WeightsError, match=r"nothing arrived for 0.2 s"):
                     await pull(manifest, [holder], SECRET, tmp_path / "pulled", timeout_s=0.2)

@@ -1,0 +1,188 @@
+"""The commands that start no daemon: they look at a run or ask something of it, check a machine,
+predict.
+
+As in cli.py, which makes them commands: parses, calls, prints; everything heavier than typer is
+imported inside them.
+"""
+
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from lightrl import arguments
+from lightrl.arguments import AsJson, KeyFile, Settings, Target
+from lightrl.errors import ConfigError, LightRLError
+from lightrl.say import show
+
+T = TypeVar("T")
+
+
+def replay(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="default: runs/latest")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="the responses of this step")] = None,
+    response: Annotated[str, typer.Option(metavar="ID", help="the tokens of this response")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Tell what the journal of a run holds: rounds, tokens, scores, versions, damage."""
+    from lightrl.client.address import find
+    from lightrl.replay.report import replay_json, replay_lines
+
+    _, run_dir = find(run)
+    if run_dir is None:
+        raise ConfigError(f"{run}: is an address; a journal is read from a run directory")
+    if as_json:
+        show([replay_json(run_dir, step, response)])
+    else:
+        show(replay_lines(run_dir, step, response))
+
+
+def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) -> None:
+    """Show the nodes, the round and the step of a run."""
+    from lightrl.client.find_run import meant, one_snapshot
+    from lightrl.launch.report import status_lines
+    from lightrl.wire import to_json
+
+    snapshot = wait_for(one_snapshot(meant(addr, key)))
+    show([to_json(snapshot).decode()] if as_json else status_lines(snapshot))
+
+
+def top(addr: Target = None, key: KeyFile = None) -> None:
+    """Watch a running or finished run on a live screen (q leaves, ? shows the keys)."""
+    from lightrl.client.find_run import OVER, meant, one_snapshot
+    from lightrl.tui.app import show_finished, watch_live
+
+    if not sys.stdout.isatty():
+        raise LightRLError("lightrl top needs a terminal; lightrl status prints plain lines")
+    target = meant(addr, key)
+    now = wait_for(one_snapshot(target))
+    if target.address is None or now.state in OVER:
+        wait_for(show_finished(now))
+    else:
+        wait_for(watch_live(target.address, target.key(), True, target.run_dir, first=now))
+
+
+def down(addr: Target = None, key: KeyFile = None) -> None:
+    """Stop a run: no new work, a checkpoint of the steps done, all daemons leave."""
+    from lightrl.client import ask
+    from lightrl.client.find_run import live_run, meant
+
+    target = meant(addr, key)
+    address, _ = wait_for(live_run(target))
+    wait_for(ask.drain(address, "*", "lightrl down", target.key()))
+    print("the run is stopping; lightrl status shows when it is over")
+
+
+def drain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="as lightrl status names it")],
+    addr: Target = None,
+    key: KeyFile = None,
+) -> None:
+    """Let one rollout node go: its responses continue on others."""
+    from lightrl.client import ask
+    from lightrl.client.find_run import live_run, meant, require_drainable
+
+    target = meant(addr, key)
+    address, snapshot = wait_for(live_run(target))
+    require_drainable(snapshot, node)
+    wait_for(ask.drain(address, node, "lightrl drain", target.key()))
+    show([f"{node} is leaving"])
+
+
+def check(settings: Settings = None) -> None:
+    """Verify this machine, and a CONFIG if one is given, and say what to do."""
+    from lightrl.launch.check import findings
+
+    config = arguments.config(settings or [])
+    failed = False
+    for finding in findings(config):
+        failed |= finding.verdict == "fail"
+        show([f"{finding.verdict:5} {finding.subject:14} {finding.text}"])
+    exit_with(int(failed))
+
+
+def simulate(
+    settings: Settings = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=0, help="rollout nodes that are always there; default: rollout.nodes"),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="CSV of more nodes that come and go: milliseconds,add|remove,node"
+        ),
+    ] = None,
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess"
+        ),
+    ] = "",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="default: train.steps, at most 20")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="each mechanism alone, in one table")
+    ] = False,
+    reproduce: Annotated[
+        bool,
+        typer.Option(
+            "--reproduce", help="no CONFIG: reproduce published figures; LightRL on the same work"
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="all figures, as one line of JSON")
+    ] = False,
+) -> None:
+    """Predict how fast CONFIG would run on a fleet, with the real scheduler."""
+    from lightrl.launch.plan import count_prompts
+    from lightrl.sim.command import reproduce_published, simulate_run
+
+    if reproduce:
+        if settings or nodes is not None or trace or workload or steps or compare:
+            raise typer.BadParameter(
+                "--reproduce has its own workloads and fleets; only --json goes with it"
+            )
+        reproduce_published(json_line=as_json)
+        return
+    config = arguments.config(settings or [])
+    if config is None:
+        raise typer.BadParameter(
+            "give a CONFIG; overrides such as rollout.slots=64 describe the nodes"
+        )
+    simulate_run(
+        config,
+        num_prompts=count_prompts(config.data.path),
+        nodes=nodes,
+        trace=trace,
+        workload=workload,
+        steps=steps,
+        all_variants=compare,
+        json_line=as_json,
+    )
+
+
+def reference() -> None:
+    """Print every config key with its default and meaning."""
+    from lightrl.config import keys
+
+    section = ""
+    for key, default, description in keys():
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            print(f"\n[{section}]")
+        print(f"{key:32} {default:22} {description}".rstrip())
+
+
+def wait_for(work: "Coroutine[object, object, T]") -> T:
+    import asyncio
+
+    return asyncio.run(work)
+
+
+def exit_with(status: int) -> None:
+    if status:
+        raise typer.Exit(status)

@@ -1,0 +1,317 @@
+"""The sections of a run's config: every key with its default, meaning and allowed values.
+
+Owns what can be said of one key alone; which of them go together is in config.py. Must stay
+importable without torch.
+"""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from lightrl.config_values import eta_or_pair, one_or_many, one_or_several
+
+
+class Section(BaseModel):
+    # The config travels as JSON, which knows neither infinity nor NaN.
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+    )
+
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
+
+Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(one_or_several)]
+
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++"]
+LossNorm = Literal["token", "sequence", "constant"]
+EngineKind = Literal["auto", "vllm", "torch", "emulated"]
+TrainKind = Literal["torch", "emulated"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Backend = Literal["jsonl", "tensorboard", "wandb"]
+TailBatching = Literal["off", "prompts", "both"]
+
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+
+
+class Run(Section):
+    name: str = Field(default="run", pattern=NAME_PATTERN, description="directory below run.dir")
+    dir: str = Field(default="runs", description="where run directories live")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="order of the data and noise of every sampled token"
+    )
+    bind: str = Field(
+        default="tcp://127.0.0.1:5600", description="where the coordinator listens; port * = any"
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="sum gradients in a fixed order, whatever arrived first: a run repeats bit "
+        "for bit",
+    )
+
+
+class Model(Section):
+    path: str = Field(description="HF model directory or hub id")
+    dtype: Dtype = Field(
+        default="auto", description="of the engines; auto = as stored on CPU, bfloat16 on GPU"
+    )
+
+
+class Data(Section):
+    path: str = Field(description="JSONL or parquet file of prompts, or an HF datasets id")
+    prompt_key: str = Field(
+        default="prompt", description="column with the prompt: text or chat messages"
+    )
+    answer_key: str = Field(
+        default="answer", description="column with the reference answer, if there is one"
+    )
+    max_prompt_length: Positive = Field(
+        default=1024, description="tokens; a longer prompt is an error"
+    )
+    shuffle: bool = Field(default=True, description="a new order every epoch, from run.seed")
+    system_prompt: str = Field(
+        default="", description="put before chat prompts that bring no system message"
+    )
+
+
+class Rollout(Section):
+    engine: EngineKind = Field(
+        default="auto",
+        description="auto = vllm where it is installed, else torch; emulated = arbitrary tokens, "
+        "no model",
+    )
+    nodes: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="rollout daemons that `lightrl up` starts here"
+    )
+    slots: Positive = Field(
+        default=64,
+        le=1 << 16,  # as many as one message can name
+        description="responses that run at once on a node",
+    )
+    group_size: Positive = Field(default=8, description="responses sampled for one prompt")
+    max_response_length: Positive = Field(default=1024, description="tokens")
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0 = off")
+    threads: Positive = Field(default=1, description="CPU threads of one engine")
+    kv_cache_gib: float = Field(
+        default=0.0, ge=0, description="KV cache of a CPU engine; 0 = what slots need"
+    )
+    chunk_tokens: Positive = Field(
+        default=16, description="tokens of a response after which a chunk is sent"
+    )
+    chunk_ms: Positive = Field(
+        default=50, description="milliseconds after which a chunk is sent anyway"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="handed to vLLM as they are; what takes how long if emulated",
+    )
+    devices: Devices = Field(
+        default=(),
+        description="GPU indices of the engines that `lightrl up` starts; default: the next",
+    )
+
+
+class Optim(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, ge=0, description="maximal gradient norm; 0 = off")
+    warmup_steps: int = Field(default=0, ge=0, description="linear warm-up, then constant")
+
+
+class Train(Section):
+    engine: TrainKind = Field(
+        default="torch",
+        description="emulated = nothing is learnt: weights are a digest of what was trained; "
+        "for tests",
+    )
+    steps: Positive = Field(default=100, description="optimizer steps of the run")
+    prompts_per_step: Positive = Field(
+        default=32, description="groups that feed one optimizer step"
+    )
+    ranks: Positive = Field(default=1, description="training processes on the trainer node")
+    max_tokens_per_gpu: Positive = Field(
+        default=16384, description="tokens of one micro-batch on one rank"
+    )
+    threads: Positive = Field(default=1, description="CPU threads of one rank")
+    activation_checkpointing: bool = False
+    devices: Devices = Field(
+        default=(), description="GPU indices, one for each rank; default: the first"
+    )
+    optim: Optim = Optim()
+
+
+class AlgorithmSection(Section):
+    name: Algorithm = "grpo"
+    clip_low: float = Field(default=0.2, ge=0, description="ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(
+        default=0.2, ge=0, description="ratio is clipped above at 1 + clip_high"
+    )
+    kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
+    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    loss_norm: LossNorm | Positive | None = Field(
+        default=None,
+        description="default: what the algorithm prescribes; a number: so many tokens for each "
+        "response,"
+        ' as which "constant" takes rollout.max_response_length',
+    )
+    tis_cap: float = Field(
+        default=0.0,
+        ge=0,
+        description="cap of the truncated importance weight; 0 = off; default 2 if "
+        "async.max_staleness > 0",
+    )
+    overlong_buffer: int = Field(
+        default=0, ge=0, description="last tokens that cost reward (DAPO); 0 = off"
+    )
+    dynamic_sampling: bool = Field(
+        default=False,
+        description="groups whose rewards are all equal are replaced by new prompts (DAPO)",
+    )
+
+
+class RoundSection(Section):
+    tail_batching: TailBatching = Field(
+        default="off",
+        description="short rounds launch more prompts, or responses too, and put off the longest",
+    )
+    eta: Annotated[float | tuple[float, float], BeforeValidator(eta_or_pair)] = Field(
+        default=1.25,
+        description="launched for each one kept, 1 to 4; or a pair [prompts, responses]",
+    )
+    race: Literal["tokens", "clock"] = Field(
+        default="tokens",
+        description="what decides who is first: token counts (repeatable), or wall clock",
+    )
+
+    @property
+    def etas(self) -> tuple[float, float]:
+        """Prompts and responses that a short round launches for each one it keeps."""
+        prompts, responses = self.eta if isinstance(self.eta, tuple) else (self.eta, self.eta)
+        match self.tail_batching:
+            case "off":
+                return 1.0, 1.0
+            case "prompts":
+                return prompts, 1.0
+            case "both":
+                return prompts, responses
+
+
+class AsyncSection(Section):
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="versions that the oldest token of a response may be behind; 0 = synchronous",
+    )
+
+
+class Speculation(Section):
+    enabled: bool = Field(
+        default=True,
+        description="draft from earlier responses, exactly; off with run.deterministic",
+    )
+    max_window: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=16, description="tokens drafted at once for a response, at most"
+    )
+    prefer: Literal["count", "reward"] = Field(
+        default="count",
+        description="which continuation to draft: the most frequent, or the best rewarded",
+    )
+    history_mb: Positive = Field(
+        default=1024, description="megabytes of earlier responses kept by the coordinator"
+    )
+
+
+class Reward(Section):
+    functions: Names = Field(
+        default=("exact_match",), description='"path.py:function" or a built-in name'
+    )
+    weights: tuple[float, ...] = Field(
+        default=(), description="one for each function; default all 1"
+    )
+    workers: Positive = Field(default=1, description="reward processes")
+    timeout_s: Seconds = Field(
+        default=10.0, description="limit of one call, counted from its start"
+    )
+    env: Names = Field(
+        default=(),
+        description='variables that the functions need besides the usual ones; "OPENAI_*" '
+        "works, too",
+    )
+    command: tuple[str, ...] = Field(
+        default=(),
+        description='put before the command line of a worker: ["bwrap", ...], ["nice", "-n", "5"]',
+    )
+    on_failure: float | Literal["drop"] = Field(
+        default="drop",
+        description="for a response without a score: drop its group, or give it this reward",
+    )
+
+
+class Eval(Section):
+    path: str = Field(
+        default="", description="held-out prompts in the layout of data.path; empty = no evaluation"
+    )
+    interval: int = Field(
+        default=0, ge=0, description="steps between evaluations; 0 = only first and last"
+    )
+    samples: Positive = Field(default=1, description="responses for each prompt")
+    temperature: float = Field(default=0.0, ge=0)
+
+
+class Checkpoint(Section):
+    interval: int = Field(
+        default=20,
+        ge=0,
+        description="steps between checkpoints; 0 = only at the end: a trainer that dies "
+        "starts over",
+    )
+    keep_last: Positive = Field(default=2, description="checkpoints kept")
+
+
+class NodeSection(Section):
+    heartbeat_s: Seconds = 0.5
+    lease_s: Seconds = Field(default=3.0, description="a node silent for this long counts as lost")
+    grace_s: Seconds = Field(
+        default=20.0, description="how long a stopping daemon waits for its children"
+    )
+    patience_s: Seconds = Field(
+        default=600.0,
+        description="how long a node waits for its coordinator, and a run for its trainer, to "
+        "come back;"
+        " also how long an engine with work may be silent, and a training rank three times as long",
+    )
+    weights_port: int = Field(
+        default=0,
+        ge=0,
+        lt=1 << 16,
+        description="where the trainer node serves weights; 0 = any free port",
+    )
+
+
+class Journal(Section):
+    enabled: bool = Field(default=True, description="false: the run cannot be resumed")
+    flush_ms: Positive = Field(
+        default=50, description="milliseconds after which an event is synced to disk"
+    )
+    segment_mb: Positive = Field(
+        default=64, description="megabytes after which a new segment is started"
+    )
+    keep_history: bool = Field(
+        default=False,
+        description="keep all segments for `lightrl replay`, not only those a resume needs",
+    )
+
+
+class Logging(Section):
+    backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = ("jsonl",)

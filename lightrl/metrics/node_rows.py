@@ -1,0 +1,88 @@
+"""The nodes of a run as an operator sees them, with how fast each of them samples.
+
+Owns the rates, which are smoothed; all else is read from the core's fleet at that moment.
+"""
+
+import os
+import socket
+from dataclasses import replace
+
+from lightrl.core.fleet import Fleet
+from lightrl.core.state import NodeState
+from lightrl.messages import NodeRow
+
+HALF_LIFE_S = 2.0  # in which half of a rate is forgotten
+
+
+class NodeRows:
+    def __init__(self, head: str) -> None:
+        """`head` is the name of the coordinator's daemon."""
+        self._head = head
+        self._rates: dict[str, _Rate] = {}
+
+    def measure(self, fleet: Fleet, now: float) -> None:
+        """Tokens per second of every node, smoothed; called every second or so."""
+        for name, node in fleet.nodes.items():
+            self._rates.setdefault(name, _Rate(now, node.num_tokens)).update(now, node.num_tokens)
+        for name in self._rates.keys() - fleet.nodes.keys():
+            del self._rates[name]
+
+    def rows(self, fleet: Fleet, now: float) -> tuple[NodeRow, ...]:
+        """The coordinator's daemon first, whether or not it has other roles too."""
+        rows = {name: self._row(fleet, name, now) for name in sorted(fleet.nodes)}
+        head = rows.pop(self._head, None) or NodeRow(
+            self._head,
+            (),
+            str(NodeState.READY),
+            socket.gethostname(),
+            os.getpid(),
+            "",
+            None,
+            0,
+            0,
+            0.0,
+            0.0,
+            0.0,
+        )
+        return (replace(head, roles=("coordinator", *head.roles)), *rows.values())
+
+    def _row(self, fleet: Fleet, name: str, now: float) -> NodeRow:
+        node = fleet.nodes[name]
+        is_rollout = "rollout" in node.roles
+        rate = self._rates.get(name)
+        version = node.policy_version
+        if not is_rollout and fleet.published is not None and node.state is NodeState.READY:
+            version = fleet.published.policy_version
+        return NodeRow(
+            name=name,
+            roles=node.roles,
+            state=str(node.state),
+            host=node.host,
+            pid=node.pid,
+            device=node.device,
+            policy_version=version,
+            running=len(node.running),
+            slots=node.slots if is_rollout else 0,
+            tokens_per_s=rate.per_s if rate is not None else 0.0,
+            kv_usage=node.load.kv_usage,
+            heard_s_ago=now - node.heard_at,
+            loop_lag_ms=node.loop_lag_ms,
+        )
+
+
+class _Rate:
+    """Of a counter, exponentially smoothed."""
+
+    def __init__(self, now: float, count: int) -> None:
+        self.per_s = 0.0
+        self._at = now
+        self._count = count
+
+    def update(self, now: float, count: int) -> None:
+        seconds = now - self._at
+        if seconds <= 0:
+            return
+        kept = 0.5 ** (seconds / HALF_LIFE_S)
+        # A node that restarted counts from zero again.
+        self.per_s = kept * self.per_s + (1 - kept) * max(0, count - self._count) / seconds
+        self._at, self._count = now, count

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux fork
 
 DEADLINE_S = 60
 PROBE = """
-import ctypes, json, os, signal, sys, threading
+import ctypes, json, os, resource, signal, sys, threading
 
 def main(sock):
     number = ctypes.c_int()
@@ -32,6 +32,8 @@ def main(sock):
         "arguments": sys.argv,
         "environment": dict(os.environ),
         "path": sys.path,
+        "folder": os.getcwd(),
+        "limits": [resource.getrlimit(n) for n in range(10)],
         "descriptors": sorted(n for n, to in links.items() if os.path.lexists(to) or ":" in to),
         "input": links["0"],
         "outputs": [links["1"], links["2"]],

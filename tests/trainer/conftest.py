@@ -197,3 +197,16 @@ def warm_ranks(origin_of_ranks: Origin | None) -> Iterator[None]:
     """Real ranks, each a process of its own that need not import torch (tests/support/warm.py)."""
     with origin_of_ranks.forks() if origin_of_ranks else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(scope="session")
+def origin_of_emulated() -> Iterator[Origin | None]:
+    with origin("lightrl.trainer.emulated") as process:
+        yield process
+
+
+@pytest.fixture
+def warm_emulated(origin_of_emulated: Origin | None) -> Iterator[None]:
+    """Emulated ranks, each a process of its own that need not import anything."""
+    with origin_of_emulated.forks() if origin_of_emulated else contextlib.nullcontext():
+        yield

@@ -37,6 +37,8 @@ from lightrl.weights.manifest import num_bytes
 from lightrl.wire import pack_f32, pack_i32
 from tests.support.trainer_coordinator import Coordinator, kill, turns
 
+pytestmark = pytest.mark.usefixtures("warm_emulated")
+
 DEADLINE_S = 60
 STEPS = 5
 EMULATED = {"rollout": {"engine": "emulated"}, "train": {"engine": "emulated"}}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.errors import ConfigError
+from lightrl.tokenizer import plain_tokenizer
 
 MODEL_FILES = (
     "config.json",
@@ -31,7 +32,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The HF tokenizer of a model directory or hub id. Raises ConfigError, one line, naming
+    """The tokenizer of a model directory or hub id. Raises ConfigError, one line, naming
     model.path."""
     folder = _model_folder(model_path)
     require_no_code(model_path, folder)
@@ -42,8 +43,10 @@ def load_tokenizer(model_path: str) -> Any:
             f"model.path = {model_path!r}: has no tokenizer.json or tokenizer_config.json"
         )
     try:
-        # complete in itself; AutoTokenizer would load torch
         if (folder / "tokenizer.json").is_file():
+            if (plain := plain_tokenizer(folder)) is not None:
+                return plain
+            # It is complete in itself; AutoTokenizer would load torch.
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.warm import origin_of_daemons, warm_daemons
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes run side by side on few cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+__all__ = ["origin_of_daemons", "warm_daemons"]  # fixtures
 _SKIPPED = "Skipped: "
 
 

@@ -32,6 +32,7 @@ from lightrl.engine.base import (
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
 from lightrl.messages import Abort, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.system.child import Child, Pipe
+from lightrl.system.imports import importing
 from lightrl.wire import Codec, pack_f32, pack_i32
 
 LOAD_EVERY_S = 0.5
@@ -110,7 +111,8 @@ def build_engine(spec: EngineSpec) -> Engine:
 
             return EmulatedEngine(spec)
         case "torch":
-            from lightrl.engine.torch import TorchEngine
+            with importing():
+                from lightrl.engine.torch import TorchEngine
 
             return TorchEngine(spec)
         case "vllm":

@@ -18,6 +18,7 @@ from lightrl.engine.requests import accept
 from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, torch_mismatch
 from lightrl.errors import EngineError, EngineUnusable
 from lightrl.messages import FinishReason, Load, Manifest, PromptHistory, ResponseRequest, Sampling
+from lightrl.system.imports import importing
 
 if TYPE_CHECKING:
     import torch
@@ -51,19 +52,21 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
-        from lightrl.devices.cuda import has_cuda
+        with importing():
+            from lightrl.devices.cuda import has_cuda
 
         self.device = "cuda" if has_cuda() else "cpu"
         added = CPU_ENVIRONMENT if self.device == "cpu" else CUDA_ENVIRONMENT
         os.environ.update({k: v for k, v in added.items() if k not in os.environ})
         if spec.is_deterministic and self.device == "cuda":
             os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
-        from lightrl.engine.checkpoint import (
-            build_model,
-            read_config,
-            resolve_dtype,
-            tensor_targets,
-        )
+        with importing():
+            from lightrl.engine.checkpoint import (
+                build_model,
+                read_config,
+                resolve_dtype,
+                tensor_targets,
+            )
 
         config = read_config(Path(spec.model_dir))
         dtype = resolve_dtype(spec.dtype, config, self.device)
@@ -75,7 +78,8 @@ class VllmEngine:
         self._ids: dict[str, str] = {}  # response -> vLLM request
         self._responses: dict[str, str] = {}  # vLLM request -> response
         self._num_added = 0
-        self._api = Api()
+        with importing():
+            self._api = Api()
         args = {**_engine_args(spec, config, dtype, self.device), **spec.engine_args}
         if spec.gpu_memory and self.device == "cuda":
             args |= shared_memory_args(spec, config, self._targets, args)

@@ -27,6 +27,7 @@ from typing import Generic, NoReturn, Self, TypeVar
 from lightrl.errors import LightRLError
 from lightrl.say import never_fail
 from lightrl.system import open_files
+from lightrl.system.imports import importing
 from lightrl.wire import Codec
 
 Command = TypeVar("Command")
@@ -303,7 +304,8 @@ def run() -> None:
         before=_hold_signals, after_in_parent=_release_signals, after_in_child=_heed_signals
     )
     module, _, function = target.partition(":")
-    main = getattr(importlib.import_module(module), function)
+    with importing():
+        main = getattr(importlib.import_module(module), function)
     with socket.socket(fileno=int(descriptor)) as sock:
         main(sock)
 

@@ -33,6 +33,8 @@ from tests.support.daemons import (
     make_config,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
 # Two steps of two waves of 0.6 s: long enough for things to happen in the middle.
 SLOW = {
     "rollout": {"engine_args": {"t0_ms": 10.0, "mean_length": 0.0}, "max_response_length": 60},

@@ -19,6 +19,8 @@ from tests.support.daemons import Running, a_run
 from tests.support.hubs import until
 from tests.support.scripted_rollout import ScriptedRollout
 
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
 
 def said(run: Running, text: str) -> int:
     """In how many lines."""

@@ -6,8 +6,10 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,22 @@ def within(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
+class Watched(Journaling):
+    """Says how many shards were read again."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.num_read = 0
+        self.has_read = asyncio.Event()
+
+    async def shards(self, step: int) -> AsyncGenerator[TrainShard, None]:
+        async with aclosing(super().shards(step)) as shards:
+            async for shard in shards:
+                self.num_read += 1
+                self.has_read.set()  # who waits for it runs when the reader has to wait, too
+                yield shard
+
+
 class Shell:
     """Carries out what a core says of shards, with a real journal, and remembers them for a
     trainer."""
@@ -56,7 +74,7 @@ class Shell:
             prompts_per_step=NUM_GROUPS, num_prompts=NUM_GROUPS, max_response_tokens=TOKENS
         )
         self.driver.disk_is_slow = True  # the shell says when a shard has left
-        self.journaling = Journaling(folder, Journal(flush_ms=1), pytest.fail)
+        self.journaling = Watched(folder, Journal(flush_ms=1), pytest.fail)
         self.shards: list[TrainShard] = []
         self.came = asyncio.Event()
         self.worst_pending = 0
@@ -148,11 +166,10 @@ def test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it(
         replays = Replays(shell.journaling, send, pytest.fail)
         async with asyncio.TaskGroup() as tasks:
             replays.start(tasks, ReplayShards("t", 0, 3))
-            while len(again) < 3:
-                came.clear()
-                await came.wait()
-            for _ in range(20):  # nothing more comes before one is taken
-                await asyncio.sleep(0)
+            while shell.journaling.num_read < 4:
+                shell.journaling.has_read.clear()
+                await shell.journaling.has_read.wait()
+            # The fourth one is there, and is not sent before one is taken.
             assert [s.index for s in again] == [0, 1, 2]
             replays.taken(ShardsTaken(7, 1))  # of another step
             while not again[-1].last:

@@ -11,10 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightrl.messages import Abort, Bye, Drain, Heartbeat, TokenChunk, WeightsFailed, WeightsReady
 from tests.daemon.test_runs import children_of
 from tests.support.daemons import DEADLINE_S, Proxy, make_config
 from tests.support.scripted_coordinator import ScriptedHead, joined, rollout_daemon
+
+pytestmark = pytest.mark.usefixtures("warm_daemons")
 
 NAMES = ("p0@0#0", "p0@0#1", "p1@0#0")
 # About 1.2 s of work.
@@ -217,7 +221,7 @@ def test_hello_that_became_untrue_before_it_was_answered_is_said_again(tmp_path:
 
 def test_patience_has_an_end(tmp_path: Path):
     async def scenario():
-        node = {"heartbeat_s": 0.1, "patience_s": 5.0}
+        node = {"heartbeat_s": 0.1, "patience_s": 3.0}
         async with (
             scripted(tmp_path, **ENDLESS, node=node) as head,
             rollout_daemon(head.address, head.key_file) as daemon,
@@ -263,7 +267,7 @@ def test_node_that_leaves_is_welcomed_once_more_to_say_what_it_holds(tmp_path: P
 
 def test_node_leaves_within_its_grace_though_engine_and_coordinator_hang(tmp_path: Path):
     async def scenario():
-        node = {"heartbeat_s": 0.1, "grace_s": 5.0}
+        node = {"heartbeat_s": 0.1, "grace_s": 3.0}
         async with (
             scripted(tmp_path, **ENDLESS, node=node) as head,
             rollout_daemon(head.address, head.key_file) as daemon,
@@ -277,7 +281,7 @@ def test_node_leaves_within_its_grace_though_engine_and_coordinator_hang(tmp_pat
             began = time.monotonic()
             os.kill(daemon.pid, signal.SIGUSR1)
             assert await asyncio.wait_for(daemon.wait(), DEADLINE_S) in {0, 1}
-            assert time.monotonic() - began < 5.0 + 1.5  # the interpreter's end included
+            assert time.monotonic() - began < 3.0 + 1.5  # the interpreter's end included
 
     asyncio.run(scenario())
 

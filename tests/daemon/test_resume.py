@@ -17,6 +17,8 @@ from lightrl.wire import from_json
 from tests.daemon.test_runs import SLOW, busy, require_exact
 from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run
 
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
 
 async def interrupted(tmp_path: Path, min_tokens: int) -> None:
     """A run whose coordinator vanished in the middle of its step."""

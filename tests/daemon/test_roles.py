@@ -19,6 +19,7 @@ COMMON = (
     "rollout.group_size=4",
     "eval.path=''",
 )
+EMULATED = ("rollout.engine=emulated", "train.engine=emulated")
 
 
 @asynccontextmanager
@@ -65,12 +66,18 @@ def test_one_daemon_with_all_roles_runs_to_the_end(tmp_path: Path):
     assert (tmp_path / "r" / "checkpoints" / "step_2" / "hf" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("how", ["down", "SIGTERM"])
-def test_run_that_is_stopped_leaves_a_checkpoint_of_the_steps_done(tmp_path: Path, how: str):
+@pytest.mark.parametrize(
+    ("how", "emulated", "exported"),
+    [("down", EMULATED, "state/digest"), ("SIGTERM", (), "hf/model.safetensors")],
+    ids=["down", "SIGTERM"],
+)
+def test_run_that_is_stopped_leaves_a_checkpoint_of_the_steps_done(
+    tmp_path: Path, how: str, emulated: tuple[str, ...], exported: str
+):
     async def scenario():
         # The coordinator listens on every interface, and the rollout node reaches it by one
         # address.
-        settings = run_toml(tmp_path, "train.steps=100000", "run.bind=tcp://0.0.0.0:*")
+        settings = run_toml(tmp_path, *emulated, "train.steps=100000", "run.bind=tcp://0.0.0.0:*")
         async with daemon(*settings, "--role", "coordinator,trainer", "--name", "head") as head:
             address = (await address_of(tmp_path / "r", head)).replace("0.0.0.0", "127.0.0.1")
             key_file = tmp_path / "r" / "key"
@@ -98,4 +105,4 @@ def test_run_that_is_stopped_leaves_a_checkpoint_of_the_steps_done(tmp_path: Pat
     assert summary["state"] == "stopped"
     [saved] = (tmp_path / "r" / "checkpoints").glob("step_*")
     assert saved.name == f"step_{summary['steps']}"
-    assert (saved / "hf" / "model.safetensors").exists()
+    assert (saved / exported).exists()

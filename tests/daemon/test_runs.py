@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import zmq
 from zmq.utils import z85
 
@@ -17,9 +18,12 @@ from lightrl.transport.zeromq import key_pair
 from lightrl.wire import from_json, unpack_f32, unpack_i32
 from tests.support.daemons import DEADLINE_S, Proxy, Running, a_run, expected_tokens
 
-# One step of two waves of 2.5 s on one node: long enough for another node to come within it.
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
+# One step of two waves of 1.2 s on one node: long enough to be disturbed. Whoever needs it longer
+# stops an engine.
 SLOW = {
-    "rollout": {"engine_args": {"t0_ms": 10.0, "mean_length": 0.0}, "max_response_length": 240},
+    "rollout": {"engine_args": {"t0_ms": 5.0, "mean_length": 0.0}, "max_response_length": 240},
     "train": {"steps": 1},
 }
 
@@ -120,7 +124,7 @@ def test_engine_that_dies_is_started_again_and_nothing_is_lost(tmp_path: Path):
 
 def test_engine_that_hangs_is_killed_and_started_again(tmp_path: Path):
     async def scenario():
-        node = {"heartbeat_s": 0.1, "patience_s": 5.0}
+        node = {"heartbeat_s": 0.1, "patience_s": 3.0}
         async with a_run(tmp_path, **SLOW, node=node) as run:
             daemon = await run.add_rollout("a")
             await run.until(lambda s: busy(s, "a") and s.rollout_tokens > 50)
@@ -131,7 +135,7 @@ def test_engine_that_hangs_is_killed_and_started_again(tmp_path: Path):
             assert run.head.succeeded
             assert require_exact(run, tmp_path) == 16
             output, _ = await asyncio.wait_for(daemon.communicate(), DEADLINE_S)
-            assert b"hangs: no answer for 5 s" in output
+            assert b"hangs: no answer for 3 s" in output
         summary = from_json((tmp_path / "test" / "summary.json").read_bytes(), dict)
         assert summary["counters"]["nodes_lost"] == 0
 
@@ -156,7 +160,7 @@ def test_no_engine_outlives_a_daemon_that_was_killed(tmp_path: Path):
 
 def test_rollout_node_leaves_when_its_coordinator_falls_silent(tmp_path: Path):
     async def scenario():
-        node = {"heartbeat_s": 0.1, "patience_s": 5.0}
+        node = {"heartbeat_s": 0.1, "patience_s": 3.0}
         async with a_run(tmp_path, **SLOW, node=node) as run:
             daemon = await run.add_rollout("a")
             await run.until(lambda s: busy(s, "a"))

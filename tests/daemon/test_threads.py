@@ -23,6 +23,8 @@ from tests.rollout.test_pulls import pulling
 from tests.support.daemons import DEADLINE_S, a_run, make_config
 from tests.support.versions import SECRET, make_version, pull, serving
 
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
 NO_THREAD = "can't start new thread"
 # what their threads are named, in threads.py and in asyncio
 OF_CALLS = ("ThreadPoolExecutor", "asyncio_")

@@ -16,6 +16,7 @@ from lightrl import config
 from lightrl.data import PromptCursor, answer_of, load_prompts
 from lightrl.errors import ConfigError, DataError
 from lightrl.model_files import load_tokenizer, model_files, stop_token_ids, weights_folder
+from lightrl.tokenizer import PlainTokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz:|# "
 VOCAB = {"<bos>": 0, "<eos>": 1, "<pad>": 2, **{c: i for i, c in enumerate(LETTERS, 3)}}
@@ -23,6 +24,17 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] + ':' + m['content'] + '|' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+TRUNCATION = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+
+GREEDY = {
+    "id": 1,
+    "content": "<eos>",
+    "single_word": False,
+    "lstrip": True,  # it takes the space before it, too
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 
 
 def make_model(folder: Path, with_bos: bool, chat_template: str | None) -> str:
@@ -227,15 +239,63 @@ def test_a_file_too_large_for_the_wire_is_refused(tmp_path):
         model_files(str(tmp_path))
 
 
-def test_loading_a_tokenizer_and_prompts_does_not_load_torch(chat_model, tmp_path):
-    path = jsonl(tmp_path, {"prompt": USER})
+@pytest.mark.parametrize("model", ["plain_model", "chat_model"])
+def test_loading_a_tokenizer_and_prompts_loads_no_more_than_it_takes(request, model, tmp_path):
+    folder = request.getfixturevalue(model)
+    path = jsonl(tmp_path, {"prompt": USER if model == "chat_model" else "hi"})
     program = (
         "import sys; from lightrl import config, data, model_files; "
         f"data.load_prompts({path!r}, config.Data(path=''), "
-        f"model_files.load_tokenizer({chat_model!r})); "
-        "sys.exit('torch' in sys.modules)"
+        f"model_files.load_tokenizer({folder!r})); "
+        "print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == (["transformers"] if model == "chat_model" else [])
+
+
+def of_transformers(model: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(model)
+
+
+@pytest.mark.parametrize("with_bos", [False, True])
+def test_a_plain_tokenizer_answers_as_that_of_transformers(tmp_path, with_bos):
+    model = make_model(tmp_path / "model", with_bos, chat_template=None)
+    plain, other = load_tokenizer(model), of_transformers(model)
+    assert isinstance(plain, PlainTokenizer)
+    texts = ["ab c", "", "a<eos>b<bos>", "<pad>", "ünknown", "<eos", *(c * 40 for c in "ab")]
+    for special in (False, True):
+        assert plain(texts, add_special_tokens=special)["input_ids"] == (
+            expected := other(texts, add_special_tokens=special)["input_ids"]
+        )
+        assert [plain(t, add_special_tokens=special)["input_ids"] for t in texts] == expected
+    assert ids("ab c") in plain(texts, add_special_tokens=False)["input_ids"]
+    for name in ("bos_token_id", "eos_token_id", "chat_template"):
+        assert getattr(plain, name) == getattr(other, name), name
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", {"eos_token": "<end>"}),  # a token that is still to be added
+        ("tokenizer_config.json", {"eos_token": "a"}),  # one that is not special yet
+        ("tokenizer_config.json", {"unheard_of": 1}),
+        ("tokenizer_config.json", {"chat_template": TEMPLATE}),
+        ("tokenizer_config.json", {"split_special_tokens": True}),
+        ("special_tokens_map.json", {"pad_token": "b"}),
+        ("added_tokens.json", {"<more>": 40}),
+        ("tokenizer.json", {"truncation": TRUNCATION}),
+        ("tokenizer.json", {"added_tokens": [GREEDY]}),
+    ],
+)
+def test_a_tokenizer_that_is_not_plain_is_left_to_transformers(tmp_path, file, change):
+    model = make_model(tmp_path / "model", with_bos=False, chat_template=None)
+    path = tmp_path / "model" / file
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | change))
+    assert not isinstance(load_tokenizer(model), PlainTokenizer)
 
 
 # Layouts

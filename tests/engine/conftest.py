@@ -1,6 +1,7 @@
 """A tiny random model with two versions of weights, and engine processes that the tests share."""
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightrl.devices.cuda import has_cuda
 from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSpec, EngineStarted, LoadWeights
 from lightrl.engine.process import start_engine
 from lightrl.engine.sampling import sample, uniforms
@@ -19,6 +21,7 @@ from lightrl.messages import Abort, Generate, Load, Manifest, ResponseRequest, S
 from lightrl.system.child import ChildDied
 from lightrl.weights.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
+from tests.support.warm import Origin, origin
 
 VOCABULARY = 32
 MAX_LENGTH = 512
@@ -177,13 +180,28 @@ class EngineClient:
             ):
                 return event
 
-    def stop(self) -> int:
-        return self._runner.run(self.child.stop())
+
+async def stop_all(clients: list[EngineClient]) -> list[int]:
+    return await asyncio.gather(*(client.child.stop(DEADLINE_S) for client in clients))
+
+
+@pytest.fixture(scope="session")
+def origin_of_engines() -> Iterator[Origin | None]:
+    """Engines are forked from it, and need not import torch and vLLM: others start them in earnest
+    (tests/daemon/test_roles.py, tests/chaos/test_vllm.py)."""
+    if has_cuda():
+        yield None
+        return
+    vllm = ["tests.support.warm_vllm"] if importlib.util.find_spec("vllm") else []
+    with origin("lightrl.engine.process", "lightrl.engine.torch", *vllm) as process:
+        yield process
 
 
 @pytest.fixture(scope="session")
 def start(
-    tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
+    tiny: TinyModel,
+    tmp_path_factory: pytest.TempPathFactory,
+    origin_of_engines: Origin | None,
 ) -> Iterator[Callable[..., EngineClient]]:
     """Starts engine processes: `start("torch", slots=4)`; all are stopped at the end of the
     session."""
@@ -195,12 +213,14 @@ def start(
             kind: str, slots: int = 16, dtype: str = "float32", **fields: Any
         ) -> EngineClient:
             spec = EngineSpec(kind, str(tiny.dir), dtype, MAX_LENGTH, slots, **fields)
-            clients.append(EngineClient(runner, spec, tiny, logs / f"{kind}-{len(clients)}.log"))
+            log = logs / f"{kind}-{len(clients)}.log"
+            with origin_of_engines.forks() if origin_of_engines else contextlib.nullcontext():
+                clients.append(EngineClient(runner, spec, tiny, log))
             return clients[-1]
 
         yield begin
-        for client in clients:
-            assert client.stop() == 0
+        codes = runner.run(stop_all(clients))
+    assert codes == [0] * len(clients)
 
 
 @pytest.fixture(scope="session")

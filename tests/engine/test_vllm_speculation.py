@@ -4,11 +4,15 @@ The engine under test runs in a child, where the functions below marked "in the 
 by step.
 """
 
+import contextlib
 import importlib.util
 import multiprocessing
-import runpy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +25,7 @@ from lightrl.engine.vllm_speculation import Rows
 from lightrl.history.gate import Gate
 from lightrl.messages import PromptHistory, ResponseRequest, Sampling
 from lightrl.wire import pack_i32
+from tests.support.warm import CHILD_CODE, Origin
 
 SLOTS, WINDOW, MAX_LENGTH, VOCABULARY = 8, 6, 512, 32
 KEYS = ("p0@0", "p1@0", "p2@0", "p3@0")
@@ -188,20 +193,23 @@ class Remote:
 
 
 @pytest.fixture(scope="module")
-def remote(tiny: Any) -> Iterator[Remote]:
+def remote(tiny: Any, origin_of_engines: Origin | None) -> Iterator[Remote]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     spec = EngineSpec("vllm", str(tiny.dir), "float32", MAX_LENGTH, SLOTS, max_window=WINDOW)
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    globals_ = {"CONNECTION": there, "SPEC": spec}
-    child = context.Process(target=runpy.run_path, args=(__file__, globals_, "lightrl_child"))
-    child.start()
+    here, there = multiprocessing.Pipe()
+    target = "tests.support.warm_vllm:run_file"
+    words = ("-P", "-c", CHILD_CODE, "vllm", target, str(there.fileno()), str(os.getpid()))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with origin_of_engines.forks() if origin_of_engines else contextlib.nullcontext():
+        child = subprocess.Popen(
+            (sys.executable, *words), pass_fds=(there.fileno(),), env=environment
+        )
     there.close()
+    here.send((__file__, spec))
     yield Remote(tiny, here)
     here.close()
-    child.join(30)
-    assert child.exitcode == 0
+    assert child.wait(30) == 0
 
 
 @pytest.fixture

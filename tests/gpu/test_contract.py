@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from tests.engine import test_contract, test_equality, test_speculation, test_torch
-from tests.engine.conftest import EngineClient, ask, start, tiny, torch_engine  # noqa: F401 - fixtures
+from tests.engine.conftest import (  # noqa: F401 - fixtures
+    EngineClient,
+    ask,
+    origin_of_engines,
+    start,
+    tiny,
+    torch_engine,
+)
 from tests.engine.test_speculation import engines, epoch, truth  # noqa: F401 - fixtures
 
 for module in (test_contract, test_equality, test_speculation, test_torch):

@@ -18,7 +18,15 @@ from lightrl.trainer.model import Policy, collate, response_logprobs
 from lightrl.trainer.protocol import TrainSample
 from lightrl.wire import pack_f32, pack_i32
 from tests.engine import test_contract
-from tests.engine.conftest import CONFIG, EngineClient, TinyModel, ask, start, tiny  # noqa: F401 - fixtures
+from tests.engine.conftest import (  # noqa: F401 - fixtures
+    CONFIG,
+    EngineClient,
+    TinyModel,
+    ask,
+    origin_of_engines,
+    start,
+    tiny,
+)
 from tests.gpu.coupled import check, requests
 from tests.gpu.driver import Asked, Remote, nearly
 

@@ -34,6 +34,8 @@ from lightrl.metrics.sinks import read
 from lightrl.wire import from_json
 from tests.support.daemons import QUICKSTART, a_run
 
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
 LIMIT = 10
 SETTINGS = Settings(
     run_seed=0,

@@ -30,6 +30,8 @@ from tests.security import garbage
 from tests.support.daemons import DEADLINE_S, Running, a_run, make_config
 from tests.wire.test_messages import EXAMPLES
 
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
 ROOT = Path(__file__).parents[2]
 MAX_GROWTH_BYTES = 64 << 20
 BUSY = {

@@ -59,6 +59,8 @@ from lightrl.transport.zap import DOORKEEPER
 from lightrl.wire import from_json
 from tests.support.daemons import DEADLINE_S, Running, a_run
 
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
 M = TypeVar("M", bound=Message)
 ANY = "tcp://127.0.0.1:*"
 

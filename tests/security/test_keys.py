@@ -31,6 +31,8 @@ from lightrl.transport.link import Link
 from lightrl.wire import MESSAGES
 from tests.support.daemons import Proxy
 
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
 LIMIT_S = 20.0
 ANY = "tcp://127.0.0.1:*"
 

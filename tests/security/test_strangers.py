@@ -24,6 +24,8 @@ from tests.security.attacker import GREETING
 from tests.support.daemons import ScriptedTrainer, make_config
 from tests.support.hubs import LIMIT_S, hub_and_key, received, until
 
+pytestmark = pytest.mark.usefixtures("warm_daemons")
+
 MIB = 1 << 20
 CURVE = GREETING + b"\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightrl.trainer.emulated import EmulatedRank
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RANK_TARGET, StartRank, TrainSample
 from lightrl.trainer.rank import Rank
 from lightrl.wire import pack_f32, pack_i32
+from tests.support.warm import Origin, origin
 
 VOCABULARY = 24
 DEADLINE_S = 110  # importing torch and transformers takes 5 s, on a busy machine far longer
@@ -182,3 +183,30 @@ def processes(
                 await child.stop()
 
     return launch
+
+
+@pytest.fixture(scope="session")
+def origin_of_ranks() -> Iterator[Origin | None]:
+    model = "transformers.models.qwen2.modeling_qwen2"
+    with origin("lightrl.trainer.rank", "torch.distributed.checkpoint", model) as process:
+        yield process
+
+
+@pytest.fixture
+def warm_ranks(origin_of_ranks: Origin | None) -> Iterator[None]:
+    """Real ranks, each a process of its own that need not import torch (tests/support/warm.py)."""
+    with origin_of_ranks.forks() if origin_of_ranks else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(scope="session")
+def origin_of_emulated() -> Iterator[Origin | None]:
+    with origin("lightrl.trainer.emulated") as process:
+        yield process
+
+
+@pytest.fixture
+def warm_emulated(origin_of_emulated: Origin | None) -> Iterator[None]:
+    """Emulated ranks, each a process of its own that need not import anything."""
+    with origin_of_emulated.forks() if origin_of_emulated else contextlib.nullcontext():
+        yield

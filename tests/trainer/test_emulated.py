@@ -37,6 +37,8 @@ from lightrl.weights.manifest import num_bytes
 from lightrl.wire import pack_f32, pack_i32
 from tests.support.trainer_coordinator import Coordinator, kill, turns
 
+pytestmark = pytest.mark.usefixtures("warm_emulated")
+
 DEADLINE_S = 60
 STEPS = 5
 EMULATED = {"rollout": {"engine": "emulated"}, "train": {"engine": "emulated"}}
@@ -235,7 +237,8 @@ def on_two(start, processes, steps):
                 digests.append(events[0][1].manifest.digest)
                 finished = [said[-1] for said in events]
                 assert all(isinstance(event, StepFinished) for event in finished)
-                assert len({event.metrics["num_trained_tokens"] for event in finished}) == 1
+                given = sum(len(s.token_ids) // 4 for batch in batches_R for s in batch)
+                assert [e.metrics["num_trained_tokens"] for e in finished] == [given, given]
             return digests
 
     return asyncio.run(run())
@@ -248,6 +251,9 @@ def test_two_ranks_publish_what_both_were_given(start, processes, samples):
     assert on_two(start, processes, [([a, b], [c]), ([d], [])]) == expected
     assert on_two(start, processes, [([a], [b, c]), ([], [d])])[1] != expected[1]
     assert on_two(start, processes, [([c], [a, b])])[1] != expected[1]
+    # Only what the second rank is given is another sample, of as many tokens.
+    other = replace(c, response="p0@0#9")
+    assert on_two(start, processes, [([a, b], [other])])[1] != expected[1]
 
 
 def test_a_rank_whose_other_one_dies_does_not_publish(start, processes, samples):

@@ -15,6 +15,7 @@ from lightrl.trainer.protocol import Accumulate, FinishStep, RankStarted, Save, 
 DEADLINE_S = 110
 
 pytestmark = [
+    pytest.mark.usefixtures("warm_ranks"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads sockets from /proc"),
 ]

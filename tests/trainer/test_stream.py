@@ -16,6 +16,8 @@ from lightrl.trainer.batch import streamed
 from lightrl.trainer.protocol import Accumulate, FinishStep
 from lightrl.trainer.supervisor import Trainer, train_samples
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 DEADLINE_S = 110
 STEPS = 3
 # How many of eight groups wait each time that the trainer looks, as far as it has not been told

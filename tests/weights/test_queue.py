@@ -12,7 +12,7 @@ DEADLINE_S = 60
 
 def test_six_hundred_pullers_on_a_narrow_line_all_get_the_version(tmp_path):
     """Most of them wait for longer than they bear silence, and there are places for every tenth."""
-    num_pullers, processes, places, timeout_s, line_s = 600, 3, 60, 6, 12
+    num_pullers, processes, places, timeout_s, line_s = 600, 3, 60, 4, 8
 
     async def start(address: str, number: int) -> asyncio.subprocess.Process:
         count = num_pullers // processes

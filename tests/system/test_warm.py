@@ -1,0 +1,96 @@
+"""A child forked from an origin is what one that was started is, so that a test may use either."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrl.messages import Message
+from lightrl.system.child import Child, ChildDied
+from lightrl.wire import Codec
+from tests.support.trainer_coordinator import until
+from tests.support.warm import origin
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks beside")
+
+DEADLINE_S = 60
+PROBE = """
+import ctypes, json, os, resource, signal, sys, threading
+
+def main(sock):
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+    links = {n: os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")}
+    said = {
+        "parent": os.getppid(),
+        "leads its session": os.getsid(0) == os.getpid(),
+        "dies with": number.value,
+        "command line": open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)),
+        "arguments": sys.argv,
+        "environment": dict(os.environ),
+        "path": sys.path,
+        "folder": os.getcwd(),
+        "limits": [resource.getrlimit(n) for n in range(10)],
+        "descriptors": sorted(n for n, to in links.items() if os.path.lexists(to) or ":" in to),
+        "input": links["0"],
+        "outputs": [links["1"], links["2"]],
+        "signals": [str(signal.getsignal(n)) for n in range(1, 32) if n not in (1, 15)],
+        "heeds its pipe": [callable(signal.getsignal(n)) for n in (1, 15)],
+        "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "threads": threading.active_count(),
+        "is forked": "tests.support.warm" in sys.modules,
+    }
+    open(os.environ["SAID"], "w").write(json.dumps(said))
+    print("out of words", flush=True)
+    sock.recv(1)
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "probe.py").write_text(PROBE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'lib'}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return "probe:main"
+
+
+async def facts(target: str, folder: Path) -> tuple[dict[str, object], str]:
+    """What such a child finds, and how it ended."""
+    said = folder.with_suffix(".json")
+    codec: Codec[Message] = Codec(Message)
+    log = folder / "log"
+    environment = {"SAID": str(said), "MORE": "ü = 1"}
+    child = await Child.start(target, "name", codec, codec, environment, log)
+    async with asyncio.timeout(DEADLINE_S):
+        await until(log.read_bytes)
+        assert os.getpgid(child.pid) == child.pid
+        child._writer.close()
+        with pytest.raises(ChildDied) as died:
+            await child.receive()
+    assert await child.stop() == 3
+    found = json.loads(said.read_text().replace(str(folder), "FOLDER"))
+    number = found["arguments"][3]
+    text = json.dumps(found).replace(f'"{number}"', '"N"')
+    return json.loads(text), str(died.value).replace(str(child.pid), "PID")
+
+
+def test_a_forked_child_is_what_a_started_one_is(probe: str, tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+
+    async def both() -> None:
+        started = await facts(probe, tmp_path / "a")
+        with origin("probe") as warm:
+            assert warm
+            with warm.forks():
+                forked = await facts(probe, tmp_path / "b")
+        assert (started[0].pop("is forked"), forked[0].pop("is forked")) == (False, True)
+        assert forked == started
+        assert forked[1] == "name (pid PID) ended with exit status 3: out of words"
+
+    asyncio.run(both())

@@ -123,10 +123,10 @@ class Trainer:
         """The coordinator has welcomed this node again: say where we stand, begin the step anew."""
         self._move(TrainerEvent.WELCOMED)
         self._shards.clear()
+        if self._state is TrainerState.DOWN:
+            return  # when there are ranks again, `on_restart` says hello for another trainer
         self._changed.set()
-        # a trainer whose ranks update says afterwards what they publish; one without ranks says
-        # hello itself when it has some
-        if self._state not in SILENT:
+        if self._state not in SILENT:  # else it is said when the update has ended
             self._announce()
 
     def stop(self) -> None:

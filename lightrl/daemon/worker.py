@@ -253,7 +253,8 @@ class Worker:
                         continue
                     if message.refused == TAKEN and self._may_wait_for_name():
                         await asyncio.sleep(TAKEN_PAUSE_S)
-                        self._say_hello()
+                        if link.is_up:  # else on_back says hello
+                            self._say_hello()
                         continue
                     _raise_if_refused(message)
                     self._move(ConnectionEvent.WELCOMED)

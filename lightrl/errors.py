@@ -58,7 +58,7 @@ class SimError(LightRLError):
 
 
 class InvariantViolation(LightRLError):
-    """The core reached a state that must not exist; the run stops."""
+    """The core, or a role of a daemon, reached a state that must not exist: it stops."""
 
 
 def first_error(group: BaseExceptionGroup[Any]) -> BaseException:

@@ -1,8 +1,8 @@
 """The trainer and rollout roles of a node, as a client of the coordinator: hello, heartbeat, drain
 and bye.
 
-Owns whether the coordinator hears this node, and what is said when it does again; what a role does
-is in rollout/agent.py and trainer/supervisor.py. Must never block the loop.
+Owns whether the coordinator hears this node (state.py), and what is said when it does again; which
+roles run here is in roles.py. Must never block the loop.
 
 A node that is not heard goes on with its work. Nothing but a hello leaves before the coordinator
 has answered it with a welcome: it says what still runs here, and whatever arrives before the answer
@@ -20,8 +20,10 @@ from functools import partial
 from pathlib import Path
 
 from lightrl.config import Config
-from lightrl.daemon.admission import config_of, write_model_files
-from lightrl.devices.assign import CPU, Assignment, Part
+from lightrl.daemon.admission import config_of
+from lightrl.daemon.roles import Roles
+from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
+from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.plan import for_daemon
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
 from lightrl.messages import (
@@ -36,19 +38,17 @@ from lightrl.messages import (
     Generate,
     Heartbeat,
     Hello,
-    Load,
     Message,
     PublishWeights,
     Role,
     TrainShard,
     Welcome,
 )
-from lightrl.rollout.agent import FLUSH_S, Rollout
 from lightrl.say import flush, say
+from lightrl.state_machine import next_state
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread
-from lightrl.trainer.supervisor import Trainer
-from lightrl.transport.link import Link, own_address
+from lightrl.transport.link import Link
 from lightrl.weights.scratch import scratch_dir
 
 WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
@@ -74,10 +74,9 @@ class Worker:
         `gpus`: of its ranks, or of its engine; None: the driver is asked.
         """
         self._name = name
-        self._roles = roles
+        self._role_names = roles
         self._address = address
         self._key = key
-        self._run_dir = run_dir
         self._is_alone = is_alone
         self._gpus = gpus
         self._hello = Hello(
@@ -89,17 +88,17 @@ class Worker:
             host=socket.gethostname(),
             slots=slots,
         )
+        self._roles = Roles(name, roles, address, run_dir, self._send, self._restarted)
         self._link: Link | None = None
-        self._said: Hello | None = None  # and not answered yet
+        self._state = ConnectionState.OUT_OF_TOUCH
+        self._admitted = asyncio.Event()  # for who waits until that is the state
+        self._said = self._hello  # last, and when
         self._said_at = 0.0
-        # when we heard first that another process has our name
-        self._taken_since: float | None = None
+        # when we heard first that another process has our name; of NAME_TAKEN
+        self._taken_since = 0.0
         self._heard_at = 0.0
         self._config_json = ""
-        # welcomed, and nothing has happened since that makes it untrue
-        self._admitted = asyncio.Event()
-        self._rollout: Rollout | None = None
-        self._trainer: Trainer | None = None
+        # To be asked to leave may happen in every state and changes none of them.
         self._drained = asyncio.Event()
         self._reason = "drained"
 
@@ -123,7 +122,7 @@ class Worker:
                 self._config_json = welcome.config_json
                 config = config_of(welcome)
                 # a checkpoint is worth waiting for
-                if self._is_alone and "trainer" not in self._roles:
+                if self._is_alone and "trainer" not in self._role_names:
                     force = threading.Timer(config.node.grace_s, end_by_force)
                     force.daemon = True
                 gpus = await self._find_gpus(config, welcome.model_files)
@@ -145,36 +144,37 @@ class Worker:
     def _send(self, message: Message) -> None:
         """Lost if the coordinator does not hear us: rollout and trainer say it again when it
         does."""
-        if self._link is not None and self._admitted.is_set():
+        if self._link is not None and self._state is ConnectionState.ADMITTED:
             self._link.send(message)
+
+    def _move(self, event: ConnectionEvent) -> None:
+        self._state = next_state(EDGES, self._state, event)
+        if self._state is ConnectionState.ADMITTED:
+            self._admitted.set()
+        else:
+            self._admitted.clear()
 
     def _lose_touch(self) -> None:
         """Messages may have been lost, in both directions, and nothing may be said until the next
         welcome."""
-        was_heard = self._admitted.is_set()
-        self._admitted.clear()
-        self._said = self._taken_since = None
-        if self._rollout is not None:
-            self._rollout.on_disconnect()
-        if self._trainer is not None:
-            self._trainer.pause()
+        was_heard = self._state is ConnectionState.ADMITTED
+        self._move(ConnectionEvent.TOUCH_LOST)
+        self._roles.on_disconnect()
         if was_heard and not self._drained.is_set():
             say("lost touch with the coordinator; the work goes on")
 
     def _say_hello(self) -> None:
         if self._link is not None:
+            self._move(ConnectionEvent.HELLO_SAID)
             self._said, self._said_at = self._hello_now(), time.monotonic()
             self._link.send(self._said)
 
     def _hello_now(self) -> Hello:
-        rollout = self._rollout
-        if rollout is None:
-            return self._hello
-        return replace(self._hello, serves=rollout.serves, running=rollout.unacked)
+        return replace(self._hello, serves=self._roles.serves, running=self._roles.unacked)
 
     def _rejoin(self) -> None:
         """The connection stands, but the coordinator does not know this node any more as it is."""
-        if self._said is not None or self._link is None:
+        if self._state in AWAITS_ANSWER or self._link is None:
             return  # it will be compared with what is true when the answer comes
         self._lose_touch()
         if self._link.is_up:  # else on_back says hello
@@ -188,30 +188,26 @@ class Worker:
         self._rejoin()
 
     def _take_welcome(self, welcome: Welcome) -> None:
-        said, self._said = self._said, None
-        if said is None:
+        if self._state not in AWAITS_ANSWER:
             return  # the connection has broken meanwhile, or it came twice
         if welcome.refused == ENDING:
+            self._move(ConnectionEvent.DISMISSED)
             self.drain(ENDING)
             return
         if welcome.refused == TAKEN and self._may_wait_for_name():
-            self._said = said  # `_beat` says it again
-            return
+            return  # `_beat` says it again
         _raise_if_refused(welcome)
-        if self._trainer is not None and welcome.config_json != self._config_json:
+        if self._roles.has_trainer and welcome.config_json != self._config_json:
+            self._move(ConnectionEvent.DISMISSED)
             self.drain("the config of the run has changed: restart this trainer")
             return
-        now = self._hello_now()
+        said, now = self._said, self._hello_now()
         if (said.incarnation, said.serves) != (now.incarnation, now.serves):
             self._say_hello()  # it has become untrue
             return
-        self._admitted.set()
-        self._taken_since = None
+        self._move(ConnectionEvent.WELCOMED)
         say("the coordinator hears this node again")
-        if self._rollout is not None:
-            self._rollout.resend()
-        if self._trainer is not None:
-            self._trainer.rejoin()
+        self._roles.on_welcome()
         if self._drained.is_set():
             self._send(Drain(self._name, self._reason))
 
@@ -219,9 +215,10 @@ class Worker:
         """Another process has our name: most likely the one before us, which is gone but not yet
         given up."""
         now = time.monotonic()
-        if self._taken_since is None:
+        if self._state is not ConnectionState.NAME_TAKEN:
             self._taken_since = now
             say(f"{self._name}: {TAKEN}; waiting until it is gone")
+        self._move(ConnectionEvent.TOLD_OF_NAMESAKE)
         return now - self._taken_since < TAKEN_S
 
     # Its life
@@ -235,7 +232,7 @@ class Worker:
         try:
             waited = {joining, drained}
             await asyncio.wait(waited, timeout=WELCOME_S, return_when=asyncio.FIRST_COMPLETED)
-            if self._taken_since is not None:
+            if self._state is ConnectionState.NAME_TAKEN:
                 await asyncio.wait(waited, timeout=TAKEN_S, return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
                 return joining.result()
@@ -250,17 +247,17 @@ class Worker:
         while True:
             messages = await link.receive()
             for i, message in enumerate(messages):
-                if isinstance(message, Welcome) and self._said is not None:
+                if isinstance(message, Welcome) and self._state in AWAITS_ANSWER:
                     if message.refused == ENDING:
                         self.drain(ENDING)
                         continue
                     if message.refused == TAKEN and self._may_wait_for_name():
                         await asyncio.sleep(TAKEN_PAUSE_S)
-                        self._say_hello()
+                        if link.is_up:  # else on_back says hello
+                            self._say_hello()
                         continue
                     _raise_if_refused(message)
-                    self._said = self._taken_since = None
-                    self._admitted.set()
+                    self._move(ConnectionEvent.WELCOMED)
                     return message, messages[i + 1 :]
 
     async def _find_gpus(self, config: Config, model_files: dict[str, bytes]) -> Assignment:
@@ -270,7 +267,7 @@ class Worker:
             return Assignment(self._gpus.tokens, (self._gpus,))
         has_coordinator = not self._is_alone
         find = partial(
-            for_daemon, config, self._roles, model_files, self._hello.slots, has_coordinator
+            for_daemon, config, self._role_names, model_files, self._hello.slots, has_coordinator
         )
         # nvidia-smi takes a second
         found = await retry_on_resource_limit(
@@ -293,7 +290,8 @@ class Worker:
         self._heard_at = time.monotonic()
         try:
             async with asyncio.TaskGroup() as tasks:
-                roles = self._start_roles(tasks, config, model_files, scratch, gpus)
+                slots = self._hello.slots or config.rollout.slots
+                self._roles.start(tasks, config, model_files, slots, scratch, gpus)
                 for message in early:
                     self._handle(message)
                 background = [
@@ -305,67 +303,13 @@ class Worker:
                     # no thread to spare: it leaves without that
                     with contextlib.suppress(RuntimeError):
                         force.start()
-                await self._leave(roles, config)
+                await self._roles.leave(config.node.grace_s, self._admitted)
                 for task in background:  # until here the coordinator must see that this node lives
                     task.cancel()
         except* LightRLError as errors:
             raise first_error(errors) from None
         finally:
-            if self._trainer is not None:
-                await self._trainer.close()
-
-    def _start_roles(
-        self,
-        tasks: asyncio.TaskGroup,
-        config: Config,
-        model_files: dict[str, bytes],
-        scratch: Path,
-        gpus: Assignment,
-    ) -> list[asyncio.Task[None]]:
-        started: list[asyncio.Task[None]] = []
-        if "rollout" in self._roles:
-            # A node that joined from elsewhere has no run directory: its engine writes where the
-            # daemon does.
-            log = (
-                self._run_dir / "logs" / f"{self._name}-engine.log"
-                if self._run_dir is not None
-                else None
-            )
-            model_dir, pulled = scratch / "model", scratch / "pulled"
-            write_model_files(model_dir, model_files)
-            pulled.mkdir()
-            slots = self._hello.slots or config.rollout.slots
-            places = (model_dir, pulled, log)
-            part = gpus.engines[0] if gpus.engines else CPU
-            self._rollout = Rollout(
-                self._name, config, slots, *places, self._address, self._send, part
-            )
-            started.append(tasks.create_task(self._rollout.run(), name="rollout"))
-        if "trainer" in self._roles:
-            run_dir = self._run_dir or _run_dir_here(config)
-            published = scratch / "published"
-            published.mkdir()
-            host = own_address(self._address)
-            told = (self._send, self._restarted)
-            self._trainer = Trainer(config, run_dir, published, host, *told, gpus.ranks)
-            started.append(tasks.create_task(self._trainer.run(), name="trainer"))
-        return started
-
-    async def _leave(self, roles: list[asyncio.Task[None]], config: Config) -> None:
-        """The last tokens are sent and a checkpoint is written before the roles end."""
-        grace_s = config.node.grace_s
-        if self._rollout is not None:
-            if not self._admitted.is_set():  # nobody would hear what is sent now
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._admitted.wait(), grace_s / 4)
-            await self._rollout.flush(min(FLUSH_S, grace_s / 4))
-        if self._trainer is not None:
-            limit_s = None if self._trainer.all_steps_done else grace_s
-            self._trainer.stop()
-            await asyncio.wait([t for t in roles if t.get_name() == "trainer"], timeout=limit_s)
-        for task in roles:
-            task.cancel()
-        await asyncio.wait(roles)
+            await self._roles.close()
 
     async def _receive(self, link: Link) -> None:
         while True:
@@ -374,15 +318,16 @@ class Worker:
                 self._handle(message)
 
     def _handle(self, message: Message) -> None:
+        is_admitted = self._state is ConnectionState.ADMITTED
         match message:
-            case Generate() if self._drained.is_set() or not self._admitted.is_set():
+            case Generate() if self._drained.is_set() or not is_admitted:
                 # sent before the coordinator knew; it hands it to another node, or sends it once
                 # more
                 pass
-            case Generate() | Abort() | PublishWeights() if self._rollout is not None:
-                self._rollout.handle(message)
-            case TrainShard() if self._trainer is not None and self._admitted.is_set():
-                self._trainer.handle(message)
+            case Generate() | Abort() | PublishWeights():
+                self._roles.handle(message)
+            case TrainShard() if is_admitted:
+                self._roles.handle(message)
             case Drain(_, reason):
                 self.drain(reason)
             case Welcome(refused=refused) if refused == REJOIN:
@@ -390,7 +335,7 @@ class Worker:
             case Welcome():
                 self._take_welcome(message)
             case _:
-                pass  # a heartbeat, or news for a role that this daemon does not have
+                pass  # a heartbeat, or shards that were sent before the coordinator knew
 
     async def _beat(self, link: Link, config: Config) -> None:
         """Says that this node lives and how late its loop is; loses patience with a silent
@@ -400,16 +345,15 @@ class Worker:
         while True:
             now = time.monotonic()
             lag = now - due
-            parts = [part for part in (self._rollout, self._trainer) if part is not None]
-            load = self._rollout.load if self._rollout is not None else Load()
-            self._send(Heartbeat(load, lag * 1000, next((p.device for p in parts if p.device), "")))
+            self._send(Heartbeat(self._roles.load, lag * 1000, self._roles.device))
             silent_s = now - self._heard_at
             if silent_s > patience_s and lag < period:  # else it is this process that was stopped
                 raise PeerUnreachable(
                     f"{self._address}: no word from the coordinator for {silent_s:.1f} s"
                 )
-            pause_s = WELCOME_S if self._taken_since is None else TAKEN_PAUSE_S
-            if self._said is not None and now - self._said_at > pause_s and link.is_up:
+            is_taken = self._state is ConnectionState.NAME_TAKEN
+            is_due = now - self._said_at > (TAKEN_PAUSE_S if is_taken else WELCOME_S)
+            if self._state in AWAITS_ANSWER and is_due and link.is_up:
                 self._say_hello()  # it may have been too busy to keep it
             due = now + period
             await asyncio.sleep(period)
@@ -421,14 +365,6 @@ def end_by_force() -> None:
     say("did not end in time: ended by force")
     flush()  # nothing else does before such an end
     os._exit(1)  # the kernel ends the children; the next daemon removes what is left in scratch
-
-
-def _run_dir_here(config: Config) -> Path:
-    """On a machine that does not share the coordinator's: checkpoints and logs under the same
-    name."""
-    run_dir = config.run_dir.resolve()
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    return run_dir
 
 
 def _raise_if_refused(welcome: Welcome) -> None:

@@ -38,7 +38,9 @@ from lightrl.messages import (
     WeightsReady,
 )
 from lightrl.rollout.resend_buffer import ResendBuffer
+from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
 from lightrl.say import say
+from lightrl.state_machine import next_state
 from lightrl.system.addresses import WILDCARD, host_and_port, join_address, split_address
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
@@ -100,24 +102,26 @@ class Rollout:
         self._kind: Kind | None = None  # of the engine, once it is settled
         self._coordinator_host, _ = host_and_port(coordinator)
         self._send = send
-        self._engine: Child[EngineCommand, EngineEvent] | None = None  # once it has started
+        self._state = EngineState.STARTING
+        # the process; whether it takes commands yet, or any more, is in the state
+        self._engine: Child[EngineCommand, EngineEvent] | None = None
+        self._crashes = CrashCounter(RESTARTS)
         self._running: dict[str, int] = {}  # response -> attempt
         self._kept = ResendBuffer(config.async_.max_staleness)
         self._all_out = asyncio.Event()  # nothing runs here
         self._all_out.set()
         self._wanted: PublishWeights | None = None
         self._wanted_changed = asyncio.Event()
-        self._loading: asyncio.Future[EngineLoaded | EngineFailed] | None = None
         self._held: PublishWeights | None = None  # the version whose file is complete
-        # version and digest; None also while one is loaded
-        self._served: tuple[int, str] | None = None
-        self._has_served = False  # this engine process
-        self._in_touch = True  # with the coordinator, as far as we know
+        self._loaded: tuple[int, str] | None = None  # the version loaded last, and its digest
+        # With the coordinator, as far as we know. No part of the state: every state is as possible
+        # with it as without, and nothing but what may be forgotten depends on it.
+        self._in_touch = True
 
     @property
     def serves(self) -> tuple[int, str] | None:
-        """The version that the engine has loaded, and its digest."""
-        return self._served
+        """The version that the engine has loaded, and its digest; none while it loads another."""
+        return self._loaded if self._state is EngineState.SERVING else None
 
     @property
     def unacked(self) -> tuple[tuple[str, int], ...]:
@@ -138,9 +142,7 @@ class Rollout:
 
     async def run(self) -> None:
         """Serves until cancelled. Raises EngineError when the engine cannot be kept alive."""
-        deaths = CrashCounter(RESTARTS)
         while True:
-            self._has_served = False
             try:
                 await self._serve()
             except* EngineUnusable as failed:
@@ -151,9 +153,7 @@ class Rollout:
                 say(f"the torch engine takes over: {reason}")
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
-                if self._has_served:
-                    deaths.progressed()
-                elif deaths.crashed() is None:
+                if self._crashes.in_a_row > RESTARTS.max_restarts:
                     raise EngineError(reason) from None
                 say(f"starting the engine again: {reason}")
 
@@ -164,14 +164,12 @@ class Rollout:
             self._wanted_changed.set()
         elif isinstance(message, Abort):
             self._kept.forget(message.attempts)
-            if self._engine is not None:
-                self._engine.send(message)
-        elif self._engine is not None and self._served is not None:
-            self._generate(self._engine, message, self._served[0])
+            if self._state is not EngineState.STARTING:
+                self._order(message)
+        elif (served := self.serves) is not None:
+            self._generate(message, served[0])
 
-    def _generate(
-        self, engine: Child[EngineCommand, EngineEvent], message: Generate, version: int
-    ) -> None:
+    def _generate(self, message: Generate, version: int) -> None:
         # the coordinator errs: let it offer again what it wants served
         if message.policy_version != version:
             reason = f"asked to generate with version {message.policy_version}, {version} is loaded"
@@ -180,21 +178,27 @@ class Rollout:
         self._running |= {r.response: r.attempt for r in message.requests}
         self._all_out.clear()
         self._kept.start(message.requests)
-        engine.send(message)
+        self._order(message)
 
     async def flush(self, limit_s: float = FLUSH_S) -> None:
         """Gives up all that runs here; returns when its last tokens were sent, or after
         `limit_s`."""
-        if self._engine is not None and self._running:
-            self._engine.send(Abort(tuple(self._running.items())))
+        if self._running:
+            self._order(Abort(tuple(self._running.items())))
             try:
                 await asyncio.wait_for(self._all_out.wait(), limit_s)
             except TimeoutError:
                 say(f"{len(self._running)} responses leave without their last tokens")
 
+    def _order(self, command: Generate | Abort) -> None:
+        assert self._engine is not None  # nothing runs or is served in STARTING
+        self._engine.send(command)
+
+    def _move(self, change: EngineChange) -> None:
+        self._state = next_state(EDGES, self._state, change)
+
     def _lose_all(self) -> None:
-        """The engine generates nothing any more, and serves nothing."""
-        self._served = None
+        """The engine generates nothing any more."""
         self._running.clear()
         self._all_out.set()
         self._kept.end_all()
@@ -202,12 +206,13 @@ class Rollout:
     async def _serve(self) -> None:
         self._kind = self._kind or resolve_engine(self._config.rollout.engine)
         spec = engine_spec(self._config, self._kind, self._model_dir, self._slots, self._gpus)
-        engine = await self._start(spec)
+        engine = self._engine = await self._start(spec)
         started = asyncio.Event()
+        answers = asyncio.Queue[EngineLoaded | EngineFailed]()  # to each order to load a version
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(engine, started), name="engine")
-                tasks.create_task(self._keep_weights(engine, started), name="weights")
+                tasks.create_task(self._receive(engine, started, answers), name="engine")
+                tasks.create_task(self._keep_weights(engine, started, answers), name="weights")
                 patience_s = self._config.node.patience_s
                 tasks.create_task(
                     engine.require_answers(self._engine_owes, patience_s), name="patience"
@@ -221,15 +226,18 @@ class Rollout:
 
     def _give_up_engine(self, reason: str) -> None:
         """What ran here is gone; the version will be offered again."""
-        self._engine = None
+        if self._state in HAS_SERVED:
+            self._crashes.progressed()
+        else:
+            self._crashes.crashed()
+        self._move(EngineChange.DIED)
         self._lose_all()
         if self._wanted is not None:
             self._send(WeightsFailed(self._wanted.manifest.policy_version, reason[:MAX_TEXT]))
 
     def _engine_owes(self) -> bool:
         """Tokens, or whether it has loaded a version."""
-        is_loading = self._loading is not None and not self._loading.done()
-        return is_loading or bool(self._running)
+        return self._state in IS_LOADING or bool(self._running)
 
     async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
         """Again and again while this machine lacks descriptors, processes or memory. Raises
@@ -244,7 +252,10 @@ class Rollout:
             raise EngineError(f"the engine cannot be started: {e.strerror or e}") from None
 
     async def _receive(
-        self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event
+        self,
+        engine: Child[EngineCommand, EngineEvent],
+        started: asyncio.Event,
+        answers: asyncio.Queue[EngineLoaded | EngineFailed],
     ) -> None:
         while True:
             match await engine.receive():
@@ -259,17 +270,19 @@ class Rollout:
                     for note in notes:
                         say(f"engine: {note}")
                     self.device = device
-                    self._engine = engine
+                    self._move(EngineChange.STARTED)
                     started.set()
                 case EngineLoaded(version, digest, _) as loaded:
-                    self._served, self._has_served = (version, digest), True
+                    self._move(EngineChange.LOADED)
+                    self._loaded = version, digest
                     self._kept.loaded(version, self._in_touch)
-                    self._conclude_loading(loaded)
+                    answers.put_nowait(loaded)
                 case EngineFailed(reason, None, is_unusable):
                     raise EngineUnusable(reason) if is_unusable else EngineError(reason)
                 case EngineFailed() as failed:
+                    self._move(EngineChange.LOAD_FAILED)
                     self._lose_all()
-                    self._conclude_loading(failed)
+                    answers.put_nowait(failed)
 
     def _note_finished(self, chunk: TokenChunk) -> None:
         for item in chunk.responses:
@@ -278,12 +291,11 @@ class Rollout:
         if not self._running:
             self._all_out.set()
 
-    def _conclude_loading(self, result: EngineLoaded | EngineFailed) -> None:
-        if self._loading is not None and not self._loading.done():
-            self._loading.set_result(result)
-
     async def _keep_weights(
-        self, engine: Child[EngineCommand, EngineEvent], started: asyncio.Event
+        self,
+        engine: Child[EngineCommand, EngineEvent],
+        started: asyncio.Event,
+        answers: asyncio.Queue[EngineLoaded | EngineFailed],
     ) -> None:
         """Pulls and loads the newest version offered; pulling goes on while the engine starts."""
         while True:
@@ -296,7 +308,7 @@ class Rollout:
             # What an interrupted pull of this version has got is a beginning; of others it is
             # nothing.
             await self._remove_others("version_*.bin.part", f"{self._file_of(offer).name}.part")
-            if self._served == served:
+            if self.serves == served:
                 self._send(WeightsReady(*served))  # the coordinator did not know
                 continue
             try:
@@ -308,10 +320,9 @@ class Rollout:
                 continue
             pull_s = time.monotonic() - begin
             await started.wait()
-            self._loading = asyncio.get_running_loop().create_future()
-            self._served = None
+            self._move(EngineChange.LOAD_ORDERED)
             engine.send(LoadWeights(str(path), offer.manifest))
-            match await self._loading:
+            match await answers.get():
                 case EngineLoaded(version, digest, load_s):
                     self._send(
                         WeightsReady(version, digest, num_bytes(offer.manifest), pull_s, load_s)

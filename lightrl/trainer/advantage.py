@@ -1,13 +1,17 @@
 """Advantages of the responses of one group, one small function for each algorithm.
 
-Owns the formulas that need rewards only. Pure Python, no torch: the daemon calls it as soon as a
-group is scored, while others still generate.
+Owns the formulas that need rewards only, and makes of a group that was sent what its samples are
+worth. Pure Python, no torch: the daemon calls it as soon as a group is scored, while others still
+generate.
 """
 
 import math
 from collections.abc import Callable, Sequence
 
+from lightrl.config import Config
 from lightrl.errors import TrainerError
+from lightrl.messages import TrainGroup
+from lightrl.trainer.protocol import TrainSample
 
 STD_EPSILON = 1e-4
 
@@ -79,3 +83,19 @@ def advantages(name: str, rewards_G: Sequence[float]) -> list[float]:
     if not rewards_G or min(rewards_G) == max(rewards_G):
         return [0.0] * len(rewards_G)
     return ALGORITHM[name](rewards_G)
+
+
+def train_samples(group: TrainGroup, config: Config) -> list[TrainSample]:
+    """The responses of a group with their advantages, in its order; any penalty for length is in
+    them."""
+    buffer, limit = config.algorithm.overlong_buffer, config.rollout.max_response_length
+    rewards_G = [
+        r.reward + overlong_penalty(len(r.token_ids) // 4, limit, buffer) for r in group.responses
+    ]
+    values_G = advantages(config.algorithm.name, rewards_G)
+    return [
+        TrainSample(
+            r.response, group.prompt, r.token_ids, r.rollout_logprobs, value, r.finish_reason
+        )
+        for r, value in zip(group.responses, values_G, strict=True)
+    ]

@@ -22,6 +22,9 @@ from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
     RANK_TARGET,
+    Accumulate,
+    Accumulated,
+    MicroBatch,
     RankCommand,
     RankEvent,
     RankFailed,
@@ -32,6 +35,7 @@ from lightrl.trainer.protocol import (
 
 Reply = TypeVar("Reply", bound=RankEvent)
 STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
+AT_ONCE = 8  # micro-batches for one reply: a rank that says nothing for long hangs
 PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
 # older and newer name of one variable
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
@@ -176,6 +180,15 @@ class Ranks:
     async def replies(self, *kinds: type[Reply]) -> list[Reply]:
         """One of each rank."""
         return [await self.reply(rank, *kinds) for rank in range(len(self))]
+
+    async def accumulate(self, step: int, batches_R: Sequence[tuple[MicroBatch, ...]]) -> None:
+        """Has each rank compute its micro-batches; all of them have as many."""
+        starts = range(0, len(batches_R[0]), AT_ONCE)
+        for start in starts:
+            for rank, batches in enumerate(batches_R):
+                self.send(rank, Accumulate(step, batches[start : start + AT_ONCE]))
+        for _ in starts:
+            await self.replies(Accumulated)
 
     async def stop(self) -> None:
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))

@@ -9,19 +9,16 @@ or ranks, no group counts twice: the coordinator sends all shards of the step ag
 """
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightrl.config import Config
-from lightrl.errors import TrainerError, WeightsError
+from lightrl.errors import TrainerError
 from lightrl.messages import (
     Checkpointed,
-    Manifest,
     Message,
     PublishWeights,
     ShardsTaken,
@@ -30,14 +27,13 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.say import say
-from lightrl.system.child import LACKING, retry_on_resource_limit
+from lightrl.state_machine import next_state
+from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
-from lightrl.trainer.advantage import advantages, overlong_penalty
+from lightrl.trainer.advantage import train_samples
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import (
-    Accumulate,
-    Accumulated,
     Cleared,
     ClearStep,
     FinishStep,
@@ -59,12 +55,12 @@ from lightrl.trainer.saved import (
     tidy,
 )
 from lightrl.trainer.seal import damage
+from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
-from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
+from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
 
 # In a row: without a step that was never done before.
 RESTARTS = RestartPolicy(max_restarts=3, first_pause_s=0.2, growth=3.0)
-AT_ONCE = 8  # micro-batches for one reply: a rank that says nothing for long hangs
 LAST_SAVE_TRIES = 3
 SAVE_PAUSE_S = 1.0
 
@@ -94,19 +90,13 @@ class Trainer:
         self._gpus = gpus
         self._send = send
         self._on_restart = on_restart
-        self._server = WeightServer()
-        self._holder = ""
-        self._served: dict[int, PublishWeights] = {}  # by version, as many as the server keeps
+        self._versions = ServedVersions()
         self.device = ""
-        # the last version is published; a checkpoint may still be written
-        self.all_steps_done = False
+        self._state = TrainerState.STARTING
+        # asked for once, in any state, and never taken back: no state of its own
         self._is_stopping = False
         self._changed = asyncio.Event()  # shards have come, the step begins anew, or the end
         self._shards: deque[TrainShard] = deque()
-        self._begins_anew = False  # what was accumulated for the step counts no more
-        self._is_silent = False  # nothing is sent, until `rejoin`
-        self._is_down = False  # ranks have died and are not all there again
-        self._is_finishing = False  # the ranks move from one version to the next
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # ever
         self._saved = 0  # optimizer steps in the newest checkpoint
@@ -114,31 +104,30 @@ class Trainer:
         self._standing: PublishWeights | None = None  # where the ranks are
         self._step_done: StepDone | None = None  # how they came there
 
+    @property
+    def all_steps_done(self) -> bool:
+        """The last version is published; a checkpoint may still be written."""
+        return self._done >= self._config.train.steps
+
     def handle(self, message: TrainShard) -> None:
-        # Welcomed, but not yet able to say where we stand: what comes then follows from what was
-        # said before.
-        if not self._is_silent or self._begins_anew:
+        if self._state not in UNHEARD:
             self._shards.append(message)
             self._changed.set()
 
     def pause(self) -> None:
         """The coordinator is gone, or is being told who we are: say nothing, take nothing, until
         `rejoin`."""
-        self._is_silent = True
-        self._begins_anew = False  # it will, when we are welcomed
+        self._move(TrainerEvent.PAUSED)
         self._shards.clear()
 
     def rejoin(self) -> None:
         """The coordinator has welcomed this node again: say where we stand, begin the step anew."""
+        self._move(TrainerEvent.WELCOMED)
         self._shards.clear()
-        # it will be told by `on_restart` that there is another one to be welcomed
-        if self._is_down:
-            return
-        self._begins_anew = True
+        if self._state is TrainerState.DOWN:
+            return  # when there are ranks again, `on_restart` says hello for another trainer
         self._changed.set()
-        # Ranks that update their weights stand nowhere: what they publish is then said afterwards.
-        self._is_silent = self._is_finishing
-        if not self._is_finishing:
+        if self._state not in SILENT:  # else it is said when the update has ended
             self._announce()
 
     def stop(self) -> None:
@@ -152,7 +141,7 @@ class Trainer:
 
         Ranks that die are started again from the newest checkpoint.
         """
-        self._holder = await self._server.start(self._host, self._config.node.weights_port)
+        await self._versions.start(self._host, self._config.node.weights_port)
         step = await self._where_to_start()
         while True:
             try:
@@ -160,8 +149,7 @@ class Trainer:
                 return
             except RanksLost as e:
                 lost = e
-            self._is_down = self._is_silent = True
-            self._is_finishing = self._begins_anew = False
+            self._move(TrainerEvent.RANKS_LOST)
             self._shards.clear()
             if self._is_stopping and not self.all_steps_done:
                 say(f"{lost}; leaving with the checkpoint of step {self._saved}")
@@ -174,7 +162,7 @@ class Trainer:
 
     async def close(self) -> None:
         """Stops serving weights; call it when no node will pull any more."""
-        await self._server.close()
+        await self._versions.close()
 
     async def _recover_from(self, lost: RanksLost) -> int:
         most, pause_s = RESTARTS.max_restarts, self._crashes.crashed()
@@ -244,12 +232,11 @@ class Trainer:
         self.device = started.device
         self._done = self._saved = step
         self._furthest = max(self._furthest, step)
-        self.all_steps_done = step >= self._config.train.steps
         self._step_done = None
-        self._begins_anew = False
-        self._standing = await self._serve(started.manifest, Path(started.path), ())
-        if self._is_down:
-            self._is_down = False
+        self._standing = await self._versions.serve(started.manifest, Path(started.path))
+        is_restart = self._state is TrainerState.DOWN
+        self._move(TrainerEvent.RANKS_STARTED)
+        if is_restart:
             self._on_restart()
         else:
             self._announce()
@@ -274,7 +261,6 @@ class Trainer:
         is_due = False
         interval = self._config.checkpoint.interval
         while not (self.all_steps_done or self._is_stopping) and await self._train(ranks):
-            self.all_steps_done = self._done == self._config.train.steps
             is_due |= interval > 0 and self._done % interval == 0
             if is_due and not self.all_steps_done:
                 problem = await self._save(ranks)
@@ -302,7 +288,8 @@ class Trainer:
                 self._changed.clear()
                 await self._changed.wait()
             if self._begins_anew or intake.is_begun_anew_by(self._shards):
-                self._begins_anew = False
+                if self._begins_anew:
+                    self._move(TrainerEvent.BEGAN_ANEW)
                 if intake.portions:
                     ranks.tell(ClearStep(step))
                     await ranks.replies(Cleared)
@@ -330,23 +317,16 @@ class Trainer:
             useful = [trainable(samples, self._config.algorithm.kl_coef) for samples in groups]
         deterministic = self._config.run.deterministic
         batches_R = streamed(useful, len(ranks), train.max_tokens_per_gpu, deterministic)
-        if not batches_R[0]:  # as many for each rank
-            return
-        starts = range(0, len(batches_R[0]), AT_ONCE)
-        for start in starts:
-            for rank, batches in enumerate(batches_R):
-                ranks.send(rank, Accumulate(step, batches[start : start + AT_ONCE]))
-        for _ in starts:
-            await ranks.replies(Accumulated)
+        await ranks.accumulate(step, batches_R)
 
     async def _finish(self, ranks: Ranks, intake: ShardQueue) -> None:
         """The update, from where on the ranks stand at the next step."""
         step, version = intake.step, intake.step + 1
-        self._is_finishing = True
+        self._move(TrainerEvent.UPDATE_BEGAN)
         ranks.tell(FinishStep(step, intake.num_responses, intake.num_tokens, version))
         published = await ranks.reply(0, Published)
-        portions = tuple(intake.portions)
-        self._standing = await self._serve(published.manifest, Path(published.path), portions)
+        path, portions = Path(published.path), tuple(intake.portions)
+        self._standing = await self._versions.serve(published.manifest, path, portions)
         self._say(self._standing)
         finished, *_ = await ranks.replies(StepFinished)
         self._step_done = StepDone(step, version, finished.metrics)
@@ -355,9 +335,9 @@ class Trainer:
         if self._done > self._furthest:
             self._furthest = self._done
             self._crashes.progressed()
-        self._is_finishing = False
-        if self._begins_anew:  # welcomed again meanwhile
-            self._begins_anew = self._is_silent = False
+        was_welcomed = self._state is TrainerState.UPDATING_WELCOMED  # meanwhile
+        self._move(TrainerEvent.UPDATE_ENDED)
+        if was_welcomed:
             self._announce()
 
     async def _save(self, ranks: Ranks) -> str:
@@ -386,35 +366,6 @@ class Trainer:
         if problem:  # the steps since the last checkpoint can be trained again from the journal
             say(problem)
 
-    async def _serve(
-        self, manifest: Manifest, path: Path, portions: tuple[int, ...]
-    ) -> PublishWeights:
-        """The message that publishes this version. Of a version computed again the old one stays
-        valid.
-
-        Versions that were overtaken are not served once more: nobody loads them, and the newest one
-        must not have to go for them.
-        """
-        version = manifest.policy_version
-        known = self._served.get(version)
-        if known is not None and known.manifest == manifest:
-            return replace(known, portions=portions)
-        message = PublishWeights(manifest, (self._holder,), secrets.token_hex(16), portions)
-        if version >= max(self._served, default=0):
-            publish = partial(self._publish, manifest, path, message.ticket)
-            await retry_on_resource_limit(publish, f"serving version {version}", say)
-            self._served[version] = message
-            for old in sorted(self._served)[:-KEPT_VERSIONS]:
-                del self._served[old]
-        return message
-
-    async def _publish(self, manifest: Manifest, path: Path, secret: str) -> None:
-        try:
-            self._server.publish(manifest, path, secret)
-        except WeightsError as e:
-            lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
-            raise (e.__cause__ if lacks and e.__cause__ else e) from None
-
     def _announce(self) -> None:
         """Where we stand, and the news of it that may have been lost. The first of them counts."""
         if self._standing is not None:
@@ -429,25 +380,16 @@ class Trainer:
         self._say(Checkpointed(self._saved, oldest_kept(self._checkpoints, self._saved, keep_last)))
 
     def _say(self, message: Message) -> None:
-        if not self._is_silent:
+        if self._state not in SILENT:
             self._send(message)
+
+    def _move(self, event: TrainerEvent) -> None:
+        self._state = next_state(EDGES, self._state, event)
+
+    @property
+    def _begins_anew(self) -> bool:
+        return self._state is TrainerState.BEGINNING_ANEW
 
     @property
     def _checkpoints(self) -> Path:
         return self._run_dir / CHECKPOINTS
-
-
-def train_samples(group: TrainGroup, config: Config) -> list[TrainSample]:
-    """The responses of a group with their advantages, in its order; any penalty for length is in
-    them."""
-    buffer, limit = config.algorithm.overlong_buffer, config.rollout.max_response_length
-    rewards_G = [
-        r.reward + overlong_penalty(len(r.token_ids) // 4, limit, buffer) for r in group.responses
-    ]
-    values_G = advantages(config.algorithm.name, rewards_G)
-    return [
-        TrainSample(
-            r.response, group.prompt, r.token_ids, r.rollout_logprobs, value, r.finish_reason
-        )
-        for r, value in zip(group.responses, values_G, strict=True)
-    ]

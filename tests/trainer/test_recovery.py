@@ -20,10 +20,10 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.run_file import parse_config
+from lightrl.trainer.advantage import train_samples
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import Accumulate, FinishStep
 from lightrl.trainer.saved import latest
-from lightrl.trainer.supervisor import train_samples
 from tests.support.trainer_coordinator import Coordinator, kill, pid_of, turns, until
 
 pytestmark = [

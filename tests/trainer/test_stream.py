@@ -12,9 +12,10 @@ import torch
 from lightrl.errors import TrainerError
 from lightrl.messages import PublishWeights, StepDone, TrainGroup, TrainResponse, TrainShard
 from lightrl.run_file import parse_config
+from lightrl.trainer.advantage import train_samples
 from lightrl.trainer.batch import streamed
 from lightrl.trainer.protocol import Accumulate, FinishStep
-from lightrl.trainer.supervisor import Trainer, train_samples
+from lightrl.trainer.supervisor import Trainer
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

@@ -1,0 +1,155 @@
+"""The roles that run under a node's connection: rollout, trainer, or both as if they were one.
+
+Owns which of them there are, and starts and ends them. Whether the coordinator hears them is in
+`worker.py`; what they do is in rollout/agent.py and trainer/supervisor.py.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.daemon.admission import write_model_files
+from lightrl.devices.assign import CPU, Assignment
+from lightrl.messages import (
+    Abort,
+    Generate,
+    Load,
+    Message,
+    PublishWeights,
+    Role,
+    TrainShard,
+)
+from lightrl.rollout.agent import FLUSH_S, Rollout
+from lightrl.trainer.supervisor import Trainer
+from lightrl.transport.link import own_address
+
+
+class Roles:
+    """Empty until `start`; always `await close()` after that."""
+
+    def __init__(
+        self,
+        node: str,
+        names: tuple[Role, ...],
+        coordinator: str,
+        run_dir: Path | None,
+        send: Callable[[Message], None],
+        on_restart: Callable[[], None],
+    ) -> None:
+        """`coordinator` is its address; `send` and `on_restart` are as `Rollout` and `Trainer` want
+        them."""
+        self._node = node
+        self._names = names
+        self._coordinator = coordinator
+        self._run_dir = run_dir
+        self._send = send
+        self._on_restart = on_restart
+        self._rollout: Rollout | None = None
+        self._trainer: Trainer | None = None
+        self._tasks: dict[Role, asyncio.Task[None]] = {}
+
+    @property
+    def has_trainer(self) -> bool:
+        return self._trainer is not None
+
+    @property
+    def serves(self) -> tuple[int, str] | None:
+        return self._rollout.serves if self._rollout is not None else None
+
+    @property
+    def unacked(self) -> tuple[tuple[str, int], ...]:
+        return self._rollout.unacked if self._rollout is not None else ()
+
+    @property
+    def load(self) -> Load:
+        return self._rollout.load if self._rollout is not None else Load()
+
+    @property
+    def device(self) -> str:
+        parts = [part for part in (self._rollout, self._trainer) if part is not None]
+        return next((part.device for part in parts if part.device), "")
+
+    def start(
+        self,
+        tasks: asyncio.TaskGroup,
+        config: Config,
+        model_files: dict[str, bytes],
+        slots: int,
+        scratch: Path,
+        gpus: Assignment,
+    ) -> None:
+        if "rollout" in self._names:
+            model_dir, pulled = scratch / "model", scratch / "pulled"
+            write_model_files(model_dir, model_files)
+            pulled.mkdir()
+            places = (model_dir, pulled, self._engine_log())
+            told = (self._coordinator, self._send)
+            part = gpus.engines[0] if gpus.engines else CPU
+            self._rollout = Rollout(self._node, config, slots, *places, *told, part)
+            self._tasks["rollout"] = tasks.create_task(self._rollout.run(), name="rollout")
+        if "trainer" in self._names:
+            run_dir = self._run_dir or _run_dir_here(config)
+            published = scratch / "published"
+            published.mkdir()
+            host = own_address(self._coordinator)
+            told = (self._send, self._on_restart)
+            self._trainer = Trainer(config, run_dir, published, host, *told, gpus.ranks)
+            self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
+
+    def _engine_log(self) -> Path | None:
+        """A node that joined from elsewhere has no run directory: its engine writes where the
+        daemon does."""
+        if self._run_dir is None:
+            return None
+        return self._run_dir / "logs" / f"{self._node}-engine.log"
+
+    def handle(self, message: Generate | Abort | PublishWeights | TrainShard) -> None:
+        """Takes what the coordinator sends to a role; nothing if this node does not have it."""
+        if isinstance(message, TrainShard):
+            if self._trainer is not None:
+                self._trainer.handle(message)
+        elif self._rollout is not None:
+            self._rollout.handle(message)
+
+    def on_disconnect(self) -> None:
+        """The coordinator does not hear us, nor we it: the work goes on."""
+        if self._rollout is not None:
+            self._rollout.on_disconnect()
+        if self._trainer is not None:
+            self._trainer.pause()
+
+    def on_welcome(self) -> None:
+        """It hears us again: all that it may have missed is said."""
+        if self._rollout is not None:
+            self._rollout.resend()
+        if self._trainer is not None:
+            self._trainer.rejoin()
+
+    async def leave(self, grace_s: float, heard: asyncio.Event) -> None:
+        """The last tokens are sent and a checkpoint is written before the roles end."""
+        if self._rollout is not None:
+            if not heard.is_set():  # nobody would hear what is sent now
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(heard.wait(), grace_s / 4)
+            await self._rollout.flush(min(FLUSH_S, grace_s / 4))
+        if self._trainer is not None:
+            limit_s = None if self._trainer.all_steps_done else grace_s
+            self._trainer.stop()
+            await asyncio.wait([self._tasks["trainer"]], timeout=limit_s)
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.wait(self._tasks.values())
+
+    async def close(self) -> None:
+        if self._trainer is not None:
+            await self._trainer.close()
+
+
+def _run_dir_here(config: Config) -> Path:
+    """On a machine that does not share the coordinator's: checkpoints and logs under the same
+    name."""
+    run_dir = config.run_dir.resolve()
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    return run_dir

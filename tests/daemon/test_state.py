@@ -1,0 +1,44 @@
+"""What a node may say, and which answers it takes: every way through its states, without a
+socket."""
+
+from dataclasses import dataclass, replace
+
+from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
+from tests.support.state_tables import readme, table, walk
+
+E = ConnectionEvent
+
+
+@dataclass(frozen=True)
+class Node:
+    """What each event means, one thing at a time."""
+
+    is_admitted: bool = False
+    awaits_answer: bool = False
+    has_namesake: bool = False
+
+    def after(self, event: ConnectionEvent) -> "Node | None":
+        match event:
+            case E.TOUCH_LOST:
+                return Node()
+            case E.HELLO_SAID if not self.is_admitted:
+                return replace(self, awaits_answer=True)
+            case E.TOLD_OF_NAMESAKE if self.awaits_answer:
+                return replace(self, has_namesake=True)
+            case E.DISMISSED if self.awaits_answer:
+                return Node()
+            case E.WELCOMED if self.awaits_answer:
+                return Node(is_admitted=True)
+            case _:
+                return None
+
+
+def test_every_way_is_as_it_should_be_and_no_other_can_be_gone():
+    start = ConnectionState.OUT_OF_TOUCH
+    nodes = walk(EDGES, start, ConnectionEvent, Node(), Node.after)
+    assert {s for s, node in nodes.items() if node.awaits_answer} == AWAITS_ANSWER
+    assert [s for s, node in nodes.items() if node.is_admitted] == [ConnectionState.ADMITTED]
+
+
+def test_readme_shows_the_edges_of_the_code():
+    assert table(EDGES) in readme("daemon")

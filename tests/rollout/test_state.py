@@ -1,0 +1,45 @@
+"""What an engine can be asked for: every way through its states, without a process."""
+
+from dataclasses import dataclass, replace
+
+from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
+from tests.support.state_tables import readme, table, walk
+
+E = EngineChange
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What each event means, one thing at a time."""
+
+    is_started: bool = False
+    is_loading: bool = False
+    serves: bool = False
+    has_served: bool = False
+
+    def after(self, event: EngineChange) -> "Engine | None":
+        match event:
+            case E.DIED:
+                return Engine()
+            case E.STARTED if not self.is_started:
+                return Engine(is_started=True)
+            case E.LOAD_ORDERED if self.is_started and not self.is_loading:
+                return replace(self, is_loading=True, serves=False)
+            case E.LOADED if self.is_loading:
+                return Engine(is_started=True, serves=True, has_served=True)
+            case E.LOAD_FAILED if self.is_loading:
+                return replace(self, is_loading=False, serves=False)
+            case _:
+                return None
+
+
+def test_every_way_is_as_it_should_be_and_no_other_can_be_gone():
+    engines = walk(EDGES, EngineState.STARTING, EngineChange, Engine(), Engine.after)
+    assert {s for s, engine in engines.items() if engine.is_loading} == IS_LOADING
+    assert {s for s, engine in engines.items() if engine.has_served} == HAS_SERVED
+    assert [s for s, engine in engines.items() if engine.serves] == [EngineState.SERVING]
+    assert [s for s, engine in engines.items() if not engine.is_started] == [EngineState.STARTING]
+
+
+def test_readme_shows_the_edges_of_the_code():
+    assert table(EDGES) in readme("rollout")

@@ -122,15 +122,7 @@ class CoordinatorDaemon:
         self._watchers = Watchers(self._send_snapshot)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
         self._descriptors = Descriptors(self._report, self._hub.num_connections)
-        self._peers = Peers(
-            self._hub,
-            self._core.fleet,
-            self._descriptors,
-            name,
-            config.run.name,
-            self._report,
-            lambda node: self._inbox.put_nowait(NodeLost(node, "connection lost")),
-        )
+        self._peers = self._admission(name)
         self._inbound = Inbound(
             config.run.name,
             self._hub,
@@ -142,6 +134,17 @@ class CoordinatorDaemon:
             self._journaling,
             self._records,
             self.feed,
+        )
+
+    def _admission(self, name: str) -> Peers:
+        return Peers(
+            self._hub,
+            self._core.fleet,
+            self._descriptors,
+            name,
+            self._config.run.name,
+            self._report,
+            lambda node: self._inbox.put_nowait(NodeLost(node, "connection lost")),
         )
 
     @property

@@ -1,8 +1,8 @@
 """The processes at the other end of the hub: which of them speaks for which node, and what is said
 to each.
 
-Owns the names: who may take one, who has it, who cannot be reached under it. What is said decides
-the core; what was heard is told in daemon.py.
+Owns the names: who may take one, who has it, who cannot be reached under it. What is said is
+decided by the core; what is heard is dealt with in inbound.py.
 """
 
 from collections.abc import Callable

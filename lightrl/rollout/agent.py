@@ -153,7 +153,7 @@ class Rollout:
                 say(f"the torch engine takes over: {reason}")
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
-                if self._crashes.in_a_row > RESTARTS.max_restarts:
+                if self._crashes.is_given_up:
                     raise EngineError(reason) from None
                 say(f"starting the engine again: {reason}")
 

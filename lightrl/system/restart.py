@@ -46,6 +46,10 @@ class CrashCounter:
         self.in_a_row += 1
         return self.policy.pause_s(self.in_a_row)
 
+    @property
+    def is_given_up(self) -> bool:
+        return self.in_a_row > self.policy.max_restarts
+
     def progressed(self) -> None:
         """What was wrong is over: the next crash begins a new row."""
         self.in_a_row = 0

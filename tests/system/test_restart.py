@@ -44,8 +44,10 @@ def test_a_crash_after_a_long_life_is_the_first_of_a_new_row():
 
 
 def test_who_was_given_up_stays_so():
-    crashes = CrashCounter(RestartPolicy(0))
+    crashes = CrashCounter(RestartPolicy(1))
+    assert (crashes.crashed(), crashes.is_given_up) == (0.0, False)
     assert [crashes.crashed(), crashes.crashed()] == [None, None]
+    assert crashes.is_given_up
 
 
 @pytest.mark.parametrize(

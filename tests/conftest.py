@@ -3,6 +3,7 @@
 Nothing here starts a process.
 """
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes run side by side
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 __all__ = ["origin_of_daemons", "warm_daemons"]  # fixtures
+
+# What is imported while tests are collected stays: to look through it for garbage again and again
+# takes as long as all the rest of a collection.
+gc.disable()
+
 _SKIPPED = "Skipped: "
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -26,7 +26,7 @@ class ConnectionState(StrEnum):
 class ConnectionEvent(StrEnum):
     TOUCH_LOST = "touch lost"
     HELLO_SAID = "hello said"
-    TOLD_OF_NAMESAKE = "told of namesake"
+    NAME_REFUSED = "name refused"
     # the answer is that we are not needed any more
     DISMISSED = "dismissed"
     WELCOMED = "welcomed"
@@ -40,14 +40,14 @@ EDGES = frozen(
         S.GREETING: {
             E.TOUCH_LOST: S.OUT_OF_TOUCH,
             E.HELLO_SAID: S.GREETING,
-            E.TOLD_OF_NAMESAKE: S.NAME_TAKEN,
+            E.NAME_REFUSED: S.NAME_TAKEN,
             E.DISMISSED: S.OUT_OF_TOUCH,
             E.WELCOMED: S.ADMITTED,
         },
         S.NAME_TAKEN: {
             E.TOUCH_LOST: S.OUT_OF_TOUCH,
             E.HELLO_SAID: S.NAME_TAKEN,
-            E.TOLD_OF_NAMESAKE: S.NAME_TAKEN,
+            E.NAME_REFUSED: S.NAME_TAKEN,
             E.DISMISSED: S.OUT_OF_TOUCH,
             E.WELCOMED: S.ADMITTED,
         },

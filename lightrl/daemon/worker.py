@@ -218,7 +218,7 @@ class Worker:
         if self._state is not ConnectionState.NAME_TAKEN:
             self._taken_since = now
             say(f"{self._name}: {TAKEN}; waiting until it is gone")
-        self._move(ConnectionEvent.TOLD_OF_NAMESAKE)
+        self._move(ConnectionEvent.NAME_REFUSED)
         return now - self._taken_since < TAKEN_S
 
     # Its life

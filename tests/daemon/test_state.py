@@ -23,7 +23,7 @@ class Node:
                 return Node()
             case E.HELLO_SAID if not self.is_admitted:
                 return replace(self, awaits_answer=True)
-            case E.TOLD_OF_NAMESAKE if self.awaits_answer:
+            case E.NAME_REFUSED if self.awaits_answer:
                 return replace(self, has_namesake=True)
             case E.DISMISSED if self.awaits_answer:
                 return Node()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightrl import arguments, commands
+from lightrl import arguments, commands, log
 from lightrl.arguments import (
     KeyFile,
     NameOption,
@@ -21,7 +21,7 @@ from lightrl.arguments import (
 )
 from lightrl.commands import exit_with, wait_for
 from lightrl.errors import ConfigError, LightRLError
-from lightrl.say import complain, show
+from lightrl.system.output import print_error, show
 
 if TYPE_CHECKING:
     from lightrl.config import Config
@@ -199,19 +199,22 @@ def daemon(
     from lightrl.daemon.parent import leave_when_stdin_closes
     from lightrl.devices.assign import Part
     from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
-    from lightrl.launch.daemons import NOT_FINISHED
+    from lightrl.launch.daemons import NOT_FINISHED, run_child
     from lightrl.run_file import load_config
 
-    config = load_config(run_dir / "config.toml")
-    if tied:
-        leave_when_stdin_closes(config.node.grace_s)
-    part, roles = Part(tuple(filter(None, gpus.split(","))), gpu_memory), arguments.roles(role)
-    # no more than it needs
-    key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))
-    options = DaemonOptions(
-        name, roles, run_dir, config, join or None, resume=resume, key=key, gpus=part
-    )
-    exit_with(NOT_FINISHED if run(options) else 0)  # else 1 of an error, or of a crash
+    def work() -> int:
+        config = load_config(run_dir / "config.toml")
+        if tied:
+            leave_when_stdin_closes(config.node.grace_s)
+        part, roles = Part(tuple(filter(None, gpus.split(","))), gpu_memory), arguments.roles(role)
+        # no more than it needs
+        key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))
+        options = DaemonOptions(
+            name, roles, run_dir, config, join or None, resume=resume, key=key, gpus=part
+        )
+        return NOT_FINISHED if run(options) else 0
+
+    exit_with(run_child(work))
 
 
 def _whole_run(config: "Config", no_tui: bool, resume: bool = False) -> None:
@@ -303,7 +306,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except LightRLError as e:
-        complain(f"lightrl: {' '.join(str(e).split())}", style=RED)
+        text = " ".join(str(e).split())
+        if not log.error_for_machines(text):
+            print_error(f"lightrl: {text}", style=RED)
         sys.exit(1)
 
 

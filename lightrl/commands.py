@@ -15,7 +15,7 @@ import typer
 from lightrl import arguments
 from lightrl.arguments import AsJson, KeyFile, Settings, Target
 from lightrl.errors import ConfigError, LightRLError
-from lightrl.say import show
+from lightrl.system.output import show
 
 T = TypeVar("T")
 
@@ -41,22 +41,22 @@ def replay(
 
 def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) -> None:
     """Show the nodes, the round and the step of a run."""
-    from lightrl.client.find_run import meant, one_snapshot
+    from lightrl.client.find_run import one_snapshot, resolve_target
     from lightrl.launch.report import status_lines
     from lightrl.wire import to_json
 
-    snapshot = wait_for(one_snapshot(meant(addr, key)))
+    snapshot = wait_for(one_snapshot(resolve_target(addr, key)))
     show([to_json(snapshot).decode()] if as_json else status_lines(snapshot))
 
 
 def top(addr: Target = None, key: KeyFile = None) -> None:
     """Watch a running or finished run on a live screen (q leaves, ? shows the keys)."""
-    from lightrl.client.find_run import OVER, meant, one_snapshot
+    from lightrl.client.find_run import OVER, one_snapshot, resolve_target
     from lightrl.tui.app import show_finished, watch_live
 
     if not sys.stdout.isatty():
         raise LightRLError("lightrl top needs a terminal; lightrl status prints plain lines")
-    target = meant(addr, key)
+    target = resolve_target(addr, key)
     now = wait_for(one_snapshot(target))
     if target.address is None or now.state in OVER:
         wait_for(show_finished(now))
@@ -67,9 +67,9 @@ def top(addr: Target = None, key: KeyFile = None) -> None:
 def down(addr: Target = None, key: KeyFile = None) -> None:
     """Stop a run: no new work, a checkpoint of the steps done, all daemons leave."""
     from lightrl.client import ask
-    from lightrl.client.find_run import live_run, meant
+    from lightrl.client.find_run import live_run, resolve_target
 
-    target = meant(addr, key)
+    target = resolve_target(addr, key)
     address, _ = wait_for(live_run(target))
     wait_for(ask.drain(address, "*", "lightrl down", target.key()))
     print("the run is stopping; lightrl status shows when it is over")
@@ -82,9 +82,9 @@ def drain(
 ) -> None:
     """Let one rollout node go: its responses continue on others."""
     from lightrl.client import ask
-    from lightrl.client.find_run import live_run, meant, require_drainable
+    from lightrl.client.find_run import live_run, require_drainable, resolve_target
 
-    target = meant(addr, key)
+    target = resolve_target(addr, key)
     address, snapshot = wait_for(live_run(target))
     require_drainable(snapshot, node)
     wait_for(ask.drain(address, node, "lightrl drain", target.key()))

@@ -315,3 +315,9 @@ class Journal(Section):
 
 class Logging(Section):
     backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = ("jsonl",)
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="the least that is written to the logs of all processes"
+    )
+    json_: bool = Field(
+        default=False, alias="json", description="logs for machines: a JSON object on each line"
+    )

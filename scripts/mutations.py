@@ -908,19 +908,42 @@ MUTATIONS = [
     ),
     Mutation(
         "terminal that is not read stops its writer",
-        "say.py",
+        "system/output.py",
         "if stat.S_ISREG(os.fstat(descriptor).st_mode):",
         "if True:",
         tests=(
-            "tests/test_say.py::test_whoever_is_not_read_goes_on_and_says_later_how_many_lines_are_missing",
+            "tests/system/test_output.py::test_whoever_is_not_read_goes_on_and_says_later_how_many_lines_are_missing",
         ),
     ),
     Mutation(
+        "level of the logs is not heeded",
+        "log.py",
+        "    package.setLevel(level)\n",
+        "    package.setLevel(logging.DEBUG)\n",
+        tests=("tests/test_log.py::test_a_level_silences_what_is_less_bad",),
+    ),
+    Mutation(
+        "prints between lines of JSON are not JSON",
+        "log.py",
+        "capture_lines(_log_printed if settings.json else None)",
+        "capture_lines(None)",
+        tests=("tests/test_log.py::test_uncaught_exceptions_prints_and_warnings_are_json_too",),
+    ),
+    Mutation(
+        "child processes forget what their parent says of logs",
+        "log.py",
+        'json.loads(os.environ.get(ENVIRONMENT, "{}"))',
+        'json.loads("{}")',
+        tests=("tests/test_log.py::test_children_write_what_their_parent_does",),
+    ),
+    Mutation(
         "escapes are sent to the terminal",
-        "say.py",
+        "system/output.py",
         "    if text.isprintable():\n",
         "    if True:\n",
-        tests=("tests/test_say.py::test_say_shows_escapes_instead_of_sending_them",),
+        tests=(
+            "tests/system/test_output.py::test_print_lines_shows_escapes_instead_of_sending_them",
+        ),
     ),
     Mutation(
         "SIGHUP ends a daemon at once",

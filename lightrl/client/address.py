@@ -74,7 +74,7 @@ def written_at(file: Path) -> float | None:
         return None
 
 
-def shown(path: Path) -> str:
+def relative(path: Path) -> str:
     """Relative to the working directory where that is shorter."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrl.client.address import accepts, find, shown
+from lightrl.client.address import accepts, find, relative
 from lightrl.client.ask import watch
 from lightrl.core.state import OVER
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
@@ -31,7 +31,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        return shown(self.run_dir) if self.run_dir is not None else str(self.address)
+        return relative(self.run_dir) if self.run_dir is not None else str(self.address)
 
     def key(self) -> str:
         """Who names a run means the key in it, whatever the environment says. Raises
@@ -50,7 +50,7 @@ class Target:
         return final_snapshot(self.run_dir) if self.run_dir is not None else None
 
 
-def meant(addr: str | None, key_file: Path | None = None) -> Target:
+def resolve_target(addr: str | None, key_file: Path | None = None) -> Target:
     """By an address, a run directory, a name or nothing (the latest run). Raises ConfigError."""
     return Target(*find(addr), key_file)
 
@@ -125,7 +125,7 @@ def require_same(snapshot: Snapshot, run_dir: Path | None, address: str) -> None
     """Raises LightRLError if `address` belongs to another run than the one in `run_dir` by now."""
     if run_dir is not None and not is_same(snapshot, run_dir):
         raise LightRLError(
-            f"{shown(run_dir)}: its coordinator is gone (another run answers at {address})"
+            f"{relative(run_dir)}: its coordinator is gone (another run answers at {address})"
         )
 
 

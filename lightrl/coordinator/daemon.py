@@ -5,6 +5,7 @@ core/coordinator.py, what is on the disk in `journaling`.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -54,6 +55,7 @@ from lightrl.errors import (
 )
 from lightrl.history.lengths import LengthsLog
 from lightrl.journal.write import MAX_TROUBLE_S
+from lightrl.log import reporter
 from lightrl.messages import (
     Generate,
     Heartbeat,
@@ -65,10 +67,13 @@ from lightrl.metrics.round_figures import step_line, warnings
 from lightrl.metrics.rounds import Records
 from lightrl.metrics.sinks import MetricsLog
 from lightrl.rewards.runner import RewardPool
-from lightrl.say import plain, say
+from lightrl.system.output import plain
 from lightrl.transport.hub import Hub, Peer
 from lightrl.weights.scratch import scratch_dir
 from lightrl.wire import to_json
+
+logger = logging.getLogger(__name__)
+report_here = reporter(logger)
 
 
 class CoordinatorDaemon:
@@ -301,10 +306,12 @@ class CoordinatorDaemon:
                 self._metrics.write(step + 1, record)
                 for line in (*warnings(record, self._config.rollout), step_line(step + 1, record)):
                     self._report(line)
-            case Report(text):
-                self._report(text)
+            case Report(text, is_warning):
+                self._report(text, logging.WARNING if is_warning else logging.INFO)
             case Finish():
-                self._report(f"run {command.state}: {command.reason}")
+                failed = command.state is RunState.FAILED
+                text = f"run {command.state}: {command.reason}"
+                self._report(text, logging.ERROR if failed else logging.INFO)
                 self._reason = command.reason
                 if not self._finished.done():
                     self._finished.set_result(None)
@@ -369,11 +376,14 @@ class CoordinatorDaemon:
 
     # Files
 
-    def _report(self, text: str) -> None:
+    def _report(self, text: str, level: int = logging.INFO) -> None:
         elapsed = time.monotonic() - self._core.started_at
         text = plain(text)  # some of it nodes have said
         self._records.event(elapsed, text)
-        say(f"{elapsed:8.2f} {text}")
+        if level > logging.INFO:
+            logger.log(level, text)
+        else:
+            report_here(text)
 
     async def _write_end(self) -> None:
         await self._records.hashed()

@@ -95,9 +95,10 @@ class ReplayShards:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One line for the operator."""
+    """One line for the operator; a warning tells what went wrong and is survived."""
 
     text: str
+    is_warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,9 @@ class Outbox:
 
     def report(self, text: str) -> None:
         self._commands.append(Report(text))
+
+    def warn(self, text: str) -> None:
+        self._commands.append(Report(text, is_warning=True))
 
     def take(self) -> list[Command]:
         """All that was added; the outbox is empty again."""

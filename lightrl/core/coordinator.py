@@ -157,13 +157,13 @@ class Coordinator:
         if name != self.fleet.trainer or version == stood_at:
             return  # not the trainer, or it came twice
         if stood_at is not None and version != stood_at + 1:
-            self.outbox.report(
+            self.outbox.warn(
                 f"{name} published version {version}, expected {stood_at + 1}: ignored"
             )
             return
         is_new = published is not None and version > published.policy_version
         if stood_at is not None and is_new and not self.steps.has_closed(stood_at):
-            self.outbox.report(
+            self.outbox.warn(
                 f"{name} published version {version}, but the round of step {stood_at} is "
                 "still open: ignored"
             )
@@ -180,7 +180,7 @@ class Coordinator:
             self.fleet.publish_again(message)
         else:
             behind = f"{name} is at step {version}, the run at step {self.step}"
-            self.outbox.report(f"{behind}: the steps in between are trained again")
+            self.outbox.warn(f"{behind}: the steps in between are trained again")
         self.fleet.trainer_stands()
         self.steps.feed_trainer(has_come=stood_at is None)
         if self.ending.has_begun:
@@ -271,7 +271,7 @@ class Coordinator:
         if self.ending.has_begun and not is_awaited:
             reason = ENDING
         if reason is not None:
-            self.outbox.report(f"{hello.node} refused: {reason}")
+            self.outbox.warn(f"{hello.node} refused: {reason}")
             self.outbox.send(hello.node, Welcome(run="", refused=reason))
             return
         known = self.fleet.nodes.get(hello.node)
@@ -304,22 +304,23 @@ class Coordinator:
         is_trainer = name == self.fleet.trainer
         if is_trainer and ok and self.trainer_feed.stands_at == self.settings.num_steps:
             self.trainer_feed.has_left = True
-        self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now)
+        self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now, ok)
         if is_trainer and not ok:
             self.ending.begin(RunState.FAILED, f"trainer node {name}: {reason}")
 
-    def _remove(self, name: str, text: str, now: float) -> None:
+    def _remove(self, name: str, text: str, now: float, is_orderly: bool = False) -> None:
         node = self.fleet.nodes.get(name)
         if node is None:
             return
         moved = self.table.requeue_all(node)
         self.fleet.remove(name)
         self.table.mark_dirty()
-        self.outbox.report(text + (f": {moved} responses resume elsewhere" if moved else ""))
+        report = self.outbox.report if is_orderly else self.outbox.warn
+        report(text + (f": {moved} responses resume elsewhere" if moved else ""))
         if "trainer" in node.roles:
             self.trainer_feed.lost(now)
             if not self.ending.has_begun:
-                self.outbox.report(
+                self.outbox.warn(
                     f"the run waits {self.settings.patience_s:g} s for a trainer to come back"
                 )
 
@@ -337,7 +338,7 @@ class Coordinator:
         elif name in self.fleet.nodes:
             self.outbox.send(name, Drain(name, reason))
         else:
-            self.outbox.report(f"drain {name}: no such node")
+            self.outbox.warn(f"drain {name}: no such node")
 
     # Time
 

@@ -255,10 +255,10 @@ class Fleet:
         node.weights_failures += 1
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
-            self._outbox.report(f"{name}: {failed.reason}")
+            self._outbox.warn(f"{name}: {failed.reason}")
         else:
             self.num_weights_failed += 1
-            self._outbox.report(f"{name}: version {failed.policy_version} failed: {failed.reason}")
+            self._outbox.warn(f"{name}: version {failed.policy_version} failed: {failed.reason}")
         if node.weights_failures < MAX_WEIGHTS_FAILURES:
             self._offer(node)
         else:

@@ -61,7 +61,7 @@ class Judge:
         self._outbox.record(ResponseScored(name, attempt, reward, failure))
         if reward is None:
             self._table.counters.rewards_failed += 1
-            self._outbox.report(f"no reward for {name}: {failure}")
+            self._outbox.warn(f"no reward for {name}: {failure}")
             reward = None if group.round.is_eval else self._settings.reward_on_failure
         response.reward, response.scored = reward, True
         if response.resolved:

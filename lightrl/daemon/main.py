@@ -7,12 +7,14 @@ client of the coordinator, in worker.py beside this file.
 
 import asyncio
 import gc
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
 
+from lightrl import log
 from lightrl.config import Config
 from lightrl.coordinator.daemon import CoordinatorDaemon
 from lightrl.daemon.worker import Worker
@@ -20,9 +22,10 @@ from lightrl.devices.assign import Part
 from lightrl.errors import LightRLError, first_error
 from lightrl.keys import ENVIRONMENT
 from lightrl.messages import Role
-from lightrl.say import never_fail, say
 from lightrl.system import open_files
 from lightrl.system.signals import stop_signals
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,19 @@ class DaemonOptions:
 def run(options: DaemonOptions) -> int:
     """Runs a daemon until it is done; returns the exit status. Raises LightRLError, one line, if it
     fails."""
-    never_fail()
+    _configure_log(options)
     open_files.raise_limit()
     os.environ.pop(ENVIRONMENT, None)  # no child that runs others' code inherits the key
     return uvloop.run(_main(options))
+
+
+def _configure_log(options: DaemonOptions) -> None:
+    """Who joins a run elsewhere learns from its welcome what that run's config says."""
+    role, given = ",".join(options.roles), log.inherited()
+    level, as_json = given.level, given.json
+    if options.config is not None:
+        level, as_json = options.config.logging.level, options.config.logging.json_
+    log.configure(log.LogSettings(role, options.name, level, as_json))
 
 
 async def _main(options: DaemonOptions) -> int:
@@ -104,4 +116,4 @@ async def _work(worker: Worker, beside: CoordinatorDaemon | None) -> None:
     except LightRLError as e:
         if beside is None:
             raise
-        say(f"lightrl: {e}")
+        logger.error("%s", e)

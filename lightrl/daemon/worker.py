@@ -11,6 +11,7 @@ was sent by someone who did not know that.
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lightrl import log
 from lightrl.config import Config
 from lightrl.daemon.admission import config_of
 from lightrl.daemon.roles import Roles
@@ -44,12 +46,14 @@ from lightrl.messages import (
     TrainShard,
     Welcome,
 )
-from lightrl.say import flush, say
 from lightrl.state_machine import next_state
 from lightrl.system.child import retry_on_resource_limit
+from lightrl.system.output import flush
 from lightrl.system.threads import in_thread
 from lightrl.transport.link import Link
 from lightrl.weights.scratch import scratch_dir
+
+logger = logging.getLogger(__name__)
 
 WELCOME_S = 20.0  # a coordinator that is busy loading data may take a while to answer
 TAKEN_PAUSE_S = 0.5  # before the next hello under a name that another process still has
@@ -121,6 +125,7 @@ class Worker:
                 welcome, early = joined
                 self._config_json = welcome.config_json
                 config = config_of(welcome)
+                log.configure_again(config.logging.level, config.logging.json_)
                 # a checkpoint is worth waiting for
                 if self._is_alone and "trainer" not in self._role_names:
                     force = threading.Timer(config.node.grace_s, end_by_force)
@@ -161,7 +166,7 @@ class Worker:
         self._move(ConnectionEvent.TOUCH_LOST)
         self._roles.on_disconnect()
         if was_heard and not self._drained.is_set():
-            say("lost touch with the coordinator; the work goes on")
+            logger.warning("lost touch with the coordinator; the work goes on")
 
     def _say_hello(self) -> None:
         if self._link is not None:
@@ -206,7 +211,7 @@ class Worker:
             self._say_hello()  # it has become untrue
             return
         self._move(ConnectionEvent.WELCOMED)
-        say("the coordinator hears this node again")
+        logger.info("the coordinator hears this node again")
         self._roles.on_welcome()
         if self._drained.is_set():
             self._send(Drain(self._name, self._reason))
@@ -217,7 +222,7 @@ class Worker:
         now = time.monotonic()
         if self._state is not ConnectionState.NAME_TAKEN:
             self._taken_since = now
-            say(f"{self._name}: {TAKEN}; waiting until it is gone")
+            logger.warning("%s: %s; waiting until it is gone", self._name, TAKEN)
         self._move(ConnectionEvent.NAME_REFUSED)
         return now - self._taken_since < TAKEN_S
 
@@ -271,10 +276,10 @@ class Worker:
         )
         # nvidia-smi takes a second
         found = await retry_on_resource_limit(
-            lambda: in_thread(find), "the search for devices", say
+            lambda: in_thread(find), "the search for devices", logger.warning
         )
         for note in found.notes:
-            say(note)
+            logger.info(note)
         return found
 
     async def _serve(
@@ -362,7 +367,7 @@ class Worker:
 def end_by_force() -> None:
     """From a thread: whatever hangs, event loop included, must not outlast the grace of who
     leaves."""
-    say("did not end in time: ended by force")
+    logger.error("did not end in time: ended by force")
     flush()  # nothing else does before such an end
     os._exit(1)  # the kernel ends the children; the next daemon removes what is left in scratch
 

@@ -208,18 +208,18 @@ def _named(machine: Machine, part: str, setting: str, numbers: list[int], is_mix
     kind = next((k for start, k in KINDS if part.startswith(start)), "GPU or MIG slice")
     every = [(i, device) for i in range(len(machine.gpus)) for device in _devices(machine, i)]
     if part.startswith("GPU-"):
-        meant = [
+        matching = [
             device
             for i, device in every
             if machine.gpus[i].uuid.startswith(part) and not device.is_slice
         ]
     else:
-        meant = [device for _, device in every if device.token == part]
-    if len(meant) != 1:
+        matching = [device for _, device in every if device.token == part]
+    if len(matching) != 1:
         raise ConfigError(
             f"{wrong}: {part!r} is no {kind} of this machine; nvidia-smi -L lists them"
         )
-    return meant[0]
+    return matching[0]
 
 
 def _devices(machine: Machine, i: int) -> tuple[Device, ...]:

@@ -6,6 +6,7 @@ confirmed. Knows no engine's inner life, and imports torch or vLLM only in the c
 
 import gc
 import importlib.util
+import logging
 import socket
 import sys
 import time
@@ -30,10 +31,13 @@ from lightrl.engine.base import (
     LoadWeights,
 )
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
+from lightrl.log import environment as log_environment
 from lightrl.messages import Abort, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.system.child import Child, Pipe
 from lightrl.system.imports import importing
 from lightrl.wire import Codec, pack_f32, pack_i32
+
+logger = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 0.5
 EVERY_DEVICE: Mapping[str, str] = MappingProxyType({})
@@ -72,6 +76,7 @@ async def start_engine(
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        **log_environment("engine"),
         **devices,
     }
     target, name = "lightrl.engine.process:main", f"{spec.kind}-engine"
@@ -93,7 +98,8 @@ def main(sock: socket.socket) -> None:
             engine = build_engine(spec)
         except LightRLError as e:
             pipe.send(EngineFailed(str(e), is_unusable=isinstance(e, EngineUnusable)))
-            raise SystemExit(str(e)) from None
+            logger.error("%s", e)
+            raise SystemExit(1) from None
         gc.collect()
         # the libraries' objects live as long as we do; scanning them again costs milliseconds
         gc.freeze()

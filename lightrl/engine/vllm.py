@@ -17,6 +17,7 @@ from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.requests import accept
 from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, torch_mismatch
 from lightrl.errors import EngineError, EngineUnusable
+from lightrl.log import environment as log_environment
 from lightrl.messages import FinishReason, Load, Manifest, PromptHistory, ResponseRequest, Sampling
 from lightrl.system.imports import importing
 
@@ -52,6 +53,7 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         os.environ.update({k: v for k, v in ENVIRONMENT.items() if k not in os.environ})
+        os.environ.update(log_environment("engine"))  # for workers in other processes
         with importing():
             from lightrl.devices.cuda import has_cuda
 

@@ -17,6 +17,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from lightrl import log
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
@@ -87,6 +88,7 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 # a tensor-parallel worker must not outlive its engine
 if multiprocessing.parent_process() is not None:
     die_with(os.getppid())
+    log.configure(log.inherited())
 
 
 class WorkerExtension:

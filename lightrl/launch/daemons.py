@@ -6,18 +6,26 @@ Owns how a process ended and what that means; whether it is started again is dec
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrl.client.address import shown
+from lightrl.client.address import relative
 from lightrl.errors import LightRLError
+from lightrl.log import configure, inherited, last_line
+from lightrl.log import environment as log_environment
 from lightrl.messages import Role
 
-NOT_FINISHED = 3  # exit status of a coordinator whose run has ended in order, but stopped or failed
-SAID_BYTES = 8192  # of the end of a log, in which the last line is looked for
+# Exit statuses: of a coordinator whose run has ended in order, but stopped or failed; of any daemon
+# that ended by an error whose reason is the last line of its log. 1 is that of a crash.
+NOT_FINISHED = 3
+GAVE_A_REASON = 4
+
+logger = logging.getLogger(__name__)
 
 
 class RunFailed(LightRLError):
@@ -66,6 +74,7 @@ class Daemon:
                     stdin=asyncio.subprocess.PIPE,  # closes when this process ends, however it does
                     stdout=out,
                     stderr=out,
+                    env={**os.environ, **log_environment(role, name)},
                     # ctrl-C is for this process, which then asks them to drain
                     start_new_session=True,
                 )
@@ -82,25 +91,26 @@ class Daemon:
     def has_crashed(self) -> bool:
         """Killed, or ended by an error that nobody foresaw: the next one may have better luck."""
         code = self.ended.result() if self.ended.done() else 0
-        return code < 0 or (code not in {0, NOT_FINISHED} and not self.gave_a_reason)
+        return code not in {0, NOT_FINISHED, GAVE_A_REASON}
 
     @property
     def gave_a_reason(self) -> bool:
         """Its last word was an error for the user: it would fail again in the same way."""
-        return self.last_line().startswith("lightrl: ")
+        return self.ended.done() and self.ended.result() == GAVE_A_REASON
 
     def last_line(self) -> str:
-        return last_line(self.log, self.said_before)
+        return last_line(self.log, self.said_before)[:400]
 
     def obituary(self) -> str:
         code = self.ended.result()
         if code < 0:  # its last line says nothing of that
-            return (
-                f"{self.name} was killed by {signal.Signals(-code).name} (log: {shown(self.log)})"
-            )
-        last = self.last_line().removeprefix("lightrl: ")
-        why = f"ended with exit status {code}" + (f": {last}" if last else "")
-        return f"{self.name} {why} (log: {shown(self.log)})"
+            why = f"was killed by {signal.Signals(-code).name}"
+        elif self.gave_a_reason:
+            why = f"failed: {self.last_line()}"
+        else:
+            last = self.last_line()
+            why = f"ended with exit status {code}" + (f": {last}" if last else "")
+        return f"{self.name} {why} (log: {relative(self.log)})"
 
     def signal(self, number: signal.Signals) -> None:
         """To all of its session, unless it has ended."""
@@ -109,12 +119,11 @@ class Daemon:
                 os.killpg(self.process.pid, number)
 
 
-def last_line(log: Path, since: int = 0) -> str:
-    """The last line after `since` bytes that says something."""
+def run_child(work: Callable[[], int]) -> int:
+    """In the child: does its `work`; the exit status. An error's reason is the last line logged."""
+    configure(inherited())
     try:
-        with log.open("rb") as file:
-            file.seek(max(since, log.stat().st_size - SAID_BYTES))
-            lines = file.read().decode(errors="replace").strip().splitlines()
-    except OSError:
-        return ""
-    return lines[-1].strip()[:400] if lines else ""
+        return work()
+    except LightRLError as e:
+        logger.error(" ".join(str(e).split()))
+        return GAVE_A_REASON

@@ -19,6 +19,7 @@ from lightrl.system import files
 from lightrl.trainer.saved import CHECKPOINTS
 
 CONFIG_FILE = "config.toml"
+SLURM_CONFIG = "run.toml"  # in it, the config that was submitted
 SLURM_FOLDER = "slurm"  # scripts and output of batch jobs, there before the run is
 
 

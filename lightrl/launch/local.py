@@ -8,6 +8,7 @@ cluster.
 
 import asyncio
 import contextlib
+import logging
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightrl.client.address import accepts, listening, reachable, shown, written_at
+from lightrl.client.address import accepts, listening, reachable, relative, written_at
 from lightrl.client.ask import drain
 from lightrl.client.find_run import ask, final_snapshot
 from lightrl.config import Config
@@ -26,12 +27,15 @@ from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.daemons import Daemon, RunFailed
 from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
+from lightrl.log import WARNING
 from lightrl.messages import Role
 from lightrl.metrics import sinks
-from lightrl.say import say
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 
+logger = logging.getLogger(__name__)
+
+RESUMED = "resumed at step "  # how the event begins that tells so
 # from its start to the coordinator's address; it imports and reads the data
 LISTENS_WITHIN_S = 60.0
 # other daemons may end for the same reason: wait so long for the first cause
@@ -52,11 +56,11 @@ class LocalRun:
         self,
         config: Config,
         resume: bool = False,
-        say: Callable[[str], None] = lambda line: None,
+        report: Callable[[str], None] = lambda line: None,
         gpus: Assignment = NO_GPUS,
     ) -> None:
-        """`resume`: the run directory is there, with a journal. `say` hears of daemons started
-        again."""
+        """`resume`: the run directory is there, with a journal. `report` hears of daemons
+        started again."""
         self.config = config
         self.run_dir = config.run_dir.resolve()
         self.daemons: dict[str, Daemon] = {}  # the head first
@@ -65,7 +69,7 @@ class LocalRun:
         self.lost: list[str] = []  # daemons that failed while the run went on
         self._gpus = gpus
         self._resume = resume
-        self._say = say
+        self._report = report
         self._over = asyncio.Event()  # nothing is started again
         self._ended: set[str] = set()  # daemons that are not started again
         self._revived_at = float("-inf")  # when the head was started again
@@ -92,26 +96,30 @@ class LocalRun:
                 line = self._head.last_line()
                 if not self._resume:
                     remove_run_dir(self.run_dir)
-                raise RunFailed(line.removeprefix("lightrl: ")) from None
+                raise RunFailed(line) from None
             raise
         point_latest(self.run_dir)
         await self._start("trainer-0", "trainer")
         for k in range(self.config.rollout.nodes):
             await self._start(f"rollout-{k}", "rollout")
 
-    def what_was_found(self) -> list[str]:
-        """What the coordinator of a resumed run said of its journal: where it goes on, and what is
+    async def what_was_found(self) -> list[str]:
+        """What the coordinator of a resumed run says of its journal: where it goes on, and what is
         lost."""
         if not self._resume:
             return []
-        lines = self._head.log.read_text(errors="replace").splitlines()
-        begin = max(
-            (i for i, line in enumerate(lines) if " resumed at step " in line), default=len(lines)
-        )
-        first = begin
-        while first > 0 and "WARNING: " in lines[first - 1]:
-            first -= 1
-        return [line.split(None, 1)[1] for line in lines[first : begin + 1]]
+        try:
+            snapshot = await ask(self.address, self.key)
+        except LightRLError:
+            return []
+        texts = [text for _, text in snapshot.events]
+        begin = next((k for k, text in enumerate(texts) if text.startswith(RESUMED)), len(texts))
+        return [t for t in texts[:begin] if t.startswith(WARNING)] + texts[begin : begin + 1]
+
+    def _tell(self, line: str) -> None:
+        """To the person who looks on, and to the launcher's log."""
+        self._report(line)
+        logger.warning(line)
 
     async def until_over(self) -> None:
         """Returns when the run is over, finished or stopped. Raises RunFailed when it cannot go
@@ -155,9 +163,10 @@ class LocalRun:
             options = ("--join", self.address, *options, *self._gpus.options(name))
         start = partial(Daemon.start, name, role, self.run_dir, *options)
         try:
-            daemon = self.daemons[name] = await retry_on_resource_limit(start, name, self._say)
+            daemon = self.daemons[name] = await retry_on_resource_limit(start, name, self._tell)
         except OSError as e:
             raise RunFailed(f"{name} cannot be started: {e.strerror or e}") from None
+        logger.info("%s started, pid %d", name, daemon.process.pid)
         return daemon
 
     async def _start_again(self, daemon: Daemon) -> Daemon | None:
@@ -188,7 +197,7 @@ class LocalRun:
                 said = head.last_line() or "nothing in its log"
                 raise RunFailed(
                     f"head does not listen after {LISTENS_WITHIN_S:.0f} s: {said} (log: "
-                    f"{shown(head.log)})"
+                    f"{relative(head.log)})"
                 )
         return reachable(address)  # the trainer learns from it under which address others see it
 
@@ -209,7 +218,7 @@ class LocalRun:
                 crashes.progressed()
             if (pause_s := crashes.crashed()) is None:
                 return daemon
-            self._say(f"{daemon.obituary()}; starting it again")
+            self._tell(f"{daemon.obituary()}; starting it again")
             await self._wait_unless_over(timeout_s=pause_s)
             while (
                 not self._over.is_set()
@@ -348,7 +357,7 @@ def _announce(run_dir: Path, before: float | None, over: threading.Event) -> Non
     while (address := listening(run_dir)) is None or written_at(run_dir / "address") == before:
         if over.wait(LOOK_S):
             return
-    say(join_line(reachable(address), run_dir))
+    logger.info(join_line(reachable(address), run_dir))
     # looked at before the start; the run is worth more than the link
     with contextlib.suppress(ConfigError):
         point_latest(run_dir)
@@ -356,7 +365,8 @@ def _announce(run_dir: Path, before: float | None, over: threading.Event) -> Non
 
 def join_line(address: str, run_dir: Path) -> str:
     """How a node elsewhere takes part. Its key is a file, so that it is in no list of processes."""
-    return f"join it from elsewhere: lightrl up --join {address} --key {shown(run_dir / JOIN_FILE)}"
+    key = relative(run_dir / JOIN_FILE)
+    return f"join it from elsewhere: lightrl up --join {address} --key {key}"
 
 
 def _record_of_steps(run_dir: Path) -> int:

@@ -25,7 +25,7 @@ TROUBLE = ("rewards_failed", "groups_dropped", "nodes_lost", "engines_lost")
 NOTED = ("nodes_lost", "engines_lost", "weights_failed")  # what a run survives, but is slower for
 
 
-async def print_progress(address: str, key: str, say: Callable[[str], None] = print) -> None:
+async def print_progress(address: str, key: str, tell: Callable[[str], None] = print) -> None:
     """One line every few seconds and for every evaluation, until the run is over."""
     progress = Progress()
     while True:
@@ -33,7 +33,7 @@ async def print_progress(address: str, key: str, say: Callable[[str], None] = pr
             async with contextlib.aclosing(ask.watch(address, SNAPSHOT_EVERY_S, key)) as snapshots:
                 async for snapshot in snapshots:
                     for line in progress.lines(snapshot, time.monotonic()):
-                        say(line)
+                        tell(line)
                     if snapshot.state in OVER:
                         return
         except PeerUnreachable:

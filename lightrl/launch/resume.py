@@ -13,9 +13,9 @@ from lightrl.client.address import (
     accepts,
     find,
     listening,
+    relative,
     require_free,
     require_weights_port,
-    shown,
 )
 from lightrl.client.find_run import ask, final_snapshot, is_same
 from lightrl.config import Config
@@ -29,7 +29,7 @@ from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
 from lightrl.metrics import sinks
 from lightrl.run_file import load_config
-from lightrl.say import say
+from lightrl.system.output import print_lines
 from lightrl.trainer.saved import (
     CHECKPOINTS,
     REWOUND,
@@ -67,7 +67,7 @@ def prepare(
         _require_steps_left(run_dir, config.train.steps, from_checkpoint)
     if not has_journal(run_dir):
         why = "" if before.journal.enabled else " (journal.enabled = false)"
-        raise JournalError(f"{shown(run_dir)}: has no journal to resume from{why}")
+        raise JournalError(f"{relative(run_dir)}: has no journal to resume from{why}")
     _require_dead(run_dir)
     require_files(config)
     moves = config.run.bind != before.run.bind
@@ -77,11 +77,13 @@ def prepare(
     if moves:
         (run_dir / "address").unlink(missing_ok=True)  # the coordinator would listen there again
     if from_checkpoint:
-        say(_rewind(run_dir))
+        print_lines(_rewind(run_dir))
     try:
         restore_keys(run_dir)
     except OSError as e:
-        raise ConfigError(f"{shown(run_dir)}: its keys cannot be written: {e.strerror}") from None
+        raise ConfigError(
+            f"{relative(run_dir)}: its keys cannot be written: {e.strerror}"
+        ) from None
     rewrite_config(config)
     return config
 
@@ -125,7 +127,9 @@ def _require_unfinished(run_dir: Path, config: Config) -> None:
     records = sinks.read(run_dir)
     done = int(records[-1]["step"]) if records else 0
     if last is not None and last.state == RunState.FINISHED and last.step >= steps:
-        raise LightRLError(f"{shown(run_dir)}: finished; train.steps above {steps} would extend it")
+        raise LightRLError(
+            f"{relative(run_dir)}: finished; train.steps above {steps} would extend it"
+        )
     if steps < done:
         raise ConfigError(f"train.steps = {steps}: {done} steps are done already")
 
@@ -142,7 +146,7 @@ def _require_steps_left(run_dir: Path, steps: int, from_checkpoint: bool) -> Non
 
 def _require_dead(run_dir: Path) -> None:
     """Raises LightRLError if a coordinator still has this run."""
-    alive = f"{shown(run_dir)}: this run is alive; lightrl top {shown(run_dir)} shows it"
+    alive = f"{relative(run_dir)}: this run is alive; lightrl top {relative(run_dir)} shows it"
     address = listening(run_dir)
     if address is not None and (run_dir / KEY_FILE).exists() and accepts(address):
         try:
@@ -154,7 +158,7 @@ def _require_dead(run_dir: Path) -> None:
                 raise LightRLError(alive)
     if is_in_use(run_dir / FOLDER):
         raise LightRLError(
-            f"{shown(run_dir)}: its coordinator still ends or hangs; try again in a moment"
+            f"{relative(run_dir)}: its coordinator still ends or hangs; try again in a moment"
         )
 
 
@@ -177,9 +181,9 @@ def _rewind(run_dir: Path) -> str:
     """Cuts the journal back to the newest checkpoint that is as it was saved; a line that says to
     which, and where the rest is."""
     try:
-        path = newest_sound(run_dir / CHECKPOINTS, damage, say)
+        path = newest_sound(run_dir / CHECKPOINTS, damage, print_lines)
         if path is None:
-            raise LightRLError(f"{shown(run_dir)}: has no undamaged checkpoint")
+            raise LightRLError(f"{relative(run_dir)}: has no undamaged checkpoint")
         step = step_of(path)
         rewind(run_dir / FOLDER, LOG, step)
         # `latest` does not name them
@@ -188,7 +192,9 @@ def _rewind(run_dir: Path) -> str:
             set_aside(checkpoint, REWOUND)
     except OSError as e:
         raise LightRLError(f"{e.filename or run_dir}: {e.strerror}") from None
-    folders = " and ".join(shown(f) for f in [run_dir / FOLDER, *([path.parent] if newer else [])])
+    folders = " and ".join(
+        relative(f) for f in [run_dir / FOLDER, *([path.parent] if newer else [])]
+    )
     return (
         f"from the checkpoint of step {step}; what came later is set aside as *.{REWOUND} in "
         f"{folders}"

@@ -6,9 +6,11 @@ Ties processes, signals and view together; what each of them does is decided els
 
 import asyncio
 import contextlib
+import logging
+import socket
 from pathlib import Path
 
-from lightrl.client.address import shown
+from lightrl.client.address import relative
 from lightrl.client.find_run import final_snapshot
 from lightrl.config import Config
 from lightrl.core.state import RunState
@@ -18,10 +20,13 @@ from lightrl.launch.local import LocalRun, join_line
 from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.report import print_progress, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
-from lightrl.say import never_fail, say
+from lightrl.log import LogSettings, configure_file
 from lightrl.system.child import retry_on_resource_limit
+from lightrl.system.output import never_fail, print_lines
 from lightrl.system.signals import stop_signals
 from lightrl.system.threads import in_thread
+
+logger = logging.getLogger(__name__)
 
 
 async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
@@ -33,16 +38,17 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     if not resume:
         require_files(config)
         require_new(config)
+    _configure_log(config)
     gpus = await retry_on_resource_limit(
-        lambda: in_thread(for_run, config), "the search for devices", say
+        lambda: in_thread(for_run, config), "the search for devices", print_lines
     )
     for note in gpus.notes:
-        say(note)
+        print_lines(note)
     stopped = asyncio.Event()
     for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     later: list[str] = []  # lines that would tear the screen
-    local = LocalRun(config, resume, later.append if tui else say, gpus)
+    local = LocalRun(config, resume, later.append if tui else print_lines, gpus)
     living = asyncio.create_task(_live(local, tui), name="run")
     stopping = asyncio.create_task(stopped.wait(), name="signal")
     reason = "the run is over"
@@ -51,29 +57,37 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
         if not living.done():
             reason = "interrupted"
             await _cancel(living)  # gives the terminal back first
-            say("stopping ...")
+            print_lines("stopping ...")
         else:
             living.result()
-    except RunFailed:
+    except RunFailed as e:
+        logger.error("%s", e)
         reason = "the run failed"
         raise
     finally:
         await _cancel(living, stopping)
         await local.stop(reason)
         for line in later:
-            say(line)
+            print_lines(line)
     for line in local.lost:
-        say(f"lost on the way: {line}")
+        print_lines(f"lost on the way: {line}")
     return _conclude(local.run_dir, reason == "interrupted")
+
+
+def _configure_log(config: Config) -> None:
+    """What a person sees here stays plain; the log tells machines which daemons were started."""
+    level, as_json = config.logging.level, config.logging.json_
+    file = config.run_dir.resolve() / "logs" / "launcher.log"
+    configure_file(LogSettings("launcher", socket.gethostname(), level, as_json), file)
 
 
 async def _live(local: LocalRun, tui: bool) -> None:
     """Starts the daemons and shows the run until it is over."""
-    say(f"run {local.config.run.name} in {local.run_dir}")
+    print_lines(f"run {local.config.run.name} in {local.run_dir}")
     await local.start()
-    for line in local.what_was_found():
-        say(line)
-    say(join_line(local.address, local.run_dir))
+    for line in await local.what_was_found():
+        print_lines(line)
+    print_lines(join_line(local.address, local.run_dir))
     watching = asyncio.create_task(_watch(local, tui), name="view")
     try:
         await local.until_over()
@@ -91,30 +105,30 @@ async def _watch(local: LocalRun, tui: bool) -> None:
 
         if await watch_live(local.address, local.key, stay=False):
             return
-        say("the run goes on; ctrl-C stops it")
-    await print_progress(local.address, local.key, say)
+        print_lines("the run goes on; ctrl-C stops it")
+    await print_progress(local.address, local.key, print_lines)
 
 
 def _conclude(run_dir: Path, interrupted: bool) -> int:
     last = final_snapshot(run_dir)
     if last is not None and last.state != RunState.FINISHED:
         where = f"{last.state} at step {last.step} of {last.num_steps} ({stop_reason(run_dir)})"
-        say(f"{where}; the run is in {run_dir}{_how_to_go_on(run_dir)}")
+        print_lines(f"{where}; the run is in {run_dir}{_how_to_go_on(run_dir)}")
         return 1
     if last is None and interrupted:
         there = run_dir.exists()
-        say(
+        print_lines(
             f"interrupted; the run is in {run_dir}{_how_to_go_on(run_dir)}"
             if there
             else "interrupted"
         )
         return 1
-    say("\n".join(result_lines(run_dir)))
+    print_lines("\n".join(result_lines(run_dir)))
     return 0
 
 
 def _how_to_go_on(run_dir: Path) -> str:
-    return f"; continue it with: lightrl resume {shown(run_dir)}" if has_journal(run_dir) else ""
+    return f"; continue it with: lightrl resume {relative(run_dir)}" if has_journal(run_dir) else ""
 
 
 async def _cancel(*tasks: "asyncio.Task[object]") -> None:

@@ -54,13 +54,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
     More values than that are averaged in runs of equal length, so that the whole history shows.
     """
-    shown = shrink(values, width)
-    if not shown:
+    visible = shrink(values, width)
+    if not visible:
         return ""
-    low, high = min(shown), max(shown)
+    low, high = min(visible), max(visible)
     if high - low < 1e-12:
-        return BLOCKS[3] * len(shown)
-    return "".join(BLOCKS[round((v - low) / (high - low) * 7)] for v in shown)
+        return BLOCKS[3] * len(visible)
+    return "".join(BLOCKS[round((v - low) / (high - low) * 7)] for v in visible)
 
 
 def shrink(values: Sequence[float], width: int) -> list[float]:

@@ -6,6 +6,7 @@ asked for.
 
 import importlib.util
 import io
+import logging
 import math
 import os
 import socket
@@ -16,10 +17,13 @@ from typing import Any, Protocol
 
 from lightrl.config import Config
 from lightrl.errors import ConfigError
-from lightrl.say import say
+from lightrl.log import reporter
 from lightrl.system.append_file import AppendFile
 from lightrl.system.json_lines import read_rows
 from lightrl.wire import to_json
+
+logger = logging.getLogger(__name__)
+report_here = reporter(logger)
 
 FILE_NAME = "metrics.jsonl"
 
@@ -42,7 +46,7 @@ class MetricsLog:
         run_dir: Path,
         backends: tuple[str, ...],
         config: Config,
-        report: Callable[[str], None] = say,
+        report: Callable[[str], None] = report_here,
     ) -> None:
         for backend in backends:
             if backend != "jsonl" and importlib.util.find_spec(backend) is None:

@@ -10,6 +10,7 @@ When it has to be killed, those that had not started go back to the head of the 
 
 import asyncio
 import contextlib
+import logging
 import os
 from array import array
 from collections import deque
@@ -22,6 +23,7 @@ from typing import Any
 from lightrl import config
 from lightrl.core.arrays import encode
 from lightrl.errors import RewardError
+from lightrl.log import environment as log_environment
 from lightrl.rewards import worker
 from lightrl.rewards.environment import inherited
 from lightrl.rewards.worker import (
@@ -34,10 +36,11 @@ from lightrl.rewards.worker import (
     WorkerFailed,
     WorkerReady,
 )
-from lightrl.say import say
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.wire import to_json
+
+logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 120.0  # importing user code may load a model
 LOOKAHEAD_S = 0.02  # work that a worker holds in advance: hides our latency, keeps the rest movable
@@ -98,7 +101,7 @@ class RewardPool:
         answer_key: str,
         log_dir: Path,
         on_result: Callable[[RewardResult], None],
-        report: Callable[[str], None] = say,
+        report: Callable[[str], None] = logger.warning,
     ) -> None:
         """`report` gets a line about each worker that must be started again, but for what a job did
         to it."""
@@ -202,7 +205,7 @@ class _Worker:
         setup: Setup,
         name: str,
         log: Path,
-        report: Callable[[str], None] = say,
+        report: Callable[[str], None] = logger.warning,
     ) -> None:
         self.name = name
         self._reward = reward
@@ -359,7 +362,11 @@ async def _start_child(name: str, log: Path, reward: config.Reward) -> RewardChi
         COMMANDS,
         EVENTS,
         inherited=inherited(os.environ, reward.env),
-        env={"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env={
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **log_environment("reward"),
+        },
         log=log,
         within=reward.command,
     )

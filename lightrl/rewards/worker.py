@@ -9,10 +9,9 @@ counting, and the pool kills. Must not import transformers unless a tokenizer ha
 
 import asyncio
 import json
+import logging
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,8 @@ from lightrl.rewards.base import RewardFunction, Sample, score
 from lightrl.rewards.builtin import load_function
 from lightrl.system.child import Pipe
 from lightrl.wire import Codec, from_json, unpack_i32
+
+logger = logging.getLogger(__name__)
 
 MAX_TEXT = 2000  # characters of a response that are kept for people to read
 _MAX_TRACEBACKS = 20  # of one worker's log: a function that always fails must not fill the disk
@@ -116,7 +117,7 @@ def main(sock: socket.socket) -> None:
             pipe.send(WorkerFailed(str(e)))
             return
         except Exception as e:  # importing user code may raise anything
-            traceback.print_exc()
+            logger.exception("%s: cannot be imported", ", ".join(setup.functions))
             pipe.send(
                 WorkerFailed(f"{', '.join(setup.functions)}: cannot be imported: {_one_line(e)}")
             )
@@ -193,16 +194,16 @@ class _Worker:
         except Exception as e:
             # A function's own TimeoutError is an exception like any other.
             failure = "timeout" if isinstance(e, TimeoutError) and limit.expired() else _one_line(e)
-            self._log_traceback()
+            self._log_traceback(job.number)
         duration_s = time.perf_counter() - start
         self._pipe.send(Scored(job.number, reward, metrics, text[:MAX_TEXT], duration_s, failure))
 
-    def _log_traceback(self) -> None:
+    def _log_traceback(self, number: int) -> None:
         self._num_tracebacks += 1
         if self._num_tracebacks <= _MAX_TRACEBACKS:
-            traceback.print_exc()
+            logger.warning("no score for job %d", number, exc_info=True)
         if self._num_tracebacks == _MAX_TRACEBACKS:
-            print("further tracebacks of this worker are not shown", file=sys.stderr)
+            logger.warning("further tracebacks of this worker are not shown")
 
 
 def load_decoder(model_files: Path) -> Decode:

@@ -7,6 +7,7 @@ engine goes on when it cannot. Never touches a tensor.
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -39,7 +40,6 @@ from lightrl.messages import (
 )
 from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
-from lightrl.say import say
 from lightrl.state_machine import next_state
 from lightrl.system.addresses import WILDCARD, host_and_port, join_address, split_address
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
@@ -47,6 +47,8 @@ from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
 from lightrl.weights.manifest import num_bytes
 from lightrl.weights.pull import pull
+
+logger = logging.getLogger(__name__)
 
 RESTARTS = RestartPolicy(max_restarts=2)  # of engine processes that never loaded a version
 STOP_S = 2.0  # an engine holds nothing that must be saved
@@ -150,12 +152,12 @@ class Rollout:
                 if self._kind != "vllm" or self._config.rollout.engine != "auto":
                     raise EngineError(reason) from None
                 self._kind = "torch"
-                say(f"the torch engine takes over: {reason}")
+                logger.warning("the torch engine takes over: %s", reason)
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
                 if self._crashes.is_given_up:
                     raise EngineError(reason) from None
-                say(f"starting the engine again: {reason}")
+                logger.warning("starting the engine again: %s", reason)
 
     def handle(self, message: Generate | Abort | PublishWeights) -> None:
         """Takes a message of the coordinator."""
@@ -188,7 +190,7 @@ class Rollout:
             try:
                 await asyncio.wait_for(self._all_out.wait(), limit_s)
             except TimeoutError:
-                say(f"{len(self._running)} responses leave without their last tokens")
+                logger.warning("%d responses leave without their last tokens", len(self._running))
 
     def _order(self, command: Generate | Abort) -> None:
         assert self._engine is not None  # nothing runs or is served in STARTING
@@ -246,7 +248,9 @@ class Rollout:
         devices = environment(self._gpus.tokens, os.environ)
         try:
             return await retry_on_resource_limit(
-                lambda: start_engine(spec, threads, self._log, devices), "the engine", say
+                lambda: start_engine(spec, threads, self._log, devices),
+                "the engine",
+                logger.warning,
             )
         except OSError as e:
             raise EngineError(f"the engine cannot be started: {e.strerror or e}") from None
@@ -266,9 +270,9 @@ class Rollout:
                 case Load() as load:
                     self.load = load
                 case EngineStarted(device, seconds, notes):
-                    say(f"engine started on {device} in {seconds:.1f} s")
+                    logger.info("engine started on %s in %.1f s", device, seconds)
                     for note in notes:
-                        say(f"engine: {note}")
+                        logger.info("engine: %s", note)
                     self.device = device
                     self._move(EngineChange.STARTED)
                     started.set()
@@ -324,6 +328,9 @@ class Rollout:
             engine.send(LoadWeights(str(path), offer.manifest))
             match await answers.get():
                 case EngineLoaded(version, digest, load_s):
+                    logger.debug(
+                        "version %d: pulled %.2f s, loaded %.2f s", version, pull_s, load_s
+                    )
                     self._send(
                         WeightsReady(version, digest, num_bytes(offer.manifest), pull_s, load_s)
                     )

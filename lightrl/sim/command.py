@@ -9,7 +9,6 @@ from rich.console import Console
 from lightrl.config import Config
 from lightrl.core_settings import settings_of
 from lightrl.errors import SimError
-from lightrl.say import show
 from lightrl.sim.baselines import compare, configured, simulate, synchronous
 from lightrl.sim.calibration import report
 from lightrl.sim.calibration.reproduce import reproduce
@@ -18,6 +17,7 @@ from lightrl.sim.report import as_json, comparison, tables
 from lightrl.sim.scenario import PRESETS, find_scenario
 from lightrl.sim.traces import read_trace
 from lightrl.sim.workload import LengthModel
+from lightrl.system.output import show
 
 WIDTH = 110
 STEPS = 20  # enough for four periods of tail batching

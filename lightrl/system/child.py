@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import importlib
+import logging
 import os
 import select
 import signal
@@ -25,10 +26,12 @@ from pathlib import Path
 from typing import Generic, NoReturn, Self, TypeVar
 
 from lightrl.errors import LightRLError
-from lightrl.say import never_fail
+from lightrl.log import ENVIRONMENT, configure, inherited, last_line
 from lightrl.system import open_files
 from lightrl.system.imports import importing
 from lightrl.wire import Codec
+
+logger = logging.getLogger(__name__)
 
 Command = TypeVar("Command")
 Event = TypeVar("Event")
@@ -194,7 +197,7 @@ class Child(Generic[Command, Event]):
             if code < 0
             else f"ended with exit status {code}"
         )
-        last = _last_line(self._log) if self._log else ""
+        last = last_line(self._log)[:300] if self._log else ""
         return f"{self.name} (pid {self.pid}) {how}" + (f": {last}" if last else "")
 
 
@@ -290,7 +293,8 @@ def run() -> None:
     _, target, descriptor, parent = sys.argv[1:5]
     if int(parent) != NOBODY:
         die_with(int(parent))
-    never_fail()
+    configure(inherited())
+    os.environ.pop(ENVIRONMENT, None)  # what others' code starts here logs as it likes
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A preempted job's SIGTERM reaches every process, but only the daemon decides when to stop; the
     # same goes for SIGHUP. A handler and not SIG_IGN, which the programs that user code starts
@@ -303,6 +307,7 @@ def run() -> None:
     os.register_at_fork(
         before=_hold_signals, after_in_parent=_release_signals, after_in_child=_heed_signals
     )
+    logger.debug("%s starts", target)
     module, _, function = target.partition(":")
     with importing():
         main = getattr(importlib.import_module(module), function)
@@ -336,11 +341,3 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         raise SystemExit(f"parent process {parent} is gone")
-
-
-def _last_line(log: Path) -> str:
-    with contextlib.suppress(OSError):
-        lines = log.read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
-        if lines:
-            return lines[-1].strip()[:300]
-    return ""

@@ -5,9 +5,8 @@ Owns the process's side of the pipe. Knows nothing of what a rank computes, and 
 torch.
 """
 
+import logging
 import socket
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -22,6 +21,8 @@ from lightrl.trainer.protocol import (
     RankStarted,
     StartRank,
 )
+
+logger = logging.getLogger(__name__)
 
 RankPipe = Pipe[RankCommand, RankEvent]
 
@@ -43,7 +44,7 @@ def serve(sock: socket.socket, new_rank: Callable[[StartRank], AnyRank]) -> None
     except (LightRLError, OSError, RuntimeError, ValueError) as e:
         # What torch raises for out of memory and lost peers. Anything else is a bug: the daemon
         # sees the process end with a traceback.
-        traceback.print_exc(file=sys.stderr)
+        logger.exception("this rank fails")
         lines = str(e).strip().splitlines() or [type(e).__name__]
         is_final = isinstance(e, LightRLError)
         pipe.send(RankFailed(lines[0] if is_final else f"{type(e).__name__}: {lines[0]}", is_final))

@@ -5,6 +5,7 @@ they are started again. Must not import torch: the daemon imports this file.
 """
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import NoReturn, TypeVar
 from lightrl.config import Config
 from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError
-from lightrl.say import say
+from lightrl.log import environment as log_environment
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
@@ -32,6 +33,8 @@ from lightrl.trainer.protocol import (
     Saved,
     StartRank,
 )
+
+logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply", bound=RankEvent)
 STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
@@ -97,10 +100,14 @@ class Ranks:
             name,
             RANK_COMMANDS,
             RANK_EVENTS,
-            env={"OMP_NUM_THREADS": str(self._config.train.threads), **self._devices(command.rank)},
+            env={
+                "OMP_NUM_THREADS": str(self._config.train.threads),
+                **log_environment("rank"),
+                **self._devices(command.rank),
+            },
             log=self._run_dir / "logs" / f"rank-{command.rank}.log",
         )
-        rank = await retry_on_resource_limit(start, name, say)
+        rank = await retry_on_resource_limit(start, name, logger.warning)
         self._ranks.append(rank)
         self._replies.append(asyncio.Queue())
         rank.send(command)

@@ -4,6 +4,7 @@ Owns the weight server and which message stands for which version. Whether and w
 is sent is `trainer.supervisor`'s business.
 """
 
+import logging
 import secrets
 from dataclasses import replace
 from functools import partial
@@ -11,9 +12,10 @@ from pathlib import Path
 
 from lightrl.errors import WeightsError
 from lightrl.messages import Manifest, PublishWeights
-from lightrl.say import say
 from lightrl.system.child import LACKING, retry_on_resource_limit
 from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
+
+logger = logging.getLogger(__name__)
 
 
 class ServedVersions:
@@ -46,7 +48,7 @@ class ServedVersions:
         message = PublishWeights(manifest, (self._holder,), secrets.token_hex(16), portions)
         if version >= max(self._messages, default=0):
             publish = partial(self._publish, manifest, path, message.ticket)
-            await retry_on_resource_limit(publish, f"serving version {version}", say)
+            await retry_on_resource_limit(publish, f"serving version {version}", logger.warning)
             self._messages[version] = message
             for old in sorted(self._messages)[:-KEPT_VERSIONS]:
                 del self._messages[old]

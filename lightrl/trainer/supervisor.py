@@ -9,6 +9,7 @@ or ranks, no group counts twice: the coordinator sends all shards of the step ag
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 
 from lightrl.config import Config
 from lightrl.errors import TrainerError
+from lightrl.log import reporter
 from lightrl.messages import (
     Checkpointed,
     Message,
@@ -26,7 +28,6 @@ from lightrl.messages import (
     TrainGroup,
     TrainShard,
 )
-from lightrl.say import say
 from lightrl.state_machine import next_state
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
@@ -58,6 +59,8 @@ from lightrl.trainer.seal import damage
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
+
+logger = logging.getLogger(__name__)
 
 # In a row: without a step that was never done before.
 RESTARTS = RestartPolicy(max_restarts=3, first_pause_s=0.2, growth=3.0)
@@ -152,7 +155,7 @@ class Trainer:
             self._move(TrainerEvent.RANKS_LOST)
             self._shards.clear()
             if self._is_stopping and not self.all_steps_done:
-                say(f"{lost}; leaving with the checkpoint of step {self._saved}")
+                logger.warning("%s; leaving with the checkpoint of step %d", lost, self._saved)
                 return
             if self._is_stopping:  # nobody sends the last steps once more
                 raise TrainerError(
@@ -169,7 +172,8 @@ class Trainer:
         if pause_s is None:
             raise TrainerError(f"{lost}; started again {most} times without finishing a step")
         step = await self._where_to_start()
-        say(f"{lost}; starting again from step {step} ({self._crashes.in_a_row}/{most})")
+        in_a_row = self._crashes.in_a_row
+        logger.warning("%s; starting again from step %d (%d/%d)", lost, step, in_a_row, most)
         await asyncio.sleep(pause_s)
         return step
 
@@ -183,10 +187,11 @@ class Trainer:
 
         def look() -> Path | None:
             tidy(self._checkpoints)  # of many gigabytes, maybe
-            return newest_sound(self._checkpoints, find, say)
+            return newest_sound(self._checkpoints, find, reporter(logger))
 
         try:
-            path = await retry_on_resource_limit(lambda: in_thread(look), "the trainer", say)
+            looking = partial(in_thread, look)
+            path = await retry_on_resource_limit(looking, "the trainer", logger.warning)
         except OSError as e:
             where = e.filename or self._checkpoints
             raise TrainerError(
@@ -228,8 +233,8 @@ class Trainer:
             return False
         if started.manifest is None:
             raise TrainerError("rank 0 started without publishing its weights")
-        say(f"{len(ranks)} rank(s) started on {started.device} in {started.start_s:.1f} s")
-        self.device = started.device
+        self.device, took_s = started.device, started.start_s
+        logger.info("%d rank(s) started on %s in %.1f s", len(ranks), self.device, took_s)
         self._done = self._saved = step
         self._furthest = max(self._furthest, step)
         self._step_done = None
@@ -266,7 +271,7 @@ class Trainer:
                 problem = await self._save(ranks)
                 is_due = bool(problem)
                 if problem:
-                    say(f"{problem}; trying again after the next step")
+                    logger.warning("%s; trying again after the next step", problem)
         if self._done > self._saved:
             await self._save_last(ranks)
 
@@ -348,7 +353,7 @@ class Trainer:
         for reply in await ranks.replies(Saved, SaveFailed):
             if isinstance(reply, SaveFailed):  # that of rank 0 names the reason
                 return f"{path} was not saved: {reply.reason}"
-        say(f"saved {path}")
+        logger.info("saved %s", path)
         self._saved = self._done
         self._say_saved()
         return ""
@@ -358,13 +363,13 @@ class Trainer:
         for _ in range(LAST_SAVE_TRIES - 1):
             if not problem:
                 return
-            say(f"{problem}; trying again in {SAVE_PAUSE_S:.0f} s")
+            logger.warning("%s; trying again in %.0f s", problem, SAVE_PAUSE_S)
             await asyncio.sleep(SAVE_PAUSE_S)
             problem = await self._save(ranks)
         if problem and (self.all_steps_done or not self._config.journal.enabled):
             raise TrainerError(problem)
         if problem:  # the steps since the last checkpoint can be trained again from the journal
-            say(problem)
+            logger.warning(problem)
 
     def _announce(self) -> None:
         """Where we stand, and the news of it that may have been lost. The first of them counts."""

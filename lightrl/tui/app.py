@@ -20,7 +20,7 @@ from lightrl.client import ask
 from lightrl.client.find_run import OVER, final_snapshot, require_same
 from lightrl.errors import PeerUnreachable
 from lightrl.messages import Snapshot
-from lightrl.say import flush, is_behind, never_fail
+from lightrl.system.output import flush, is_behind, never_fail
 from lightrl.tui.render import PAGES, View, render
 
 EVERY_S = 0.5  # between snapshots
@@ -112,7 +112,7 @@ class Screen:
         )
         self.draw()
 
-    def say(self, notice: str) -> None:
+    def notify(self, notice: str) -> None:
         self.view = replace(self.view, notice=notice)
         self.draw()
 
@@ -141,7 +141,7 @@ async def watch_live(
             if following.done():
                 following.result()
                 if stay:
-                    screen.say("the run is over; q leaves")
+                    screen.notify("the run is over; q leaves")
                     await leaving
             return following.done()
         finally:
@@ -165,9 +165,9 @@ async def _follow(address: str, key: str, run_dir: Path | None, screen: Screen) 
                     screen.show(snapshot)
                     if snapshot.state in OVER:
                         return
-            screen.say(f"{address} closed the connection; trying again ...")
+            screen.notify(f"{address} closed the connection; trying again ...")
         except PeerUnreachable:
-            screen.say(f"no answer from {address}; trying again ...")
+            screen.notify(f"no answer from {address}; trying again ...")
         if run_dir is not None and (last := final_snapshot(run_dir)) is not None:
             screen.show(last)
             return

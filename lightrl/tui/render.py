@@ -140,10 +140,10 @@ def _nodes(s: Snapshot, width: int, room: int) -> list[Text]:
     title = f" {'node':14} {'role':10} {'state':9} {'ver':>5} {'running/slots':>13}"
     title += f" {'tok/s':>6} {'kv':>4} {'heard':>6}"
     lines.append(Text(title + (f"  {'pid':>7}  {'host / device'}" if wide else ""), "dim"))
-    shown = s.nodes if len(s.nodes) <= room - 2 else s.nodes[: max(1, room - 3)]
-    lines += [_node(n, wide) for n in shown]
-    if len(shown) < len(s.nodes):
-        rest = s.nodes[len(shown) :]
+    visible = s.nodes if len(s.nodes) <= room - 2 else s.nodes[: max(1, room - 3)]
+    lines += [_node(n, wide) for n in visible]
+    if len(visible) < len(s.nodes):
+        rest = s.nodes[len(visible) :]
         running = sum(n.running for n in rest)
         speed = count(sum(n.tokens_per_s for n in rest))
         lines.append(Text(f" … and {len(rest)} more: {running} running, {speed} tok/s", "dim"))
@@ -271,10 +271,10 @@ def _counters(s: Snapshot, width: int) -> list[Text]:
     counted = (
         (name, value) for name, value in s.counters.items() if value and name not in ORDINARY
     )
-    shown = [f"{name.replace('_', ' ')} {value:,}" for name, value in counted]
-    if not shown:
+    visible = [f"{name.replace('_', ' ')} {value:,}" for name, value in counted]
+    if not visible:
         return []
-    return [_rule("counted", width), Text(" " + cut(" · ".join(shown), width - 2), "yellow")]
+    return [_rule("counted", width), Text(" " + cut(" · ".join(visible), width - 2), "yellow")]
 
 
 def _event(event: tuple[float, str], width: int) -> Text:
@@ -287,9 +287,9 @@ def _events_page(s: Snapshot, view: View, width: int, room: int) -> list[Text]:
         return [_rule("events", width), Text(" nothing has happened yet", "dim")]
     newest_first = s.events[::-1]
     start = min(view.selected, len(newest_first) - 1)
-    shown = newest_first[start : start + max(1, room - 1)]
-    title = f"events · newest first · {start + 1}–{start + len(shown)} of {len(newest_first)}"
-    return [_rule(title, width), *(_event(e, width) for e in shown)]
+    visible = newest_first[start : start + max(1, room - 1)]
+    title = f"events · newest first · {start + 1}–{start + len(visible)} of {len(newest_first)}"
+    return [_rule(title, width), *(_event(e, width) for e in visible)]
 
 
 def _samples(s: Snapshot, view: View, width: int, room: int) -> list[Text]:

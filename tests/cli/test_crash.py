@@ -84,7 +84,7 @@ def test_a_daemon_that_gives_a_reason_is_not_started_again(tmp_path):
     assert process.returncode == 1
     assert "starting it again" not in out
     # The engine and the rank refuse it, whoever is first.
-    ended = r"lightrl: (rollout|trainer)-0 ended with exit status 1: "
+    ended = r"lightrl: (rollout|trainer)-0 failed: "
     reason = ended + r".*engine_args\.no_such = 1: known are "
     assert re.match(reason, out.splitlines()[-1])
 

@@ -20,7 +20,7 @@ def run_without_logs(tmp_path: Path, told: list[str]) -> LocalRun:
     config = make_config(tmp_path)
     config.run_dir.mkdir(parents=True)
     write_keys(config.run_dir)
-    return LocalRun(config, resume=True, say=told.append)
+    return LocalRun(config, resume=True, report=told.append)
 
 
 def test_a_daemon_whose_log_cannot_be_opened_fails_the_run_in_one_line(tmp_path):

@@ -16,7 +16,7 @@ from lightrl.errors import ConfigError
 from lightrl.keys import new_key, write_key
 from lightrl.messages import Hello, Snapshot, Welcome
 from lightrl.model_files import load_tokenizer
-from lightrl.say import plain
+from lightrl.system.output import plain
 from lightrl.transport.hub import Hub
 from tests.cli.test_cli import answering, complaint, lightrl, made_run
 from tests.support.cli import DEADLINE_S, QUICKSTART, arguments

@@ -63,7 +63,7 @@ def test_a_daemon_reads_the_key_that_it_needs_and_no_other(tmp_path, role, file,
         said = subprocess.run(
             arguments(*command, *nowhere), capture_output=True, text=True, timeout=DEADLINE_S
         )
-        return said.stderr
+        return said.stdout
 
     (run_dir / other).unlink()
     assert "no answer; is the coordinator running?" in last_words()

@@ -302,11 +302,14 @@ def test_node_that_is_not_welcomed_at_all_can_be_told_to_leave(tmp_path: Path):
 
 def test_who_hangs_is_ended_by_force():
     code = (
-        "import threading, time; from lightrl.daemon.worker import end_by_force; "
+        "import threading, time; from lightrl import log; "
+        "from lightrl.daemon.worker import end_by_force; "
+        "log.configure(log.LogSettings('rollout')); "
         "threading.Timer(0.1, end_by_force).start(); [None for _ in iter(lambda: time.sleep(1), 0)]"
     )
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, timeout=DEADLINE_S)
-    assert (done.returncode, done.stdout) == (1, b"did not end in time: ended by force\n")
+    assert done.returncode == 1
+    assert done.stdout.endswith(b" ERROR rollout : did not end in time: ended by force\n")
 
 
 def test_engine_is_started_again_when_there_are_descriptors_for_it(tmp_path: Path):

@@ -84,13 +84,13 @@ def test_a_pull_without_threads_is_a_failed_pull(tmp_path: Path, lack):
     asyncio.run(scenario())
 
 
-def test_a_node_waits_for_a_thread_to_look_for_devices_in(tmp_path: Path, lack, capsys):
+def test_a_node_waits_for_a_thread_to_look_for_devices_in(tmp_path: Path, lack, caplog):
     config = make_config(tmp_path)
     worker = Worker("a", ("rollout",), "tcp://127.0.0.1:1", "")
     lack(*OF_CALLS, times=2)
     found = asyncio.run(worker._find_gpus(config, model_files(config.model.path)))
     assert len(found.engines) <= 1
-    [line] = [line for line in capsys.readouterr().out.splitlines() if NO_THREAD in line]
+    [line] = [line for line in caplog.messages if NO_THREAD in line]
     assert line == f"the search for devices cannot be started: {NO_THREAD}; trying again"
 
 
@@ -99,6 +99,7 @@ def test_a_whole_run_waits_for_that_thread_too(tmp_path: Path, lack, monkeypatch
         raise LightRLError("far enough")
 
     monkeypatch.setattr(run, "never_fail", lambda: None)
+    monkeypatch.setattr(run, "configure_file", lambda *_: None)
     monkeypatch.setattr(run, "LocalRun", enough)
     refused = lack(*OF_CALLS, times=2)
     with pytest.raises(LightRLError, match="far enough"):

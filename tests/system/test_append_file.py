@@ -73,7 +73,10 @@ print(file.append(b"abc\\n"))
 
 def test_lines_that_cannot_be_printed_do_not_end_a_process():
     """Nor do they make it fail at its end, where Python flushes what it could not write before."""
-    program = "from lightrl.say import say\nfor k in range(2000):\n    say('x' * 50)\n"
+    program = (
+        "from lightrl.system.output import print_lines\n"
+        "for k in range(2000):\n    print_lines('x' * 50)\n"
+    )
     with FULL.open("wb") as out:
         ended = subprocess.run([sys.executable, "-c", program], stdout=out, stderr=subprocess.PIPE)
     assert (ended.returncode, ended.stderr) == (0, b"")
@@ -81,8 +84,8 @@ def test_lines_that_cannot_be_printed_do_not_end_a_process():
 
 def test_lines_come_in_order_with_those_of_print():
     program = (
-        "from lightrl.say import never_fail, say\nnever_fail()\nprint('a')\nsay('b "
-        "ä')\nprint('c')\n"
+        "from lightrl.system.output import never_fail, print_lines\nnever_fail()\n"
+        "print('a')\nprint_lines('b ä')\nprint('c')\n"
     )
     command = [sys.executable, "-c", program]
     env = {**os.environ, "PYTHONIOENCODING": "utf-8"}
@@ -91,7 +94,7 @@ def test_lines_come_in_order_with_those_of_print():
 
 def test_others_code_that_prints_on_a_full_disk_goes_on():
     program = (
-        "from lightrl.say import never_fail\nimport sys\nnever_fail()\n"
+        "from lightrl.system.output import never_fail\nimport sys\nnever_fail()\n"
         "for k in range(2000):\n    print('x' * 50)\n    print('y', file=sys.stderr)\nsys.exit(7)\n"
     )
     with FULL.open("wb") as out:

@@ -382,7 +382,7 @@ def test_a_group_without_signal_counts_as_well(new_config, groups, tmp_path):
     assert one.digests[1] != other.digests[1]
 
 
-def test_a_damaged_checkpoint_costs_one_interval(new_config, groups, tmp_path, capsys):
+def test_a_damaged_checkpoint_costs_one_interval(new_config, groups, tmp_path, caplog):
     config = new_config(interval=2, keep_last=2)
     calm = trained(config, tmp_path / "calm", groups)
     newest = tmp_path / "run" / "checkpoints" / "step_4"
@@ -400,12 +400,12 @@ def test_a_damaged_checkpoint_costs_one_interval(new_config, groups, tmp_path, c
     assert not newest.with_name("step_4.damaged").exists()  # a later one is sound
     versions = [m.manifest.policy_version for m in disturbed.sent if isinstance(m, PublishWeights)]
     assert versions[versions.index(2, 3) :] == [2, 3, 4, 5]
-    said = capsys.readouterr().out
+    said = caplog.text
     assert "state/digest: damaged; moved aside as step_4.damaged, going back to step_2" in said
 
 
 def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
-    new_config, groups, tmp_path, capsys
+    new_config, groups, tmp_path, caplog
 ):
     config = new_config(interval=0)
     config = config.model_copy(update={"node": config.node.model_copy(update={"patience_s": 0.5})})
@@ -419,7 +419,7 @@ def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
         coordinator.on["published", 1] = hanging
 
     disturbed = trained(config, tmp_path / "run", groups, disturb)
-    assert "hangs: no answer for 1.5 s; starting again from step 0" in capsys.readouterr().out
+    assert "hangs: no answer for 1.5 s; starting again from step 0" in caplog.text
     assert disturbed.digests == calm.digests
 
 

@@ -153,7 +153,7 @@ def test_a_rank_killed_while_it_starts_computes_or_has_updated_is_as_if_it_had_n
 
 
 def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
-    new_config, new_rank, groups, tmp_path, capsys
+    new_config, new_rank, groups, tmp_path, caplog
 ):
     config = new_config(steps=2, interval=0)
     config = config.model_copy(update={"node": config.node.model_copy(update={"patience_s": 1.0})})
@@ -171,7 +171,7 @@ def test_a_rank_that_hangs_is_killed_and_its_step_trained_again(
 
     coordinator = asyncio.run(run())
     assert coordinator.num_hellos >= 2
-    assert "lightrl-rank-0" in (said := capsys.readouterr().out)
+    assert "lightrl-rank-0" in (said := caplog.text)
     assert "hangs: no answer for 3 s; starting again from step 0" in said
     assert coordinator.digests == undisturbed(
         new_rank(**settings(config)), groups, coordinator.portions, 2
@@ -221,7 +221,7 @@ def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bit
 
 
 def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(
-    new_config, new_rank, groups, tmp_path, capsys
+    new_config, new_rank, groups, tmp_path, caplog
 ):
     config = new_config(steps=5, deterministic=True, interval=2, keep_last=2)
 
@@ -254,7 +254,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(
     assert coordinator.digests == undisturbed(
         new_rank(**settings(config)), groups, coordinator.portions, 5
     )
-    said = capsys.readouterr().out
+    said = caplog.text
     assert said.count("distcp: damaged; moved aside as step_4.damaged, going back to step_2") == 1
     assert "starting again from step 2" in said
 
@@ -369,7 +369,7 @@ def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
     assert digests == undisturbed(new_rank(**settings(config)), groups, portions, 3)
 
 
-def test_a_disk_that_refuses_a_checkpoint_is_asked_again(new_config, groups, tmp_path, capsys):
+def test_a_disk_that_refuses_a_checkpoint_is_asked_again(new_config, groups, tmp_path, caplog):
     config = new_config(steps=3, interval=1)
 
     async def run():
@@ -394,7 +394,7 @@ def test_a_disk_that_refuses_a_checkpoint_is_asked_again(new_config, groups, tmp
         ("Checkpointed", 2),
         ("StepDone", 2),
     ]
-    lines = capsys.readouterr().out.splitlines()
+    lines = caplog.text.splitlines()
     assert (
         sum("step_1 was not saved" in line and "after the next step" in line for line in lines) == 1
     )
@@ -403,7 +403,7 @@ def test_a_disk_that_refuses_a_checkpoint_is_asked_again(new_config, groups, tmp
     )
 
 
-def test_ranks_that_die_again_and_again_are_given_up(new_config, groups, tmp_path, capsys):
+def test_ranks_that_die_again_and_again_are_given_up(new_config, groups, tmp_path, caplog):
     config = new_config(steps=1, ranks=2)
 
     async def run():
@@ -426,10 +426,10 @@ def test_ranks_that_die_again_and_again_are_given_up(new_config, groups, tmp_pat
         assert coordinator.num_hellos == 1
 
     asyncio.run(run())
-    assert capsys.readouterr().out.count("; starting again from step 0") == 3
+    assert caplog.text.count("; starting again from step 0") == 3
 
 
-def test_a_model_that_cannot_be_loaded_is_not_tried_again(new_config, groups, tmp_path, capsys):
+def test_a_model_that_cannot_be_loaded_is_not_tried_again(new_config, groups, tmp_path, caplog):
     config = new_config(steps=1)
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(tmp_path / "x")})}
@@ -440,21 +440,17 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again(new_config, groups, tm
             await Coordinator(config, tmp_path / "run", groups).run_and_close()
 
     asyncio.run(run())
-    assert "starting again" not in capsys.readouterr().out
+    assert "starting again" not in caplog.text
 
 
 @pytest.mark.parametrize("lacking", ["the trainer", "serving version 1"])
-def test_what_lacks_a_descriptor_waits_for_one(new_config, groups, tmp_path, capsys, lacking):
-    said = ""
-
+def test_what_lacks_a_descriptor_waits_for_one(new_config, groups, tmp_path, caplog, lacking):
     async def run():
         coordinator = Coordinator(new_config(steps=1), tmp_path / "run", groups)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
         def has_said():
-            nonlocal said
-            said += capsys.readouterr().out
-            return "cannot be started: Too many open files; trying again" in said
+            return "cannot be started: Too many open files; trying again" in caplog.text
 
         async def run_out():
             if lacking == "the trainer":
@@ -472,4 +468,4 @@ def test_what_lacks_a_descriptor_waits_for_one(new_config, groups, tmp_path, cap
         assert coordinator.sent[-1] == Checkpointed(1, 0)
 
     asyncio.run(run())
-    assert said.count("Too many open files") == 1
+    assert caplog.text.count("Too many open files") == 1

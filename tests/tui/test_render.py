@@ -19,7 +19,7 @@ from lightrl.metrics.display import (
     sparkline,
     speculation,
 )
-from lightrl.say import plain
+from lightrl.system.output import plain
 from lightrl.tui.render import View, render
 
 SIZES = [(80, 24), (120, 40)]

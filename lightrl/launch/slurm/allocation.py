@@ -13,14 +13,17 @@ comes back only if it returns to the queue by itself.
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator, Callable
 
-from lightrl.say import say
 from lightrl.system.signals import stop_signals
+
+logger = logging.getLogger(__name__)
 
 ASKS = 5  # Slurm ends all processes of a job, those that ask about it as well
 SLURM_S = 20.0  # for an answer of Slurm's commands
+LATE = "this job will notice a preemption only when its grace time is over"
 
 # Says when it listens; tells process $0 that Slurm has begun to end the job. Ends with its stdin.
 # The signal goes to each process of the step: cat may be gone before the shell has heard of it.
@@ -40,7 +43,7 @@ async def noticing() -> AsyncIterator[asyncio.Event]:
 
     def tell(name: str) -> None:
         if not told.is_set():
-            report(f"{name}: this job is told to leave")
+            logger.info("%s: this job is told to leave", name)
         told.set()
 
     loop = asyncio.get_running_loop()
@@ -80,7 +83,7 @@ async def _sentinel() -> asyncio.subprocess.Process | None:
             stderr=nothing,
         )
     except FileNotFoundError:
-        report("srun not found: this job will notice a preemption only when its grace time is over")
+        logger.warning("srun not found: %s", LATE)
         return None
 
 
@@ -95,10 +98,7 @@ async def _watch(
             tell("preempted")  # while the step still started
     code = sentinel.returncode
     if not told.is_set():
-        report(
-            f"srun ended with {code}: this job will notice a preemption only when its grace "
-            "time is over"
-        )
+        logger.warning("srun ended with %s: %s", code, LATE)
 
 
 def job_id() -> str:
@@ -114,7 +114,10 @@ async def return_to_queue() -> int:
     """The exit status of a job that was told to leave. One that was cancelled stays cancelled."""
     if await decision() == "runs":
         code, said = await _ask_slurm("scontrol", "requeue", job_id())
-        report("back to the queue" if code == 0 else f"cannot return to the queue: {said}")
+        if code == 0:
+            logger.info("back to the queue")
+        else:
+            logger.error("cannot return to the queue: %s", said)
     return 0
 
 
@@ -125,7 +128,7 @@ async def decision() -> str:
         return "leaves"
     error, facts = await _facts()
     if error:
-        report(f"scontrol: {error}")
+        logger.warning("scontrol: %s", error)
     if facts.get("Requeue") != "1":
         return "leaves"
     if int(facts.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT") or 0):
@@ -166,7 +169,3 @@ async def _ask_slurm_once(*command: str) -> tuple[int, str]:
         process.kill()
         return 124, f"no answer within {SLURM_S:.0f} s"
     return process.returncode or 0, said.decode(errors="replace").strip()
-
-
-def report(line: str) -> None:
-    say(f"slurm: {line}")

@@ -6,6 +6,7 @@ to the queue, is in allocation.py. The daemon below is an ordinary `lightrl up` 
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -20,14 +21,17 @@ from lightrl.config import Config
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
-from lightrl.launch.folder import SLURM_FOLDER, remove_run_dir
+from lightrl.launch.folder import CONFIG_FILE, SLURM_CONFIG, SLURM_FOLDER, remove_run_dir
 from lightrl.launch.resume import has_journal
-from lightrl.launch.slurm.allocation import decision, job_id, noticing, report, return_to_queue
+from lightrl.launch.slurm.allocation import decision, job_id, noticing, return_to_queue
+from lightrl.log import LogSettings, configure, configure_again
+from lightrl.log import environment as log_environment
 from lightrl.run_file import load_config
-from lightrl.say import never_fail
 from lightrl.system.addresses import host_and_port
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between two looks at files that another machine writes
 WAIT_S = 3600.0  # a node without a run gives its machine back after so long
@@ -41,7 +45,7 @@ HERE_ONLY = {"127.0.0.1", "localhost", "0.0.0.0", "*"}  # no address for other m
 
 async def run_part(part: str, what: Sequence[str], slots: int = 0) -> int:
     """One job of a run, as scripts/slurm have it: "head" or "node"; the exit status."""
-    never_fail()
+    configure(LogSettings(node=_name_of(part)))
     if part == "head":
         return await run_head(what)
     if part != "node" or not 1 <= len(what) <= 2:
@@ -59,6 +63,7 @@ async def run_head(arguments: Sequence[str]) -> int:
     if len(files) != 1:
         raise ConfigError(f"one CONFIG is needed, not {len(files)}")
     config = load_config(Path(files[0]), overrides)
+    configure_again(config.logging.level, config.logging.json_)
     run_dir = config.run_dir.resolve()
     mark = run_dir / SLURM_FOLDER / RETURNS
     crashes, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time
@@ -66,7 +71,7 @@ async def run_head(arguments: Sequence[str]) -> int:
         while True:
             if _is_finished(run_dir, config.train.steps):
                 mark.unlink(missing_ok=True)
-                report(f"{run_dir}: this run is finished")
+                logger.info("%s: this run is finished", run_dir)
                 return 0
             began = clock()
             command = _head_command(config, files[0], overrides)
@@ -79,7 +84,8 @@ async def run_head(arguments: Sequence[str]) -> int:
                 return code
             if not has_journal(run_dir) or crashes.crashed(clock() - began) is None:
                 return 1
-            report(f"the coordinator was killed by {signal.Signals(-code).name}; the run goes on")
+            name = signal.Signals(-code).name
+            logger.warning("the coordinator was killed by %s; the run goes on", name)
 
 
 async def run_node(target: str, key_file: Path | None, slots: int) -> int:
@@ -87,6 +93,7 @@ async def run_node(target: str, key_file: Path | None, slots: int) -> int:
     run_dir = _directory(target)
     if run_dir is not None and key_file is None:
         key_file = run_dir / JOIN_FILE
+    _log_as_run(run_dir)
     crashes, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time
     async with noticing() as told:
         while True:
@@ -94,6 +101,7 @@ async def run_node(target: str, key_file: Path | None, slots: int) -> int:
             address = await _find_run(target, run_dir, told)
             if address is None:
                 break
+            _log_as_run(run_dir)
             code = await _daemon(
                 _join_command(address, key_file, slots), told.wait(), _moves_away(run_dir, address)
             )
@@ -104,9 +112,19 @@ async def run_node(target: str, key_file: Path | None, slots: int) -> int:
             if code != 0 and crashes.crashed(clock() - began) is None:
                 return 1
     if run_dir is not None and _is_over(run_dir):
-        report(f"{target}: this run is over")
+        logger.info("%s: this run is over", target)
         return 0
     return await return_to_queue()
+
+
+def _log_as_run(run_dir: Path | None) -> None:
+    """As the config of the run says, if it is there; `lightrl slurm` leaves one before the run."""
+    files = [run_dir / CONFIG_FILE, run_dir / SLURM_FOLDER / SLURM_CONFIG] if run_dir else []
+    for file in files:
+        with contextlib.suppress(ConfigError):
+            logging_section = load_config(file).logging
+            configure_again(logging_section.level, logging_section.json_)
+            return
 
 
 def _head_command(config: Config, file: str, overrides: Sequence[str]) -> list[str]:
@@ -116,7 +134,7 @@ def _head_command(config: Config, file: str, overrides: Sequence[str]) -> list[s
     bind = config.run.bind
     if host in HERE_ONLY:  # others find this address in the run directory and must reach it
         bind = f"tcp://{own_host()}:{port or '*'}"
-    options = [f"run.bind={bind}", "--role", "coordinator,trainer", "--name", _node_name("head")]
+    options = [f"run.bind={bind}", "--role", "coordinator,trainer", "--name", _name_of("head")]
     if has_journal(run_dir):
         return ["resume", str(run_dir), *options]
     if os.environ.get("SLURM_RESTART_COUNT") and not (run_dir / "metrics.jsonl").exists():
@@ -133,11 +151,13 @@ def _join_command(address: str, key_file: Path | None, slots: int) -> list[str]:
         address,
         *options,
         "--name",
-        _node_name(socket.gethostname().split(".")[0][:32]),
+        _name_of("node"),
     ]
 
 
-def _node_name(prefix: str) -> str:
+def _name_of(part: str) -> str:
+    """Of the node that this job is."""
+    prefix = "head" if part == "head" else socket.gethostname().split(".")[0][:32]
     return f"{prefix}-{job_id() or os.getpid()}"
 
 
@@ -145,7 +165,8 @@ async def _daemon(command: Sequence[str], *reasons: Coroutine[Any, Any, Any]) ->
     """The exit status of `lightrl COMMAND`, which is asked to leave when one of the reasons is
     there."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "lightrl.cli", *command
+        *(sys.executable, "-P", "-m", "lightrl.cli", *command),
+        env={**os.environ, **log_environment("launcher")},
     )
     ended = asyncio.create_task(process.wait())
     waiting = [asyncio.create_task(reason) for reason in reasons]
@@ -226,7 +247,7 @@ async def _moves_away(run_dir: Path | None, address: str) -> None:
         await asyncio.sleep(LOOK_S)
         now = listening(run_dir) if run_dir is not None else None
         if now not in {None, address} and await _answers(str(now)):
-            report(f"the run has moved to {now}")
+            logger.info("the run has moved to %s", now)
             return
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrl.client.address import shown
+from lightrl.client.address import relative
 from lightrl.config import Config
 from lightrl.errors import ConfigError, LightRLError
-from lightrl.launch.folder import SLURM_FOLDER
+from lightrl.launch.folder import SLURM_CONFIG, SLURM_FOLDER
 from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.resume import has_journal
 from lightrl.run_file import to_toml
@@ -102,20 +102,21 @@ def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list
     folder = run_dir / SLURM_FOLDER
     scripts = _scripts(config, options, folder)
     if dry_run:
-        return [line for file, text in scripts.items() for line in (f"== {shown(file)}", text)]
-    _write(folder, {**scripts, folder / "run.toml": to_toml(_anchored(config, run_dir))})
+        return [line for file, text in scripts.items() for line in (f"== {relative(file)}", text)]
+    _write(folder, {**scripts, folder / SLURM_CONFIG: to_toml(_anchored(config, run_dir))})
     head, spot = scripts
     job = _sbatch(str(head))
-    done = [f"job {job}: coordinator and trainer ({shown(head)})"]
+    done = [f"job {job}: coordinator and trainer ({relative(head)})"]
     if options.nodes:
         array = (f"--array=1-{options.nodes}", f"--dependency=after:{job}")
         nodes = _sbatch(*array, str(spot))
         done.append(
-            f"job {nodes}: {options.nodes} rollout nodes, once job {job} has begun ({shown(spot)})"
+            f"job {nodes}: {options.nodes} rollout nodes, once job {job} has begun "
+            f"({relative(spot)})"
         )
     return [
         *done,
-        f"what they say is in {shown(folder)}; lightrl top {shown(run_dir)} shows the run",
+        f"what they say is in {relative(folder)}; lightrl top {relative(run_dir)} shows the run",
     ]
 
 
@@ -126,7 +127,7 @@ def _scripts(config: Config, options: SlurmOptions, folder: Path) -> dict[Path, 
     spot = [*_partition(options.partition_spot), *time, f"--output={folder}/%x-%A_%a.out"]
     return {
         folder / "reserved.sbatch": reserved_script(
-            [str(folder / "run.toml")], [*head, *shlex.split(options.reserved_args)], lightrl
+            [str(folder / SLURM_CONFIG)], [*head, *shlex.split(options.reserved_args)], lightrl
         ),
         folder / "preemptible.sbatch": spot_script(
             [str(config.run_dir.resolve())], [*spot, *shlex.split(options.spot_args)], lightrl

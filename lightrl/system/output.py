@@ -4,7 +4,7 @@ itself.
 Owns that a reader who is slow, has stopped the terminal or has gone holds nothing up: a thread
 writes to whatever may block, and drops the oldest lines when too much waits. A file is written at
 once, and nothing of it is lost but by a full disk. Also owns that no text can command the terminal
-that it is printed on.
+that it is printed on. How a line of a log looks is said in ../log.py.
 """
 
 import atexit
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 MAX_WAITING_BYTES = 256 << 10  # for each descriptor that is not read
@@ -38,18 +38,17 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else _spelled(c) for c in text)
 
 
-def say(text: str) -> None:
-    """Prints the lines of `text` at once, or as soon as they are read; they are lost if they cannot
-    be."""
-    _print(sys.stdout, text)
+def print_lines(text: str) -> None:
+    """The lines of `text`, at once or as soon as they are read; they are lost if they cannot be."""
+    print_to(sys.stdout, text)
 
 
-def complain(text: str, style: str = "") -> None:
-    """The same on stderr, after all that was said before. `style` is an escape sequence for a
+def print_error(text: str, style: str = "") -> None:
+    """The same on stderr, after all that was printed before. `style` is an escape sequence for a
     terminal."""
     flush()
     styled = bool(style) and sys.stderr is not None and sys.stderr.isatty()
-    _print(sys.stderr, text, *((style, "\x1b[0m") if styled else ()))
+    print_to(sys.stderr, text, *((style, "\x1b[0m") if styled else ()))
 
 
 def show(lines: Iterable[str]) -> None:
@@ -58,13 +57,13 @@ def show(lines: Iterable[str]) -> None:
 
 
 def flush(limit_s: float = LAST_WORDS_S) -> bool:
-    """Waits up to `limit_s` for what was said to be written; whether it was."""
+    """Waits up to `limit_s` for what was printed to be written; whether it was."""
     deadline = time.monotonic() + limit_s
     return all(writer.flush(deadline - time.monotonic()) for writer in tuple(_writers.values()))
 
 
 def is_behind() -> bool:
-    """Whether something that was said waits to be read."""
+    """Whether something that was printed waits to be read."""
     return not flush(0.0)
 
 
@@ -74,14 +73,41 @@ def never_fail() -> None:
         stream = getattr(sys, name)
         if (descriptor := _descriptor(stream)) is not None:
             raw = _Lossy(descriptor, "w", closefd=False)
+            raw.label = name
+            atexit.register(raw.end)
             text = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", write_through=True)  # pyright: ignore[reportArgumentType]
             setattr(sys, name, text)
 
 
+def capture_lines(take: Callable[[str, str], None] | None) -> None:
+    """Once nothing fails: what is printed goes line by line to `take` instead, which is told of
+    which stream ("stdout", "stderr") it is. None: as before."""
+    global _take
+    _take = take
+
+
 class _Lossy(io.FileIO):
+    """Below sys.stdout or sys.stderr."""
+
+    label = ""
+    _begun = b""  # of a line that is captured
+
     def write(self, data: Any) -> int:
-        _write(self.fileno(), bytes(data))
+        if _take is None:
+            _write(self.fileno(), bytes(data))
+        else:
+            *lines, self._begun = (self._begun + bytes(data)).split(b"\n")
+            if len(self._begun) > MAX_WAITING_BYTES:
+                lines.append(self._begun)
+                self._begun = b""
+            for line in lines:
+                _take(self.label, line.decode(errors="backslashreplace"))
         return len(data)
+
+    def end(self) -> None:
+        """The line that nobody will end any more."""
+        if self._begun:
+            self.write(b"\n")
 
 
 def _spelled(character: str) -> str:
@@ -91,7 +117,8 @@ def _spelled(character: str) -> str:
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
 
-def _print(stream: TextIO | None, text: str, before: str = "", after: str = "") -> None:
+def print_to(stream: TextIO | None, text: str, before: str = "", after: str = "") -> None:
+    """The lines of `text`, as `print_lines` does; never captured."""
     lines = before + "\n".join(map(plain, text.split("\n"))) + after + "\n"
     descriptor = _descriptor(stream)
     with contextlib.suppress(OSError):
@@ -156,7 +183,7 @@ class _Writer:
                 self._num_missing += oldest.count(b"\n")
             self._changed.notify_all()
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="say", daemon=True)
+                thread = threading.Thread(target=self._run, name="output", daemon=True)
                 # no more threads here: the next line tries again
                 with contextlib.suppress(RuntimeError):
                     thread.start()
@@ -190,6 +217,7 @@ class _Writer:
             return data
 
 
+_take: Callable[[str, str], None] | None = None
 _writers: dict[int, _Writer] = {}  # by descriptor
 os.register_at_fork(after_in_child=_writers.clear)  # threads stay behind, with what waits for them
 atexit.register(flush)

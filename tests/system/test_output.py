@@ -11,15 +11,15 @@ import threading
 
 import pytest
 
-from lightrl.say import plain
+from lightrl.system.output import plain
 
 LIMIT_S = 60.0
-SAY = "from lightrl.say import complain, flush, never_fail, say\n"
+PROGRAM = "from lightrl.system.output import flush, never_fail, print_error, print_lines\n"
 
 
 def python(source: str, out: int, err: int | None = None) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        [sys.executable, "-c", SAY + source], stdout=out, stderr=out if err is None else err
+        [sys.executable, "-c", PROGRAM + source], stdout=out, stderr=out if err is None else err
     )
 
 
@@ -37,7 +37,9 @@ def read_all(descriptor: int) -> bytes:
 
 def test_lines_keep_their_order_and_the_last_ones_are_not_lost():
     ours, theirs = os.pipe()
-    process = python("for i in range(2000): say(f'line {i}')\ncomplain('the end')", theirs)
+    process = python(
+        "for i in range(2000): print_lines(f'line {i}')\nprint_error('the end')", theirs
+    )
     os.close(theirs)
     assert read_all(ours).decode().splitlines() == [*(f"line {i}" for i in range(2000)), "the end"]
     assert process.wait(LIMIT_S) == 0
@@ -48,13 +50,13 @@ def test_whoever_is_not_read_goes_on_and_says_later_how_many_lines_are_missing()
     done, mark = os.pipe()
     source = f"""
 import os
-for i in range(100_000): say(f'line {{i}}')
+for i in range(100_000): print_lines(f'line {{i}}')
 os.write({mark}, b'x')
 flush({LIMIT_S})
-say('read again')
+print_lines('read again')
 """
     with subprocess.Popen(
-        [sys.executable, "-c", SAY + source], stdout=theirs, pass_fds=(mark,)
+        [sys.executable, "-c", PROGRAM + source], stdout=theirs, pass_fds=(mark,)
     ) as process:
         for descriptor in (theirs, mark):
             os.close(descriptor)
@@ -80,7 +82,10 @@ say('read again')
 
 @pytest.mark.parametrize(
     "source",
-    ["say('one')\ncomplain('two')", "never_fail()\nprint('one')\nraise ValueError('two')"],
+    [
+        "print_lines('one')\nprint_error('two')",
+        "never_fail()\nprint('one')\nraise ValueError('two')",
+    ],
 )
 def test_a_stopped_terminal_does_not_keep_a_process_from_ending(source):
     ours, theirs = pty.openpty()
@@ -94,8 +99,8 @@ def test_a_stopped_terminal_does_not_keep_a_process_from_ending(source):
 def test_a_process_that_forks_says_nothing_twice():
     ours, theirs = os.pipe()
     process = python(
-        "import os\nsay('one')\nif os.fork() == 0:\n    say('child')\nelse:\n    "
-        "os.wait()\n    say('two')",
+        "import os\nprint_lines('one')\nif os.fork() == 0:\n    print_lines('child')\nelse:\n    "
+        "os.wait()\n    print_lines('two')",
         theirs,
     )
     os.close(theirs)
@@ -107,7 +112,9 @@ def test_a_process_that_forks_says_nothing_twice():
 
 def test_a_log_file_has_each_line_before_the_next_statement_runs(tmp_path):
     with (tmp_path / "log").open("ab") as log:
-        source = "import os\nfor i in range(20_000): say(f'line {i}')\nos.kill(os.getpid(), 9)"
+        source = (
+            "import os\nfor i in range(20_000): print_lines(f'line {i}')\nos.kill(os.getpid(), 9)"
+        )
         assert python(source, log.fileno()).wait(LIMIT_S) == -9
     assert (tmp_path / "log").read_text().splitlines() == [f"line {i}" for i in range(20_000)]
 
@@ -124,7 +131,7 @@ os.write({told}, b'x')
 flush({LIMIT_S})
 """
     with subprocess.Popen(
-        [sys.executable, "-c", SAY + source], stderr=theirs, pass_fds=(told,)
+        [sys.executable, "-c", PROGRAM + source], stderr=theirs, pass_fds=(told,)
     ) as process:
         for descriptor in (theirs, told):
             os.close(descriptor)
@@ -143,9 +150,9 @@ def test_a_line_cannot_move_the_cursor_colour_the_terminal_or_turn_text_around()
     assert plain("\U000e0041\udc80") == "\\udb40\\udc41\\udc80"  # as JSON spells it
 
 
-def test_say_shows_escapes_instead_of_sending_them():
+def test_print_lines_shows_escapes_instead_of_sending_them():
     ours, theirs = os.pipe()
-    process = python("say('a\\x1b[2J')\ncomplain('b\\x9b2J')", theirs)
+    process = python("print_lines('a\\x1b[2J')\nprint_error('b\\x9b2J')", theirs)
     os.close(theirs)
     assert read_all(ours) == b"a\\u001b[2J\nb\\u009b2J\n"
     assert process.wait(LIMIT_S) == 0

@@ -1,12 +1,16 @@
-"""Settings that all tests share, and the line at the end of a run that says what was not tested.
+"""Settings that all tests share, their order, and the line at the end of a run that says what was
+not tested.
 
 Nothing here starts a process.
 """
 
 import gc
+import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +26,62 @@ __all__ = ["origin_of_daemons", "warm_daemons"]  # fixtures
 gc.disable()
 
 _SKIPPED = "Skipped: "
+ROOT = Path(__file__).parents[1]
+# Of each file that takes a second or more, as `--record-durations` last found it.
+DURATIONS = Path(__file__).with_name("durations.json")
+RECORDED_S = 1.0
+IMPURE = {
+    "subprocess.Popen",
+    "os.fork",
+    "os.posix_spawn",
+    "os.exec",
+    "socket.bind",
+    "socket.connect",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pure", action="store_true", help="no test may use a process or a socket")
+    parser.addoption(
+        "--record-durations", action="store_true", help=f"write tests/{DURATIONS.name} anew"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--pure"):
+        sys.addaudithook(_refuse_the_impure)
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder())
+
+
+def _refuse_the_impure(event: str, arguments: tuple[Any, ...]) -> None:
+    """`PYTEST_CURRENT_TEST`: pytest itself and its workers may."""
+    if event in IMPURE and "PYTEST_CURRENT_TEST" in os.environ:
+        raise AssertionError(f"not a pure test: {event}{arguments!r}"[:300])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first, so that two workers end together; the order within a file stays."""
+    durations = json.loads(DURATIONS.read_bytes()) if DURATIONS.exists() else {}
+    items.sort(key=lambda item: -durations.get(item.path.relative_to(ROOT).as_posix(), 0.0))
+
+
+class _Recorder:
+    """How long each file takes, its fixtures included."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """Files that did not run now keep what they had."""
+        known = json.loads(DURATIONS.read_bytes()) if DURATIONS.exists() else {}
+        found = {**known, **{f: round(s, 1) for f, s in self._seconds.items()}}
+        kept = {f: s for f, s in found.items() if s >= RECORDED_S and (ROOT / f).exists()}
+        ordered = sorted(kept.items(), key=lambda file: (-file[1], file[0]))
+        DURATIONS.write_text(json.dumps(dict(ordered), indent=1) + "\n")
 
 
 def pytest_collection_finish() -> None:

@@ -15,7 +15,6 @@ from lightrl.core.state import OVER
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError, WrongKey
 from lightrl.keys import KEY_FILE, find_key, read_key, require_full
 from lightrl.messages import Snapshot
-from lightrl.replay.log import interrupted
 from lightrl.wire import from_json
 
 
@@ -87,7 +86,7 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
     """The snapshot of just this run."""
     address, run_dir = target.address, target.run_dir
     if address is None:
-        if or_journal and run_dir is not None and (left := interrupted(run_dir)) is not None:
+        if or_journal and run_dir is not None and (left := _interrupted(run_dir)) is not None:
             return left
         raise PeerUnreachable(
             f"{target.name}: its coordinator never came up; see {target.name}/logs"
@@ -110,11 +109,18 @@ async def _ask(target: Target, or_journal: bool = False) -> Snapshot:
     assert run_dir is not None
     if (last := final_snapshot(run_dir)) is not None:  # it ended at this moment
         return last
-    left = interrupted(run_dir)
+    left = _interrupted(run_dir)
     if or_journal and left is not None:
         return left
     hint = f"; continue the run with: lightrl resume {target.name}" if left is not None else ""
     raise PeerUnreachable(f"{target.name}: its coordinator is gone ({why}){hint}")
+
+
+def _interrupted(run_dir: Path) -> Snapshot | None:
+    """Where its journal ends. Whoever finds a live run does not wait for what reads journals."""
+    from lightrl.replay.log import interrupted
+
+    return interrupted(run_dir)
 
 
 def is_same(snapshot: Snapshot, run_dir: Path) -> bool:

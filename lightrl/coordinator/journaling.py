@@ -15,6 +15,7 @@ from lightrl.core.log_entries import LogEntry, ShardSent, ShellNote
 from lightrl.core.recovery import take_snapshot
 from lightrl.errors import JournalError
 from lightrl.journal import read
+from lightrl.journal.disk import FOLDER
 from lightrl.journal.write import MAX_TROUBLE_S, JournalWriter
 from lightrl.messages import TrainShard
 from lightrl.metrics.rounds import Records, RecordsNote
@@ -22,8 +23,6 @@ from lightrl.metrics.sinks import read as read_metrics
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.wire import from_json
-
-FOLDER = "journal"  # in the run directory
 
 
 def last_stand(run_dir: Path) -> tuple[list[LogEntry], list[str]]:

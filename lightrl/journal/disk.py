@@ -23,6 +23,7 @@ from zlib import crc32
 from lightrl.errors import JournalError
 from lightrl.system import files, framing
 
+FOLDER = "journal"  # in the run directory
 MAGIC = b"lightrl\n"
 FORMAT = 1
 HEADER = struct.Struct("<8sIIQ")  # magic, format, records of the base, bytes of the base

@@ -10,9 +10,8 @@ import shutil
 from pathlib import Path
 
 from lightrl.config import Config
-from lightrl.coordinator.journaling import FOLDER
 from lightrl.errors import ConfigError
-from lightrl.journal.read import is_blank
+from lightrl.journal.disk import FOLDER
 from lightrl.keys import write_keys
 from lightrl.run_file import to_toml
 from lightrl.system import files
@@ -53,6 +52,8 @@ def is_new(run_dir: Path) -> bool:
 def has_begun(run_dir: Path) -> bool:
     """Whether there is something that a run can go on from: a checkpoint, or a journal that says
     anything."""
+    from lightrl.journal.read import is_blank  # numpy comes with it
+
     return any((run_dir / CHECKPOINTS).glob("*")) or not is_blank(run_dir / FOLDER)
 
 

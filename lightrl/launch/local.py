@@ -28,7 +28,7 @@ from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.daemons import Daemon, RunFailed
 from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
 from lightrl.log import WARNING
-from lightrl.messages import Role
+from lightrl.messages import Role, Snapshot
 from lightrl.metrics import sinks
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
@@ -243,11 +243,21 @@ class LocalRun:
         one."""
         if daemon.role != "trainer" or daemon.has_failed or self._head.ended.done():
             return False
+        snapshot = await self._snapshot()
+        going_on = {RunState.STARTING, RunState.RUNNING, RunState.EVALUATING}
+        return snapshot is not None and snapshot.state in going_on
+
+    async def _snapshot(self) -> Snapshot | None:
+        """None if the coordinator does not answer, or ends before it does: as it does after its
+        trainer has left, and nobody waits out its silence."""
+        asking = asyncio.create_task(ask(self.address, self.key), name="ask")
         try:
-            snapshot = await ask(self.address, self.key)
+            await asyncio.wait({asking, self._head.ended}, return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else None
         except LightRLError:
-            return False
-        return snapshot.state in {RunState.STARTING, RunState.RUNNING, RunState.EVALUATING}
+            return None
+        finally:
+            asking.cancel()
 
     def _head_is_away(self) -> bool:
         """Then what another daemon gives as its reason may be just that."""
@@ -278,11 +288,8 @@ class LocalRun:
         """Whether a rollout node is left, here or elsewhere."""
         if any(d.role == "rollout" and d.name not in self._ended for d in self.daemons.values()):
             return True
-        try:
-            snapshot = await ask(self.address, self.key)
-        except LightRLError:
-            return False
-        return any(
+        snapshot = await self._snapshot()
+        return snapshot is not None and any(
             "rollout" in n.roles and n.state != "gone" and n.name not in self.daemons
             for n in snapshot.nodes
         )

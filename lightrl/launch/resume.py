@@ -19,11 +19,9 @@ from lightrl.client.address import (
 )
 from lightrl.client.find_run import ask, final_snapshot, is_same
 from lightrl.config import Config
-from lightrl.coordinator.journaling import FOLDER
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
-from lightrl.journal.disk import is_in_use, segments
-from lightrl.journal.read import LOG, rewind
+from lightrl.journal.disk import FOLDER, is_in_use, segments
 from lightrl.keys import KEY_FILE, read_key, restore_keys
 from lightrl.launch.folder import CONFIG_FILE, rewrite_config
 from lightrl.launch.preflight import require_files
@@ -180,6 +178,8 @@ def _require_free(config: Config, left: str | None) -> None:
 def _rewind(run_dir: Path) -> str:
     """Cuts the journal back to the newest checkpoint that is as it was saved; a line that says to
     which, and where the rest is."""
+    from lightrl.journal.read import LOG, rewind  # numpy comes with it
+
     try:
         path = newest_sound(run_dir / CHECKPOINTS, damage, print_lines)
         if path is None:

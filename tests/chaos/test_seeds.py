@@ -10,7 +10,7 @@ from tests.chaos.conftest import LIMIT_S, Chaos, run_chaos
 
 SEEDS = range(1, 6)
 EVENTS = "8"
-AT_ONCE = 2  # mostly they wait, for a lease or for an import
+RUNS_AT_ONCE = 2  # mostly they wait, for a lease or for an import
 MAX_MISSED = 2  # the run was over before: one that waited for a victim held up the next
 
 pytestmark = pytest.mark.timeout((len(SEEDS) + 2) * LIMIT_S)
@@ -21,7 +21,7 @@ def results(
     chaos: Chaos, undisturbed: dict[str, Any]
 ) -> Iterator[dict[int, "Future[dict[str, Any]]"]]:
     """Of all seeds; the first ones are awaited while others run."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
         yield {seed: pool.submit(chaos, "--events", EVENTS, "--seed", str(seed)) for seed in SEEDS}
         pool.shutdown(cancel_futures=True)
 

@@ -66,6 +66,22 @@ def test_help_loads_nothing_heavy():
     assert result.stdout.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ("lightrl.launch.run", ("numpy", "lightrl.journal.read", "lightrl.coordinator.daemon")),
+        ("lightrl.client.find_run", ("numpy", "lightrl.replay.log")),
+        ("lightrl.daemon.main, lightrl.daemon.worker", ("numpy", "lightrl.coordinator.daemon")),
+        ("lightrl.daemon.main, lightrl.coordinator.daemon", ("lightrl.daemon.worker",)),
+    ],
+)
+def test_a_process_loads_what_its_role_needs(modules, absent):
+    """A run is four processes and their children: what one loads in vain, a start waits for."""
+    code = f"import sys, {modules}; print([m for m in {absent} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert result.stdout == b"[]\n"
+
+
 def test_dry_run_spells_out_the_batch_arithmetic_and_starts_nothing(capsys, tmp_path):
     assert lightrl("up", QUICKSTART, "--dry-run", "rollout.group_size=4", "train.steps=25") == 0
     out = capsys.readouterr().out

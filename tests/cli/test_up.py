@@ -5,7 +5,6 @@ import os
 import pty
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -28,24 +27,6 @@ from tests.support.cli import (
     started,
     until,
 )
-
-
-def test_a_run_to_its_end(tmp_path):
-    (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user')")
-    with running(tmp_path, "train.steps=2") as process:
-        out, _ = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, out
-    assert "step     2/2  reward" in out
-    assert "finished 2 steps in" in out
-    run_dir = tmp_path / "runs" / "one"
-    assert f"  run        {run_dir}" in out
-    [model] = [line.split()[1] for line in out.splitlines() if line.startswith("  model ")]
-    assert (Path(model) / "model.safetensors").exists()
-    assert (tmp_path / "runs" / "latest").resolve() == run_dir
-    status = subprocess.run(
-        arguments("status"), cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "step      2/2" in status.stdout
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ NODES = ("r0", "s0", "s1")
 # of a node, as Slurm sees it: jobs here are small, and Slurm's own limits are not what is tested
 CPUS = 8
 DEADLINE_S = 60.0
+_given: set[int] = set()
 LOOK_S = 0.2
 
 CONF = """
@@ -214,6 +215,14 @@ def _idle(cluster: Cluster) -> int:
 
 
 def _free_ports(count: int) -> list[int]:
+    """None that another cluster of this process was given: it may not listen there yet."""
+    while _given & set(ports := _look_for_ports(count)):
+        pass
+    _given.update(ports)
+    return ports
+
+
+def _look_for_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for s in sockets:

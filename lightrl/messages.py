@@ -469,7 +469,7 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleText:
     """One finished response as text, for the sample browser."""
 
     response: Name
@@ -551,7 +551,7 @@ class Snapshot:
     # (seconds since the start, one line), oldest first
     events: Annotated[tuple[tuple[float, LongText], ...], ROWS] = ()
     # latest first
-    samples: Annotated[tuple[Sample, ...], ROWS] = ()
+    samples: Annotated[tuple[SampleText, ...], ROWS] = ()
 
 
 Message: TypeAlias = (

@@ -32,7 +32,7 @@ from lightrl.core.commands import (
     Record,
     ReplayShards,
     Report,
-    Score,
+    ScoreResponse,
     Send,
 )
 from lightrl.core.coordinator import Coordinator
@@ -288,7 +288,7 @@ class CoordinatorDaemon:
                 )
             case DrawPrompts(source, count):
                 return PromptsDrawn(self._prompts.draw(source, count))
-            case Score():
+            case ScoreResponse():
                 assert self._scoring is not None
                 self._scoring.submit(command)
             case CloseRound(round) if round.is_eval:

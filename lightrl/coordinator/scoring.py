@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightrl.config import Config
 from lightrl.coordinator.prompts import Prompts
-from lightrl.core.commands import Score
+from lightrl.core.commands import ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import ResponseScored
 from lightrl.core.state import ResponseState
@@ -41,7 +41,7 @@ class Scoring:
         self._records = records
         self._feed = feed
 
-    def submit(self, command: Score) -> None:
+    def submit(self, command: ScoreResponse) -> None:
         r = command.response
         task = self._prompts.get(command.prompt, command.source == "eval")
         assert r.finish_reason is not None

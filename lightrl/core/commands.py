@@ -38,7 +38,7 @@ class DrawPrompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreResponse:
     """Compute the reward of a finished response; answer with ResponseScored."""
 
     response: Response
@@ -114,7 +114,7 @@ Command: TypeAlias = (
     Send
     | Admit
     | DrawPrompts
-    | Score
+    | ScoreResponse
     | CloseRound
     | CloseStep
     | Record
@@ -145,7 +145,7 @@ class Outbox:
     def score(self, response: Response) -> None:
         group = response.group
         source = "eval" if group.round.is_eval else "train"
-        self._commands.append(Score(response, group.prompt.id, source))
+        self._commands.append(ScoreResponse(response, group.prompt.id, source))
 
     def report(self, text: str) -> None:
         self._commands.append(Report(text))

@@ -12,7 +12,7 @@ from statistics import fmean
 from lightrl.core.commands import Admit, Outbox
 from lightrl.core.settings import Settings
 from lightrl.core.speed import Gain, Speed
-from lightrl.core.state import Node, NodeState, Published
+from lightrl.core.state import Node, NodeState, PublishedVersion
 from lightrl.messages import (
     PROTOCOL,
     Drain,
@@ -40,7 +40,7 @@ class Fleet:
         self.share_updating = 0.0  # of the work, of these
         self.share_ready = 0.0  # of those that serve it already
         self.trainer: str | None = None
-        self.published: Published | None = None
+        self.published: PublishedVersion | None = None
         self.digests: dict[int, str] = {}  # of the newest versions
         self.num_joined = 0
         # incarnations of a node that were followed by another
@@ -183,7 +183,7 @@ class Fleet:
 
     def publish_again(self, message: PublishWeights) -> None:
         """The newest version is to be had where it was not before; nodes without it are told so."""
-        self.published = Published(
+        self.published = PublishedVersion(
             message.manifest.policy_version, message.manifest.digest, message
         )
         for node in self.nodes.values():
@@ -198,7 +198,7 @@ class Fleet:
 
     def know(self, version: int, digest: str, message: PublishWeights | None = None) -> None:
         """This version is the newest from now on."""
-        self.published = Published(version, digest, message)
+        self.published = PublishedVersion(version, digest, message)
         self.digests[version] = digest
         self.digests.pop(version - self._settings.max_staleness - VERSIONS_REMEMBERED, None)
 

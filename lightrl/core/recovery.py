@@ -202,7 +202,7 @@ class _Recovery:
             core.judge.score(response.id, response.attempt, fact.reward, fact.failure)
 
 
-class _Held(NamedTuple):
+class _HeldTokens(NamedTuple):
     """What a response has at one moment."""
 
     response: Response
@@ -218,7 +218,7 @@ class _StandingRound:
     """A round at one moment. Nothing here changes, but for the ends of the responses' arrays."""
 
     stood: RoundSnapshot
-    held: list[_Held]
+    held: list[_HeldTokens]
     scores: list[LogEntry]
 
     def facts(self) -> Iterator[LogEntry]:
@@ -245,7 +245,7 @@ def _stand(round: Round) -> _StandingRound:
     return _StandingRound(
         RoundSnapshot(round.step, round.kind, round.prompts_launched, prompts, is_closed),
         [
-            _Held(r, r.attempt, tuple(r.starts) or default, len(r.tokens), r.finish_reason)
+            _HeldTokens(r, r.attempt, tuple(r.starts) or default, len(r.tokens), r.finish_reason)
             for g in groups
             for r in g.responses
         ],
@@ -260,7 +260,7 @@ def _told(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[LogEnt
     items.clear()
 
 
-def _spans(held: _Held) -> Iterator[tuple[int, ResponseTokens]]:
+def _spans(held: _HeldTokens) -> Iterator[tuple[int, ResponseTokens]]:
     """(policy version, its tokens); the last one says how the response ended.
 
     Copies of arrays, not views: an array that is being viewed cannot grow.

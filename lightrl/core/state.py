@@ -372,7 +372,7 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedVersion:
     """The newest complete version of the weights."""
 
     policy_version: int

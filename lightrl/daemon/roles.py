@@ -21,7 +21,7 @@ from lightrl.messages import (
     Role,
     TrainShard,
 )
-from lightrl.rollout.agent import FLUSH_S, Rollout
+from lightrl.rollout.agent import FLUSH_S, RolloutAgent
 from lightrl.trainer.supervisor import Trainer
 from lightrl.transport.link import own_address
 
@@ -38,15 +38,15 @@ class Roles:
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
     ) -> None:
-        """`coordinator` is its address; `send` and `on_restart` are as `Rollout` and `Trainer` want
-        them."""
+        """`coordinator` is its address; `send` and `on_restart` are as `RolloutAgent` and `Trainer`
+        want them."""
         self._node = node
         self._names = names
         self._coordinator = coordinator
         self._run_dir = run_dir
         self._send = send
         self._on_restart = on_restart
-        self._rollout: Rollout | None = None
+        self._rollout: RolloutAgent | None = None
         self._trainer: Trainer | None = None
         self._tasks: dict[Role, asyncio.Task[None]] = {}
 
@@ -87,7 +87,7 @@ class Roles:
             places = (model_dir, pulled, self._engine_log())
             told = (self._coordinator, self._send)
             part = gpus.engines[0] if gpus.engines else CPU
-            self._rollout = Rollout(self._node, config, slots, *places, *told, part)
+            self._rollout = RolloutAgent(self._node, config, slots, *places, *told, part)
             self._tasks["rollout"] = tasks.create_task(self._rollout.run(), name="rollout")
         if "trainer" in self._names:
             run_dir = self._run_dir or _run_dir_here(config)

@@ -116,7 +116,10 @@ def describe(config: Config) -> list[str]:
     if shape is None:
         return [
             *lines,
-            f"{config.model.path}: its files are not here, so the memory it needs is not known",
+            (
+                f"{config.model.path}: its files are not on this machine, so its memory needs "
+                "are unknown"
+            ),
         ]
     if found.ranks:
         return [*lines, *arithmetic(some.rank_items, some.rank_bytes)]

@@ -130,7 +130,7 @@ def build_engine(spec: EngineSpec) -> Engine:
 
 
 @dataclass(slots=True)
-class Outbox:
+class UnsentTokens:
     """Sampled tokens of one running attempt that have not been sent."""
 
     attempt: int
@@ -151,7 +151,7 @@ class Server:
         self._chunk_tokens = spec.chunk_tokens
         self._chunk_s = spec.chunk_ms / 1000
         self._version: tuple[int, str] | None = None  # confirmed version and digest
-        self._outboxes: dict[str, Outbox] = {}  # by response; one for each that runs
+        self._outboxes: dict[str, UnsentTokens] = {}  # by response; one for each that runs
         self._flushed_at = 0.0  # when all outboxes were last empty
         self._finished_at: float | None = None  # when the first unsent finish happened
         self._load = Load()
@@ -206,7 +206,7 @@ class Server:
             except LightRLError as e:
                 self._pipe.send(EngineFailed(str(e)))
                 continue
-            self._outboxes[r.response] = Outbox(r.attempt, len(r.prefix) // 4)
+            self._outboxes[r.response] = UnsentTokens(r.attempt, len(r.prefix) // 4)
 
     def _abort(self, attempts: Iterable[tuple[str, int]]) -> None:
         aborted: list[str] = []

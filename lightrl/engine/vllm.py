@@ -24,7 +24,7 @@ from lightrl.system.imports import importing
 if TYPE_CHECKING:
     import torch
 
-    from lightrl.engine.vllm_speculation import Speculation
+    from lightrl.engine.vllm_speculation import VllmSpeculation
 
 INSTEAD = ', or set rollout.engine = "torch"'
 MAX_AUTO_KV_BYTES = 4 << 30  # of a CPU engine whose kv_cache_gib is 0
@@ -187,15 +187,15 @@ class VllmEngine:
     def close(self) -> None:
         self._core.shutdown()
 
-    def _speculate(self, spec: EngineSpec) -> "Speculation | None":
+    def _speculate(self, spec: EngineSpec) -> "VllmSpeculation | None":
         """None if this vLLM cannot; that is a loss of speed alone, so the engine runs on
         without."""
-        from lightrl.engine.vllm_speculation import Speculation, refusal
+        from lightrl.engine.vllm_speculation import VllmSpeculation, refusal
 
         reason = refusal(self._core, lacking(DRAFTS, self._api.found))
         if reason is None:
             room = _left_on_gpu(spec) / 2 if self.device == "cuda" else None
-            return Speculation(spec, self._core, self._vocabulary, room)
+            return VllmSpeculation(spec, self._core, self._vocabulary, room)
         self.notes = (f"no speculation: {reason}",)
         return None
 

@@ -57,7 +57,7 @@ def let_verify(runner: Any) -> None:
     runner._prepare_inputs = prepared
 
 
-class Speculation:
+class VllmSpeculation:
     """An engine's drafts: made after each step, for the responses that got tokens in it."""
 
     def __init__(

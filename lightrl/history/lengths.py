@@ -35,8 +35,7 @@ class LengthsLog:
             _cut(file, step)
         except OSError as e:
             report(
-                f"WARNING: {file.name}: rounds from step {step} on will be there twice "
-                f"({e.strerror})"
+                f"WARNING: {file.name}: rounds from step {step} on will appear twice ({e.strerror})"
             )
         self._file = AppendFile(file, report, separator=b"\n")
 

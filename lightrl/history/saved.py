@@ -151,9 +151,7 @@ class SavedHistory:
 
     def _give_up(self, why: str) -> None:
         self._given_up = True
-        self._report(
-            f"WARNING: {FILE_NAME}: given up ({why}): a resumed run has less to draft from"
-        )
+        self._report(f"WARNING: {FILE_NAME}: given up ({why}): a resumed run will draft less")
 
 
 def read(path: Path, damage: list[str]) -> Iterator[PromptAnswers]:

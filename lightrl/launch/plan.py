@@ -119,8 +119,8 @@ def _staleness(config: Config) -> str:
         return "synchronous: every trained token is sampled by the newest version"
     return (
         f"asynchronous: up to {most} more rounds start before a step is trained; tokens are "
-        "at most as many "
-        f"versions old, weighted by at most {config.algorithm.tis_cap:g} (algorithm.tis_cap)"
+        f"at most that many versions old, weighted by at most {config.algorithm.tis_cap:g} "
+        "(algorithm.tis_cap)"
     )
 
 
@@ -144,7 +144,10 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
     races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"
     if config.run.deterministic and (races_by_clock or config.async_.max_staleness):
         what = "round.race = clock" if races_by_clock else "async.max_staleness"
-        yield f"run.deterministic orders sums only: with {what} the samples depend on timing"
+        yield (
+            f"run.deterministic only fixes the order of sums: with {what} the samples depend "
+            "on timing"
+        )
 
 
 def _rollout(config: Config, slots: int) -> str:

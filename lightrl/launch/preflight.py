@@ -33,7 +33,7 @@ def require_files(config: Config) -> None:
     if config.eval.path:
         _require_data("eval.path", config.eval.path)
     if (command := config.reward.command) and shutil.which(command[0]) is None:
-        raise ConfigError(f"reward.command = {command[0]!r}: there is no such program here")
+        raise ConfigError(f"reward.command = {command[0]!r}: no such program on this machine")
     for function in config.reward.functions:
         file, colon, name = function.rpartition(":")
         if colon and file.endswith(".py"):
@@ -53,8 +53,7 @@ def require_new(config: Config) -> None:
     latest = config.run_dir.parent / "latest"
     if os.path.lexists(latest) and not latest.is_symlink():
         raise ConfigError(
-            f"run.dir = {config.run.dir}: {latest} is not a link to a run, but in its "
-            "place: move it"
+            f"run.dir = {config.run.dir}: {latest} exists but is not a link to a run: move it"
         )
     host_and_port(config.run.bind)
     require_free(config.run.bind)
@@ -116,7 +115,7 @@ def _require_on_hub(name: str) -> None:
     except (http_error, HFValidationError, OSError) as e:
         why = " ".join(str(e).split())[:160]
         raise ConfigError(
-            f"model.path = {name}: no such directory, and not to be had from the hub: {why}"
+            f"model.path = {name}: no such directory, and not available from the hub: {why}"
         ) from None
 
 

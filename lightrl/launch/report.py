@@ -64,8 +64,8 @@ class Progress:
         counts = {name: s.counters.get(name, 0) for name in NOTED}
         if self._counts and (more := [n for n in NOTED if counts[n] > self._counts[n]]):
             yield (
-                f"WARNING: {', '.join(_counted(counts, more))}; the run goes on, logs/head.log "
-                "says why"
+                f"WARNING: {', '.join(_counted(counts, more))}; the run continues; see "
+                "logs/head.log"
             )
         self._counts = counts
         for step, score in s.evals[self._num_evals :]:
@@ -112,7 +112,7 @@ def result_lines(run_dir: Path) -> list[str]:
     if trouble := _trouble(summary.get("counters") or {}):
         lines.append(f"  WARNING    {', '.join(trouble)}; see {run_dir / 'logs'}")
     if not summary.get("trained_responses"):
-        lines.append("  WARNING    no response was trained on: the model is as it was")
+        lines.append("  WARNING    no response was trained on: the model is unchanged")
     model = exported_model(run_dir)
     if model is not None:
         lines.append(f"  model      {model}")

@@ -156,7 +156,8 @@ def _require_dead(run_dir: Path) -> None:
                 raise LightRLError(alive)
     if is_in_use(run_dir / FOLDER):
         raise LightRLError(
-            f"{relative(run_dir)}: its coordinator still ends or hangs; try again in a moment"
+            f"{relative(run_dir)}: its coordinator is still shutting down, or hangs; try "
+            "again in a moment"
         )
 
 

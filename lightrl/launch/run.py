@@ -70,7 +70,7 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
         for line in later:
             print_lines(line)
     for line in local.lost:
-        print_lines(f"lost on the way: {line}")
+        print_lines(f"failed during the run: {line}")
     return _conclude(local.run_dir, reason == "interrupted")
 
 

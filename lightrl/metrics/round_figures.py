@@ -15,7 +15,7 @@ from lightrl import config
 from lightrl.core.race import is_flat
 from lightrl.core.staleness import staleness
 from lightrl.core.state import GroupState, Response, Round
-from lightrl.messages import Sample
+from lightrl.messages import SampleText
 
 HISTOGRAM_BINS = 12
 MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
@@ -130,9 +130,9 @@ def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def sample_of(response: Response, prompt: str, text: str, reward: float | None) -> Sample:
+def sample_of(response: Response, prompt: str, text: str, reward: float | None) -> SampleText:
     """For the sample browser."""
-    return Sample(
+    return SampleText(
         response=response.id,
         prompt=prompt[:MAX_SAMPLE_TEXT],
         text=text,
@@ -158,5 +158,5 @@ def warnings(record: dict[str, float], rollout: config.Rollout) -> Iterator[str]
         yield f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?"
     if record["round/groups_trained"] == 0:
         unscored, flat = record["round/groups_unscored"], record["round/groups_no_signal"]
-        why = f"{unscored:.0f} groups lack rewards, in {flat:.0f} all rewards are equal"
+        why = f"{unscored:.0f} groups have no rewards; in {flat:.0f} all rewards are equal"
         yield f"WARNING: nothing was trained in this step: {why}"

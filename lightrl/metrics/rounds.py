@@ -24,11 +24,11 @@ from lightrl.core.state import (
     RoundState,
     RunState,
 )
-from lightrl.messages import Sample, Snapshot, TailRow
+from lightrl.messages import SampleText, Snapshot, TailRow
 from lightrl.metrics.node_rows import NodeRows
 from lightrl.metrics.round_figures import digest_responses, histogram, mean, step_figures
 from lightrl.metrics.selection_bias import Bias, BiasNote
-from lightrl.metrics.speculation import Speculation
+from lightrl.metrics.speculation import SpeculationMetrics
 from lightrl.wire import to_json
 
 HISTORY_STEPS = 500
@@ -96,11 +96,11 @@ class Records:
         self._histogram: tuple[tuple[int, int], ...] = ()
         self._metrics: dict[str, float] = {}
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)
-        self._samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
+        self._samples: deque[SampleText] = deque(maxlen=NUM_SAMPLES)
         self._rl_wall_s = 0.0
         self.nodes = NodeRows(head)
         self.evals: list[tuple[int, float]] = []
-        self.speculation = Speculation()
+        self.speculation = SpeculationMetrics()
         self.bad_frames = 0
 
     # What happens
@@ -108,7 +108,7 @@ class Records:
     def event(self, elapsed_s: float, text: str) -> None:
         self._events.append((elapsed_s, text))
 
-    def sample(self, sample: Sample) -> None:
+    def sample(self, sample: SampleText) -> None:
         self._samples.appendleft(sample)
 
     def reward_figures(self, response: Response, figures: dict[str, float]) -> None:

@@ -12,7 +12,7 @@ from lightrl.messages import Drafting, Heartbeat
 MAX_KNOWN = 10_000  # processes of nodes, the one heard of longest ago is forgotten first
 
 
-class Speculation:
+class SpeculationMetrics:
     def __init__(self) -> None:
         # identity of a node -> what it said last
         self._last: OrderedDict[str, Drafting] = OrderedDict()

@@ -29,8 +29,8 @@ from lightrl.rewards.environment import inherited
 from lightrl.rewards.worker import (
     COMMANDS,
     EVENTS,
-    Score,
     Scored,
+    ScoreJobs,
     Setup,
     Started,
     WorkerFailed,
@@ -111,7 +111,7 @@ class RewardPool:
         self._report = report
         self._queue: deque[RewardJob] = deque()
         self._workers = [
-            _Worker(reward, setup, f"reward-{k}", log_dir / f"reward-{k}.log", report)
+            _WorkerProcess(reward, setup, f"reward-{k}", log_dir / f"reward-{k}.log", report)
             for k in range(reward.workers)
         ]
         self._stopping = False
@@ -142,7 +142,7 @@ class RewardPool:
             w.is_wanted = False
         await asyncio.gather(*(w.stop() for w in self._workers))
 
-    async def _serve(self, w: "_Worker") -> None:
+    async def _serve(self, w: "_WorkerProcess") -> None:
         idle_deaths = CrashCounter(RESTARTS)
         while not self._stopping:
             try:
@@ -169,7 +169,7 @@ class RewardPool:
                 self._on_result(result)
             self._dispatch()
 
-    async def _restart(self, w: "_Worker") -> None:
+    async def _restart(self, w: "_WorkerProcess") -> None:
         await w.stop()
         try:
             await w.start()
@@ -181,7 +181,7 @@ class RewardPool:
 
     def _dispatch(self) -> None:
         """Fills the workers evenly: one job at a time to the emptiest, then one frame to each."""
-        batches: dict[_Worker, list[RewardJob]] = {}
+        batches: dict[_WorkerProcess, list[RewardJob]] = {}
         while self._queue:
             loads = [(len(w.jobs), k) for k, w in enumerate(self._workers) if w.has_room()]
             if not loads:
@@ -195,7 +195,7 @@ class RewardPool:
             w.send(batch)
 
 
-class _Worker:
+class _WorkerProcess:
     """One worker process with its jobs: number -> job, oldest first. Numbers are never used
     twice."""
 
@@ -266,7 +266,7 @@ class _Worker:
         assert self._child is not None
         first = self.next_number - len(jobs)
         self._child.send(
-            Score(
+            ScoreJobs(
                 tuple(
                     worker.Job(
                         first + k, j.prompt_text, to_json(j.row), encode(j.tokens), j.finish_reason

@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ScoreJobs:
     """Jobs to run, in this order."""
 
     jobs: tuple[Job, ...]
@@ -93,7 +93,7 @@ class Scored:
     failure: str
 
 
-WorkerCommand: TypeAlias = Setup | Score
+WorkerCommand: TypeAlias = Setup | ScoreJobs
 WorkerEvent: TypeAlias = WorkerReady | WorkerFailed | Started | Scored
 COMMANDS: Codec[WorkerCommand] = Codec(WorkerCommand)
 EVENTS: Codec[WorkerEvent] = Codec(WorkerEvent)
@@ -162,7 +162,7 @@ class _Worker:
 
         def accept(arrived: Sequence[WorkerCommand]) -> None:
             for command in arrived:
-                if isinstance(command, Score):
+                if isinstance(command, ScoreJobs):
                     for job in command.jobs:
                         task = loop.create_task(self._run(job))
                         self._tasks.add(task)

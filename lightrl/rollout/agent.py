@@ -75,7 +75,7 @@ def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: P
     )
 
 
-class Rollout:
+class RolloutAgent:
     def __init__(
         self,
         node: str,
@@ -190,7 +190,9 @@ class Rollout:
             try:
                 await asyncio.wait_for(self._all_out.wait(), limit_s)
             except TimeoutError:
-                logger.warning("%d responses leave without their last tokens", len(self._running))
+                logger.warning(
+                    "%d responses: their last tokens could not be sent", len(self._running)
+                )
 
     def _order(self, command: Generate | Abort) -> None:
         assert self._engine is not None  # nothing runs or is served in STARTING

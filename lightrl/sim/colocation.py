@@ -13,8 +13,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from lightrl.core.state import Round, RoundState
-from lightrl.sim.engine import Delta
-from lightrl.sim.machines import SPOT, Machine
+from lightrl.sim.engine import SimDelta
+from lightrl.sim.machines import SPOT, SimMachine
 from lightrl.sim.mechanism import Mechanism, Simulation
 
 FIRST_LOOK, LAST_LOOK, LOOK_EVERY = 0.2, 0.5, 0.05  # responses finished, of those launched
@@ -30,7 +30,7 @@ class Colocation(Mechanism):
     def __init__(self, world: Simulation) -> None:
         self._world = world
         self.colocated = world.scenario.training.placement == "colocated"
-        self._released: list[Machine] = []
+        self._released: list[SimMachine] = []
         self._step = -1
         self._next_look = FIRST_LOOK
         self._lengths: dict[str, list[int]] = {}  # of the last round of a kind
@@ -38,7 +38,7 @@ class Colocation(Mechanism):
         self._preemptions: dict[str, int] = {}  # in the last round of a kind
         self._quiet = 0
 
-    def tokens(self, deltas: Sequence[Delta]) -> None:
+    def tokens(self, deltas: Sequence[SimDelta]) -> None:
         """After tokens came: whether half of the nodes can go and train."""
         world = self._world
         finished = [d.offset + d.count for d in deltas if d.finished not in {None, "abort"}]
@@ -98,7 +98,7 @@ class Colocation(Mechanism):
 
     # Stream trainer
 
-    def _dispensable(self, kind: str) -> list[Machine]:
+    def _dispensable(self, kind: str) -> list[SimMachine]:
         """Half of the nodes that can train; all, if spot nodes can take what still runs; or
         none."""
         present = [m for m in self._world.machines.values() if m.present]
@@ -117,7 +117,9 @@ class Colocation(Mechanism):
                 return trainers[:count]
         return []
 
-    def _can_hold_the_rest(self, staying: list[Machine], present: list[Machine], kind: str) -> bool:
+    def _can_hold_the_rest(
+        self, staying: list[SimMachine], present: list[SimMachine], kind: str
+    ) -> bool:
         """Whether they have the slots, and the cache, for what still runs."""
         rest = [n for m in present for n in m.engine.tokens_of_all()]
         rest += [len(r.tokens) for r in self._world.core.table.queue.waiting()]
@@ -131,7 +133,7 @@ class Colocation(Mechanism):
         peak = sum(self._world.scenario.workload.prompt_tokens + _expected(seen, n) for n in rest)
         return peak <= KV_SHARE * capacity * len(staying)
 
-    def _release(self, machines: list[Machine]) -> None:
+    def _release(self, machines: list[SimMachine]) -> None:
         world = self._world
         everyone = sum(
             (m.present or m.released) and m.spec.kind != SPOT for m in world.machines.values()
@@ -149,7 +151,7 @@ class Colocation(Mechanism):
 
         world.at(world.now + world.scenario.training.switch_s, trains)
 
-    def _take_back(self, machine: Machine, version: int) -> None:
+    def _take_back(self, machine: SimMachine, version: int) -> None:
         """It joins again with the weights that it had."""
         self._world.join(machine)
         if version >= 0 and machine.loading == version:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from lightrl.core.race import DECIDED
 from lightrl.core.state import Response, Round
-from lightrl.sim.engine import Delta
-from lightrl.sim.machines import Machine
+from lightrl.sim.engine import SimDelta
+from lightrl.sim.machines import SimMachine
 from lightrl.sim.mechanism import Mechanism, Simulation
 
 
@@ -19,13 +19,13 @@ class DeferredRewards(Mechanism):
         self._world = world
         self._unscored: dict[str, Response] = {}  # that have finished
         self._surplus: dict[
-            tuple[str, int], tuple[Machine, Response]
+            tuple[str, int], tuple[SimMachine, Response]
         ] = {}  # given up by the core, but goes on
 
     def take(self, response: Response) -> None:
         self._unscored[response.id] = response
 
-    def goes_on(self, machine: Machine, name: str, number: int) -> bool:
+    def goes_on(self, machine: SimMachine, name: str, number: int) -> bool:
         """Whether what the core gives up continues until its round closes."""
         core, response = self._world.core, self._world.core.table.responses.get(name)
         round = core.table.round
@@ -39,7 +39,7 @@ class DeferredRewards(Mechanism):
         self._surplus[name, number] = machine, response
         return True
 
-    def tokens(self, deltas: Sequence[Delta]) -> None:
+    def tokens(self, deltas: Sequence[SimDelta]) -> None:
         """After tokens came: surplus that has finished is scored as well."""
         if self._surplus:
             for d in deltas:

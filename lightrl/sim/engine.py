@@ -48,7 +48,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class SimDelta:
     """New tokens of one response: `count` of them from `offset` on; `finished` None while it goes
     on."""
 
@@ -60,7 +60,7 @@ class Delta:
 
 
 @dataclass(slots=True)
-class Engine:
+class SimEngine:
     """Call `step` at `next_at`; every other call may change `next_at`. `times` sums to the time it
     lived."""
 
@@ -127,12 +127,12 @@ class Engine:
             self._finished = [a for a in self._finished if (a.response, a.number) != gone]
         self._plan(now)
 
-    def step(self, now: float) -> list[Delta]:
+    def step(self, now: float) -> list[SimDelta]:
         """What happened by `next_at`: all new tokens, if any response finished or a chunk is
         due."""
         self._advance(now)
         self._finish(now)
-        deltas: list[Delta] = []
+        deltas: list[SimDelta] = []
         if self._chunk_at <= self._clock or (
             self._finished and len(self.running) <= self.prompt_batch
         ):
@@ -142,14 +142,14 @@ class Engine:
         self._plan(now)
         return deltas
 
-    def give_up(self, now: float) -> list[Delta]:
+    def give_up(self, now: float) -> list[SimDelta]:
         """All that runs or waits here ends, and is sent as far as it came."""
         self._advance(now)
         self._finish(now)
         deltas = self._flush(everything=True)
         for attempt in [*self.running.values(), *self.waiting]:
             held = self._tokens(attempt)
-            deltas.append(Delta(attempt.response, attempt.number, held, 0, "abort"))
+            deltas.append(SimDelta(attempt.response, attempt.number, held, 0, "abort"))
         self.clear(now)
         return deltas
 
@@ -260,14 +260,14 @@ class Engine:
                 attempt.tokens0 -= surplus
                 self._finished.append(attempt)
 
-    def _flush(self, everything: bool = False) -> list[Delta]:
+    def _flush(self, everything: bool = False) -> list[SimDelta]:
         """All tokens that were not sent."""
-        deltas: list[Delta] = []
+        deltas: list[SimDelta] = []
         clock = self._clock
         for attempt in self._finished:
             sent, reason = attempt.sent, "length" if attempt.truncated else "stop"
             deltas.append(
-                Delta(attempt.response, attempt.number, sent, attempt.tokens0 - sent, reason)
+                SimDelta(attempt.response, attempt.number, sent, attempt.tokens0 - sent, reason)
             )
         self._finished.clear()
         self._chunk_at = clock + max(self.chunk_tokens, min(len(self.running) // 2, MAX_CHUNK))
@@ -276,12 +276,12 @@ class Engine:
         for attempt in self.running.values():
             held, sent = attempt.tokens0 + clock - attempt.since, attempt.sent
             if held > sent:
-                deltas.append(Delta(attempt.response, attempt.number, sent, held - sent, None))
+                deltas.append(SimDelta(attempt.response, attempt.number, sent, held - sent, None))
                 attempt.sent = held
         for attempt in self.waiting:
             held, sent = attempt.tokens0, attempt.sent
             if held > sent:
-                deltas.append(Delta(attempt.response, attempt.number, sent, held - sent, None))
+                deltas.append(SimDelta(attempt.response, attempt.number, sent, held - sent, None))
                 attempt.sent = held
         return deltas
 

@@ -11,7 +11,7 @@ from lightrl.errors import SimError
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
+class SimSpeculation:
     """Drafts from earlier epochs; `acceptance` is the chance that a drafted token is the sampled
     one."""
 
@@ -27,7 +27,7 @@ class Speculation:
         if not (all(0 <= a < 1 for a in shares) and self.max_window >= 1 and self.verify_cost >= 0):
             raise SimError(f"speculation: {self}: acceptance is in [0, 1), the window at least 1")
 
-    def without_history(self) -> "Speculation":
+    def without_history(self) -> "SimSpeculation":
         return replace(self, acceptance=self.first_acceptance)
 
     def tokens_per_forward(self, window: int) -> float:
@@ -49,7 +49,7 @@ class EngineProfile:
     prefill_s: float = 1.2e-5
     # capacity; 0 = unlimited
     kv_tokens: int = 0
-    speculation: Speculation | None = None
+    speculation: SimSpeculation | None = None
 
     def __post_init__(self) -> None:
         times = (self.step_s, self.half_batch, self.context_s, self.prefill_s)

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 
 from lightrl.messages import TokenChunk
-from lightrl.sim.engine import PROMPT_BATCH, Delta, Engine
+from lightrl.sim.engine import PROMPT_BATCH, SimDelta, SimEngine
 from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.messages import chunk_of
 from lightrl.sim.scenario import Switches
@@ -29,9 +29,9 @@ class NodeSpec:
 
 
 @dataclass(slots=True)
-class Machine:
+class SimMachine:
     spec: NodeSpec
-    engine: Engine
+    engine: SimEngine
     # of the hardware, against that which the profile describes
     speed: float = 1.0
     # machines that work as one
@@ -55,9 +55,9 @@ class Machine:
     present_s: float = 0.0
     _since: float = 0.0
     # that it had before
-    _past: list[tuple[Engine, int]] = field(default_factory=list[tuple[Engine, int]])
+    _past: list[tuple[SimEngine, int]] = field(default_factory=list[tuple[SimEngine, int]])
 
-    def chunk(self, deltas: list[Delta]) -> TokenChunk:
+    def chunk(self, deltas: list[SimDelta]) -> TokenChunk:
         return chunk_of(self.serves, deltas)
 
     def come(self, now: float) -> None:
@@ -80,7 +80,7 @@ class Machine:
         """Another engine, from now on."""
         self._past.append((self.engine, self.width))
         before = self.engine
-        self.engine = Engine(
+        self.engine = SimEngine(
             profile, slots, before.chunk_tokens, now, before.streams, before.prompt_batch
         )
         self.scheduled_at, self.width = math.inf, width
@@ -97,8 +97,8 @@ class Machine:
         return sum(getattr(engine, name) for engine, _ in (*self._past, (self.engine, self.width)))
 
 
-def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> Machine:
-    engine = Engine(
+def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> SimMachine:
+    engine = SimEngine(
         profile,
         spec.slots,
         switches.chunk_tokens,
@@ -106,4 +106,4 @@ def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> M
         streams=switches.token_collection,
         prompt_batch=spec.slots if switches.exact_finishes else PROMPT_BATCH,
     )
-    return Machine(spec, engine, speed=1.0 / spec.slowness)
+    return SimMachine(spec, engine, speed=1.0 / spec.slowness)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from lightrl.history import lengths
 from lightrl.metrics import sinks
-from lightrl.sim.engine_profile import Speculation
+from lightrl.sim.engine_profile import SimSpeculation
 from lightrl.system.json_lines import read_rows
 
 ACCEPTANCE = "speculation/acceptance"  # accepted / drafted tokens
@@ -21,7 +21,7 @@ TOKENS = "speculation/tokens_per_forward"
 MOST = 0.99  # likely that a token is the sampled one, at most; the model needs less than 1
 
 
-def measured(run_dir: Path, assumed: Speculation) -> Speculation | None:
+def measured(run_dir: Path, assumed: SimSpeculation) -> SimSpeculation | None:
     """`assumed` with what the run measured; None if it did not speculate."""
     steps = _steps(run_dir)
     found: dict[

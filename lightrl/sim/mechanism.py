@@ -12,12 +12,12 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import Event
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, Round
-from lightrl.sim.engine import Delta
+from lightrl.sim.engine import SimDelta
 from lightrl.sim.engine_profile import EngineProfile
-from lightrl.sim.machines import Machine
+from lightrl.sim.machines import SimMachine
 from lightrl.sim.outcome import Outcome, StepRecord
 from lightrl.sim.scenario import Scenario, Switches
-from lightrl.sim.scoring import Scoring
+from lightrl.sim.scoring import SimScoring
 from lightrl.sim.trainer import TrainerModel
 
 
@@ -29,7 +29,7 @@ class Simulation(Protocol):
     switches: Switches
     now: float
     core: Coordinator
-    machines: dict[str, Machine]
+    machines: dict[str, SimMachine]
     # by parallelism
     engines: dict[int, EngineProfile]
     # at which machines sample now
@@ -37,15 +37,15 @@ class Simulation(Protocol):
     outcome: Outcome
     # of the round that closed last
     newest: StepRecord
-    scoring: Scoring
+    scoring: SimScoring
     trainer: TrainerModel
 
     def at(self, when: float, act: Callable[[], None]) -> None: ...
     def feed(self, event: Event) -> None: ...
-    def abort(self, machine: Machine, response: str, number: int) -> None: ...
-    def join(self, machine: Machine) -> None: ...
-    def leave(self, machine: Machine, reason: str, released: bool = False) -> list[Event]: ...
-    def confirm(self, machine: Machine, version: int) -> None: ...
+    def abort(self, machine: SimMachine, response: str, number: int) -> None: ...
+    def join(self, machine: SimMachine) -> None: ...
+    def leave(self, machine: SimMachine, reason: str, released: bool = False) -> list[Event]: ...
+    def confirm(self, machine: SimMachine, version: int) -> None: ...
     def plan_training(self) -> None: ...
     def final_tokens(self, response: Response, noise: int) -> int: ...
 
@@ -53,7 +53,7 @@ class Simulation(Protocol):
 class Mechanism:
     """Each hook does nothing unless it is overridden."""
 
-    def tokens(self, deltas: Sequence[Delta]) -> None:
+    def tokens(self, deltas: Sequence[SimDelta]) -> None:
         """A machine's tokens have reached the core."""
 
     def round_closed(self, round: Round) -> None:

@@ -15,7 +15,7 @@ from lightrl.messages import (
     Role,
     TokenChunk,
 )
-from lightrl.sim.engine import Delta
+from lightrl.sim.engine import SimDelta
 
 TRAINER = "trainer"
 
@@ -26,7 +26,7 @@ def blank(num_tokens: int) -> bytes:
     return bytes(4 * num_tokens)
 
 
-def chunk_of(policy_version: int, deltas: list[Delta]) -> TokenChunk:
+def chunk_of(policy_version: int, deltas: list[SimDelta]) -> TokenChunk:
     items = tuple(
         ResponseTokens(
             d.response,

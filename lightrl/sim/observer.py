@@ -7,16 +7,16 @@ is how the bias of what is trained can be told.
 from lightrl.core.commands import CloseStep
 from lightrl.core.state import GroupState, Round
 from lightrl.sim.engine_profile import EngineProfile
-from lightrl.sim.machines import SPOT, Machine
+from lightrl.sim.machines import SPOT, SimMachine
 from lightrl.sim.mechanism import Simulation
-from lightrl.sim.outcome import Lengths, StepRecord
+from lightrl.sim.outcome import LengthSums, StepRecord
 
 
 class Observer:
     def __init__(self, world: Simulation) -> None:
         self._world = world
         self._records: dict[int, StepRecord] = {}
-        self._first: dict[tuple[str, int], Lengths] = {}  # of prompts that are not trained yet
+        self._first: dict[tuple[str, int], LengthSums] = {}  # of prompts that are not trained yet
         # Machines x time, slow ones count less: [all, those that also train].
         self._node_s = [0.0, 0.0]
         self._present = [0.0, 0.0]
@@ -26,7 +26,7 @@ class Observer:
         self._preemptions = 0
         self._token_s: dict[int, float] = {}  # least cost of a token, by parallelism
 
-    def fleet_changes(self, machine: Machine, sign: int) -> None:
+    def fleet_changes(self, machine: SimMachine, sign: int) -> None:
         """A machine comes, or goes for -1."""
         self._look()
         self._present[0] += sign * machine.speed
@@ -52,7 +52,7 @@ class Observer:
         for group in round.groups.values():
             key = (group.prompt.id, group.prompt.epoch)
             if key not in self._first:
-                self._first[key] = first = Lengths()
+                self._first[key] = first = LengthSums()
                 for r in group.responses:
                     first.add(world.final_tokens(r, r.seed), limit)
             if group.state is GroupState.ACCEPTED:

@@ -42,7 +42,7 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class Lengths:
+class LengthSums:
     """Sums over responses."""
 
     num: int = 0
@@ -54,7 +54,7 @@ class Lengths:
         self.tokens += tokens
         self.at_limit += tokens >= limit
 
-    def merge(self, other: "Lengths") -> None:
+    def merge(self, other: "LengthSums") -> None:
         self.num += other.num
         self.tokens += other.tokens
         self.at_limit += other.at_limit
@@ -77,9 +77,9 @@ class Outcome:
     device_times: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     # how long they were there, together
     device_s: dict[str, float] = field(default_factory=dict[str, float])
-    kept: Lengths = field(default_factory=Lengths)
+    kept: LengthSums = field(default_factory=LengthSums)
     # Of the prompts that were trained: all that they launched first, also what was given up.
-    launched: Lengths = field(default_factory=Lengths)
+    launched: LengthSums = field(default_factory=LengthSums)
     # by all engines
     sampled_tokens: int = 0
     trained_tokens: int = 0

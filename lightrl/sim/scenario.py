@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from lightrl.errors import SimError
-from lightrl.sim.engine_profile import EngineProfile, Speculation
+from lightrl.sim.engine_profile import EngineProfile, SimSpeculation
 from lightrl.sim.measured import measured
 from lightrl.sim.workload import (
     FITTED_8K,
@@ -117,7 +117,7 @@ class Scenario:
     transfer: Transfer = Transfer()
     prices: Prices = Prices()
     # what switching it on would bring
-    speculation: Speculation = field(default_factory=Speculation)
+    speculation: SimSpeculation = field(default_factory=SimSpeculation)
     # and it is not assumed: the run that this is a workload of measured it
     has_speculated: bool = False
 
@@ -185,7 +185,7 @@ _MIX = RewardTimes(  # math, code, judge in equal parts
 # Published acceptance, taken low. With history: 65 to 79 % of drafted tokens (RhymeRL, arXiv
 # 2508.18588); in the first epoch 1.7 tokens come of a forward pass (Seer, table 2: no references).
 # A verified token costs as much as a decoded one.
-_HISTORY = Speculation(acceptance=0.65, first_acceptance=0.41, max_window=16, verify_cost=1.0)
+_HISTORY = SimSpeculation(acceptance=0.65, first_acceptance=0.41, max_window=16, verify_cost=1.0)
 
 # The workloads of RollPacker, section 7.1, calibrated against its figure 12 and table 2: see
 # `reproduce`. A node is an engine: one GPU for 7B, two for 14B. A token of context costs the
@@ -376,7 +376,7 @@ def _changed(start: T, changes: Any, key: str) -> T:
             rows = cast("list[Any]", value)
             value = tuple(_changed(RewardClass(), row, f"{key}.classes") for row in rows)
         elif name == "speculation" and value is not None:
-            value = _changed(old or Speculation(), value, f"{key}.speculation")
+            value = _changed(old or SimSpeculation(), value, f"{key}.speculation")
         elif isinstance(value, bool) != isinstance(old, bool) or not isinstance(
             value, type(old) | int
         ):

@@ -10,7 +10,7 @@ from lightrl.sim.workload import RewardTimes, uniforms
 SHARE_RIGHT = 0.5  # of the responses
 
 
-class Scoring:
+class SimScoring:
     def __init__(self, times: RewardTimes) -> None:
         self._times = times
         # One heap for each class of rewards: when its workers are free; empty = as many as needed.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Job:
+class TrainingJob:
     """The training of one step; `work_s` of all devices is left."""
 
     step: int
@@ -29,7 +29,7 @@ class TrainerModel:
     streaming: bool
     rate: float
     now: float = 0.0
-    jobs: deque[Job] = field(default_factory=deque[Job])
+    jobs: deque[TrainingJob] = field(default_factory=deque[TrainingJob])
     times: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "wait": 0.0})
 
     def take(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
@@ -37,7 +37,7 @@ class TrainerModel:
         self.advance(now)
         job = self.jobs[-1] if self.jobs and self.jobs[-1].step == step else None
         if job is None:
-            job = Job(step)
+            job = TrainingJob(step)
             self.jobs.append(job)
         job.work_s += seconds
         if last:

@@ -7,17 +7,17 @@ says who gets which version, a scenario's `Transfer` how long that takes.
 from collections.abc import Callable
 
 from lightrl.core.events import TokensArrived
-from lightrl.sim.machines import Machine
+from lightrl.sim.machines import SimMachine
 from lightrl.sim.mechanism import Simulation
 
 
 class Transfers:
     def __init__(self, world: Simulation) -> None:
         self._world = world
-        self._offered: list[Machine] = []  # a version, by the event at hand
+        self._offered: list[SimMachine] = []  # a version, by the event at hand
         self._num_pulling = 0
 
-    def offer(self, machine: Machine, version: int) -> None:
+    def offer(self, machine: SimMachine, version: int) -> None:
         machine.loading = version
         self._offered.append(machine)
 
@@ -35,7 +35,7 @@ class Transfers:
                 machine.engine.hold(world.now, "weights")
             world.at(world.now + seconds, self._loader(machine, version))
 
-    def _loader(self, machine: Machine, version: int) -> Callable[[], None]:
+    def _loader(self, machine: SimMachine, version: int) -> Callable[[], None]:
         incarnation = machine.incarnation
 
         def pulled() -> None:
@@ -45,7 +45,7 @@ class Transfers:
 
         return pulled
 
-    def _load(self, machine: Machine, version: int) -> None:
+    def _load(self, machine: SimMachine, version: int) -> None:
         """The engine stops for it; what it was at resumes under the new version."""
         world = self._world
         if not machine.present or machine.loading != version:

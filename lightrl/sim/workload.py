@@ -36,7 +36,7 @@ def _uniform(eight: bytes) -> float:
     return ((int.from_bytes(eight, "little") >> 11) + 0.5) * _UNIT
 
 
-class Lengths(Protocol):
+class LengthDistribution(Protocol):
     """Tokens of a response, 1 <= length <= limit; the limit itself means that it was cut off."""
 
     def length(self, prompt: str, epoch: int, noise: int, limit: int, group: str = "") -> int:
@@ -248,7 +248,7 @@ class Workload:
     """What a run has to do, whatever it runs on."""
 
     name: str
-    lengths: Lengths
+    lengths: LengthDistribution
     num_prompts: int = 16_384
     prompt_tokens: int = 200
     reward: RewardTimes = RewardTimes()

@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightrl.core import invariants
-from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Finish, Score, Send
+from lightrl.core.commands import (
+    CloseRound,
+    CloseStep,
+    Command,
+    DrawPrompts,
+    Finish,
+    ScoreResponse,
+    Send,
+)
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     Event,
@@ -48,14 +56,14 @@ from lightrl.messages import (
 from lightrl.sim.colocation import Colocation
 from lightrl.sim.deferred_rewards import DeferredRewards
 from lightrl.sim.engine import Attempt
-from lightrl.sim.engine_profile import Speculation
-from lightrl.sim.machines import SPOT, Machine, NodeSpec, new_machine
+from lightrl.sim.engine_profile import SimSpeculation
+from lightrl.sim.machines import SPOT, NodeSpec, SimMachine, new_machine
 from lightrl.sim.mechanism import Mechanism
 from lightrl.sim.messages import TRAINER, blank, digest_of, hello, publication
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome, StepRecord
 from lightrl.sim.scenario import DEFAULT, Scenario, Switches
-from lightrl.sim.scoring import Scoring, reward
+from lightrl.sim.scoring import SimScoring, reward
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.trainer import TrainerModel
 from lightrl.sim.transfers import Transfers
@@ -91,14 +99,14 @@ class World:
         self.check = check
         self.now = 0.0
         self.core = Coordinator(self.settings, now=0.0)
-        self.machines: dict[str, Machine] = {}
+        self.machines: dict[str, SimMachine] = {}
         self.outcome = Outcome()
         self.newest = StepRecord(-1, "", 0)
         self.engines = dict(scenario.engines)
         self.parallelism = min(self.engines)
         if switches.speculation:
             self._speculate(scenario.speculation.without_history())
-        self.scoring = Scoring(
+        self.scoring = SimScoring(
             replace(workload.reward, adaptive=switches.adaptive_limit or workload.reward.adaptive)
         )
         self.trainer = TrainerModel(
@@ -130,7 +138,7 @@ class World:
         profile = self.engines[min(self.engines)].slower(spec.slowness)
         self.machines[spec.name] = new_machine(spec, profile, self.switches)
 
-    def _speculate(self, speculation: Speculation) -> None:
+    def _speculate(self, speculation: SimSpeculation) -> None:
         self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
         for machine in self.machines.values():
             profile = self.engines[self.parallelism].slower(machine.spec.slowness)
@@ -159,7 +167,7 @@ class World:
             deadline = self.core.next_deadline()
             if not heap or timers > PATIENCE:
                 raise SimError(
-                    f"the run stands still at step {self.core.step} of "
+                    f"the run is stuck at step {self.core.step} of "
                     f"{self.settings.num_steps} after "
                     f"{self.now:.0f} s: no node is left, or none can load the weights"
                 )
@@ -196,7 +204,7 @@ class World:
                 elif (machine := self.machines.get(node)) is not None and machine.present:
                     # else it died, and the core has not noticed yet
                     self._tell(machine, message, todo)
-            case Score(response, prompt):
+            case ScoreResponse(response, prompt):
                 event = ResponseScored(response.id, response.attempt, reward(response.seed))
                 if self.switches.async_rewards:
                     when = self.scoring.done_at(self.now, prompt, response.seed)
@@ -229,7 +237,7 @@ class World:
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
 
-    def _tell(self, machine: Machine, message: Message, todo: deque[Event]) -> None:
+    def _tell(self, machine: SimMachine, message: Message, todo: deque[Event]) -> None:
         match message:
             case Generate():
                 self._generate(machine, message)
@@ -244,7 +252,7 @@ class World:
             case _:
                 pass
 
-    def _generate(self, machine: Machine, message: Generate) -> None:
+    def _generate(self, machine: SimMachine, message: Generate) -> None:
         responses = self.core.table.responses
         limit, prompt_tokens = (
             self.settings.max_response_tokens,
@@ -263,7 +271,7 @@ class World:
         machine.engine.add(self.now, attempts)
         self._schedule(machine)
 
-    def abort(self, machine: Machine, response: str, number: int) -> None:
+    def abort(self, machine: SimMachine, response: str, number: int) -> None:
         machine.engine.abort(self.now, response, number)
         self._schedule(machine)
 
@@ -283,13 +291,13 @@ class World:
 
     # Engines
 
-    def _schedule(self, machine: Machine) -> None:
+    def _schedule(self, machine: SimMachine) -> None:
         at = machine.engine.next_at
         if at < machine.scheduled_at:
             machine.scheduled_at = at
             heapq.heappush(self._heap, (at, next(self._order), lambda: self._due(machine)))
 
-    def _due(self, machine: Machine) -> None:
+    def _due(self, machine: SimMachine) -> None:
         if self.now < machine.scheduled_at:
             return  # superseded
         machine.scheduled_at = math.inf
@@ -333,7 +341,7 @@ class World:
         self.feed(StepTrained(TRAINER, StepDone(step, step + 1, {})))
         self.plan_training()
 
-    def confirm(self, machine: Machine, version: int) -> None:
+    def confirm(self, machine: SimMachine, version: int) -> None:
         machine.loading, machine.serves = -1, version
         machine.engine.hold(self.now, None)
         machine.engine.idle_label = "idle"
@@ -341,7 +349,7 @@ class World:
 
     # Membership
 
-    def join(self, machine: Machine) -> None:
+    def join(self, machine: SimMachine) -> None:
         if machine.present:
             return
         self.observer.fleet_changes(machine, 0 if machine.released else 1)
@@ -352,14 +360,14 @@ class World:
             )
         )
 
-    def _boot(self, machine: Machine) -> None:
+    def _boot(self, machine: SimMachine) -> None:
         """A machine of the trace is there; its engine starts."""
         machine.boots += 1
         boots = machine.boots
         start_s = self.scenario.transfer.start_s
         self.at(self.now + start_s, lambda: self.join(machine) if machine.boots == boots else None)
 
-    def _die(self, machine: Machine) -> None:
+    def _die(self, machine: SimMachine) -> None:
         """Without warning: what it had not sent is lost, and it is missed only after a while."""
         machine.boots += 1
         if not machine.present:
@@ -374,7 +382,7 @@ class World:
 
         self.at(self.now + self.scenario.transfer.lost_after_s, missed)
 
-    def leave(self, machine: Machine, reason: str, released: bool = False) -> list[Event]:
+    def leave(self, machine: SimMachine, reason: str, released: bool = False) -> list[Event]:
         """What a node says that leaves in peace: its last tokens, then good-bye."""
         if not machine.present:
             return []

@@ -34,7 +34,8 @@ class AppendFile:
             if self._num_lost == 1:
                 why = e.strerror or str(e)
                 self._report(
-                    f"WARNING: {self._path.name}: cannot write ({why}); left out until it can be"
+                    f"WARNING: {self._path.name}: cannot write ({why}); skipping records "
+                    "until it can"
                 )
             return False
         if self._num_lost:

@@ -210,7 +210,7 @@ class _Writer:
             num_missing, self._num_missing = self._num_missing, 0
             if num_missing:
                 return (
-                    f"... {num_missing} lines that were not read in time are missing here ...\n"
+                    f"... {num_missing} lines dropped: they were not read in time ...\n"
                 ).encode()
             data = self._waiting.popleft()
             self._size -= len(data)

@@ -97,7 +97,7 @@ def newest_sound(
             raise TrainerError(
                 f"{path}: {problem}, and it cannot be moved aside: {e.strerror}"
             ) from None
-        where = f"going back to {other.name}" if other is not None else "no other one is left"
+        where = f"going back to {other.name}" if other is not None else "there is no older one"
         report(f"WARNING: {path}: {problem}; moved aside as {aside.name}, {where}")
     return path
 

@@ -117,7 +117,7 @@ keeps the first 32 x 8 by tokens
             about 8 short rounds + 1 long
             length bias: none by selection
             speculation off, for run.deterministic
-            note        run.deterministic orders sums only: with round.race = clock""",
+            note        run.deterministic only fixes the order of sums: with round.race = clock""",
         ),
         (
             "round.tail_batching=both round.eta=[1,1.5] async.max_staleness=1",
@@ -205,7 +205,7 @@ def test_a_run_directory_that_cannot_be_made(capsys, tmp_path, role, folder):
 def test_a_directory_in_the_place_of_the_link_to_the_latest_run(capsys, tmp_path):
     (tmp_path / "runs" / "latest").mkdir(parents=True)
     line = complaint(capsys, "up", QUICKSTART)
-    assert line.startswith("run.dir = runs: runs/latest is not a link to a run")
+    assert line.startswith("run.dir = runs: runs/latest exists but is not a link to a run")
 
 
 def test_the_join_line_names_an_address_of_this_machine():

@@ -31,11 +31,11 @@ def test_what_a_run_survives_is_said_when_it_happens():
 
     assert lines(nodes_lost=3) == []  # before we looked
     assert lines(nodes_lost=3, engines_lost=1) == [
-        "WARNING: engines lost: 1; the run goes on, logs/head.log says why"
+        "WARNING: engines lost: 1; the run continues; see logs/head.log"
     ]
     assert lines(nodes_lost=3, engines_lost=1) == []
     assert lines(nodes_lost=4, engines_lost=1, weights_failed=2) == [
-        "WARNING: nodes lost: 4, weights failed: 2; the run goes on, logs/head.log says why"
+        "WARNING: nodes lost: 4, weights failed: 2; the run continues; see logs/head.log"
     ]
 
 
@@ -69,7 +69,7 @@ def test_the_result_hides_no_trouble(tmp_path):
     lines = result_lines(tmp_path)
     trouble = "rewards failed: 1,024, groups dropped: 2, nodes lost: 1, engines lost: 2"
     assert f"  WARNING    {trouble}; see {tmp_path}/logs" in lines
-    assert "  WARNING    no response was trained on: the model is as it was" in lines
+    assert "  WARNING    no response was trained on: the model is unchanged" in lines
     counters = dict.fromkeys(counters, 0)
     (tmp_path / "summary.json").write_bytes(
         to_json({**summary, "trained_responses": 9, "counters": counters})

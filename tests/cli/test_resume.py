@@ -137,7 +137,9 @@ def test_a_journal_that_a_process_still_has_open(capsys, tmp_path):
     with (run_dir / "journal" / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         line = refusal(capsys, "one")
-    assert line == "runs/one: its coordinator still ends or hangs; try again in a moment"
+    assert (
+        line == "runs/one: its coordinator is still shutting down, or hangs; try again in a moment"
+    )
 
 
 def test_an_address_that_another_program_has_taken(capsys, tmp_path):

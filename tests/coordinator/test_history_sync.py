@@ -35,7 +35,7 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
-from lightrl.metrics.speculation import Speculation
+from lightrl.metrics.speculation import SpeculationMetrics
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.link import Link
 from lightrl.transport.validate import check_bounds
@@ -212,7 +212,7 @@ def beat(*counts: float) -> Heartbeat:
 
 
 def test_speculation_of_a_step_is_summed_over_nodes():
-    s = Speculation()
+    s = SpeculationMetrics()
     for name in ("a/1", "b/1"):
         s.heard(name, Heartbeat())
     assert s.figures() == {}  # no engine has said anything yet
@@ -236,7 +236,7 @@ def test_speculation_of_a_step_is_summed_over_nodes():
 
 
 def test_speculation_of_a_run_is_that_of_its_steps():
-    s = Speculation()
+    s = SpeculationMetrics()
     s.count({"reward/mean": 0.5})
     assert s.whole() == {}
     s.count(
@@ -259,7 +259,7 @@ def test_speculation_of_a_run_is_that_of_its_steps():
 
 
 def test_an_engine_that_starts_again_counts_from_zero_and_a_node_that_left_keeps_what_it_did():
-    s = Speculation()
+    s = SpeculationMetrics()
     s.heard("a/1", Heartbeat())
     s.heard("a/1", beat(100, 50, 40, 90, 0.1, 8.0))
     s.heard("a/1", beat(10, 6, 5, 11, 0.0, 1.0))  # another engine
@@ -275,7 +275,7 @@ def test_an_engine_that_starts_again_counts_from_zero_and_a_node_that_left_keeps
 
 
 def test_what_was_counted_for_an_earlier_coordinator_is_not_counted_again():
-    s = Speculation()
+    s = SpeculationMetrics()
     s.heard("a/1", beat(1000, 500, 400, 900, 1.0, 80.0))
     assert s.figures() == {}
     s.heard("a/1", beat(1010, 510, 410, 920, 1.0, 81.0))

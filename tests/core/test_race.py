@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightrl.core.commands import CloseRound, Score
+from lightrl.core.commands import CloseRound, ScoreResponse
 from lightrl.core.events import NodeLost, TokensArrived
 from lightrl.core.settings import Tail
 from lightrl.messages import Abort, Generate, ResponseTokens, TokenChunk, TrainShard
@@ -33,7 +33,7 @@ def pair(**changes: object) -> Driver:
 def run_to(d: Driver, response: str, num_tokens: int, finish: str | None = None) -> list:
     """All tokens up to this number in one chunk; a score if that is its end."""
     commands = d.tokens(response, *[9] * (num_tokens - len(d.held(response).tokens)), finish=finish)
-    if finish is not None and of_kind(commands, Score):
+    if finish is not None and of_kind(commands, ScoreResponse):
         commands += d.score(response)
     return commands
 
@@ -97,7 +97,7 @@ def test_response_that_ends_behind_those_kept_is_not_even_scored():
     d = race()
     run_to(d, "p0@0#0", 2, "stop")
     run_to(d, "p0@0#1", 4, "stop")
-    assert of_kind(d.tokens("p0@0#2", 9, 9, 9, 9, finish="stop"), Score) == []
+    assert of_kind(d.tokens("p0@0#2", 9, 9, 9, 9, finish="stop"), ScoreResponse) == []
 
 
 def test_response_that_ends_before_one_that_was_ahead_takes_its_place():

@@ -7,7 +7,7 @@ import pytest
 
 from lightrl.core import invariants
 from lightrl.core.attempts import MAX_UNRECORDED
-from lightrl.core.commands import CloseRound, DrawPrompts, Score
+from lightrl.core.commands import CloseRound, DrawPrompts, ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import NodeLost, TokensArrived
 from lightrl.core.log_entries import LogEntry, SnapshotBegan, TokensTaken
@@ -39,7 +39,7 @@ def test_finished_response_is_scored_but_not_generated_again(driver: Driver):
     driver.finish("p0@0#0")
     driver.tokens("p0@0#1", 5, finish="stop")  # its score was not there yet
     commands = driver.restart()
-    assert [c.response.id for c in of_kind(commands, Score)] == ["p0@0#1"]
+    assert [c.response.id for c in of_kind(commands, ScoreResponse)] == ["p0@0#1"]
     driver.join("t", "trainer")
     driver.publish(0)
     driver.join("a", slots=4)
@@ -124,7 +124,7 @@ def test_response_that_a_silent_node_finished_is_taken_when_it_comes_back(driver
     waiting = next(r for r in driver.core.table.responses.values() if r.state == "queued")
     item = ResponseTokens(waiting.id, 1, 0, ids(7, 8), logprobs(2), "stop")
     commands = driver.feed(TokensArrived("a", TokenChunk(0, "digest-0", (item,))))
-    assert [c.response.id for c in of_kind(commands, Score)] == [waiting.id]
+    assert [c.response.id for c in of_kind(commands, ScoreResponse)] == [waiting.id]
     assert list(waiting.tokens) == [7, 8]
 
 

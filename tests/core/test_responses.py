@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from lightrl.core.commands import CloseRound, Report, Score
+from lightrl.core.commands import CloseRound, Report, ScoreResponse
 from lightrl.core.events import NodeLost, TokensArrived
 from lightrl.core.state import sample_seed
 from lightrl.messages import Abort, Generate, ResponseTokens, TokenChunk, TrainShard
@@ -76,7 +76,7 @@ def test_more_tokens_than_allowed_lose_the_peer(driver: Driver):
 
 def test_finished_response_is_scored_once_and_a_second_score_changes_nothing(driver: Driver):
     driver.start("a")
-    [score] = of_kind(driver.tokens("p0@0#0", 9, finish="stop"), Score)
+    [score] = of_kind(driver.tokens("p0@0#0", 9, finish="stop"), ScoreResponse)
     assert (score.response.id, score.prompt, score.source) == ("p0@0#0", "p0", "train")
     driver.score("p0@0#0", 1.0)
     driver.score("p0@0#0", 0.0)

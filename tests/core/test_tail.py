@@ -6,7 +6,7 @@ from collections import Counter, deque
 import pytest
 
 from lightrl.core.backlog import Backlog, PutOff
-from lightrl.core.commands import CloseRound, Score
+from lightrl.core.commands import CloseRound, ScoreResponse
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.log_entries import SnapshotBegan, SnapshotEnded
 from lightrl.core.recovery import recover
@@ -210,7 +210,7 @@ def test_late_score_of_a_short_round_does_not_count_in_the_long_one():
     d.decode(lambda _: 1)
     d.next_step()
     assert (d.round.kind, d.held("p1@0#0").attempt) == ("long", 2)
-    [score] = of_kind(d.tokens("p1@0#0", 9, 9, finish="stop"), Score)
+    [score] = of_kind(d.tokens("p1@0#0", 9, 9, finish="stop"), ScoreResponse)
     assert score.response.attempt == 2
     d.score("p1@0#0", 0.0, attempt=1)
     assert (d.held("p1@0#0").scored, d.round.state) == (False, "running")

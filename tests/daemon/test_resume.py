@@ -132,7 +132,7 @@ def test_other_data_is_refused_in_one_line(tmp_path: Path):
             "".join(reversed((QUICKSTART / "train.jsonl").read_text().splitlines(True)))
         )
         other = {"data": {"path": str(shuffled)}}
-        with pytest.raises(DataError, match="these are not the prompts that the run began with"):
+        with pytest.raises(DataError, match="the prompts differ from those the run started with"):
             async with a_run(tmp_path, resume=True, **SLOW, **other):
                 pass
 

@@ -144,7 +144,7 @@ def test_a_coordinator_ends_in_order_and_hashes_and_saves_what_it_can(tmp_path: 
     saved = SavedHistory(tmp_path, History(), lines.append)
     saved.append([])
     assert lines == [
-        f"WARNING: history.bin: given up ({NO_THREAD}): a resumed run has less to draft from",
+        f"WARNING: history.bin: given up ({NO_THREAD}): a resumed run will draft less",
     ]
     asyncio.run(Histories(History(), saved).close())
     records = Records("run", str(tmp_path), "head", "", 1, 10)

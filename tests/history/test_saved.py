@@ -157,7 +157,10 @@ def test_on_a_full_disk_it_is_left_out_with_one_line(tmp_path):
         saved.append([answered("a", epoch)])
     saved.close()
     assert told == [
-        "WARNING: history.bin: cannot write (No space left on device); left out until it can be"
+        (
+            "WARNING: history.bin: cannot write (No space left on device); skipping records "
+            "until it can"
+        )
     ]
     assert len(history.of("a")) == 2
 
@@ -176,7 +179,7 @@ def test_where_it_cannot_be_written_anew_it_is_given_up_with_one_line(tmp_path, 
         history.learn([answered("a", epoch)])
         saved.append([answered("a", epoch)])
     saved.close()
-    assert told == [f"WARNING: history.bin: given up ({why}): a resumed run has less to draft from"]
+    assert told == [f"WARNING: history.bin: given up ({why}): a resumed run will draft less"]
     [known], told = recall(tmp_path)  # what was written before
     assert known.epoch < 8
     assert not told
@@ -204,7 +207,10 @@ saved.close()
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == [
-        "WARNING: history.bin: cannot write (No space left on device); left out until it can be"
+        (
+            "WARNING: history.bin: cannot write (No space left on device); skipping records "
+            "until it can"
+        )
     ]
     known, told = recall(tmp_path)
     assert [a.prompt for a in known] == ["a", "b"]

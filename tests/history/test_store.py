@@ -190,7 +190,7 @@ def test_lengths_on_a_disk_that_refuses_are_left_out_with_a_warning(tmp_path):
     log.write(closed(1, "b"))
     log.close()
     assert told == [
-        "WARNING: lengths.jsonl: rounds from step 1 on will be there twice (Is a directory)"
+        "WARNING: lengths.jsonl: rounds from step 1 on will appear twice (Is a directory)"
     ]
     lines = (tmp_path / "lengths.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 1]

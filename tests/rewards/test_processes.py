@@ -222,7 +222,7 @@ def test_a_command_that_does_not_exist_is_one_line_before_the_run_begins(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(["up", str(QUICKSTART), 'reward.command=["no-such-sandbox", "--net"]'])
-    line = "lightrl: reward.command = 'no-such-sandbox': there is no such program here\n"
+    line = "lightrl: reward.command = 'no-such-sandbox': no such program on this machine\n"
     assert capsys.readouterr().err == line
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,7 @@ import pytest
 from lightrl import config
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
-from lightrl.rewards.runner import RewardPool, RewardResult, _Worker
+from lightrl.rewards.runner import RewardPool, RewardResult, _WorkerProcess
 from tests.support.reward_pool import LIMIT_S, job, run_jobs
 
 MISBEHAVE = """
@@ -166,7 +166,7 @@ def test_a_job_whose_answer_came_before_the_kill_is_not_blamed(model_files, tmp_
     setup = worker.Setup(("exact_match",), (1.0,), str(model_files), "answer", 1.0)
 
     async def blamed() -> list[RewardResult]:
-        w = _Worker(config.Reward(), setup, "reward-0", tmp_path / "reward-0.log")
+        w = _WorkerProcess(config.Reward(), setup, "reward-0", tmp_path / "reward-0.log")
         w._timed_out = 0
         return w.failures()
 

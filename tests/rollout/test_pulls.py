@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from lightrl.messages import Manifest, Message, PublishWeights, WeightsFailed, WeightsReady
-from lightrl.rollout.agent import Rollout
+from lightrl.rollout.agent import RolloutAgent
 from lightrl.tickets import pull_ticket
 from lightrl.weights.request import DATA, Request
 from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config
@@ -24,7 +24,9 @@ class Pulling:
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         config, model_dir = make_config(tmp_path), QUICKSTART / "model"
         places = (model_dir, self.scratch, None)
-        self.rollout = Rollout("a", config, 4, *places, "tcp://127.0.0.1:1", self.said.put_nowait)
+        self.rollout = RolloutAgent(
+            "a", config, 4, *places, "tcp://127.0.0.1:1", self.said.put_nowait
+        )
 
     def offer(self, manifest: Manifest, holder: str) -> None:
         ticket = pull_ticket(SECRET, "a", manifest.policy_version)

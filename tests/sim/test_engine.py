@@ -6,15 +6,15 @@ from collections import deque
 import pytest
 
 from lightrl.errors import SimError
-from lightrl.sim.engine import Attempt, Engine
-from lightrl.sim.engine_profile import EngineProfile, Speculation
+from lightrl.sim.engine import Attempt, SimEngine
+from lightrl.sim.engine_profile import EngineProfile, SimSpeculation
 
 
 def attempt(k: int, final: int, held: int = 0, prompt: int = 10) -> Attempt:
     return Attempt(f"r{k}", 1, f"p{k}", prompt, held, final, truncated=False)
 
 
-def run(engine: Engine) -> tuple[dict[str, float], dict[str, int], float]:
+def run(engine: SimEngine) -> tuple[dict[str, float], dict[str, int], float]:
     """When each response left the engine, tokens sent of each, and when nothing ran any more."""
     left: dict[str, float] = {}
     sent: dict[str, int] = {}
@@ -76,7 +76,7 @@ def test_engine_finishes_what_a_loop_over_steps_finishes_at_the_same_times(
     profile = EngineProfile(0.01, 50, 2e-6, 1e-5, kv_tokens)
     lengths = [rng.randint(1, 300) for _ in range(rng.randint(1, 30))]
     slots = rng.choice([4, 40])
-    engine = Engine(profile, slots, rng.choice([1, 16, 64]), 0.0)
+    engine = SimEngine(profile, slots, rng.choice([1, 16, 64]), 0.0)
     engine.add(0.0, [attempt(k, n) for k, n in enumerate(lengths)])
     left, sent, end = run(engine)
     expected = loop(profile, slots, lengths)
@@ -90,15 +90,15 @@ def test_engine_finishes_what_a_loop_over_steps_finishes_at_the_same_times(
 
 
 def test_a_lone_response_takes_what_the_profile_says():
-    profile = EngineProfile(speculation=Speculation())
-    engine = Engine(profile, 8, 16, 0.0)
+    profile = EngineProfile(speculation=SimSpeculation())
+    engine = SimEngine(profile, 8, 16, 0.0)
     engine.add(0.0, [attempt(0, 500)])
     _, _, end = run(engine)
     assert end == pytest.approx(profile.alone_s(10, 500) + 10 * profile.prefill_s)
 
 
 def test_aborting_makes_room_and_loses_only_what_was_not_sent():
-    engine = Engine(EngineProfile(), 1, 16, 0.0)
+    engine = SimEngine(EngineProfile(), 1, 16, 0.0)
     engine.add(0.0, [attempt(0, 1000), attempt(1, 50)])
     engine.step(engine.next_at)
     engine.abort(1.0, "r0", 2)  # of another attempt
@@ -111,7 +111,7 @@ def test_aborting_makes_room_and_loses_only_what_was_not_sent():
 
 
 def test_giving_up_sends_everything_first():
-    engine = Engine(EngineProfile(), 1, 16, 0.0)
+    engine = SimEngine(EngineProfile(), 1, 16, 0.0)
     engine.add(0.0, [attempt(0, 1000), attempt(1, 50, held=7)])
     deltas = engine.give_up(1.0)
     assert [(d.response, d.finished) for d in deltas] == [
@@ -128,7 +128,7 @@ def test_giving_up_sends_everything_first():
 def test_speculation_stops_paying_with_large_batches_and_never_costs():
     plain, drafted = (
         EngineProfile(),
-        EngineProfile(speculation=Speculation(acceptance=0.7, verify_cost=0.8)),
+        EngineProfile(speculation=SimSpeculation(acceptance=0.7, verify_cost=0.8)),
     )
     gains = []
     for batch in (1, 8, 64, 512):
@@ -137,11 +137,11 @@ def test_speculation_stops_paying_with_large_batches_and_never_costs():
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 2
     assert gains[-1] >= 1
-    assert Speculation(acceptance=0.5).tokens_per_forward(1) == 1.5
+    assert SimSpeculation(acceptance=0.5).tokens_per_forward(1) == 1.5
 
 
 def test_a_profile_that_cannot_be_is_refused():
     with pytest.raises(SimError, match="positive"):
         EngineProfile(step_s=-1.0)
     with pytest.raises(SimError, match="acceptance"):
-        Speculation(acceptance=1.0)
+        SimSpeculation(acceptance=1.0)

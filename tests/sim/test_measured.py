@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from lightrl.cli import main
-from lightrl.sim.engine_profile import Speculation
+from lightrl.sim.engine_profile import SimSpeculation
 from lightrl.sim.measured import chance
 from lightrl.sim.scenario import Scenario, find_scenario
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
-ASSUMED = Speculation()
+ASSUMED = SimSpeculation()
 
 
 def write_run(folder: Path, epochs: list[set[int]], records: Sequence[object]) -> Path:
@@ -53,7 +53,7 @@ def found(folder: Path) -> Scenario:
 def test_the_chance_of_one_token_is_found_from_what_whole_windows_brought(
     acceptance: float, window: int
 ):
-    tokens = Speculation(acceptance=acceptance).tokens_per_forward(window)
+    tokens = SimSpeculation(acceptance=acceptance).tokens_per_forward(window)
     assert chance((tokens - 1) / window, tokens) == pytest.approx(acceptance, rel=1e-6)
 
 
@@ -61,12 +61,12 @@ def test_the_chance_of_one_token_is_found_from_what_whole_windows_brought(
     ("acceptance", "tokens"), [(0.0, 1.0), (1.0, 9.0), (1.0, 1.0), (0.2, 1.001)]
 )
 def test_the_chance_is_one_that_the_model_can_have(acceptance: float, tokens: float):
-    assert acceptance - 0.02 <= Speculation(acceptance=chance(acceptance, tokens)).acceptance < 1
+    assert acceptance - 0.02 <= SimSpeculation(acceptance=chance(acceptance, tokens)).acceptance < 1
 
 
 def test_steps_of_the_first_epoch_and_later_ones_are_measured_apart(tmp_path: Path):
-    first = Speculation(acceptance=0.3).tokens_per_forward(4)
-    later = Speculation(acceptance=0.8).tokens_per_forward(8)
+    first = SimSpeculation(acceptance=0.3).tokens_per_forward(4)
+    later = SimSpeculation(acceptance=0.8).tokens_per_forward(8)
     records = [
         record(0, (first - 1) / 4, first),
         record(1, 0.99, 30.0),
@@ -89,7 +89,7 @@ def test_what_a_run_does_not_say_stays_assumed(tmp_path: Path):
     scenario = found(
         write_run(tmp_path, [{0}, {1}], [record(0, 0.5, 1.4), {"step": 2.0, "loss/policy": 0.1}])
     )
-    assert scenario.speculation == Speculation(first_acceptance=0.5)
+    assert scenario.speculation == SimSpeculation(first_acceptance=0.5)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lightrl.cli import main
 from lightrl.core.settings import Tail
 from lightrl.sim.calibration.published import ETA, PERIOD, STUDIES
 from lightrl.sim.calibration.report import as_json, tables
-from lightrl.sim.calibration.reproduce import Check, Job, Reproduction, Rival, play, systems
+from lightrl.sim.calibration.reproduce import Check, Reproduction, Rival, Setting, play, systems
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
 from lightrl.sim.world import World
@@ -24,13 +24,13 @@ NO_RACE, RACE = "prompts x 1, responses x 1", "prompts x 1.25, responses x 1.25"
 
 def test_rounds_without_a_race_take_as_long_as_published():
     row = replace(systems(SHORT_STUDY.bars)[NO_RACE], rounds=2)
-    rounds = play(Job(SHORT_STUDY.workload, row, seed=0)).figures.kinds["plain"]
+    rounds = play(Setting(SHORT_STUDY.workload, row, seed=0)).figures.kinds["plain"]
     assert rounds.rollout_s == pytest.approx(BARS[NO_RACE].rollout_s, rel=0.15)
 
 
 def test_tail_batching_has_its_period_and_its_gain():
     row = replace(systems(SHORT_STUDY.bars)[RACE], rounds=len(PERIOD))
-    played = play(Job(SHORT_STUDY.workload, row, seed=0))
+    played = play(Setting(SHORT_STUDY.workload, row, seed=0))
     assert played.kinds == PERIOD
     kinds = played.figures.kinds
     mean_s = fmean([kinds["short"].rollout_s] * 4 + [kinds["long"].rollout_s])

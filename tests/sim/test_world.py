@@ -113,7 +113,7 @@ def test_an_engine_that_starts_late_does_not_join_a_machine_that_is_gone():
 
 
 def test_a_fleet_that_is_gone_for_good_is_said():
-    with pytest.raises(SimError, match="stands still at step 0 of 4"):
+    with pytest.raises(SimError, match="is stuck at step 0 of 4"):
         world(fleet=[], trace=(TraceEvent(0, "a", True), TraceEvent(2, "a", False))).run()
     with pytest.raises(SimError, match="needs nodes"):
         world(fleet=[])

@@ -37,7 +37,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     assert not file.append(b"a\n")
     assert not file.append(b"b\n")
     assert told == [
-        "WARNING: records: cannot write (No space left on device); left out until it can be"
+        "WARNING: records: cannot write (No space left on device); skipping records until it can"
     ]
     file.close()
 

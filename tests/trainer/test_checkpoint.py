@@ -267,7 +267,7 @@ def test_the_newest_sound_checkpoint_is_found_and_damaged_ones_are_moved_aside(t
     assert newest_sound(tmp_path, absent, lines.append) == tmp_path / "step_2"
     assert "step_4: trainer.json: gone; moved aside" in lines[-1]
     assert newest_sound(tmp_path, lambda path: "bad", lines.append) is None
-    assert lines[-1].endswith("step_2: bad; moved aside as step_2.damaged, no other one is left")
+    assert lines[-1].endswith("step_2: bad; moved aside as step_2.damaged, there is no older one")
     assert oldest_kept(tmp_path, 0, 2) == 0
 
 

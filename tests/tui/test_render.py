@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from lightrl.launch.report import status_lines
-from lightrl.messages import NodeRow, Sample, Snapshot, TailRow
+from lightrl.messages import NodeRow, SampleText, Snapshot, TailRow
 from lightrl.metrics.display import (
     bar,
     columns,
@@ -74,8 +74,8 @@ RUNNING = Snapshot(
     counters={"reward_failures": 2, "nodes_lost": 0},
     events=((1.0, "rollout-0 joined"), (66.0, "step 40 done")),
     samples=(
-        Sample("p4@0#3", "87%7=", "80,73,66", 1.0, 36, 41),
-        Sample("p5@0#1", "39%3=", "36,33\x1b[2Jbad", None, 9, 41),
+        SampleText("p4@0#3", "87%7=", "80,73,66", 1.0, 36, 41),
+        SampleText("p5@0#1", "39%3=", "36,33\x1b[2Jbad", None, 9, 41),
     ),
 )
 FINISHED = replace(RUNNING, state="finished", step=100, round_kind="")
@@ -254,7 +254,7 @@ def test_names_and_states_that_others_have_said_neither_colour_nor_move_anything
         nodes=rows,
         events=((1.0, evil),),
         counters={evil: 3},
-        samples=(Sample(evil, evil, evil, 1.0, 1, 1),),
+        samples=(SampleText(evil, evil, evil, 1.0, 1, 1),),
         tail=TailRow(evil, 1, 1, 1, 1.0, 1.0, 1.0, 1.0),
     )
     console = Console(

@@ -77,7 +77,7 @@ EXAMPLES: list[m.Message] = [
         metrics={"lr": 1e-4},
         counters={"nodes_lost": 1},
         events=((0.5, "hello"),),
-        samples=(m.Sample("r", "p", "t", None, 3, 1),),
+        samples=(m.SampleText("r", "p", "t", None, 3, 1),),
     ),
 ]
 

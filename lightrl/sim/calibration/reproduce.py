@@ -70,7 +70,7 @@ class System:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Setting:
     workload: str
     system: System
     seed: int
@@ -166,7 +166,7 @@ def _bar(bar: Bar) -> System:
     return System(bar.name, tail, replace(_LATE, surplus_ends=True), rounds, rewards=False)
 
 
-def play(job: Job) -> Played:
+def play(job: Setting) -> Played:
     """Simulates one row."""
     system, scenario = job.system, PRESETS[job.workload]()
     workload = scenario.workload
@@ -223,7 +223,7 @@ def reproduce(
     those."""
     studies = list(studies)
     jobs = [
-        Job(study.workload, system, seed)
+        Setting(study.workload, system, seed)
         for study in studies
         for system in systems(study.bars).values()
         for seed in (seeds[:1] if system.epochs else seeds)

@@ -559,7 +559,7 @@ MUTATIONS = [
     ),
     Mutation(
         "parts of a peer that has gone are kept",
-        "transport/hub.py",
+        "transport/router.py",
         "for identity in [i for i, (connection, _) in self._partial.items() if connection in gone]:",
         "for identity in ():",
         tests=("tests/transport/test_link.py::test_parts_of_a_peer_are_bounded_and_go_with_it",),
@@ -573,7 +573,7 @@ MUTATIONS = [
     ),
     Mutation(
         "peer that comes back is declared lost",
-        "transport/hub.py",
+        "transport/router.py",
         "self._unheard.pop(peer, None)",
         "pass",
         tests=(
@@ -583,7 +583,7 @@ MUTATIONS = [
     Mutation(
         "peer that cannot be reached is lost before it is heard out",
         "coordinator/peers.py",
-        "            self._hub.hear_out(peer)",
+        "            self._router.hear_out(peer)",
         "            self._lost(node)",
         tests=(
             "tests/daemon/test_goodbyes.py::test_nodes_that_said_goodbye_have_left_although_they_cannot_be_reached",
@@ -682,7 +682,7 @@ MUTATIONS = [
     ),
     Mutation(
         "join key may say everything",
-        "transport/hub.py",
+        "transport/router.py",
         "if access is not Access.FULL:",
         "if False:",
         tests=(

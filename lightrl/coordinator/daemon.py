@@ -1,6 +1,6 @@
 """The coordinator role of a daemon: feeds events to the core and carries out its commands.
 
-Owns the hub, the reward pool and the run's files. Decides nothing: what happens next is said in
+Owns the router, the reward pool and the run's files. Decides nothing: what happens next is said in
 core/coordinator.py, what is on the disk in `journaling`.
 """
 
@@ -68,7 +68,7 @@ from lightrl.metrics.rounds import Records
 from lightrl.metrics.sinks import MetricsLog
 from lightrl.rewards.runner import RewardPool
 from lightrl.system.output import plain
-from lightrl.transport.hub import Hub, Peer
+from lightrl.transport.router import Peer, Router
 from lightrl.weights.scratch import scratch_dir
 from lightrl.wire import to_json
 
@@ -97,8 +97,10 @@ class CoordinatorDaemon:
         """
         self._config = config
         self._run_dir = run_dir
-        self._hub = Hub((run_files.old_address(run_dir) if resume else "") or config.run.bind, key)
-        self.address = self._hub.address
+        self._router = Router(
+            (run_files.old_address(run_dir) if resume else "") or config.run.bind, key
+        )
+        self.address = self._router.address
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
         self._prompts = Prompts(config)
         self._core = Coordinator(self._prompts.settings, time.monotonic())
@@ -126,11 +128,11 @@ class CoordinatorDaemon:
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers = Watchers(self._send_snapshot)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
-        self._descriptors = Descriptors(self._report, self._hub.num_connections)
+        self._descriptors = Descriptors(self._report, self._router.num_connections)
         self._peers = self._admission(name)
         self._inbound = Inbound(
             config.run.name,
-            self._hub,
+            self._router,
             self._core,
             self._peers,
             self._watchers,
@@ -143,7 +145,7 @@ class CoordinatorDaemon:
 
     def _admission(self, name: str) -> Peers:
         return Peers(
-            self._hub,
+            self._router,
             self._core.fleet,
             self._descriptors,
             name,
@@ -208,7 +210,7 @@ class CoordinatorDaemon:
                 await self._journaling.close()
                 self._metrics.close()
                 self._lengths.close()
-                self._hub.close()
+                self._router.close()
                 await self._histories.close()
 
     def _recover(self) -> list[Command]:

@@ -29,7 +29,7 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.metrics.rounds import Records
-from lightrl.transport.hub import Hub, Peer
+from lightrl.transport.router import Peer, Router
 from lightrl.transport.validate import as_event
 
 MAX_TURN_S = 0.05  # of messages that are dealt with before other tasks get their turn
@@ -39,7 +39,7 @@ class Inbound:
     def __init__(
         self,
         run: str,
-        hub: Hub,
+        router: Router,
         core: Coordinator,
         peers: Peers,
         watchers: Watchers,
@@ -50,7 +50,7 @@ class Inbound:
         feed: Callable[[Event], None],
     ) -> None:
         self._hello_again = Welcome(run, refused=REJOIN)
-        self._hub = hub
+        self._router = router
         self._core = core
         self._peers = peers
         self._watchers = watchers
@@ -64,7 +64,7 @@ class Inbound:
         """Until cancelled. Watchers are served in `tasks`."""
         while True:
             turn_ends = time.monotonic() + MAX_TURN_S
-            for peer, message in await self._hub.receive():
+            for peer, message in await self._router.receive():
                 if time.monotonic() > turn_ends:
                     await asyncio.sleep(0)
                     turn_ends = time.monotonic() + MAX_TURN_S

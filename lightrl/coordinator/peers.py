@@ -1,5 +1,5 @@
-"""The processes at the other end of the hub: which of them speaks for which node, and what is said
-to each.
+"""The processes at the other end of the router: which of them speaks for which node, and what is
+said to each.
 
 Owns the names: who may take one, who has it, who cannot be reached under it. What is said is
 decided by the core; what is heard is dealt with in inbound.py.
@@ -12,14 +12,14 @@ from lightrl.core.fleet import Fleet
 from lightrl.errors import PeerUnreachable
 from lightrl.keys import Access
 from lightrl.messages import TAKEN, Heartbeat, Hello, Message, Welcome
-from lightrl.transport.hub import Hub, Peer
+from lightrl.transport.router import Peer, Router
 from lightrl.transport.validate import why_unwelcome
 
 
 class Peers:
     def __init__(
         self,
-        hub: Hub,
+        router: Router,
         fleet: Fleet,
         descriptors: Descriptors,
         head: str,
@@ -29,7 +29,7 @@ class Peers:
     ) -> None:
         """`head` is the name of the coordinator's own node; `lost` is called with a node of the
         fleet for which nobody speaks any more."""
-        self._hub = hub
+        self._router = router
         self._fleet = fleet
         self._descriptors = descriptors
         self._head = head
@@ -66,12 +66,12 @@ class Peers:
             if node in self._fleet.nodes:
                 self._lost(node)
         elif not self.tell(peer, message):
-            self._hub.hear_out(peer)
+            self._router.hear_out(peer)
 
     def tell(self, peer: Peer, message: Message) -> bool:
         """Whether there is such a peer."""
         try:
-            self._hub.send(peer, message)
+            self._router.send(peer, message)
         except PeerUnreachable:
             return False
         return True

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from lightrl.transport.hub import Peer
+from lightrl.transport.router import Peer
 
 MIN_PERIOD_S = 0.1  # between two snapshots to one watcher
 LEASE_S = 10.0

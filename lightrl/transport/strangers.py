@@ -1,4 +1,4 @@
-"""Connections to the hub that have not proved yet that they have a key: how many there may be.
+"""Connections to the router that have not proved yet that they have a key: how many there may be.
 
 ZeroMQ accepts whoever connects, and keeps a descriptor and a frame's worth of memory for each until
 its handshake ends or has taken too long. Whoever is one too many has its connection shut: the
@@ -203,7 +203,7 @@ class Strangers:
             sock = socket.socket(fileno=self._spare)
             try:
                 if sock.getsockname()[1] != self._port:
-                    raise OSError("not a connection of this hub")
+                    raise OSError("not a connection of this router")
                 yield sock
             finally:
                 sock.detach()

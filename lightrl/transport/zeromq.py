@@ -1,5 +1,5 @@
-"""ZeroMQ, and all that must be known of it, for both ends: the coordinator's ROUTER (hub.py) and a
-node's DEALER (link.py). Owns how their sockets are set up, closed and waited for.
+"""ZeroMQ, and all that must be known of it, for both ends: the coordinator's ROUTER (router.py) and
+a node's DEALER (link.py). Owns how their sockets are set up, closed and waited for.
 
 - A default ROUTER drops silently for unknown peers and full pipes: ROUTER_MANDATORY. What is
   outstanding is bounded by the core's credit, but for the answers to what a peer says: who does not
@@ -12,7 +12,7 @@ node's DEALER (link.py). Owns how their sockets are set up, closed and waited fo
 - Two daemons of one name would steal each other's connection: an identity is a name and a process.
   Who knew an identity could take its connection over (ROUTER_HANDOVER): its second half is random,
   and as hard to guess as a key.
-- All connections are CURVE: the key pairs follow from the keys of the run. A hub closes the
+- All connections are CURVE: the key pairs follow from the keys of the run. A router closes the
   connection of whoever has another one without a word, so all that a link sees is that the
   handshake failed.
 - Which key a connection has proved comes with each of its messages, as ZeroMQ's own metadata.

@@ -23,7 +23,7 @@ from lightrl.launch.report import exported_model
 from lightrl.messages import Message, NodeRow, Snapshot, Watch
 from lightrl.run_file import load_config
 from lightrl.system.addresses import host_and_port
-from lightrl.transport.hub import Hub
+from lightrl.transport.router import Router
 from lightrl.wire import to_json
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
@@ -394,14 +394,14 @@ def answering(snapshot: Snapshot) -> Iterator[tuple[str, list[Message]]]:
 
     async def serve() -> None:
         nonlocal address
-        hub = Hub("tcp://127.0.0.1:*", KEY)
-        address = hub.address
+        router = Router("tcp://127.0.0.1:*", KEY)
+        address = router.address
         listens.set()
-        with contextlib.closing(hub):
+        with contextlib.closing(router):
             while True:
-                for peer, message in await hub.receive():
+                for peer, message in await router.receive():
                     if isinstance(message, Watch):
-                        hub.send(peer, snapshot)
+                        router.send(peer, snapshot)
                     elif not isinstance(message, ProtocolError):
                         told.append(message)
 

@@ -17,7 +17,7 @@ from lightrl.keys import new_key, write_key
 from lightrl.messages import Hello, Snapshot, Welcome
 from lightrl.model_files import load_tokenizer
 from lightrl.system.output import plain
-from lightrl.transport.hub import Hub
+from lightrl.transport.router import Router
 from tests.cli.test_cli import answering, complaint, lightrl, made_run
 from tests.support.cli import DEADLINE_S, QUICKSTART, arguments
 
@@ -79,18 +79,18 @@ def test_a_model_directory_with_escapes_in_it_is_one_plain_line(capsys, tmp_path
 def test_a_refusal_with_escapes_is_one_plain_line(tmp_path):
     write_key(tmp_path / "key", key := new_key())
 
-    async def refuse(hub: Hub) -> None:
+    async def refuse(router: Router) -> None:
         while True:
-            for peer, message in await hub.receive():
+            for peer, message in await router.receive():
                 if isinstance(message, Hello):
-                    hub.send(peer, Welcome("r", refused=f"go away\n{EVIL}"))
+                    router.send(peer, Welcome("r", refused=f"go away\n{EVIL}"))
 
     async def scenario() -> str:
-        hub = Hub("tcp://127.0.0.1:*", key)
+        router = Router("tcp://127.0.0.1:*", key)
         pipe = asyncio.subprocess.PIPE
-        refusing = asyncio.create_task(refuse(hub))
+        refusing = asyncio.create_task(refuse(router))
         process = await asyncio.create_subprocess_exec(
-            *arguments("up", "--join", hub.address, "--key", "key"),
+            *arguments("up", "--join", router.address, "--key", "key"),
             cwd=tmp_path,
             stdout=pipe,
             stderr=pipe,
@@ -102,7 +102,7 @@ def test_a_refusal_with_escapes_is_one_plain_line(tmp_path):
             if process.returncode is None:
                 process.kill()
             refusing.cancel()
-            hub.close()
+            router.close()
         return said.decode()
 
     assert (

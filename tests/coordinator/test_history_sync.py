@@ -41,7 +41,7 @@ from lightrl.transport.link import Link
 from lightrl.transport.validate import check_bounds
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES, pack_f32, pack_i32
 from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, a_run
-from tests.support.hubs import until
+from tests.support.routers import until
 
 HELLO = Hello("a", 1, ("rollout",), PROTOCOL, pid=1, host="h")
 

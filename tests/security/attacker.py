@@ -18,8 +18,8 @@ from lightrl.errors import ProtocolError
 from lightrl.keys import new_key, read_key
 from lightrl.messages import PROTOCOL, Drain, Heartbeat, Hello, Snapshot, Watch
 from lightrl.system.addresses import host_and_port
-from lightrl.transport.hub import Hub
 from lightrl.transport.link import Link
+from lightrl.transport.router import Router
 from lightrl.weights.request import MAGIC, REQUEST
 from lightrl.wire import MESSAGES
 from tests.security import garbage
@@ -175,18 +175,18 @@ def puller(holder: str, rng: random.Random, count: int) -> int:
 
 async def coordinator(rng: random.Random, count: int, key: str) -> int:
     """A coordinator that sends garbage to a node's end: messages come out, or ProtocolErrors."""
-    hub = Hub("tcp://127.0.0.1:*", key)
-    link = await Link.connect(hub.address, "node", key)
+    router = Router("tcp://127.0.0.1:*", key)
+    link = await Link.connect(router.address, "node", key)
     link.send(Heartbeat())
-    [(peer, _)] = await hub.receive()
+    [(peer, _)] = await router.receive()
     for sent in range(count):
-        hub._sock.send_multipart([peer.identity.encode(), garbage.frame(rng)])
+        router._sock.send_multipart([peer.identity.encode(), garbage.frame(rng)])
         if sent % 100 == 0:
-            hub.send(peer, Drain("end"))
+            router.send(peer, Drain("end"))
             with contextlib.suppress(ProtocolError):
                 await link.receive()
     link.close()
-    hub.close()
+    router.close()
     return count
 
 

@@ -17,8 +17,8 @@ from lightrl.daemon.admission import MAX_FILES_BYTES, config_of, write_model_fil
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.keys import new_key
 from lightrl.system.addresses import host_and_port, join_address
-from lightrl.transport.hub import Hub
 from lightrl.transport.link import Link
+from lightrl.transport.router import Router
 from lightrl.transport.validate import check_bounds
 from lightrl.transport.zeromq import HANDSHAKE_MS
 from lightrl.weights.manifest import digest_version, verify
@@ -94,19 +94,19 @@ def test_garbage_that_decodes_is_sane_or_a_protocol_error():
 def test_bad_frame_reaches_the_coordinator_as_an_error_with_its_sender():
     async def scenario() -> None:
         key = new_key()
-        hub = Hub("tcp://127.0.0.1:*", key)
-        node = await Link.connect(hub.address, "n", key)
+        router = Router("tcp://127.0.0.1:*", key)
+        node = await Link.connect(router.address, "n", key)
         node.send(m.Watch(float("inf")))
         node.send(m.Watch(1.0))
         received: list[tuple[str, m.Message | ProtocolError]] = []
         async with asyncio.timeout(20):
             while len(received) < 2:
-                received += await hub.receive()
+                received += await router.receive()
         (sender, error), (other, message) = received
         assert isinstance(error, ProtocolError)
         assert (sender, message) == (other, m.Watch(1.0))
         node.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -116,8 +116,8 @@ def test_stranger_who_announces_a_huge_frame_is_cut_off(size: int):
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
     async def scenario() -> None:
-        hub = Hub("tcp://127.0.0.1:*", new_key())
-        sock = socket.create_connection(host_and_port(hub.address), 20)
+        router = Router("tcp://127.0.0.1:*", new_key())
+        sock = socket.create_connection(host_and_port(router.address), 20)
         sock.settimeout(HANDSHAKE_MS / 2000)  # not only when its time is up
 
         def talk() -> None:
@@ -130,7 +130,7 @@ def test_stranger_who_announces_a_huge_frame_is_cut_off(size: int):
 
         await asyncio.to_thread(talk)
         sock.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 

@@ -23,7 +23,7 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.model_files import model_files
-from lightrl.transport.hub import Hub
+from lightrl.transport.router import Router
 from lightrl.wire import MESSAGES
 from tests.daemon.test_runs import require_exact
 from tests.security import garbage
@@ -53,12 +53,12 @@ def test_garbage_at_every_socket_changes_nothing(tmp_path: Path):
             gc.collect()
             before = resident_bytes()
             run.trainer.may_publish.clear()  # the run shall not be over before the attack is
-            hub, key = run.head.address, str(run.key_file)
+            router, key = run.head.address, str(run.key_file)
             sent = await asyncio.gather(
-                attack("stranger", hub, 1, 12_000),
-                attack("wrong_key", hub, 2, 6_000),
-                attack("insider", hub, 3, 82_000, key),
-                attack("insider", hub, 4, 82_000, key),
+                attack("stranger", router, 1, 12_000),
+                attack("wrong_key", router, 2, 6_000),
+                attack("insider", router, 3, 82_000, key),
+                attack("insider", router, 4, 82_000, key),
                 attack("puller", run.trainer.holder, 5, 5_000),
                 attack("coordinator", "-", 6, 20_000, key),
                 steps_go_on(run),
@@ -83,11 +83,11 @@ def test_node_of_a_mad_coordinator_ends_in_one_line_or_lives_on(tmp_path: Path, 
 
     async def scenario() -> None:
         key = write_key(tmp_path / "key")
-        hub = Hub("tcp://127.0.0.1:*", key)
-        nodes = [await a_node(tmp_path, hub.address, f"n{k}") for k in range(2)]
+        router = Router("tcp://127.0.0.1:*", key)
+        nodes = [await a_node(tmp_path, router.address, f"n{k}") for k in range(2)]
         rng, config = random.Random(8), make_config(tmp_path)
         welcome = Welcome("r", config.model_dump_json(), model_files(config.model.path))
-        answering = asyncio.create_task(answer_madly(hub, rng, what, welcome))
+        answering = asyncio.create_task(answer_madly(router, rng, what, welcome))
         async with asyncio.timeout(DEADLINE_S):
             for node in nodes:
                 out = (await node.communicate())[0].decode()
@@ -97,7 +97,7 @@ def test_node_of_a_mad_coordinator_ends_in_one_line_or_lives_on(tmp_path: Path, 
                     "lightrl: "
                 ), out
         answering.cancel()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -110,7 +110,7 @@ async def a_node(folder: Path, address: str, name: str) -> asyncio.subprocess.Pr
     )
 
 
-async def answer_madly(hub: Hub, rng: random.Random, what: str, welcome: Welcome) -> None:
+async def answer_madly(router: Router, rng: random.Random, what: str, welcome: Welcome) -> None:
     """To every hello a welcome, either one that is strange or a good one and strange orders; then:
     leave."""
     orders = [
@@ -119,7 +119,7 @@ async def answer_madly(hub: Hub, rng: random.Random, what: str, welcome: Welcome
         if isinstance(e, Generate | Abort | PublishWeights | TrainShard | Heartbeat)
     ]
     while True:
-        for peer, message in await hub.receive():
+        for peer, message in await router.receive():
             if not isinstance(message, Hello):
                 continue
             sent: list[bytes] = []
@@ -132,7 +132,7 @@ async def answer_madly(hub: Hub, rng: random.Random, what: str, welcome: Welcome
             sent.append(MESSAGES.encode(Drain(message.node)))
             for frame in sent:
                 with contextlib.suppress(zmq.ZMQError):
-                    hub._send_frames([peer.identity.encode(), frame])
+                    router._send_frames([peer.identity.encode(), frame])
 
 
 def decodes(frame: bytes) -> bool:

@@ -53,8 +53,8 @@ from lightrl.messages import (
     WeightsReady,
     Welcome,
 )
-from lightrl.transport.hub import MAX_WELCOMES, Hub
 from lightrl.transport.link import Link
+from lightrl.transport.router import MAX_WELCOMES, Router
 from lightrl.transport.zap import DOORKEEPER
 from lightrl.wire import from_json
 from tests.support.daemons import DEADLINE_S, Running, a_run
@@ -125,16 +125,16 @@ def test_each_message_says_what_its_connection_has_proved():
 
     async def scenario() -> None:
         key = new_key()
-        hub = Hub(ANY, key)
+        router = Router(ANY, key)
         async with asyncio.timeout(DEADLINE_S):
             for k, access in ((key, Access.FULL), (join_key(key), Access.JOIN), (key, Access.FULL)):
-                link = Link(hub.address, "trainer/1", k)
+                link = Link(router.address, "trainer/1", k)
                 link.send(Heartbeat())
-                [(peer, message)] = await hub.receive()
+                [(peer, message)] = await router.receive()
                 assert (peer.identity, peer.name, peer.access) == ("trainer/1", "trainer", access)
                 assert message == Heartbeat()
                 link.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -142,18 +142,18 @@ def test_each_message_says_what_its_connection_has_proved():
 def test_nobody_can_guess_under_which_identity_another_one_is_connected():
     async def scenario() -> None:
         key = new_key()
-        hub = Hub(ANY, key)
+        router = Router(ANY, key)
         seen: set[str] = set()
         async with asyncio.timeout(DEADLINE_S):
             for _ in range(3):
-                link = await Link.connect(hub.address, "n", key)
+                link = await Link.connect(router.address, "n", key)
                 link.send(Heartbeat())
-                [(peer, _)] = await hub.receive()
+                [(peer, _)] = await router.receive()
                 seen.add(peer.identity.removeprefix("n/"))
                 link.close()
         assert len(seen) == 3
         assert all(len(bytes.fromhex(s)) >= 16 for s in seen)
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -163,7 +163,7 @@ def test_nobody_can_pose_as_the_coordinator_with_join():
         key = new_key()
         join = join_key(key)
         with pytest.raises(ConfigError, match="a coordinator needs"):
-            Hub(ANY, join)
+            Router(ANY, join)
         false = zmq.Context.instance().socket(zmq.ROUTER)  # with the only secret that `join` holds
         false.set(zmq.LINGER, 0)
         false.set(zmq.CURVE_SERVER, 1)

@@ -26,8 +26,8 @@ from lightrl.keys import (
 from lightrl.messages import Drain, Heartbeat, ResponseTokens, TokenChunk, Watch
 from lightrl.tickets import pull_ticket
 from lightrl.transport import link, zeromq
-from lightrl.transport.hub import Hub
 from lightrl.transport.link import Link
+from lightrl.transport.router import Router
 from lightrl.wire import MESSAGES
 from tests.support.daemons import Proxy
 
@@ -99,18 +99,18 @@ def test_ticket_differs_for_every_secret_node_and_version():
 def test_messages_pass_between_those_who_have_the_key():
     async def scenario() -> None:
         key = new_key()
-        hub = Hub(ANY, key)
-        node = await Link.connect(hub.address, "n", key)
+        router = Router(ANY, key)
+        node = await Link.connect(router.address, "n", key)
         async with asyncio.timeout(LIMIT_S):
             node.send(Heartbeat())
-            [(peer, message)] = await hub.receive()
+            [(peer, message)] = await router.receive()
             assert message == Heartbeat()
-            hub.send(peer, Drain("n"))
+            router.send(peer, Drain("n"))
             assert await node.receive() == [Drain("n")]
             while not node.is_up:  # noqa: ASYNC110 - libzmq says that beside, a little later perhaps
                 await asyncio.sleep(0)
         node.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -118,17 +118,17 @@ def test_messages_pass_between_those_who_have_the_key():
 def test_wrong_key_is_said_soon_and_nothing_of_what_was_sent_arrives():
     async def scenario() -> None:
         key = new_key()
-        hub = Hub(ANY, key)
-        right = await Link.connect(hub.address, "right", key)
+        router = Router(ANY, key)
+        right = await Link.connect(router.address, "right", key)
         start = time.monotonic()
         with pytest.raises(WrongKey, match="the key is not that of this run"):
-            await ask.drain(hub.address, "*", "stranger", new_key())
+            await ask.drain(router.address, "*", "stranger", new_key())
         assert time.monotonic() - start < 3.0
         async with asyncio.timeout(LIMIT_S):
             right.send(Heartbeat())
-            assert [m for _, m in await hub.receive()] == [Heartbeat()]
+            assert [m for _, m in await router.receive()] == [Heartbeat()]
         right.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -139,7 +139,7 @@ def test_half_a_key_does_not_do(how: str):
 
     async def scenario() -> None:
         key = new_key()
-        hub = Hub(ANY, key)
+        router = Router(ANY, key)
         sock = zmq.Context.instance().socket(zmq.DEALER)
         sock.set(zmq.LINGER, 0)
         if how != "plain":
@@ -150,21 +150,21 @@ def test_half_a_key_does_not_do(how: str):
             sock.set(zmq.CURVE_SECRETKEY, secret)
             sock.set(zmq.CURVE_SERVERKEY, z85.encode(coordinator_public_key(key)))
         monitor: zmq.Socket[bytes] = sock.get_monitor_socket(sum(link._FAILED_HANDSHAKES))
-        sock.connect(hub.address)
+        sock.connect(router.address)
         for _ in range(10):
             sock.send(MESSAGES.encode(Drain("*")))
-        right = await Link.connect(hub.address, "right", key)
+        right = await Link.connect(router.address, "right", key)
         async with asyncio.timeout(LIMIT_S):
             assert await asyncio.to_thread(monitor.poll, int(LIMIT_S * 1000)), "it was not refused"
             right.send(Watch(1))
-            while not (received := await hub.receive()):
+            while not (received := await router.receive()):
                 pass
             assert [m for _, m in received] == [Watch(1)]
         sock.disable_monitor()
         monitor.close()
         sock.close()
         right.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -172,24 +172,24 @@ def test_half_a_key_does_not_do(how: str):
 def test_two_runs_in_one_process_have_their_own_keys():
     async def scenario() -> None:
         keys = (new_key(), new_key())
-        hubs = [Hub(ANY, k) for k in keys]
+        routers = [Router(ANY, k) for k in keys]
         async with asyncio.timeout(LIMIT_S):
-            for hub, key in zip(hubs, keys, strict=True):
-                node = await Link.connect(hub.address, "n", key)
+            for router, key in zip(routers, keys, strict=True):
+                node = await Link.connect(router.address, "n", key)
                 node.send(Heartbeat())
-                assert [m for _, m in await hub.receive()] == [Heartbeat()]
+                assert [m for _, m in await router.receive()] == [Heartbeat()]
                 node.close()
-            hubs[0].close()
+            routers[0].close()
             with pytest.raises(WrongKey):
-                await ask.drain(hubs[1].address, "*", "", keys[0])
-        hubs[1].close()
-        hub = Hub(ANY, keys[0])  # the first after the last is let in, too
-        node = await Link.connect(hub.address, "n", keys[0])
+                await ask.drain(routers[1].address, "*", "", keys[0])
+        routers[1].close()
+        router = Router(ANY, keys[0])  # the first after the last is let in, too
+        node = await Link.connect(router.address, "n", keys[0])
         async with asyncio.timeout(LIMIT_S):
             node.send(Heartbeat())
-            await hub.receive()
+            await router.receive()
         node.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -205,15 +205,15 @@ def test_nobody_can_read_along():
                     seen.extend(data)
                     sink.write(data)
 
-        hub = Hub(ANY, key)
-        async with Wiretap(hub.address) as tap, asyncio.timeout(LIMIT_S):
+        router = Router(ANY, key)
+        async with Wiretap(router.address) as tap, asyncio.timeout(LIMIT_S):
             node = await Link.connect(tap.address, "spied-on", key)
             node.send(Drain("a secret thing"))
-            [(peer, _)] = await hub.receive()
-            hub.send(peer, Drain("another secret"))
+            [(peer, _)] = await router.receive()
+            router.send(peer, Drain("another secret"))
             await node.receive()
             node.close()
-        hub.close()
+        router.close()
         assert len(seen) > 300
         assert not any(
             word in seen for word in (b"secret", b"spied-on", b"Drain", bytes.fromhex(key))
@@ -225,19 +225,19 @@ def test_nobody_can_read_along():
 def test_broken_connection_is_noticed_and_comes_back():
     async def scenario() -> None:
         key, broke, back = new_key(), asyncio.Event(), asyncio.Event()
-        hub = Hub(ANY, key)
-        async with Proxy(hub.address) as proxy, asyncio.timeout(LIMIT_S):
+        router = Router(ANY, key)
+        async with Proxy(router.address) as proxy, asyncio.timeout(LIMIT_S):
             node = await Link.connect(proxy.address, "n", key, on_break=broke.set, on_back=back.set)
             node.send(Heartbeat())
-            await hub.receive()
+            await router.receive()
             assert not broke.is_set()
             proxy.cut()
             await broke.wait()
             await back.wait()
             node.send(Drain("n"))
-            assert [m for _, m in await hub.receive()] == [Drain("n")]
+            assert [m for _, m in await router.receive()] == [Drain("n")]
             node.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -256,11 +256,11 @@ def test_connection_that_fell_silent_is_noticed_although_it_stands():
                     if not muted:
                         sink.write(data)
 
-        hub = Hub(ANY, key)
-        async with Swamp(hub.address) as swamp, asyncio.timeout(LIMIT_S):
+        router = Router(ANY, key)
+        async with Swamp(router.address) as swamp, asyncio.timeout(LIMIT_S):
             node = await Link.connect(swamp.address, "n", key, on_break=broke.set, on_back=back.set)
             node.send(Heartbeat())
-            await hub.receive()
+            await router.receive()
             muted = True
             start = time.monotonic()
             await broke.wait()
@@ -268,7 +268,7 @@ def test_connection_that_fell_silent_is_noticed_although_it_stands():
             muted = False
             await back.wait()
             node.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
@@ -276,37 +276,37 @@ def test_connection_that_fell_silent_is_noticed_although_it_stands():
 def test_link_that_was_up_waits_for_its_own_run_whoever_listens_there_meanwhile():
     async def scenario() -> None:
         key, back = new_key(), asyncio.Event()
-        hub = Hub(ANY, key)
-        address = hub.address
+        router = Router(ANY, key)
+        address = router.address
         node = await Link.connect(address, "n", key, on_back=back.set)
         async with asyncio.timeout(LIMIT_S):
             node.send(Heartbeat())
-            await hub.receive()
-            hub.close()
-            other = await _hub_at(address, new_key())
+            await router.receive()
+            router.close()
+            other = await _router_at(address, new_key())
             receiving = asyncio.create_task(node.receive())
             # long enough for the node's own attempts to have failed, too
             with pytest.raises(WrongKey):
                 await ask.drain(address, "*", "", new_key())
             assert not receiving.done()
             other.close()
-            hub = await _hub_at(address, key)
+            router = await _router_at(address, key)
             await back.wait()
             node.send(Drain("n"))
-            peers = [p for p, m in await hub.receive() if m == Drain("n")]
-            hub.send(peers[0], Drain("found"))
+            peers = [p for p, m in await router.receive() if m == Drain("n")]
+            router.send(peers[0], Drain("found"))
             assert await receiving == [Drain("found")]
         node.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 
 
-async def _hub_at(address: str, key: str) -> Hub:
-    """The port of a hub that has just been closed is free a moment later."""
+async def _router_at(address: str, key: str) -> Router:
+    """The port of a router that has just been closed is free a moment later."""
     while True:
         try:
-            return Hub(address, key)
+            return Router(address, key)
         except ConfigError:
             await asyncio.sleep(0.01)
 
@@ -317,19 +317,19 @@ def test_tokens_beyond_one_frame_leave_in_several(monkeypatch: pytest.MonkeyPatc
 
     async def scenario() -> None:
         key = new_key()
-        hub = Hub(ANY, key)
-        node = await Link.connect(hub.address, "n", key)
+        router = Router(ANY, key)
+        node = await Link.connect(router.address, "n", key)
         node.send(TokenChunk(3, "d", responses))
         got: list[ResponseTokens] = []
         async with asyncio.timeout(LIMIT_S):
             while len(got) < len(responses):
-                for _, message in await hub.receive():
+                for _, message in await router.receive():
                     assert isinstance(message, TokenChunk)
                     assert (message.policy_version, message.digest) == (3, "d")
                     got += message.responses
         assert tuple(got) == responses
         node.close()
-        hub.close()
+        router.close()
 
     asyncio.run(scenario())
 

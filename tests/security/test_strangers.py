@@ -17,12 +17,12 @@ from lightrl.messages import Watch
 from lightrl.run_file import to_toml
 from lightrl.system.addresses import host_and_port
 from lightrl.transport import link, strangers
-from lightrl.transport.hub import Hub
 from lightrl.transport.link import Link
+from lightrl.transport.router import Router
 from lightrl.transport.zeromq import MAX_TO_HUB_BYTES
 from tests.security.attacker import GREETING
 from tests.support.daemons import ScriptedTrainer, make_config
-from tests.support.hubs import LIMIT_S, hub_and_key, received, until
+from tests.support.routers import LIMIT_S, received, router_and_key, until
 
 pytestmark = pytest.mark.usefixtures("warm_daemons")
 
@@ -35,8 +35,8 @@ def resident_bytes() -> int:
 
 
 @contextlib.contextmanager
-def stranger(hub: Hub, address: str = "127.0.0.1") -> Iterator[socket.socket]:
-    where = host_and_port(hub.address)
+def stranger(router: Router, address: str = "127.0.0.1") -> Iterator[socket.socket]:
+    where = host_and_port(router.address)
     with socket.create_connection(where, LIMIT_S, source_address=(address, 0)) as sock:
         sock.sendall(CURVE)
         yield sock
@@ -54,8 +54,8 @@ def test_a_frame_may_have_so_many_bytes_and_one_more_is_cut_off():
     assert MAX_TO_HUB_BYTES <= MIB
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, _):
-            with stranger(hub) as within, stranger(hub) as beyond:
+        async with router_and_key() as (router, _):
+            with stranger(router) as within, stranger(router) as beyond:
 
                 def talk() -> None:
                     for sock in (within, beyond):
@@ -78,10 +78,10 @@ def test_a_frame_may_have_so_many_bytes_and_one_more_is_cut_off():
 
 def test_a_hundred_strangers_who_send_all_they_may_cost_less_than_128_mib():
     async def scenario() -> None:
-        async with hub_and_key() as (hub, _):
+        async with router_and_key() as (router, _):
             before = resident_bytes()
             with contextlib.ExitStack() as stack:
-                everyone = [stack.enter_context(stranger(hub)) for _ in range(100)]
+                everyone = [stack.enter_context(stranger(router)) for _ in range(100)]
 
                 def talk() -> None:
                     for sock in everyone:
@@ -91,7 +91,7 @@ def test_a_hundred_strangers_who_send_all_they_may_cost_less_than_128_mib():
                 await asyncio.to_thread(talk)
                 assert resident_bytes() - before < 128 * MIB
                 async with asyncio.timeout(8):  # three seconds for each, and a busy machine
-                    await until(lambda: len(hub._strangers) == 0)
+                    await until(lambda: len(router._strangers) == 0)
 
     asyncio.run(scenario())
 
@@ -100,7 +100,7 @@ def test_a_hundred_strangers_who_send_all_they_may_cost_less_than_128_mib():
 
 
 def is_shut(sock: socket.socket) -> bool:
-    """Whether the hub has closed it; what it has said is read first."""
+    """Whether the router has closed it; what it has said is read first."""
     sock.setblocking(False)
     try:
         while sock.recv(1000):
@@ -117,24 +117,24 @@ def test_the_oldest_of_the_address_with_most_of_them_goes_first(monkeypatch: pyt
     monkeypatch.setattr(strangers, "MOST", 5)
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
-            node = await Link.connect(hub.address, "n", key)
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
             node.send(Watch())
-            await received(hub, Watch)
+            await received(router, Watch)
             # the node's first look at the address is over
-            await until(lambda: len(hub._strangers) == 0)
+            await until(lambda: len(router._strangers) == 0)
             with contextlib.ExitStack() as stack:
-                few = [stack.enter_context(stranger(hub, "127.0.0.3")) for _ in range(2)]
+                few = [stack.enter_context(stranger(router, "127.0.0.3")) for _ in range(2)]
                 many: list[socket.socket] = []
                 for k in range(7):
-                    many.append(stack.enter_context(stranger(hub, "127.0.0.2")))
+                    many.append(stack.enter_context(stranger(router, "127.0.0.2")))
                     # One after the other: which of those that come at once is older, nobody knows.
                     await until(lambda k=k: many[k].recv(1) == b"\xff")
                 await until(lambda: sum(map(is_shut, many)) == 4)
                 assert [is_shut(sock) for sock in many] == [True] * 4 + [False] * 3
                 assert not any(map(is_shut, few))
                 node.send(Watch())  # it is no stranger
-                await received(hub, Watch)
+                await received(router, Watch)
             node.close()
 
     asyncio.run(scenario())
@@ -145,20 +145,22 @@ def test_peers_that_have_spoken_are_never_too_many(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(strangers, "MOST", 1)
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
+        async with router_and_key() as (router, key):
             broken: list[str] = []
             nodes: list[Link] = []
             for k in range(4):
                 nodes.append(
-                    Link(hub.address, f"n/{k}", key, on_break=lambda k=k: broken.append(f"n/{k}"))
+                    Link(
+                        router.address, f"n/{k}", key, on_break=lambda k=k: broken.append(f"n/{k}")
+                    )
                 )
                 nodes[k].send(Watch())
-                await received(hub, Watch)
-            with stranger(hub) as old, stranger(hub):
+                await received(router, Watch)
+            with stranger(router) as old, stranger(router):
                 await until(lambda: is_shut(old))
             for node in nodes:
                 node.send(Watch())
-                await received(hub, Watch)
+                await received(router, Watch)
             assert broken == []
             for node in nodes:
                 node.close()
@@ -172,12 +174,12 @@ def test_time_in_which_nobody_is_heard_counts_against_nobody(monkeypatch: pytest
     monkeypatch.setattr(strangers, "MOST", 0)
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, _):
-            with stranger(hub) as sock:
-                await until(lambda: len(hub._strangers) == 1)
+        async with router_and_key() as (router, _):
+            with stranger(router) as sock:
+                await until(lambda: len(router._strangers) == 1)
                 time.sleep(2 * strangers.PATIENCE_S)  # noqa: ASYNC251
-                hub._strangers._look()
-                assert len(hub._strangers) == 1
+                router._strangers._look()
+                assert len(router._strangers) == 1
                 await until(lambda: is_shut(sock))
 
     asyncio.run(scenario())

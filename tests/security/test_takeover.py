@@ -13,7 +13,7 @@ from zmq.utils import z85
 
 from lightrl.keys import coordinator_public_key, join_key, new_key, secret_of
 from lightrl.messages import Heartbeat
-from lightrl.transport.hub import Hub
+from lightrl.transport.router import Router
 from lightrl.transport.zeromq import HEARTBEAT_MS
 from lightrl.wire import MESSAGES
 
@@ -55,20 +55,20 @@ def take_over(port: int, key: str) -> None:
 
 async def serve() -> None:
     """Until some heartbeats after the last connection has broken."""
-    hub = Hub("tcp://127.0.0.1:*", key := new_key())
-    port = int(hub.address.rpartition(":")[2])
+    router = Router("tcp://127.0.0.1:*", key := new_key())
+    port = int(router.address.rpartition(":")[2])
     client = threading.Thread(target=take_over, args=(port, join_key(key)))
     client.start()
 
     async def receive() -> None:
         while True:
-            await hub.receive()
+            await router.receive()
 
     receiving = asyncio.ensure_future(receive())
     await asyncio.to_thread(client.join)
     await asyncio.sleep(3 * HEARTBEAT_MS / 1000)
     receiving.cancel()
-    hub.close()
+    router.close()
 
 
 def test_a_connection_that_was_taken_over_and_breaks_does_not_end_the_coordinator():

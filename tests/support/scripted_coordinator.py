@@ -1,5 +1,5 @@
-"""A coordinator that does just what a test says, on a real hub: it vanishes and comes back with no
-memory."""
+"""A coordinator that does just what a test says, on a real router: it vanishes and comes back with
+no memory."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from lightrl.messages import (
 )
 from lightrl.model_files import model_files
 from lightrl.tickets import pull_ticket
-from lightrl.transport.hub import Hub, Peer
+from lightrl.transport.router import Peer, Router
 from lightrl.weights.manifest import TensorBytes, write_version
 from lightrl.weights.serve import WeightServer
 from lightrl.wire import pack_i32, unpack_i32
@@ -65,15 +65,17 @@ class ScriptedHead:
         await self._server.close()
 
     def listen(self, address: str) -> None:
-        self.hub = Hub(address, read_key(self.folder / KEY_FILE))
-        self.address = self.hub.address
-        self._tasks = [asyncio.create_task(work(self.hub)) for work in (self._receive, self._beat)]
+        self.router = Router(address, read_key(self.folder / KEY_FILE))
+        self.address = self.router.address
+        self._tasks = [
+            asyncio.create_task(work(self.router)) for work in (self._receive, self._beat)
+        ]
 
     def vanish(self) -> None:
         """As if killed."""
         for task in self._tasks:
             task.cancel()
-        self.hub.close()
+        self.router.close()
 
     async def come_back(self) -> None:
         """As another process on the same port, which knows of nobody."""
@@ -85,24 +87,24 @@ class ScriptedHead:
                     return
                 await asyncio.sleep(0)
 
-    async def _receive(self, hub: Hub) -> None:
+    async def _receive(self, router: Router) -> None:
         while True:
-            for peer, message in await hub.receive():
+            for peer, message in await router.receive():
                 assert not isinstance(message, Exception), message
                 self.node = peer
                 self.heard.append(message)
                 self._news.set()
 
-    async def _beat(self, hub: Hub) -> None:
+    async def _beat(self, router: Router) -> None:
         while True:
             with contextlib.suppress(PeerUnreachable):
                 if self.node:
-                    hub.send(self.node, Heartbeat())
+                    router.send(self.node, Heartbeat())
             await asyncio.sleep(0.1)
 
     def send(self, message: Message) -> None:
         assert self.node is not None
-        self.hub.send(self.node, message)
+        self.router.send(self.node, message)
 
     def skip(self) -> None:
         """What was heard so far is not what is expected next."""

@@ -1,4 +1,4 @@
-"""The hub and its links: messages of any size arrive, and whoever closes is heard out."""
+"""The router and its links: messages of any size arrive, and whoever closes is heard out."""
 
 import asyncio
 import contextlib
@@ -31,11 +31,11 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.transport import zeromq
-from lightrl.transport.hub import MAX_WELCOMES, MAX_WHOLE_BYTES
 from lightrl.transport.link import Link
 from lightrl.transport.parts import HEADER
+from lightrl.transport.router import MAX_WELCOMES, MAX_WHOLE_BYTES
 from lightrl.wire import MESSAGES
-from tests.support.hubs import hub_and_key, received, until
+from tests.support.routers import received, router_and_key, until
 
 MIB = 1 << 20
 
@@ -58,28 +58,28 @@ LARGE = [hello(60_000), PublishWeights(manifest(100_000), ("h:1",), "t")]
 
 
 @pytest.mark.parametrize("message", LARGE, ids=lambda m: type(m).__name__)
-def test_large_messages_reach_the_hub_in_parts(message: Message):
+def test_large_messages_reach_the_router_in_parts(message: Message):
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
-            node = await Link.connect(hub.address, "n", key)
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
             node.send(message)
-            assert (await received(hub, type(message)))[1] == message
-            assert not hub._partial
+            assert (await received(router, type(message)))[1] == message
+            assert not router._partial
             node.close()
 
     asyncio.run(scenario())
 
 
-def test_a_response_that_is_larger_than_a_frame_reaches_the_hub_in_pieces():
+def test_a_response_that_is_larger_than_a_frame_reaches_the_router_in_pieces():
     item = ResponseTokens("r", 1, 7, bytes(range(256)) * 1000, bytes(256_000), "length")
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
-            node = await Link.connect(hub.address, "n", key)
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
             node.send(TokenChunk(3, "d", (item,)))
             got: list[ResponseTokens] = []
             while not got or got[-1].finish_reason is None:
-                for _, chunk in await hub.receive():
+                for _, chunk in await router.receive():
                     assert isinstance(chunk, TokenChunk), chunk
                     got += chunk.responses
             assert b"".join(i.token_ids for i in got) == item.token_ids
@@ -95,13 +95,13 @@ def test_an_order_of_two_thousand_long_responses_reaches_its_node_in_several_mes
     requests = [ResponseRequest(f"train-{k}@3#0", 2, k, b"abcd", prefix, 9) for k in range(2048)]
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
-            node = await Link.connect(hub.address, "n", key)
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
             node.send(Watch())
-            peer, _ = await received(hub, Watch)
+            peer, _ = await received(router, Watch)
             came: list[str] = []
             for order in orders(3, Sampling(), requests):
-                hub.send(peer, order)
+                router.send(peer, order)
                 [got] = await node.receive()  # one at a time: all of them are 256 MiB
                 assert isinstance(got, Generate)
                 assert got == order
@@ -121,12 +121,12 @@ def test_large_messages_reach_a_node_in_parts():
     ]
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
-            node = await Link.connect(hub.address, "n", key)
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
             node.send(Watch())
-            peer, _ = await received(hub, Watch)
+            peer, _ = await received(router, Watch)
             for message in messages:
-                hub.send(peer, message)
+                router.send(peer, message)
             got: list[Message] = []
             while len(got) < len(messages):
                 got += await node.receive()
@@ -138,18 +138,18 @@ def test_large_messages_reach_a_node_in_parts():
 
 def test_parts_of_a_peer_are_bounded_and_go_with_it():
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
-            node = await Link.connect(hub.address, "n", key)
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
             node._send_frames([HEADER.pack(1, 0, MAX_WHOLE_BYTES + 1), b"x"])
-            [(_, error)] = await hub.receive()
+            [(_, error)] = await router.receive()
             assert isinstance(error, ProtocolError)
             node._send_frames([HEADER.pack(2, 0, MAX_WHOLE_BYTES), b"x"])
             node.send(Bye("before the rest"))
-            await received(hub, Bye)
-            assert len(hub._partial) == 1
+            await received(router, Bye)
+            assert len(router._partial) == 1
             node.close()
-            receiving = asyncio.create_task(hub.receive())
-            await until(lambda: not hub._partial)
+            receiving = asyncio.create_task(router.receive())
+            await until(lambda: not router._partial)
             receiving.cancel()
 
     asyncio.run(scenario())
@@ -162,15 +162,17 @@ def test_a_peer_that_is_welcomed_again_and_again_must_come_anew():
     """Each welcome may be megabytes, and ZeroMQ does not say whether anybody reads."""
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
+        async with router_and_key() as (router, key):
             back = asyncio.Event()
-            node = await Link.connect(hub.address, "n", key, on_back=back.set)
+            node = await Link.connect(router.address, "n", key, on_back=back.set)
             for turn in range(2):
                 for k in range(MAX_WELCOMES):
                     node.send(hello())
-                    peer, _ = await received(hub, Hello)
-                    hub.send(peer, Welcome(f"{turn}.{k}"))
-                    hub.send(peer, Welcome("", refused=TAKEN))  # small: as often as it is asked for
+                    peer, _ = await received(router, Hello)
+                    router.send(peer, Welcome(f"{turn}.{k}"))
+                    router.send(
+                        peer, Welcome("", refused=TAKEN)
+                    )  # small: as often as it is asked for
                 said: list[str] = []
                 while len(said) < MAX_WELCOMES:
                     said += [
@@ -182,22 +184,22 @@ def test_a_peer_that_is_welcomed_again_and_again_must_come_anew():
                 assert not back.is_set()
                 for _ in range(3):
                     with pytest.raises(PeerUnreachable):
-                        hub.send(peer, Welcome("once more"))
+                        router.send(peer, Welcome("once more"))
                 await back.wait()
                 back.clear()
             node.close()
-            receiving = asyncio.create_task(hub.receive())
-            await until(lambda: not hub._connections and not hub._welcomes)
+            receiving = asyncio.create_task(router.receive())
+            await until(lambda: not router._connections and not router._welcomes)
             receiving.cancel()
 
     asyncio.run(scenario())
 
 
 def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lightrl.transport.hub.MAX_WAITING", 64)
+    monkeypatch.setattr("lightrl.transport.router.MAX_WAITING", 64)
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
+        async with router_and_key() as (router, key):
             public, secret = zeromq.key_pair(key)
             node = zmq.Context.instance().socket(zmq.DEALER)
             node.set(zmq.LINGER, 0)
@@ -207,16 +209,16 @@ def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch):
             node.set(zmq.CURVE_SECRETKEY, secret)
             node.set(zmq.CURVE_SERVERKEY, z85.encode(coordinator_public_key(key)))
             node.set(zmq.IDENTITY, b"n/1")
-            node.connect(hub.address)
+            node.connect(router.address)
             node.send(MESSAGES.encode(Watch()))
-            peer, _ = await received(hub, Watch)
+            peer, _ = await received(router, Watch)
             num_sent = 0
             with contextlib.suppress(PeerUnreachable):
                 while num_sent < 3000:  # what the kernel holds is less
-                    hub.send(peer, Bye("x" * 60_000))
+                    router.send(peer, Bye("x" * 60_000))
                     num_sent += 1
             assert 32 <= num_sent < 3000
-            await until(lambda: bool(hub._strangers.gone))
+            await until(lambda: bool(router._strangers.gone))
             node.close()
 
     asyncio.run(scenario())
@@ -225,30 +227,30 @@ def test_a_peer_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch):
 def test_no_more_is_taken_at_once_than_so_many_bytes(monkeypatch: pytest.MonkeyPatch):
     """At either end. All of it has arrived before: the connection has ended since."""
     message, count = Drain("n", "x" * 1100), 40
-    monkeypatch.setattr("lightrl.transport.hub.MAX_DRAIN_BYTES", 4096)
+    monkeypatch.setattr("lightrl.transport.router.MAX_DRAIN_BYTES", 4096)
     monkeypatch.setattr("lightrl.transport.link.MAX_DRAIN_BYTES", 4096)
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
-            node = await Link.connect(hub.address, "n", key)
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
             node.send(Watch())
-            await received(hub, Watch)
+            await received(router, Watch)
             for _ in range(count):
                 node.send(message)
             node.close()
-            await until(lambda: bool(hub._strangers.gone))
+            await until(lambda: bool(router._strangers.gone))
             sizes: list[int] = []
             while sum(sizes) < count:
-                sizes.append(len(await hub.receive()))
+                sizes.append(len(await router.receive()))
             assert max(sizes) == 4
 
             broke = asyncio.Event()
-            other = await Link.connect(hub.address, "n", key, on_break=broke.set)
+            other = await Link.connect(router.address, "n", key, on_break=broke.set)
             other.send(Watch())
-            peer, _ = await received(hub, Watch)
+            peer, _ = await received(router, Watch)
             for _ in range(count):
-                hub.send(peer, message)
-            hub.close()
+                router.send(peer, message)
+            router.close()
             await broke.wait()
             sizes = []
             while sum(sizes) < count:
@@ -266,44 +268,44 @@ def test_a_message_that_comes_just_after_nothing_was_found_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ):
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
-            node = await Link.connect(hub.address, "n", key)
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
             node.send(Heartbeat())
-            await until(hub._has_input)
-            look = hub._take_in
+            await until(router._has_input)
+            look = router._take_in
             answers = iter([list])  # as if it had not been there yet
-            monkeypatch.setattr(hub, "_take_in", lambda: next(answers, look)())
-            assert [message for _, message in await hub.receive()] == [Heartbeat()]
+            monkeypatch.setattr(router, "_take_in", lambda: next(answers, look)())
+            assert [message for _, message in await router.receive()] == [Heartbeat()]
             node.close()
 
     asyncio.run(scenario())
 
 
 def test_what_a_peer_said_before_it_closed_is_received_before_it_is_lost():
-    """A thousand goodbyes, while the hub does nothing but send."""
+    """A thousand goodbyes, while the router does nothing but send."""
 
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
+        async with router_and_key() as (router, key):
             for turn in range(20):
-                nodes = [Link(hub.address, f"n/{turn}-{k}", key) for k in range(50)]
+                nodes = [Link(router.address, f"n/{turn}-{k}", key) for k in range(50)]
                 for node in nodes:
                     node.send(Watch())
                 peers: set[str] = set()
                 while len(peers) < len(nodes):
-                    peers |= {peer for peer, _ in await hub.receive()}
+                    peers |= {peer for peer, _ in await router.receive()}
                 for node in nodes:
                     node.send(Bye("drained"))
                     node.close()
                 for peer in peers:
                     with contextlib.suppress(PeerUnreachable):
                         while True:
-                            hub.send(peer, Bye("busy"))
+                            router.send(peer, Bye("busy"))
                             # Its thread has to encrypt what is sent.
                             time.sleep(0.0002)  # noqa: ASYNC251
-                    hub.hear_out(peer)
+                    router.hear_out(peer)
                 heard: dict[str, list[type]] = {peer: [] for peer in peers}
                 while sum(map(len, heard.values())) < 2 * len(nodes):
-                    for peer, message in await hub.receive():
+                    for peer, message in await router.receive():
                         heard[peer].append(type(message))
                 assert set(map(tuple, heard.values())) == {(Bye, PeerUnreachable)}
 
@@ -312,17 +314,17 @@ def test_what_a_peer_said_before_it_closed_is_received_before_it_is_lost():
 
 def test_a_peer_that_comes_back_with_a_hello_is_not_lost():
     async def scenario() -> None:
-        async with hub_and_key() as (hub, key):
-            node = await Link.connect(hub.address, "n", key)
+        async with router_and_key() as (router, key):
+            node = await Link.connect(router.address, "n", key)
             node.send(Watch())
-            peer, _ = await received(hub, Watch)
+            peer, _ = await received(router, Watch)
             node.send(hello())
             node.send(Bye("last"))
-            hub.hear_out(peer)
-            await until(hub._has_input)
+            router.hear_out(peer)
+            await until(router._has_input)
             heard: list[object] = []
             while not any(isinstance(m, Bye) for m in heard):
-                heard += [message for _, message in await hub.receive()]
+                heard += [message for _, message in await router.receive()]
             assert not any(isinstance(m, PeerUnreachable) for m in heard)
             node.close()
 

@@ -1,4 +1,4 @@
-"""A hub without a coordinator behind it, for tests of what passes through it."""
+"""A router without a coordinator behind it, for tests of what passes through it."""
 
 import asyncio
 import contextlib
@@ -7,27 +7,27 @@ from collections.abc import AsyncIterator, Callable
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key
 from lightrl.messages import Message
-from lightrl.transport.hub import Hub
+from lightrl.transport.router import Router
 
 ANY = "tcp://127.0.0.1:*"
 LIMIT_S = 60
 
 
 @contextlib.asynccontextmanager
-async def hub_and_key() -> AsyncIterator[tuple[Hub, str]]:
+async def router_and_key() -> AsyncIterator[tuple[Router, str]]:
     key = new_key()
-    hub = Hub(ANY, key)
+    router = Router(ANY, key)
     try:
         async with asyncio.timeout(LIMIT_S):
-            yield hub, key
+            yield router, key
     finally:
-        hub.close()
+        router.close()
 
 
-async def received(hub: Hub, kind: type[Message]) -> tuple[str, Message]:
+async def received(router: Router, kind: type[Message]) -> tuple[str, Message]:
     """The first message of this kind, and who sent it."""
     while True:
-        for peer, message in await hub.receive():
+        for peer, message in await router.receive():
             assert not isinstance(message, ProtocolError), message
             if isinstance(message, kind):
                 return peer, message

@@ -35,7 +35,7 @@ from lightrl.transport.zeromq import (
 )
 from lightrl.wire import MESSAGES
 
-MAX_WHOLE_BYTES = 32 << 20  # of a message to the hub that comes in parts
+MAX_WHOLE_BYTES = 32 << 20  # of a message to the router that comes in parts
 MAX_PARTIAL_BYTES = 256 << 20  # of all of them of which parts are still to come
 MAX_WAITING = 1 << 14  # messages for a peer that it does not read: no order is cut into as many
 MAX_WELCOMES = 8  # through one connection: each has the small files of the model in it
@@ -60,7 +60,7 @@ class Peer(NamedTuple):
 Received: TypeAlias = tuple[Peer, Message | ProtocolError | PeerUnreachable]
 
 
-class Hub(Socket):
+class Router(Socket):
     """The coordinator's end: many peers, that all have one of the run's two keys."""
 
     def __init__(self, address: str, key: str) -> None:
@@ -82,7 +82,7 @@ class Hub(Socket):
         self._sock.set(zmq.ROUTER_HANDOVER, 1)
         self._sock.set(zmq.CURVE_SERVER, 1)
         self._sock.set(zmq.CURVE_SECRETKEY, z85.encode(secret))
-        self._domain = f"hub-{secrets.token_hex(4)}"
+        self._domain = f"router-{secrets.token_hex(4)}"
         self._sock.set_string(zmq.ZAP_DOMAIN, self._domain)
         self._sock.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         keys = {Access.FULL: key, Access.JOIN: join_key(key)}

@@ -97,19 +97,17 @@ class CoordinatorDaemon:
         """
         self._config = config
         self._run_dir = run_dir
-        self._router = Router(
-            (run_files.old_address(run_dir) if resume else "") or config.run.bind, key
-        )
+        bind = (run_files.old_address(run_dir) if resume else "") or config.run.bind
+        self._router = Router(bind, key)
         self.address = self._router.address
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
         self._prompts = Prompts(config)
         self._core = Coordinator(self._prompts.settings, time.monotonic())
-        eval_set = Path(config.eval.path).stem
         self._records = Records(
             config.run.name,
             str(run_dir),
             name,
-            eval_set,
+            Path(config.eval.path).stem,
             config.train.steps,
             config.rollout.max_response_length,
         )

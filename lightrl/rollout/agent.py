@@ -158,6 +158,8 @@ class RolloutAgent:
                 if self._crashes.is_given_up:
                     raise EngineError(reason) from None
                 logger.warning("starting the engine again: %s", reason)
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # a group of tasks drops it beside an error
 
     def handle(self, message: Generate | Abort | PublishWeights) -> None:
         """Takes a message of the coordinator."""

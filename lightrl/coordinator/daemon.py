@@ -221,8 +221,8 @@ class CoordinatorDaemon:
         if (known := noted(facts)) is not None:
             if known.data != self._prompts.digest:
                 raise DataError(
-                    f"data.path = {self._config.data.path}: these are not the prompts that "
-                    "the run began with"
+                    f"data.path = {self._config.data.path}: the prompts differ from those "
+                    "the run started with"
                 )
             recall(self._records, self._core, self._run_dir, known)
         return commands

@@ -128,7 +128,7 @@ def test_a_model_that_is_missing_is_named_with_its_key(tmp_path):
         with pytest.raises(ConfigError, match=r"model.path = '/nowhere': no such directory"):
             load("/nowhere")
         with pytest.raises(
-            ConfigError, match=r"model.path = 'no/such': no such directory, and the router says"
+            ConfigError, match=r"model.path = 'no/such': no such directory, and the hub says"
         ):
             load("no/such")
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
@@ -139,7 +139,7 @@ def test_a_model_that_is_missing_is_named_with_its_key(tmp_path):
 
 @pytest.fixture
 def snapshot(tmp_path, monkeypatch) -> Path:
-    """The local copy of org/model in an empty cache of the router, which is out of reach."""
+    """The local copy of org/model in an empty cache of the hub, which is out of reach."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     commit = "0123456789abcdef" * 2 + "01234567"
     repository = tmp_path / "models--org--model"
@@ -189,7 +189,7 @@ def test_weights_that_are_not_safetensors_are_refused(snapshot):
 
 def test_weights_out_of_reach_are_one_line(snapshot):
     with pytest.raises(
-        ConfigError, match="'org/other': no such directory, and the router says"
+        ConfigError, match="'org/other': no such directory, and the hub says"
     ) as caught:
         weights_folder("org/other")
     assert "\n" not in str(caught.value)

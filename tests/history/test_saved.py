@@ -232,10 +232,7 @@ def test_a_disk_that_is_too_slow_is_given_up_before_memory_runs_out(tmp_path, mo
     goes_on.set()
     saved.close()
     assert told == [
-        (
-            "WARNING: history.bin: given up (the disk is too slow): a resumed run has less to "
-            "draft from"
-        )
+        "WARNING: history.bin: given up (the disk is too slow): a resumed run will draft less"
     ]
 
 

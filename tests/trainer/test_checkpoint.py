@@ -367,9 +367,9 @@ def test_the_export_is_a_model_that_transformers_loads(new_rank, samples, tmp_pa
 def test_a_hub_id_is_trained_and_exported_from_its_local_copy(
     new_rank, samples, model_dir, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "router"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     commit = "0123456789abcdef" * 2 + "01234567"
-    repository = tmp_path / "router" / "models--org--tiny"
+    repository = tmp_path / "hub" / "models--org--tiny"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
     blobs, snapshot = repository / "blobs", repository / "snapshots" / commit

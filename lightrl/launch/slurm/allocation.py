@@ -22,6 +22,9 @@ from lightrl.system.signals import stop_signals
 logger = logging.getLogger(__name__)
 
 ASKS = 5  # Slurm ends all processes of a job, those that ask about it as well
+# States of a job that is not over. It is signaling for the moment in which Slurm tells its steps of
+# a preemption, which is just when it asks; resizing while nodes are taken from it.
+RUNS = {"RUNNING", "SIGNALING", "RESIZING"}
 SLURM_S = 20.0  # for an answer of Slurm's commands
 LATE = "this job will notice a preemption only when its grace time is over"
 
@@ -129,11 +132,17 @@ async def decision() -> str:
     error, facts = await _facts()
     if error:
         logger.warning("scontrol: %s", error)
+    return decided(facts, int(os.environ.get("SLURM_RESTART_COUNT") or 0))
+
+
+def decided(facts: dict[str, str], num_restarts: int) -> str:
+    """As `decision`, by what `scontrol show job` says of a job in its life after so many
+    restarts."""
     if facts.get("Requeue") != "1":
         return "leaves"
-    if int(facts.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+    if int(facts.get("Restarts", 0)) > num_restarts:
         return "returns"
-    return "runs" if facts.get("JobState") == "RUNNING" else "leaves"
+    return "runs" if facts.get("JobState") in RUNS else "leaves"
 
 
 async def _facts() -> tuple[str, dict[str, str]]:

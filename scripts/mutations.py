@@ -314,7 +314,10 @@ MUTATIONS = [
         "{g.prompt.id for g in round.groups.values()}",
     ),
     Mutation(
-        "prompt that was held back is lost", "core/backlog.py", "self.spare.append(prompt)", "pass"
+        "prompt that was held back is lost",
+        "core/backlog.py",
+        "self.held_back.append(prompt)",
+        "pass",
     ),
     Mutation(
         "epoch ends without a flush",

@@ -78,7 +78,7 @@ class Inbound:
                     if self._peers.speaks(peer):
                         self._feed(NodeLost(peer.name, "connection lost"))
                 elif self._peers.speaks(peer):
-                    self._take(peer, message)
+                    self._handle(peer, message)
                 elif isinstance(message, Heartbeat):  # given up while it was silent, or taken over
                     self._peers.tell(peer, self._hello_again)
                 elif isinstance(message, ProtocolError):
@@ -98,7 +98,7 @@ class Inbound:
         if known is None or known.incarnation != hello.incarnation:
             self._peers.restore(hello.node, before)
 
-    def _take(self, peer: Peer, message: Message | ProtocolError) -> None:
+    def _handle(self, peer: Peer, message: Message | ProtocolError) -> None:
         node = peer.name
         if isinstance(message, Heartbeat) and node not in self._core.fleet.nodes:
             self._peers.send(node, self._hello_again)
@@ -118,7 +118,7 @@ class Inbound:
                 self._histories.heard(peer.identity, message)
                 self._records.speculation.heard(peer.identity, message)
             if isinstance(message, ShardsTaken):
-                self._replays.taken(message)
+                self._replays.on_shards_taken(message)
             self._feed(event)
             if isinstance(message, Bye) and self._peers.speaks(peer):
                 self._peers.restore(node, None)

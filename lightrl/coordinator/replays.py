@@ -40,9 +40,9 @@ class Replays:
         self._window = Window()
         self._task = tasks.create_task(self._replay(wanted), name="replay")
 
-    def taken(self, taken: ShardsTaken) -> None:
+    def on_shards_taken(self, taken: ShardsTaken) -> None:
         if taken.step == self._step:
-            self._window.take(taken.index)
+            self._window.acknowledge(taken.index)
             self._changed.set()
 
     def cancel(self) -> None:

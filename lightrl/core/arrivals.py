@@ -86,7 +86,7 @@ class Arrivals:
             if held > settings.max_response_tokens:
                 return f"sent more than {settings.max_response_tokens} tokens for one response"
             _append(response, version, data, logprobs)
-            node.take(response, num_new, finish is None)
+            node.add_tokens(response, num_new, finish is None)
             self._taken.append(item)
         elif finish is not None and finish != "abort":
             self._taken.append(item)

@@ -33,28 +33,28 @@ class Backlog:
     num_prompts: int
     put_off: deque[PutOff] = field(default_factory=deque[PutOff])
     # drawn, but not usable then
-    spare: deque[DrawnPrompt] = field(default_factory=deque[DrawnPrompt])
+    held_back: deque[DrawnPrompt] = field(default_factory=deque[DrawnPrompt])
     # from the data, over all epochs
     num_drawn: int = 0
 
     def restore(
-        self, num_drawn: int, put_off: Iterable[PutOff], spare: Iterable[DrawnPrompt]
+        self, num_drawn: int, put_off: Iterable[PutOff], held_back: Iterable[DrawnPrompt]
     ) -> None:
         """All that it held is replaced."""
         self.num_drawn = num_drawn
         self.put_off = deque(put_off)
-        self.spare = deque(spare)
+        self.held_back = deque(held_back)
 
     @property
     def epoch_left(self) -> int:
         """Prompts of this epoch that no round has had; 0 also when the next epoch has not begun."""
-        return -self.num_drawn % self.num_prompts + len(self.spare)
+        return -self.num_drawn % self.num_prompts + len(self.held_back)
 
     @property
     def num_held(self) -> int:
-        return len(self.put_off) + len(self.spare)
+        return len(self.put_off) + len(self.held_back)
 
-    def take(self, count: int) -> list[PutOff]:
+    def pop_oldest(self, count: int) -> list[PutOff]:
         """The `count` that have waited longest, or all; of one prompt only the older epoch."""
         taken: dict[str, PutOff] = {}
         kept: list[PutOff] = []
@@ -67,17 +67,17 @@ class Backlog:
         self.put_off.extendleft(reversed(kept))
         return list(taken.values())
 
-    def take_spare(self, count: int, busy: set[str]) -> list[DrawnPrompt]:
+    def pop_held_back(self, count: int, busy: set[str]) -> list[DrawnPrompt]:
         """Up to `count` prompts that were held back and are not `busy` any more, in order."""
         usable: list[DrawnPrompt] = []
         kept: deque[DrawnPrompt] = deque()
-        for prompt in self.spare:
+        for prompt in self.held_back:
             if len(usable) < count and prompt.id not in busy:
                 usable.append(prompt)
                 busy.add(prompt.id)
             else:
                 kept.append(prompt)
-        self.spare = kept
+        self.held_back = kept
         return usable
 
     def draw(self, drawn: Iterable[DrawnPrompt], busy: set[str]) -> list[DrawnPrompt]:
@@ -90,7 +90,7 @@ class Backlog:
         for prompt in drawn:
             self.num_drawn += 1
             if prompt.id in busy:
-                self.spare.append(prompt)
+                self.held_back.append(prompt)
             else:
                 usable.append(prompt)
                 busy.add(prompt.id)

@@ -153,7 +153,7 @@ class Outbox:
     def warn(self, text: str) -> None:
         self._commands.append(Report(text, is_warning=True))
 
-    def take(self) -> list[Command]:
+    def drain(self) -> list[Command]:
         """All that was added; the outbox is empty again."""
         commands, self._commands = self._commands, []
         return commands

@@ -121,7 +121,7 @@ class Coordinator:
                 self._refuse(name, failed)
             case StepTrained(name, done):
                 if name == self.fleet.trainer:
-                    self.steps.take_step(done)
+                    self.steps.on_step_done(done)
             case ShardsDelivered(name, taken):
                 if name == self.fleet.trainer:
                     self.ending.hand_on(lambda: self.steps.shards_taken(taken.step, taken.index))
@@ -141,7 +141,7 @@ class Coordinator:
                 break
             self.steps.judge()  # what waited for a slot had lost meanwhile
             self._advance(now)
-        return self.outbox.take()
+        return self.outbox.drain()
 
     def next_deadline(self) -> float | None:
         """When to feed TimerFired, or None."""
@@ -246,7 +246,7 @@ class Coordinator:
         """
         if nodes := self.table.nodes_with_room():
             most = min(sum(n.free for n in nodes), self._num_unreserved(nodes))
-            waiting = self.judge.take_waiting(most)
+            waiting = self.judge.pop_waiting(most)
             self.table.generate(placement.assign(waiting, nodes, self._expect))
 
     def _num_unreserved(self, nodes: list[Node]) -> int:

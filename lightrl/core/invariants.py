@@ -182,8 +182,8 @@ def _prompts(core: "Coordinator") -> None:
     backlog, counters = core.backlog, core.table.counters
     waiting = [(p.prompt.id, p.prompt.epoch) for p in backlog.put_off]
     _require(len(set(waiting)) == len(waiting), "a prompt waits twice")
-    spare = [(p.id, p.epoch) for p in backlog.spare]
-    _require(len(set(spare)) == len(spare), "a prompt is held back twice")
+    held_back = [(p.id, p.epoch) for p in backlog.held_back]
+    _require(len(set(held_back)) == len(held_back), "a prompt is held back twice")
     if core.state in OVER:
         return
     in_rounds = sum(

@@ -30,7 +30,7 @@ class Judge:
 
     # Responses
 
-    def take_waiting(self, most: int) -> list[Response]:
+    def pop_waiting(self, most: int) -> list[Response]:
         """From the head of the queue; what has lost while it waited needs no slot."""
         taken: list[Response] = []
         while len(taken) < most and (response := self._table.queue.pop()) is not None:

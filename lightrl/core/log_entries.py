@@ -31,6 +31,7 @@ class SnapshotBegan:
     # prompts, over all epochs: the position in the data
     num_drawn: int = 0
     put_off: tuple[PutOff, ...] = ()
+    # that were held back; the name is that of the format
     spare: tuple[DrawnPrompt, ...] = ()
     last_cut: int = 0
     # the policy version evaluated last

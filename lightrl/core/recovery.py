@@ -66,7 +66,7 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> Standing:
         step=core.step,
         num_drawn=backlog.num_drawn,
         put_off=tuple(backlog.put_off),
-        spare=tuple(backlog.spare),
+        spare=tuple(backlog.held_back),
         last_cut=steps.last_cut,
         evaluated=steps.evaluated,
         version=published.policy_version if published is not None else None,
@@ -120,7 +120,7 @@ class _Recovery:
                 core.fleet.know(version, digest)
                 core.steps.published(self._now)
             case StepDone():
-                core.steps.take_step(fact)
+                core.steps.on_step_done(fact)
             case ShardSent() | ShellNote():
                 pass  # for the trainer, should it train that step again; for the shell
             case _:
@@ -134,7 +134,7 @@ class _Recovery:
                 f"train.steps = {core.settings.num_steps}: the run has begun step "
                 f"{core.steps.opened} already"
             )
-        closed = [c for c in core.outbox.take() if isinstance(c, CloseRound)]
+        closed = [c for c in core.outbox.drain() if isinstance(c, CloseRound)]
         for round in core.steps.draws:
             source = "eval" if round.is_eval else "train"
             core.outbox.add(DrawPrompts(source, core.steps.num_missing(round)))
@@ -150,7 +150,7 @@ class _Recovery:
             f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens"
         )
         core.table.was_recovered = True
-        return [*closed, *core.outbox.take()]
+        return [*closed, *core.outbox.drain()]
 
     def _stand(self) -> None:
         """All that is not in the open rounds."""

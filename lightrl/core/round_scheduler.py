@@ -160,9 +160,9 @@ class RoundScheduler:
             return
         missing = self.num_missing(round)
         if missing > 0:
-            spare = self.backlog.take_spare(missing, self._busy(round))
-            self._start(round, [PutOff(p, 0, round.step) for p in spare])
-            missing -= len(spare)
+            held_back = self.backlog.pop_held_back(missing, self._busy(round))
+            self._start(round, [PutOff(p, 0, round.step) for p in held_back])
+            missing -= len(held_back)
         if missing > 0:
             self._draw(round, "train", missing)
         elif round.state is RoundState.FILLING:
@@ -268,7 +268,7 @@ class RoundScheduler:
 
     # The trainer
 
-    def take_step(self, done: StepDone) -> None:
+    def on_step_done(self, done: StepDone) -> None:
         """The trainer has finished a step; news of any other than the one it is at is ignored."""
         round = self.training()
         if round is not None and round.state is RoundState.CLOSED and done.step == round.step:
@@ -313,7 +313,7 @@ class RoundScheduler:
         self.trainer_feed.feed(round)
 
     def shards_taken(self, step: int, index: int) -> None:
-        self.trainer_feed.taken(self.training(), step, index)
+        self.trainer_feed.on_shards_taken(self.training(), step, index)
 
     def shard_left(self, step: int, index: int) -> None:
         self.trainer_feed.left(self.training(), step, index)

@@ -95,7 +95,7 @@ def is_eval_due(settings: Settings, step: int, evaluated: int | None) -> bool:
 
 def first_prompts(round: Round, backlog: Backlog) -> list[PutOff]:
     """Prompts that wait and belong into this round, before any is drawn."""
-    return backlog.take(round.needed) if round.kind in {"long", "flush"} else []
+    return backlog.pop_oldest(round.needed) if round.kind in {"long", "flush"} else []
 
 
 def num_missing(settings: Settings, round: Round) -> int:

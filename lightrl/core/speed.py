@@ -77,7 +77,7 @@ class Gain:
     def __post_init__(self) -> None:
         self._with = self.tokens * PRIOR_TOKENS
 
-    def take(self, has_history: bool, num_tokens: int, is_whole: bool) -> None:
+    def observe(self, has_history: bool, num_tokens: int, is_whole: bool) -> None:
         """A response got tokens; `is_whole`: it runs since before the last chunk, and still
         does."""
         self._num += 1

@@ -316,12 +316,12 @@ class Node:
         """Tokens that an engine step brings this response here; its history travels with it."""
         return self.gain.tokens if self.speculates and response.has_history else 1.0
 
-    def take(self, response: Response, num_tokens: int, goes_on: bool) -> None:
+    def add_tokens(self, response: Response, num_tokens: int, goes_on: bool) -> None:
         """New tokens of a response, of the chunk at hand."""
         self.num_tokens += num_tokens
         if self.load.drafting is not None:
             is_whole = goes_on and response.heard == response.attempt
-            self.gain.take(response.has_history, num_tokens, is_whole)
+            self.gain.observe(response.has_history, num_tokens, is_whole)
             response.heard = response.attempt
 
     def observe(self, now: float, batch: int, num_tokens: int) -> None:

@@ -38,7 +38,7 @@ class Window:
         self._untaken.append((index, num_tokens))
         self.num_tokens += num_tokens
 
-    def take(self, index: int) -> None:
+    def acknowledge(self, index: int) -> None:
         """The trainer has taken this shard and those before it."""
         while self._untaken and self._untaken[0][0] <= index:
             self.num_tokens -= self._untaken.popleft()[1]
@@ -80,10 +80,10 @@ class TrainerFeed:
             round.is_handed_over = False
             self.send(round)
 
-    def taken(self, round: Round | None, step: int, index: int) -> None:
+    def on_shards_taken(self, round: Round | None, step: int, index: int) -> None:
         """It has this shard and those before it: there is room for more."""
         if round is not None and step == round.step == self.stands_at:
-            self._window.take(index)
+            self._window.acknowledge(index)
             self.send(round)
 
     def left(self, round: Round | None, step: int, index: int) -> None:

@@ -192,7 +192,7 @@ class Worker:
         )
         self._rejoin()
 
-    def _take_welcome(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: Welcome) -> None:
         if self._state not in AWAITS_ANSWER:
             return  # the connection has broken meanwhile, or it came twice
         if welcome.refused == ENDING:
@@ -338,7 +338,7 @@ class Worker:
             case Welcome(refused=refused) if refused == REJOIN:
                 self._rejoin()
             case Welcome():
-                self._take_welcome(message)
+                self._on_welcome(message)
             case _:
                 pass  # a heartbeat, or shards that were sent before the coordinator knew
 

@@ -39,7 +39,7 @@ def now(device: torch.device) -> float:
 
 class Stopwatch:
     """Adds up how long stretches of work took. On CUDA by events in the stream, which nobody waits
-    for before `take`: the processor goes on launching, and time between stretches does not
+    for before `lap`: the processor goes on launching, and time between stretches does not
     count."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,8 +61,8 @@ class Stopwatch:
         last.record(torch.cuda.current_stream(self._device))
         self._events.append((first, last))
 
-    def take(self) -> float:
-        """Seconds since the last `take`; waits for the device."""
+    def lap(self) -> float:
+        """Seconds since the last `lap`; waits for the device."""
         for first, last in self._events:
             last.synchronize()
             self._seconds += first.elapsed_time(last) / 1000

@@ -238,7 +238,7 @@ class Server:
     def _step(self, now: float) -> None:
         full = False
         for delta in self._engine.step():
-            full |= self._take(delta, now)
+            full |= self._buffer(delta, now)
         now = time.perf_counter()
         if full or now - self._flushed_at >= self._chunk_s or not self._engine.num_unfinished():
             self._send(self._outboxes)
@@ -250,7 +250,7 @@ class Server:
             self._send([r for r, outbox in self._outboxes.items() if outbox.finish_reason])
             self._finished_at = None
 
-    def _take(self, delta: Delta, now: float) -> bool:
+    def _buffer(self, delta: Delta, now: float) -> bool:
         """Keeps new tokens; whether their response now holds a whole chunk."""
         outbox = self._outboxes[delta.response]
         outbox.token_ids.extend(delta.token_ids)

@@ -33,7 +33,7 @@ def merge(facts: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
         if isinstance(fact, TokensTaken):
             fact = pack(fact) or fact
         if isinstance(fact, PackedTokens):
-            tokens.take(fact)
+            tokens.add(fact)
         elif isinstance(fact, ResponseScored):
             scores.append(fact)
         else:
@@ -62,7 +62,7 @@ class _Items:
         self._finished: dict[int, FinishReason] = {}
         self._num_items = 0
 
-    def take(self, fact: PackedTokens) -> None:
+    def add(self, fact: PackedTokens) -> None:
         responses = self._known.get(fact.responses)
         if responses is None:
             responses = np.array([self._numbers[name] for name in fact.names])
@@ -89,7 +89,7 @@ class _Items:
         if odd:
             versions, one_by_one = list(self._groups), _OneByOne()
             for index in odd:
-                one_by_one.take(versions[self.group[index]], self._item(index))
+                one_by_one.add(versions[self.group[index]], self._item(index))
             yield from one_by_one.facts()
 
     def _arrange(self) -> None:
@@ -238,7 +238,7 @@ class _OneByOne:
         self._groups: list[list[_Growing]] = []
         self._newest: dict[str, _Growing] = {}
 
-    def take(self, version: int, item: ResponseTokens) -> None:
+    def add(self, version: int, item: ResponseTokens) -> None:
         before = self._newest.get(item.response)
         if (
             before is not None

@@ -197,14 +197,14 @@ class JournalWriter(Generic[T]):
 
     def _work(self) -> None:
         try:
-            while (jobs := self._take()) is not None and self._carry_out(jobs):
+            while (jobs := self._next_jobs()) is not None and self._carry_out(jobs):
                 self._sweep()
         except JournalError as e:
             self._failure = e
         finally:
             self._call(self._ended.set)
 
-    def _take(self) -> list[_Job] | None:
+    def _next_jobs(self) -> list[_Job] | None:
         """What has come within `flush_ms`, or None when it is over."""
         with self._wake:
             self._wake.wait_for(

@@ -95,7 +95,7 @@ class Replay:
         """In the order of the steps, each after the evaluation before it."""
         return [self._rounds[key] for key in sorted(self._rounds)]
 
-    def take(self, entries: Sequence[LogEntry]) -> str:
+    def read_segment(self, entries: Sequence[LogEntry]) -> str:
         """A segment. Returns why a coordinator would refuse it, in one line; "" if it would not."""
         try:
             core = _new_core(self._config, entries)
@@ -208,7 +208,7 @@ def _read(config: Config, found: list[Segment], wanted: str) -> ToldRun:
         entries, reading = read_merged(segment.path, LOG)
         if reading.damage is not None:
             damage.append(str(reading.damage))
-        if reading.base_is_whole and (problem := replay.take(entries)):
+        if reading.base_is_whole and (problem := replay.read_segment(entries)):
             damage.append(f"{segment.path}: {problem}")
     return ToldRun(replay, [s.path.name for s in found], damage)
 

@@ -22,7 +22,7 @@ class DeferredRewards(Mechanism):
             tuple[str, int], tuple[SimMachine, Response]
         ] = {}  # given up by the core, but goes on
 
-    def take(self, response: Response) -> None:
+    def defer(self, response: Response) -> None:
         self._unscored[response.id] = response
 
     def goes_on(self, machine: SimMachine, name: str, number: int) -> bool:
@@ -46,7 +46,7 @@ class DeferredRewards(Mechanism):
                 if d.finished is not None and (
                     found := self._surplus.pop((d.response, d.attempt), None)
                 ):
-                    self.take(found[1])
+                    self.defer(found[1])
 
     def round_closed(self, round: Round) -> None:
         for (name, number), (machine, _) in self._surplus.items():

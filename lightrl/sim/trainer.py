@@ -32,7 +32,7 @@ class TrainerModel:
     jobs: deque[TrainingJob] = field(default_factory=deque[TrainingJob])
     times: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "wait": 0.0})
 
-    def take(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
+    def add_work(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
         """More work of a step; `last` = all of it is there."""
         self.advance(now)
         job = self.jobs[-1] if self.jobs and self.jobs[-1].step == step else None

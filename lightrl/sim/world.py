@@ -210,7 +210,7 @@ class World:
                     when = self.scoring.done_at(self.now, prompt, response.seed)
                     self.at(when, lambda: self.feed(event))
                 else:
-                    self.deferred.take(response)
+                    self.deferred.defer(response)
                     todo.append(event)
             case DrawPrompts(_, count):
                 drawn = (self._cursor.draw() for _ in range(count))
@@ -320,7 +320,7 @@ class World:
         ready_at = 0.0
         if shard.last and not self.switches.async_rewards:
             ready_at = self.deferred.scored_at()
-        self.trainer.take(self.now, shard.step, seconds, shard.last, ready_at)
+        self.trainer.add_work(self.now, shard.step, seconds, shard.last, ready_at)
         self.plan_training()
 
     def plan_training(self) -> None:

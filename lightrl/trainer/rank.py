@@ -269,7 +269,7 @@ class Rank:
             "num_tokens": float(finish.num_tokens),
             "num_trained_tokens": totals["tokens"],
             "num_micro_batches": float(self.num_batches),
-            "timing_s/forward_backward": self.computing.take(),
+            "timing_s/forward_backward": self.computing.lap(),
             "timing_s/optimizer": now(self.device) - begun,  # its weights are published next
         }
         if self.algorithm.tis_cap > 0:

@@ -31,7 +31,7 @@ class ShardQueue:
             and (waiting[0].step, waiting[0].index) == (self.step, 0)
         )
 
-    def take(self, waiting: deque[TrainShard]) -> list[TrainGroup]:
+    def pop_groups(self, waiting: deque[TrainShard]) -> list[TrainGroup]:
         """The groups that are to be accumulated at once: of all shards that wait, or of one that is
         alone.
 

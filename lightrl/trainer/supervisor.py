@@ -285,34 +285,34 @@ class Trainer:
         of this step.
         """
         step = self._done
-        intake = ShardQueue(step)
+        queue = ShardQueue(step)
         while True:
-            while not (self._shards or self._begins_anew or intake.is_complete):
+            while not (self._shards or self._begins_anew or queue.is_complete):
                 if self._is_stopping:
                     return False
                 self._changed.clear()
                 await self._changed.wait()
-            if self._begins_anew or intake.is_begun_anew_by(self._shards):
+            if self._begins_anew or queue.is_begun_anew_by(self._shards):
                 if self._begins_anew:
                     self._move(TrainerEvent.BEGAN_ANEW)
-                if intake.portions:
+                if queue.portions:
                     ranks.tell(ClearStep(step))
                     await ranks.replies(Cleared)
-                intake = ShardQueue(step)
-            elif intake.is_complete:
+                queue = ShardQueue(step)
+            elif queue.is_complete:
                 break
-            elif groups := [train_samples(g, self._config) for g in self._take(intake)]:
+            elif groups := [train_samples(g, self._config) for g in self._next_groups(queue)]:
                 await self._accumulate(ranks, step, groups)
-                intake.count(groups)
-        await self._finish(ranks, intake)
+                queue.count(groups)
+        await self._finish(ranks, queue)
         return True
 
-    def _take(self, intake: ShardQueue) -> list[TrainGroup]:
+    def _next_groups(self, queue: ShardQueue) -> list[TrainGroup]:
         """What waits; while it is trained, the coordinator may send as much again."""
-        index = intake.index
-        groups = intake.take(self._shards)
-        if intake.index > index:
-            self._say(ShardsTaken(intake.step, intake.index - 1))
+        index = queue.index
+        groups = queue.pop_groups(self._shards)
+        if queue.index > index:
+            self._say(ShardsTaken(queue.step, queue.index - 1))
         return groups
 
     async def _accumulate(self, ranks: Ranks, step: int, groups: list[list[TrainSample]]) -> None:
@@ -324,13 +324,13 @@ class Trainer:
         batches_R = streamed(useful, len(ranks), train.max_tokens_per_gpu, deterministic)
         await ranks.accumulate(step, batches_R)
 
-    async def _finish(self, ranks: Ranks, intake: ShardQueue) -> None:
+    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> None:
         """The update, from where on the ranks stand at the next step."""
-        step, version = intake.step, intake.step + 1
+        step, version = queue.step, queue.step + 1
         self._move(TrainerEvent.UPDATE_BEGAN)
-        ranks.tell(FinishStep(step, intake.num_responses, intake.num_tokens, version))
+        ranks.tell(FinishStep(step, queue.num_responses, queue.num_tokens, version))
         published = await ranks.reply(0, Published)
-        path, portions = Path(published.path), tuple(intake.portions)
+        path, portions = Path(published.path), tuple(queue.portions)
         self._standing = await self._versions.serve(published.manifest, path, portions)
         self._say(self._standing)
         finished, *_ = await ranks.replies(StepFinished)

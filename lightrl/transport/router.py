@@ -164,7 +164,7 @@ class Router(Socket):
         error."""
         while True:
             unheard, gone = list(self._unheard), set(self._strangers.gone)
-            messages = self._take_in()
+            messages = self._receive_all()
             received = [entry for each in messages if (entry := self._decoded(*each)) is not None]
             is_drained = not self._has_input()
             if is_drained:
@@ -189,7 +189,7 @@ class Router(Socket):
                     del self._unheard[peer]
                     yield peer, PeerUnreachable(peer.identity)
 
-    def _take_in(self) -> list[tuple[int, Access, list[bytes]]]:
+    def _receive_all(self) -> list[tuple[int, Access, list[bytes]]]:
         """Messages that have arrived: through which connection, what that has proved, and their
         frames."""
         messages: list[tuple[int, Access, list[bytes]]] = []

@@ -217,7 +217,7 @@ class WeightServer:
         loop = asyncio.get_running_loop()
         held.num_users += 1  # keeps the file open if the version is retired meanwhile
         try:
-            async with self._turns.take(lambda: loop.sock_sendall(sock, QUEUED)) as turn:
+            async with self._turns.acquire(lambda: loop.sock_sendall(sock, QUEUED)) as turn:
                 await loop.sock_sendall(sock, DATA)
                 await self._send(sock, held.file, request.offset, request.size, turn)
         finally:

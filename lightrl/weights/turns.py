@@ -34,7 +34,7 @@ class Turns:
         self._places = asyncio.Semaphore(num_places)
 
     @contextlib.asynccontextmanager
-    async def take(self, is_queued: Callable[[], Awaitable[None]]) -> AsyncIterator[Turn]:
+    async def acquire(self, is_queued: Callable[[], Awaitable[None]]) -> AsyncIterator[Turn]:
         """A turn, when it has come. Until then `is_queued` is awaited every SIGN_S, and may
         raise."""
         await self._wait(is_queued)

@@ -97,9 +97,9 @@ def test_gain_is_that_of_neighbours_in_the_same_chunks():
     gain = Gain()
     for _ in range(60):
         for _ in range(3):
-            gain.take(True, 12, is_whole=True)
-        gain.take(False, 4, is_whole=True)
-        gain.take(False, 1, is_whole=False)  # it ended in the middle
+            gain.observe(True, 12, is_whole=True)
+        gain.observe(False, 4, is_whole=True)
+        gain.observe(False, 1, is_whole=False)  # it ended in the middle
         mean = gain.close()
     assert gain.tokens == pytest.approx(3.0, rel=0.02)
     assert mean == pytest.approx((3 * 3 + 2) / 5, rel=0.02)
@@ -108,13 +108,13 @@ def test_gain_is_that_of_neighbours_in_the_same_chunks():
 def test_gain_stays_while_a_node_has_one_kind_only_and_is_never_below_one():
     gain = Gain(2.5)
     for _ in range(100):
-        gain.take(True, 50, is_whole=True)
+        gain.observe(True, 50, is_whole=True)
         assert gain.close() == 2.5
-        gain.take(False, 1, is_whole=True)
+        gain.observe(False, 1, is_whole=True)
         assert gain.close() == 1.0
     for _ in range(300):
-        gain.take(True, 1, is_whole=True)
-        gain.take(False, 9, is_whole=True)
+        gain.observe(True, 1, is_whole=True)
+        gain.observe(False, 9, is_whole=True)
         gain.close()
     assert gain.tokens == 1.0
 
@@ -122,12 +122,12 @@ def test_gain_stays_while_a_node_has_one_kind_only_and_is_never_below_one():
 def test_gain_follows_a_batch_that_becomes_smaller():
     gain = Gain(1.0)
     for _ in range(200):
-        gain.take(True, 8, is_whole=True)
-        gain.take(False, 8, is_whole=True)
+        gain.observe(True, 8, is_whole=True)
+        gain.observe(False, 8, is_whole=True)
         assert gain.close() == 1.0
     for _ in range(60):
-        gain.take(True, 16, is_whole=True)
-        gain.take(False, 2, is_whole=True)
+        gain.observe(True, 16, is_whole=True)
+        gain.observe(False, 2, is_whole=True)
         gain.close()
     assert gain.tokens == pytest.approx(8.0, rel=0.4)
 
@@ -162,8 +162,8 @@ def test_response_that_came_between_two_chunks_does_not_count_until_the_next():
     node = node_of(d, "a")
 
     def chunk(count: int) -> float:
-        node.take(old, 12, goes_on=True)
-        node.take(new, count, goes_on=True)
+        node.add_tokens(old, 12, goes_on=True)
+        node.add_tokens(new, count, goes_on=True)
         node.observe(d.now, 2, 12 + count)
         return node.gain.tokens
 

@@ -56,7 +56,7 @@ def test_commands_go_through_the_outbox():
         if f.returns is not None and ast.unparse(f.returns) == "list[Command]"
     }
     assert returned == {
-        "commands.py:take",
+        "commands.py:drain",
         "coordinator.py:handle",
         "recovery.py:recover",
         "recovery.py:conclude",

@@ -279,5 +279,5 @@ def test_of_one_prompt_that_waits_twice_a_round_takes_the_older_epoch():
         for name, epoch in [("a", 0), ("a", 1), ("b", 0)]
     ]
     backlog = Backlog(10, put_off=deque(held))
-    assert backlog.take(2) == [held[0], held[2]]
+    assert backlog.pop_oldest(2) == [held[0], held[2]]
     assert list(backlog.put_off) == [held[1]]

@@ -171,10 +171,10 @@ def test_a_step_that_is_trained_again_is_read_and_sent_as_the_trainer_takes_it(
                 await shell.journaling.has_read.wait()
             # The fourth one is there, and is not sent before one is taken.
             assert [s.index for s in again] == [0, 1, 2]
-            replays.taken(ShardsTaken(7, 1))  # of another step
+            replays.on_shards_taken(ShardsTaken(7, 1))  # of another step
             while not again[-1].last:
                 came.clear()
-                replays.taken(ShardsTaken(0, again[-1].index))
+                replays.on_shards_taken(ShardsTaken(0, again[-1].index))
                 await came.wait()
         assert [s.groups for s in again] == [s.groups for s in first]
         assert all(s.alone for s in again)

@@ -272,9 +272,9 @@ def test_a_message_that_comes_just_after_nothing_was_found_is_waited_for(
             node = await Link.connect(router.address, "n", key)
             node.send(Heartbeat())
             await until(router._has_input)
-            look = router._take_in
+            look = router._receive_all
             answers = iter([list])  # as if it had not been there yet
-            monkeypatch.setattr(router, "_take_in", lambda: next(answers, look)())
+            monkeypatch.setattr(router, "_receive_all", lambda: next(answers, look)())
             assert [message for _, message in await router.receive()] == [Heartbeat()]
             node.close()
 

@@ -545,8 +545,8 @@ MUTATIONS = [
     Mutation(
         "stranger may send a frame of 32 MiB",
         "transport/zeromq.py",
-        "MAX_TO_COORDINATOR_BYTES = 64 << 10",
-        "MAX_TO_COORDINATOR_BYTES = 32 << 20",
+        "MAX_TO_ROUTER_BYTES = 64 << 10",
+        "MAX_TO_ROUTER_BYTES = 32 << 20",
         tests=(
             "tests/security/test_strangers.py::test_a_frame_may_have_so_many_bytes_and_one_more_is_cut_off",
         ),

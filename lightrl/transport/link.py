@@ -24,8 +24,8 @@ from lightrl.transport.zeromq import (
     CURVE_BYTES,
     MAX_DRAIN,
     MAX_DRAIN_BYTES,
-    MAX_TO_COORDINATOR_BYTES,
     MAX_TO_NODE_BYTES,
+    MAX_TO_ROUTER_BYTES,
     SEPARATOR,
     Socket,
     key_pair,
@@ -118,7 +118,7 @@ class Link(Socket):
 
     def send(self, message: Message) -> None:
         """Never blocks. What does not fit into one frame leaves in several."""
-        frame, most = MESSAGES.encode(message), MAX_TO_COORDINATOR_BYTES - CURVE_BYTES
+        frame, most = MESSAGES.encode(message), MAX_TO_ROUTER_BYTES - CURVE_BYTES
         if len(frame) <= most:
             self._send_frames([frame])
         elif isinstance(message, TokenChunk):

@@ -26,8 +26,8 @@ from lightrl.transport.zeromq import (
     CURVE_BYTES,
     MAX_DRAIN,
     MAX_DRAIN_BYTES,
-    MAX_TO_COORDINATOR_BYTES,
     MAX_TO_NODE_BYTES,
+    MAX_TO_ROUTER_BYTES,
     SEPARATOR,
     SILENCE_MS,
     Socket,
@@ -69,7 +69,7 @@ class Router(Socket):
         Raises ConfigError if it cannot.
         """
         secret = coordinator_secret(key)
-        super().__init__(zmq.ROUTER, MAX_TO_COORDINATOR_BYTES)
+        super().__init__(zmq.ROUTER, MAX_TO_ROUTER_BYTES)
         self._sock.set(zmq.SNDHWM, MAX_WAITING)
         self._sock.set(zmq.BACKLOG, BACKLOG)
         self._sock.set(zmq.HEARTBEAT_IVL, 0)

@@ -38,9 +38,7 @@ MAX_DRAIN = 256  # messages taken before other tasks get their turn,
 MAX_DRAIN_BYTES = 1 << 20  # and their size, but for the last one
 LINGER_MS = 1000  # what closing may wait for the last messages
 SEPARATOR = "/"  # between the two halves of an identity
-MAX_TO_COORDINATOR_BYTES = (
-    64 << 10
-)  # of a frame: so much a stranger may send, before it is known as one
+MAX_TO_ROUTER_BYTES = 64 << 10  # of a frame: so much a stranger may send, before it is known as one
 MAX_TO_NODE_BYTES = 1 << 20  # and whoever poses as the coordinator
 CURVE_BYTES = 64  # that a frame grows by when it is encrypted, and more
 HEARTBEAT_MS = 1000  # on an idle connection

@@ -312,7 +312,7 @@ async def _router_at(address: str, key: str) -> Router:
 
 
 def test_tokens_beyond_one_frame_leave_in_several(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(link, "MAX_TO_COORDINATOR_BYTES", 10_000)
+    monkeypatch.setattr(link, "MAX_TO_ROUTER_BYTES", 10_000)
     responses = tuple(ResponseTokens(f"r{k}", 1, 0, bytes(800), bytes(800)) for k in range(40))
 
     async def scenario() -> None:

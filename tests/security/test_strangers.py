@@ -19,7 +19,7 @@ from lightrl.system.addresses import host_and_port
 from lightrl.transport import link, strangers
 from lightrl.transport.link import Link
 from lightrl.transport.router import Router
-from lightrl.transport.zeromq import MAX_TO_COORDINATOR_BYTES
+from lightrl.transport.zeromq import MAX_TO_ROUTER_BYTES
 from tests.security.attacker import GREETING
 from tests.support.daemons import ScriptedTrainer, make_config
 from tests.support.routers import LIMIT_S, received, router_and_key, until
@@ -51,7 +51,7 @@ def announce(size: int) -> bytes:
 
 
 def test_a_frame_may_have_so_many_bytes_and_one_more_is_cut_off():
-    assert MAX_TO_COORDINATOR_BYTES <= MIB
+    assert MAX_TO_ROUTER_BYTES <= MIB
 
     async def scenario() -> None:
         async with router_and_key() as (router, _):
@@ -62,10 +62,8 @@ def test_a_frame_may_have_so_many_bytes_and_one_more_is_cut_off():
                         greeting = b""
                         while len(greeting) < 64:
                             greeting += sock.recv(64 - len(greeting))
-                    within.sendall(
-                        announce(MAX_TO_COORDINATOR_BYTES) + bytes(MAX_TO_COORDINATOR_BYTES - 7)
-                    )
-                    beyond.sendall(announce(MAX_TO_COORDINATOR_BYTES + 1))
+                    within.sendall(announce(MAX_TO_ROUTER_BYTES) + bytes(MAX_TO_ROUTER_BYTES - 7))
+                    beyond.sendall(announce(MAX_TO_ROUTER_BYTES + 1))
                     beyond.settimeout(1.5)  # not only when its time is up, after three seconds
                     with contextlib.suppress(ConnectionError):
                         assert beyond.recv(1000) == b""
@@ -89,8 +87,7 @@ def test_a_hundred_strangers_who_send_all_they_may_cost_less_than_128_mib():
                     for sock in everyone:
                         with contextlib.suppress(ConnectionError):
                             sock.sendall(
-                                announce(MAX_TO_COORDINATOR_BYTES)
-                                + bytes(MAX_TO_COORDINATOR_BYTES - 7)
+                                announce(MAX_TO_ROUTER_BYTES) + bytes(MAX_TO_ROUTER_BYTES - 7)
                             )
 
                 await asyncio.to_thread(talk)

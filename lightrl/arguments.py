@@ -46,7 +46,11 @@ NameOption = Annotated[str, typer.Option("--name", help="of this node; default: 
 Slots = Annotated[
     int,
     typer.Option(
-        "--slots", min=0, max=65536, help="responses at once here; default: rollout.slots"
+        "--slots",
+        min=0,
+        max=65536,
+        show_default=False,
+        help="responses at once here; default: rollout.slots",
     ),
 ]
 NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]

@@ -98,8 +98,8 @@ class Rollout(Section):
     )
     group_size: Positive = Field(default=8, description="responses sampled for one prompt")
     max_response_length: Positive = Field(default=1024, description="tokens")
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    temperature: float = Field(default=1.0, ge=0, description="of sampling; 0 = greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; 1 = off")
     top_k: int = Field(default=0, ge=0, description="0 = off")
     threads: Positive = Field(default=1, description="CPU threads of one engine")
     kv_cache_gib: float = Field(
@@ -113,7 +113,7 @@ class Rollout(Section):
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="handed to vLLM as they are; what takes how long if emulated",
+        description="passed to vLLM unchanged; for the emulated engine how long its work takes",
     )
     devices: Devices = Field(
         default=(),
@@ -122,9 +122,9 @@ class Rollout(Section):
 
 
 class Optim(Section):
-    lr: float = Field(default=1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0, description="learning rate of AdamW")
     betas: tuple[Share, Share] = (0.9, 0.95)
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
     grad_clip: float = Field(default=1.0, ge=0, description="maximal gradient norm; 0 = off")
     warmup_steps: int = Field(default=0, ge=0, description="linear warm-up, then constant")
 
@@ -144,7 +144,7 @@ class Train(Section):
         default=16384, description="tokens of one micro-batch on one rank"
     )
     threads: Positive = Field(default=1, description="CPU threads of one rank")
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = Field(default=False, description="less memory, slower")
     devices: Devices = Field(
         default=(), description="GPU indices, one for each rank; default: the first"
     )
@@ -152,18 +152,20 @@ class Train(Section):
 
 
 class AlgorithmSection(Section):
-    name: Algorithm = "grpo"
+    name: Algorithm = Field(default="grpo", description="one of: " + ", ".join(ALGORITHMS))
     clip_low: float = Field(default=0.2, ge=0, description="ratio is clipped below at 1 - clip_low")
     clip_high: float = Field(
         default=0.2, ge=0, description="ratio is clipped above at 1 + clip_high"
     )
     kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
-    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_type: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="estimator of the KL penalty: k1, k2 or k3"
+    )
     loss_norm: LossNorm | Positive | None = Field(
         default=None,
-        description="default: what the algorithm prescribes; a number: so many tokens for each "
-        "response,"
-        ' as which "constant" takes rollout.max_response_length',
+        description="what token losses are divided by: token, sequence, constant "
+        "(rollout.max_response_length for each response) or a number of tokens for each response; "
+        "default: what the algorithm prescribes",
     )
     tis_cap: float = Field(
         default=0.0,
@@ -266,7 +268,7 @@ class Eval(Section):
         default=0, ge=0, description="steps between evaluations; 0 = only first and last"
     )
     samples: Positive = Field(default=1, description="responses for each prompt")
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, description="of sampling; 0 = greedy")
 
 
 class Checkpoint(Section):
@@ -280,7 +282,7 @@ class Checkpoint(Section):
 
 
 class NodeSection(Section):
-    heartbeat_s: Seconds = 0.5
+    heartbeat_s: Seconds = Field(default=0.5, description="between two signs of life of a node")
     lease_s: Seconds = Field(default=3.0, description="a node silent for this long counts as lost")
     grace_s: Seconds = Field(
         default=20.0, description="how long a stopping daemon waits for its children"
@@ -314,9 +316,11 @@ class Journal(Section):
 
 
 class Logging(Section):
-    backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = ("jsonl",)
+    backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = Field(
+        default=("jsonl",), description="where metrics go: jsonl, tensorboard, wandb"
+    )
     level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="the least that is written to the logs of all processes"
+        default="info", description="lowest level that is logged: debug, info, warning or error"
     )
     json_: bool = Field(
         default=False, alias="json", description="logs for machines: a JSON object on each line"

@@ -2,7 +2,7 @@
 
 Owns which data set layouts are understood and the stable ids of prompts. Every problem is one line
 that names the file and the line. Must not import transformers, datasets or pyarrow before they are
-needed: daemons and `lightrl --help` import this module.
+needed: daemons import this module.
 """
 
 import hashlib

@@ -28,7 +28,7 @@ from lightrl.system.output import capture_lines, never_fail, plain, print_to
 PACKAGE = "lightrl"
 ENVIRONMENT = "LIGHTRL_LOG"  # how a process tells its children what to write
 LAST_BYTES = 1 << 16  # of the end of a log, in which its last line is looked for
-WARNING = "WARNING: "  # how a line begins that is one, on screens and in events
+WARNING = "WARNING: "  # how a line for a screen begins that is one; a log has levels
 
 _TEXT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} ([A-Z]+) \S+ \S*: (.*)")
 
@@ -68,7 +68,7 @@ def configure(settings: LogSettings) -> None:
         never_fail()
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_in_thread
-    _handle_with(LogHandler(_Output(sys.stdout)), settings)
+    _handle_with(LogOutput(_Output(sys.stdout)), settings)
     capture_lines(_log_printed if settings.json else None)
 
 
@@ -76,7 +76,7 @@ def configure_file(settings: LogSettings, file: Path) -> None:
     """The same for a process that talks to a person: what it logs is written to `file` alone."""
     global _settings
     _settings = settings
-    _handle_with(LogHandler(_File(file)), settings)
+    _handle_with(LogOutput(_File(file)), settings)
 
 
 def configure_again(level: str, as_json: bool) -> None:
@@ -204,11 +204,11 @@ class _File:
         pass
 
 
-class LogHandler(logging.StreamHandler[_Output | _File]):
+class LogOutput(logging.StreamHandler[_Output | _File]):
     """The one handler of this package."""
 
 
-def _handle_with(handler: LogHandler, settings: LogSettings) -> None:
+def _handle_with(handler: LogOutput, settings: LogSettings) -> None:
     """Others' loggers are heard from warnings on: their details would drown ours.
 
     In a reward worker the root logger is the user's code's, to configure or not; a file is for
@@ -218,7 +218,7 @@ def _handle_with(handler: LogHandler, settings: LogSettings) -> None:
     package, root = logging.getLogger(PACKAGE), logging.getLogger()
     is_ours_alone = settings.role == "reward" or isinstance(handler.stream, _File)
     top = package if is_ours_alone else root
-    for old in [h for h in top.handlers if isinstance(h, LogHandler)]:
+    for old in [h for h in top.handlers if isinstance(h, LogOutput)]:
         top.removeHandler(old)
     top.addHandler(handler)
     package.propagate = not is_ours_alone
@@ -234,18 +234,18 @@ def _log_printed(stream: str, line: str) -> None:
     level = logging.WARNING if stream == "stderr" else logging.INFO
     record = logging.LogRecord(stream, level, "", 0, line, None, None)
     for handler in [*logging.getLogger(PACKAGE).handlers, *logging.getLogger().handlers]:
-        if isinstance(handler, LogHandler):
+        if isinstance(handler, LogOutput):
             handler.handle(record)
 
 
 def _log_uncaught(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    logger.critical("ended by an error that nobody foresaw", exc_info=(kind, error, traceback))
+    logger.critical("unexpected error: this process ends", exc_info=(kind, error, traceback))
 
 
 def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is not None and args.exc_type is not SystemExit:
         name = args.thread.name if args.thread is not None else "a thread"
         exc_info = (args.exc_type, args.exc_value, args.exc_traceback)
-        logger.critical("%s ended by an error that nobody foresaw", name, exc_info=exc_info)
+        logger.critical("%s: unexpected error, it ends", name, exc_info=exc_info)

@@ -429,7 +429,7 @@ MUTATIONS = [
     Mutation(
         "score of an earlier process is forgotten",
         "core/recovery.py",
-        "core.judge.score(response.id, response.attempt, fact.reward, fact.failure)",
+        "core.judge.score(response.id, response.attempt, entry.reward, entry.failure)",
         "pass",
     ),
     Mutation(
@@ -441,7 +441,7 @@ MUTATIONS = [
     Mutation(
         "attempt of a score is not known again",
         "core/recovery.py",
-        "            response.attempt = max(response.attempt, fact.attempt)\n",
+        "            response.attempt = max(response.attempt, entry.attempt)\n",
         "            response.attempt = 0\n",
     ),
     Mutation(
@@ -453,7 +453,7 @@ MUTATIONS = [
     Mutation(
         "what restated rounds put off is put off twice",
         "core/recovery.py",
-        "close_round(round, self._now)\n        self._stand()\n",
+        "close_round(round, self._now)\n        self._restore()\n",
         "close_round(round, self._now)\n",
     ),
     Mutation(

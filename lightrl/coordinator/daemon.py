@@ -127,7 +127,7 @@ class CoordinatorDaemon:
         self._watchers = Watchers(self._send_snapshot)
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()  # from timers and signals
         self._descriptors = Descriptors(self._report, self._router.num_connections)
-        self._peers = self._admission(name)
+        self._peers = self._new_peers(name)
         self._inbound = Inbound(
             config.run.name,
             self._router,
@@ -141,14 +141,14 @@ class CoordinatorDaemon:
             self.feed,
         )
 
-    def _admission(self, name: str) -> Peers:
+    def _new_peers(self, name: str) -> Peers:
         return Peers(
             self._router,
             self._core.fleet,
             self._descriptors,
             name,
             self._config.run.name,
-            self._report,
+            self._warn,
             lambda node: self._inbox.put_nowait(NodeLost(node, "connection lost")),
         )
 
@@ -176,7 +176,7 @@ class CoordinatorDaemon:
                 self._core,
                 self._records,
                 self.feed,
-                self._report,
+                self._warn,
             )
             rewards = self._scoring.pool
             try:
@@ -213,12 +213,12 @@ class CoordinatorDaemon:
 
     def _recover(self) -> list[Command]:
         """What is left to be done of the run whose journal is here."""
-        facts, lines = last_stand(self._run_dir)
+        entries, lines = last_stand(self._run_dir)
         for line in lines:
             self._report(f"WARNING: {line}")
-        commands = recover(self._core, facts, time.monotonic())
+        commands = recover(self._core, entries, time.monotonic())
         self._prompts.go_on_from(self._core.backlog.num_drawn)
-        if (known := noted(facts)) is not None:
+        if (known := noted(entries)) is not None:
             if known.data != self._prompts.digest:
                 raise DataError(
                     f"data.path = {self._config.data.path}: the prompts differ from those "
@@ -272,8 +272,8 @@ class CoordinatorDaemon:
 
     def _perform(self, command: Command) -> Event | None:
         match command:
-            case Record(fact):
-                self._journaling.record(fact)
+            case Record(entry):
+                self._journaling.record(entry)
             case Send(node, TrainShard() as shard):
                 hello = self._core.trainer_feed.num_hellos
                 self._journaling.when_durable(lambda: self._send_shard(node, shard, hello))
@@ -384,6 +384,9 @@ class CoordinatorDaemon:
             logger.log(level, text)
         else:
             report_here(text)
+
+    def _warn(self, text: str) -> None:
+        self._report(text, logging.WARNING)
 
     async def _write_end(self) -> None:
         await self._records.hashed()

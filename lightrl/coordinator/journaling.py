@@ -1,7 +1,7 @@
 """What of a run is on the disk: the journal as the coordinator's shell uses it.
 
-Owns when a segment begins and what waits until something is durable. What a fact is, and how a core
-comes of facts, is said in core/log_entries.py and core/recovery.py; how they are written, in
+Owns when a segment begins and what waits until something is durable. What an entry is, and how a
+core comes of entries, is said in core/log_entries.py and core/recovery.py; how they are written, in
 journal/.
 """
 
@@ -26,17 +26,17 @@ from lightrl.wire import from_json
 
 
 def last_stand(run_dir: Path) -> tuple[list[LogEntry], list[str]]:
-    """The facts to go on from, and lines that say what is lost; newer segments that cannot be used
-    are moved aside, and where to. Raises JournalError if there is nothing to go on from."""
-    segment, facts, lines = read.newest(run_dir / FOLDER, read.LOG)
+    """The entries to go on from, and lines that say what is lost; newer segments that cannot be
+    used are moved aside, and where to. Raises JournalError if there is nothing to go on from."""
+    segment, entries, lines = read.newest(run_dir / FOLDER, read.LOG)
     if aside := read.trim(run_dir / FOLDER, segment):
         lines.append(f"what cannot be used is set aside in {run_dir / FOLDER}: {', '.join(aside)}")
-    return facts, lines
+    return entries, lines
 
 
-def noted(facts: Iterable[LogEntry]) -> RecordsNote | None:
+def noted(entries: Iterable[LogEntry]) -> RecordsNote | None:
     """What the shell wrote down last. Raises ProtocolError."""
-    notes = (fact.data for fact in facts if isinstance(fact, ShellNote))
+    notes = (entry.data for entry in entries if isinstance(entry, ShellNote))
     return next((from_json(data, RecordsNote) for data in notes), None)
 
 
@@ -90,12 +90,12 @@ class Journaling:
         for act in acts:
             self.when_durable(act)
 
-    def record(self, fact: LogEntry) -> None:
+    def record(self, entry: LogEntry) -> None:
         if self._is_step_over:
-            if isinstance(fact, ShardSent):
-                self._shards.append(fact)
+            if isinstance(entry, ShardSent):
+                self._shards.append(entry)
         elif self._writer is not None:
-            self._writer.append(fact)
+            self._writer.append(entry)
 
     def close_step(self) -> None:
         """From here on until it is begun anew, as `is_due` says, the core's state is the record."""
@@ -128,15 +128,17 @@ class Journaling:
         self._writer.after_flush(flushed.set)
         await flushed.wait()
         what = f"training step {step} again"
+
+        def warn(line: str) -> None:
+            self._report(f"WARNING: {line}")
+
         sent, portions = await retry_on_resource_limit(
-            lambda: in_thread(read.shards, self._folder, read.LOG, step), what, self._report
+            lambda: in_thread(read.shards, self._folder, read.LOG, step), what, warn
         )
         parts = read.recut(sent, portions, sent.num_groups)
         # A `next` that was refused for lack of a thread has not been called, so no part is skipped.
         while (
-            part := await retry_on_resource_limit(
-                lambda: in_thread(next, parts, None), what, self._report
-            )
+            part := await retry_on_resource_limit(lambda: in_thread(next, parts, None), what, warn)
         ) is not None:
             yield part
 

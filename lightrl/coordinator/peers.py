@@ -24,7 +24,7 @@ class Peers:
         descriptors: Descriptors,
         head: str,
         run: str,
-        report: Callable[[str], None],
+        warn: Callable[[str], None],
         lost: Callable[[str], None],
     ) -> None:
         """`head` is the name of the coordinator's own node; `lost` is called with a node of the
@@ -34,7 +34,7 @@ class Peers:
         self._descriptors = descriptors
         self._head = head
         self._run = run
-        self._report = report
+        self._warn = warn
         self._lost = lost
         self._speakers: dict[str, Peer] = {}  # by node
 
@@ -86,7 +86,7 @@ class Peers:
     def _refusal(self, peer: Peer, hello: Hello) -> Welcome | None:
         if peer.access is not Access.FULL:
             if (why := why_unwelcome(self._head, hello)) is not None:
-                self._report(f"{hello.node} refused: {why}")
+                self._warn(f"{hello.node} refused: {why}")
                 return Welcome(run="", refused=why)
             if self._is_taken(peer):
                 return Welcome(self._run, refused=TAKEN)

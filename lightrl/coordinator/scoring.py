@@ -50,7 +50,7 @@ class Scoring:
     def _scored(self, result: RewardResult) -> None:
         response = self._core.table.responses.get(result.response)
         done = response is not None and response.state is ResponseState.DONE
-        # else it came too late
+        # one that came too late is no figure and no sample
         if response is not None and done and response.attempt == result.attempt:
             self._records.reward_figures(response, result.metrics)
             task = self._prompts.get(response.group.prompt.id, response.group.round.is_eval)

@@ -76,9 +76,9 @@ class CloseStep:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Write this down; a TrainShard must not leave before the facts ahead of it are durable."""
+    """Write this down; a TrainShard must not leave before the entries ahead of it are durable."""
 
-    fact: LogEntry
+    entry: LogEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class Coordinator:
             if not self.judge.settled:
                 self._plan_rebalance(now)
                 break
-            self.steps.judge()  # what waited for a slot had lost meanwhile
+            self.steps.on_settled_groups()  # what waited for a slot had lost meanwhile
             self._advance(now)
         return self.outbox.drain()
 
@@ -229,13 +229,13 @@ class Coordinator:
         node.heard_at = now
         if (problem := self.arrivals.accept(node, chunk, now)) is not None:
             self._lose(name, problem, now)
-        self.steps.judge()
+        self.steps.on_settled_groups()
 
     def _score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
         if self.ending.has_begun:
             return
         self.judge.score(name, attempt, reward, failure)
-        self.steps.judge()
+        self.steps.on_settled_groups()
 
     def _dispatch(self) -> None:
         """Sends waiting responses to nodes with free slots.

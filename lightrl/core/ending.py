@@ -41,7 +41,8 @@ class Ending:
             return
         self.has_begun = True
         self._outcome, self._reason = outcome, reason
-        self._outbox.report(reason)
+        tell = self._outbox.warn if outcome is RunState.FAILED else self._outbox.report
+        tell(reason)
         for name in self._fleet.nodes:
             if name != self._fleet.trainer:
                 self._outbox.send(name, Drain(name, reason))
@@ -81,7 +82,8 @@ class Ending:
         return self._ends_as(RunState.STOPPED) and self._steps.is_handing_over
 
     def hand_on(self, tell: Callable[[], None]) -> None:
-        """Of the step that is handed over; a trainer that was awaited for nothing else may go."""
+        """Lets `tell` pass on news of shards while that still matters. Once a stopped run has
+        handed its step over, the trainer may go."""
         before = self._hands_over
         if not self.has_begun or before:
             tell()

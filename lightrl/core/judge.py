@@ -99,9 +99,9 @@ class Judge:
 
     # Groups
 
-    def judge(self) -> list[Round]:
+    def close_settled_groups(self) -> list[Round]:
         """Groups in which nothing goes on any more are complete, or have lost the race of their
-        round. Returns the rounds that they are of."""
+        round. Returns the rounds they belong to."""
         touched: dict[Round, None] = {}
         while self.settled:
             group = self.settled.pop()
@@ -141,7 +141,7 @@ class Judge:
             self._drop(group)
 
     def accept_decided(self, round: Round) -> None:
-        """Groups that are certain to belong to the step; looks again when more have finished."""
+        """Accepts the groups that are certain to belong to the step; says when to look again."""
         round.recheck_at = race.next_recheck(round)
         accepted = race.decided_groups(self._settings, round)
         for group in accepted:
@@ -170,7 +170,7 @@ class Judge:
 
     def _drop(self, group: Group) -> None:
         self._table.counters.groups_dropped += 1
-        # the others lack scores
+        # dropped although complete: all its rewards were equal; the others lack scores
         self._table.counters.groups_flat += group.state is GroupState.COMPLETE
         self._give_up_all(group)
         group.move(GroupState.DROPPED)

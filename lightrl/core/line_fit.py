@@ -1,7 +1,7 @@
 """A line through what was observed, the newest counting most: how long a step takes with so many
 responses.
 
-Owns five decayed sums. What the slope is taken to be before it can be known, its users say.
+Owns five decayed sums. Its users give the slope to assume while it cannot be known.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""What must outlive the coordinator: facts, in the order in which the core took them.
+"""What must outlive the coordinator: entries, in the order in which the core took them.
 
-Owns the vocabulary of the journal. From a `SnapshotBegan` and all facts after it
-`recovery.recover` makes the same run again, without any node: where work ran is no fact, nodes
-say so themselves when they come back. Facts are emitted as commands (`Record`); who writes them,
+Owns the vocabulary of the journal. From a `SnapshotBegan` and all entries after it
+`recovery.recover` makes the same run again, without any node: where work ran is no entry, nodes
+say so themselves when they come back. Entries are emitted as commands (`Record`); who writes them,
 and when, is the shell's business.
 """
 
@@ -18,7 +18,7 @@ from lightrl.messages import ResponseTokens, StepDone, TrainShard
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
-    """Where a run stands, its open rounds left out: the first fact of every segment of a journal.
+    """Where a run stands, its open rounds left out: the first entry of every segment of a journal.
 
     Example: SnapshotBegan(step=3, num_drawn=96, version=3, digests={3: "9f3a..."})
     """
@@ -71,7 +71,7 @@ class SnapshotEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened:
-    """What it holds follows from the facts before; its prompts come as PromptsDrawn."""
+    """What it holds follows from the entries before; its prompts come as PromptsDrawn."""
 
     step: int
     kind: RoundKind

@@ -33,7 +33,8 @@ def has_lost(response: Response) -> bool:
 
 
 def finish_of_response(settings: Settings, response: Response) -> tuple[int, int]:
-    """(finishing time, index in its group) of one that has finished and has its score."""
+    """(finishing time, index in its group) of one that has finished and has its score, which is
+    counted in `round.num_scores` already: by the clock that count is the time."""
     round = response.group.round
     by_clock = round.races and settings.tail.race == "clock"
     return (round.num_scores if by_clock else len(response.tokens), response.index)

@@ -1,9 +1,9 @@
 """A core made again from its journal, and what a new segment of a journal must begin with.
 
-Owns how facts are applied, and the view of a core that stays as it was while the core goes on.
-Facts drive the same functions that events do, so that nothing is decided in two places; where work
-ran is forgotten, and every response that is not finished waits in the queue until a node comes and
-says that it has it, or takes it on from its tokens.
+Owns how entries are applied, and the view of a core that stays as it was while the core goes on.
+Entries drive the same functions that events do, so that nothing is decided in two places; where
+work ran is forgotten, and every response that is not finished waits in the queue until a node comes
+and says that it has it, or takes it on from its tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,28 +38,29 @@ from lightrl.core.state import (
 from lightrl.errors import InvariantViolation, JournalError
 from lightrl.messages import FinishReason, ResponseTokens, StepDone
 
-MAX_TOKENS_TOLD = 1 << 20  # in one fact: some 8 MiB
+MAX_TOKENS_TOLD = 1 << 20  # in one entry: some 8 MiB
 
 
-class Standing:
-    """Where a core stands at one moment, as facts from which `recover` makes it again.
+class RunSnapshot:
+    """Where a core stands at one moment, as entries from which `recover` makes it again.
 
-    Iterate over it as often as you like, in any thread, while the core goes on: what the facts hold
-    is made piece by piece. Tokens are not copied before: a response only ever gets more of them.
+    Iterate over it as often as you like, in any thread, while the core goes on: what the entries
+    hold is made piece by piece. Tokens are not copied before: a response only ever gets more of
+    them.
     """
 
-    def __init__(self, facts: list[LogEntry], rounds: "list[_StandingRound]") -> None:
-        self._facts = facts
+    def __init__(self, entries: list[LogEntry], rounds: "list[_RoundCopy]") -> None:
+        self._facts = entries
         self._rounds = rounds
 
     def __iter__(self) -> Iterator[LogEntry]:
         yield from self._facts
         for round in self._rounds:
-            yield from round.facts()
+            yield from round.entries()
         yield SnapshotEnded()
 
 
-def take_snapshot(core: Coordinator, *notes: ShellNote) -> Standing:
+def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
     """Where this core stands now, `notes` included; call it when no DrawPrompts is unanswered."""
     steps, backlog, published = core.steps, core.backlog, core.fleet.published
     stood = SnapshotBegan(
@@ -74,19 +75,19 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> Standing:
         counters=replace(core.table.counters),
         memory=core.predictor.memory(),
     )
-    return Standing([stood, *notes], [_stand(round) for round in core.table.rounds])
+    return RunSnapshot([stood, *notes], [_snapshot_of(round) for round in core.table.rounds])
 
 
-def recover(core: Coordinator, facts: Iterable[LogEntry], now: float) -> list[Command]:
-    """Brings a new core to where the facts end. Returns what is to be done at once: rounds that
+def recover(core: Coordinator, entries: Iterable[LogEntry], now: float) -> list[Command]:
+    """Brings a new core to where the entries end. Returns what is to be done at once: rounds that
     closed since the segment began, prompts to draw, finished responses without a score.
 
-    Raises InvariantViolation if the facts contradict each other or the settings, JournalError if
+    Raises InvariantViolation if the entries contradict each other or the settings, JournalError if
     the run is further than the settings let it go.
     """
     recovery = _Recovery(core, now)
-    for fact in facts:
-        recovery.apply(fact)
+    for entry in entries:
+        recovery.apply(entry)
     return recovery.conclude()
 
 
@@ -94,17 +95,17 @@ class _Recovery:
     def __init__(self, core: Coordinator, now: float) -> None:
         self._core = core
         self._now = now
-        self._stood = SnapshotBegan()
+        self._began = SnapshotBegan()
         self._closed: list[Round] = []  # of those restated
 
-    def apply(self, fact: LogEntry) -> None:
+    def apply(self, entry: LogEntry) -> None:
         core = self._core
-        match fact:
+        match entry:
             case SnapshotBegan():
-                self._stood = fact
-                self._stand()
+                self._began = entry
+                self._restore()
             case RoundSnapshot():
-                self._set_up(fact)
+                self._set_up(entry)
             case SnapshotEnded():
                 self._begin()
             case RoundOpened(step, kind):
@@ -115,17 +116,17 @@ class _Recovery:
                 for item in items:
                     core.arrivals.replay(version, item)
             case ResponseScored():
-                self._score(fact)
+                self._score(entry)
             case VersionPublished(version, digest):
                 core.fleet.know(version, digest)
                 core.steps.published(self._now)
             case StepDone():
-                core.steps.on_step_done(fact)
+                core.steps.on_step_done(entry)
             case ShardSent() | ShellNote():
                 pass  # for the trainer, should it train that step again; for the shell
             case _:
-                assert_never(fact)
-        core.steps.settle(self._now)
+                assert_never(entry)
+        core.steps.close_finished_rounds(self._now)
 
     def conclude(self) -> list[Command]:
         core = self._core
@@ -152,9 +153,9 @@ class _Recovery:
         core.table.was_recovered = True
         return [*closed, *core.outbox.drain()]
 
-    def _stand(self) -> None:
+    def _restore(self) -> None:
         """All that is not in the open rounds."""
-        core, steps, stood = self._core, self._core.steps, self._stood
+        core, steps, stood = self._core, self._core.steps, self._began
         steps.step, steps.evaluated, steps.last_cut = stood.step, stood.evaluated, stood.last_cut
         steps.opened = max(steps.opened, stood.step)
         core.backlog.restore(stood.num_drawn, stood.put_off, stood.spare)
@@ -164,16 +165,16 @@ class _Recovery:
         if stood.version is not None:
             core.fleet.know(stood.version, stood.digests[stood.version])
 
-    def _set_up(self, fact: RoundSnapshot) -> None:
+    def _set_up(self, entry: RoundSnapshot) -> None:
         """A round that was open. While it is being filled, nothing is drawn for it and it does not
         close."""
         core = self._core
-        round = rounds.new_round(core.settings, fact.kind, fact.step, self._now)
-        round.prompts_launched = fact.prompts_launched
+        round = rounds.new_round(core.settings, entry.kind, entry.step, self._now)
+        round.prompts_launched = entry.prompts_launched
         core.table.open(round)
         core.steps.opened += not round.is_eval
-        core.table.start(rounds.add(core.settings, round, fact.prompts, core.predictor))
-        if fact.is_closed:
+        core.table.start(rounds.add(core.settings, round, entry.prompts, core.predictor))
+        if entry.is_closed:
             self._closed.append(round)
 
     def _begin(self) -> None:
@@ -183,7 +184,7 @@ class _Recovery:
             round.published_at = self._now  # if it was; else it will be
             if round in self._closed:
                 self._core.steps.close_round(round, self._now)
-        self._stand()
+        self._restore()
 
     def _open(self, step: int, kind: RoundKind) -> None:
         core = self._core
@@ -194,12 +195,12 @@ class _Recovery:
             )
         core.steps.open(rounds.new_round(core.settings, kind, step, self._now))
 
-    def _score(self, fact: ResponseScored) -> None:
+    def _score(self, entry: ResponseScored) -> None:
         core = self._core
-        response = core.table.responses.get(fact.response)
+        response = core.table.responses.get(entry.response)
         if response is not None:
-            response.attempt = max(response.attempt, fact.attempt)
-            core.judge.score(response.id, response.attempt, fact.reward, fact.failure)
+            response.attempt = max(response.attempt, entry.attempt)
+            core.judge.score(response.id, response.attempt, entry.reward, entry.failure)
 
 
 class _HeldTokens(NamedTuple):
@@ -214,14 +215,14 @@ class _HeldTokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _StandingRound:
+class _RoundCopy:
     """A round at one moment. Nothing here changes, but for the ends of the responses' arrays."""
 
     stood: RoundSnapshot
     held: list[_HeldTokens]
     scores: list[LogEntry]
 
-    def facts(self) -> Iterator[LogEntry]:
+    def entries(self) -> Iterator[LogEntry]:
         yield self.stood
         items: dict[tuple[int, int], list[ResponseTokens]] = {}
         num_tokens = 0
@@ -230,19 +231,19 @@ class _StandingRound:
                 items.setdefault((number, version), []).append(item)
             num_tokens += held.num_tokens
             if num_tokens >= MAX_TOKENS_TOLD:
-                yield from _told(items)
+                yield from _token_entries(items)
                 num_tokens = 0
-        yield from _told(items)
+        yield from _token_entries(items)
         yield from self.scores
 
 
-def _stand(round: Round) -> _StandingRound:
+def _snapshot_of(round: Round) -> _RoundCopy:
     """Quick, however long the responses are: the event loop waits for it."""
     groups: list[Group] = list(round.groups.values())
     prompts = tuple(PutOff(g.prompt, g.attempts, round.step) for g in groups)
     is_closed = round.state is RoundState.CLOSED
     default = ((round.step, 0),)
-    return _StandingRound(
+    return _RoundCopy(
         RoundSnapshot(round.step, round.kind, round.prompts_launched, prompts, is_closed),
         [
             _HeldTokens(r, r.attempt, tuple(r.starts) or default, len(r.tokens), r.finish_reason)
@@ -253,7 +254,7 @@ def _stand(round: Round) -> _StandingRound:
     )
 
 
-def _told(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[LogEntry]:
+def _token_entries(items: dict[tuple[int, int], list[ResponseTokens]]) -> Iterator[LogEntry]:
     """By the number of the span in its response: an older version may follow a newer."""
     for number, version in sorted(items):
         yield TokensTaken(version, tuple(items[number, version]))
@@ -290,6 +291,6 @@ def _scores(round: Round) -> Iterator[LogEntry]:
                 counted.append((times[r.index], r))
             elif r.scored:
                 (failed if r.reward is None else late).append(r)
-    counted.sort(key=lambda entry: entry[0])
+    counted.sort(key=lambda pair: pair[0])
     for r in [*(r for _, r in counted), *failed, *late]:
         yield ResponseScored(r.id, r.attempt, r.reward, "" if r.reward is not None else "no score")

@@ -53,12 +53,14 @@ class RoundScheduler:
         self.draws: deque[Round] = deque()  # rounds that asked for prompts, in order
         self._step_done: StepDone | None = None
 
-    def judge(self) -> None:
+    def on_settled_groups(self) -> None:
         """What follows when groups are over: others are drawn for those that are out, and those
         that nobody can overtake go to the trainer."""
         if not self._judge.settled:
             return
-        for round in self._judge.judge():  # of all: a group that waited may be ahead of others
+        for round in (
+            self._judge.close_settled_groups()
+        ):  # of all: a group that waited may be ahead of others
             if round.state is RoundState.RUNNING and self._draws_now(round):
                 self._draw_more(round)
             self._accept_decided(round)
@@ -79,7 +81,7 @@ class RoundScheduler:
 
     def advance(self, now: float) -> None:
         """Closes what is complete and opens what comes next, as far as it can be done now."""
-        self.settle(now)
+        self.close_finished_rounds(now)
         published = self._fleet.published
         if published is None:
             return
@@ -92,9 +94,9 @@ class RoundScheduler:
                 self._send_accepted(upcoming)
         self._open_next(version, now)
 
-    def settle(self, now: float) -> None:
+    def close_finished_rounds(self, now: float) -> None:
         """Closes the rounds that are over; opens nothing."""
-        self.judge()
+        self.on_settled_groups()
         for round in tuple(self._table.rounds):
             if (
                 round.state is RoundState.RUNNING

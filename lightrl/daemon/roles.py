@@ -85,17 +85,19 @@ class Roles:
             write_model_files(model_dir, model_files)
             pulled.mkdir()
             places = (model_dir, pulled, self._engine_log())
-            told = (self._coordinator, self._send)
             part = gpus.engines[0] if gpus.engines else CPU
-            self._rollout = RolloutAgent(self._node, config, slots, *places, *told, part)
+            self._rollout = RolloutAgent(
+                self._node, config, slots, *places, self._coordinator, self._send, part
+            )
             self._tasks["rollout"] = tasks.create_task(self._rollout.run(), name="rollout")
         if "trainer" in self._names:
             run_dir = self._run_dir or _run_dir_here(config)
             published = scratch / "published"
             published.mkdir()
             host = own_address(self._coordinator)
-            told = (self._send, self._on_restart)
-            self._trainer = Trainer(config, run_dir, published, host, *told, gpus.ranks)
+            self._trainer = Trainer(
+                config, run_dir, published, host, self._send, self._on_restart, gpus.ranks
+            )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 
     def _engine_log(self) -> Path | None:

@@ -96,9 +96,10 @@ class Worker:
         self._link: Link | None = None
         self._state = ConnectionState.OUT_OF_TOUCH
         self._admitted = asyncio.Event()  # for who waits until that is the state
-        self._said = self._hello  # last, and when
+        # the last hello, and when it was said
+        self._said = self._hello
         self._said_at = 0.0
-        # when we heard first that another process has our name; of NAME_TAKEN
+        # since when another process has had our name; valid in NAME_TAKEN only
         self._taken_since = 0.0
         self._heard_at = 0.0
         self._config_json = ""

@@ -53,7 +53,10 @@ def resolve_engine(kind: EngineKind) -> Kind:
     if kind == "auto":
         return "vllm" if installed else "torch"
     if kind == "vllm" and not installed:
-        raise EngineError('rollout.engine = "vllm": not installed; pip install "lightrl[cpu]"')
+        raise EngineError(
+            'rollout.engine = "vllm": not installed; run scripts/setup, or pip install '
+            '"lightrl[gpu]" (NVIDIA) or "lightrl[cpu]"'
+        )
     return kind
 
 

@@ -1,6 +1,6 @@
-"""How facts become bytes: tokens column by column, so that a gigabyte of them is read in seconds.
+"""How entries become bytes: tokens column by column, so that a gigabyte of them is read in seconds.
 
-Owns `LOG`, the codec of every journal of a run. What facts mean is said in core/log_entries.py.
+Owns `LOG`, the codec of every journal of a run. What entries mean is said in core/log_entries.py.
 """
 
 from collections.abc import Iterator
@@ -56,31 +56,31 @@ class LogCodec(Codec[LogEntry]):
         return self.packed.encode(message if packed is None else packed)
 
     def decode(self, frame: bytes | memoryview) -> LogEntry:
-        fact = self.packed.decode(frame)
+        entry = self.packed.decode(frame)
         return (
-            TokensTaken(fact.version, tuple(unpack(fact)))
-            if isinstance(fact, PackedTokens)
-            else fact
+            TokensTaken(entry.version, tuple(unpack(entry)))
+            if isinstance(entry, PackedTokens)
+            else entry
         )
 
 
 class _PackedCodec(Codec[LogEntry | PackedTokens]):
     def decode(self, frame: bytes | memoryview) -> LogEntry | PackedTokens:
-        fact = super().decode(frame)
-        if isinstance(fact, PackedTokens):
-            _check(fact)
-        return fact
+        entry = super().decode(frame)
+        if isinstance(entry, PackedTokens):
+            _check(entry)
+        return entry
 
 
-def pack(fact: TokensTaken) -> PackedTokens | None:
+def pack(entry: TokensTaken) -> PackedTokens | None:
     """None if it is better left as it is."""
-    items = fact.items
+    items = entry.items
     names = SEPARATOR.join([item.response for item in items])
     # there are none, or somebody's ids hold separators
     if names.count(SEPARATOR) + 1 != len(items):
         return None
     return PackedTokens(
-        fact.version,
+        entry.version,
         names,
         pack_i32([item.attempt for item in items]),
         pack_i32([item.offset for item in items]),
@@ -97,24 +97,24 @@ def pack(fact: TokensTaken) -> PackedTokens | None:
     )
 
 
-def unpack(fact: PackedTokens) -> Iterator[ResponseTokens]:
-    finished = dict(fact.finished)
-    columns = (unpack_i32(fact.attempts), unpack_i32(fact.offsets), unpack_i32(fact.counts))
+def unpack(entry: PackedTokens) -> Iterator[ResponseTokens]:
+    finished = dict(entry.finished)
+    columns = (unpack_i32(entry.attempts), unpack_i32(entry.offsets), unpack_i32(entry.counts))
     start = 0
-    for k, (response, attempt, offset, count) in enumerate(zip(fact.names, *columns, strict=True)):
+    for k, (response, attempt, offset, count) in enumerate(zip(entry.names, *columns, strict=True)):
         end = start + 4 * count
-        ids, logprobs = fact.token_ids[start:end], fact.logprobs[start:end]
+        ids, logprobs = entry.token_ids[start:end], entry.logprobs[start:end]
         yield ResponseTokens(response, attempt, offset, ids, logprobs, finished.get(k))
         start = end
 
 
-def _check(fact: PackedTokens) -> None:
-    num_items = fact.responses.count(SEPARATOR) + 1
-    if any(len(c) != 4 * num_items for c in (fact.attempts, fact.offsets, fact.counts)):
+def _check(entry: PackedTokens) -> None:
+    num_items = entry.responses.count(SEPARATOR) + 1
+    if any(len(c) != 4 * num_items for c in (entry.attempts, entry.offsets, entry.counts)):
         raise ProtocolError("columns of tokens are of different lengths")
-    counts = np.frombuffer(fact.counts, "<i4")
+    counts = np.frombuffer(entry.counts, "<i4")
     size = 4 * int(counts.sum())
-    if counts.min() < 0 or len(fact.token_ids) != size or len(fact.logprobs) != size:
+    if counts.min() < 0 or len(entry.token_ids) != size or len(entry.logprobs) != size:
         raise ProtocolError("tokens and their counts differ")
 
 

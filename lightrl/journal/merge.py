@@ -1,6 +1,6 @@
 """Many small records of tokens made few large ones, so that a run is rebuilt from them in seconds.
 
-Pure: facts in, facts out, that mean the same. Must not know where facts come from.
+Pure: entries in, entries out, that mean the same. Must not know where entries come from.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,8 +20,9 @@ LONG_TOKENS = 256  # of an item
 GATHER_ITEMS = 1 << 14  # at once: the index of their tokens fits into some megabytes
 
 
-def merge(facts: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
-    """Between two facts of another kind, tokens come as one TokensTaken a version, then the scores.
+def merge(entries: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
+    """Between two entries of another kind, tokens come as one TokensTaken a version, then the
+    scores.
 
     That a score comes later than it did changes nothing: all that was taken of a response stands
     before it, and what a score gave up, got no tokens afterwards. A version may come twice, if
@@ -29,17 +30,17 @@ def merge(facts: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
     """
     tokens = _Items()
     scores: list[LogEntry] = []
-    for fact in facts:
-        if isinstance(fact, TokensTaken):
-            fact = pack(fact) or fact
-        if isinstance(fact, PackedTokens):
-            tokens.add(fact)
-        elif isinstance(fact, ResponseScored):
-            scores.append(fact)
+    for entry in entries:
+        if isinstance(entry, TokensTaken):
+            entry = pack(entry) or entry
+        if isinstance(entry, PackedTokens):
+            tokens.add(entry)
+        elif isinstance(entry, ResponseScored):
+            scores.append(entry)
         else:
             yield from tokens.joined()
             yield from scores
-            yield fact
+            yield entry
             tokens, scores = _Items(), []
     yield from tokens.joined()
     yield from scores
@@ -62,19 +63,19 @@ class _Items:
         self._finished: dict[int, FinishReason] = {}
         self._num_items = 0
 
-    def add(self, fact: PackedTokens) -> None:
-        responses = self._known.get(fact.responses)
+    def add(self, entry: PackedTokens) -> None:
+        responses = self._known.get(entry.responses)
         if responses is None:
-            responses = np.array([self._numbers[name] for name in fact.names])
-            self._known[fact.responses] = responses
+            responses = np.array([self._numbers[name] for name in entry.names])
+            self._known[entry.responses] = responses
         self._responses.append(responses)
-        self._group_of.append(self._groups[fact.version])
-        self._attempts += fact.attempts
-        self._offsets += fact.offsets
-        self._counts += fact.counts
-        self._token_ids += fact.token_ids
-        self._logprobs += fact.logprobs
-        for index, reason in fact.finished:
+        self._group_of.append(self._groups[entry.version])
+        self._attempts += entry.attempts
+        self._offsets += entry.offsets
+        self._counts += entry.counts
+        self._token_ids += entry.token_ids
+        self._logprobs += entry.logprobs
+        for index, reason in entry.finished:
             self._finished[self._num_items + index] = reason
         self._num_items += len(responses)
 
@@ -90,7 +91,7 @@ class _Items:
             versions, one_by_one = list(self._groups), _OneByOne()
             for index in odd:
                 one_by_one.add(versions[self.group[index]], self._item(index))
-            yield from one_by_one.facts()
+            yield from one_by_one.entries()
 
     def _arrange(self) -> None:
         self.name = list(self._numbers)
@@ -256,6 +257,6 @@ class _OneByOne:
         grown = self._newest[item.response] = _Growing(item, group)
         self._groups[group].append(grown)
 
-    def facts(self) -> Iterator[TokensTaken]:
+    def entries(self) -> Iterator[TokensTaken]:
         for version, group in zip(self._versions, self._groups, strict=True):
             yield TokensTaken(version, tuple(grown.item() for grown in group))

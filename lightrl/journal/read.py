@@ -158,7 +158,7 @@ def read_segment(path: Path, codec: Codec[T]) -> Reading[T]:
 
 
 def read_merged(path: Path, codec: Codec[LogEntry]) -> tuple[list[LogEntry], Reading[Any]]:
-    """The facts of a segment, few large ones for many small ones of tokens, and how its reading
+    """The entries of a segment, few large ones for many small ones of tokens, and how its reading
     ended."""
     # Tokens are taken as they lie on the disk: item by item it would last many times as long.
     packed = codec.packed if isinstance(codec, LogCodec) else codec
@@ -167,20 +167,20 @@ def read_merged(path: Path, codec: Codec[LogEntry]) -> tuple[list[LogEntry], Rea
 
 
 def newest(folder: Path, codec: Codec[LogEntry]) -> tuple[Segment, list[LogEntry], list[str]]:
-    """Where the run stands: the segment to go on from, its facts (merged), and lines that say what
-    is lost.
+    """Where the run stands: the segment to go on from, its entries (merged), and lines that say
+    what is lost.
 
     Raises JournalError if there is nothing to go on from.
     """
     lines: list[str] = []
     for segment in reversed(segments(folder)):
-        facts, reading = read_merged(segment.path, codec)
+        entries, reading = read_merged(segment.path, codec)
         if reading.base_is_whole:
             if lines:
                 lines.append(f"continuing from {segment.path}: everything after it is lost")
             if reading.damage is not None:
                 lines.append(str(reading.damage))
-            return segment, facts, lines
+            return segment, entries, lines
         lines.append(f"{reading.damage}, and with its first records the whole segment")
     if lines:
         raise JournalError(f"no segment of the journal can be read. {lines[0]}")
@@ -198,7 +198,7 @@ def is_blank(folder: Path) -> bool:
     if first is None or more or first.number != disk.last_number(folder):
         return False
     reading = read_segment(first.path, LOG)
-    match [fact for fact in reading if not isinstance(fact, ShellNote)]:
+    match [entry for entry in reading if not isinstance(entry, ShellNote)]:
         case [SnapshotBegan(step=0, num_drawn=0, version=None), SnapshotEnded()]:
             return reading.damage is None
         case _:
@@ -244,10 +244,10 @@ class SentShards:
     def __iter__(self) -> Iterator[TrainShard]:
         for path, offset in self._places:
             reading = Reading(path, self._codec)
-            fact = reading.record_at(offset)
-            if not isinstance(fact, ShardSent):
+            entry = reading.record_at(offset)
+            if not isinstance(entry, ShardSent):
                 raise JournalError(f"{reading.damage or path}: a shard cannot be read again")
-            yield fact.shard
+            yield entry.shard
 
 
 def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards, tuple[int, ...]]:
@@ -264,11 +264,11 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
         if segment.step != step:
             continue
         reading = Reading(segment.path, codec, wanted)
-        for fact in reading:
-            if isinstance(fact, ShardSent) and fact.shard.step == step:
-                found.add(fact.shard, segment.path, reading.offset)
-            elif isinstance(fact, VersionPublished) and fact.version == step + 1:
-                portions = fact.portions or portions or ()
+        for entry in reading:
+            if isinstance(entry, ShardSent) and entry.shard.step == step:
+                found.add(entry.shard, segment.path, reading.offset)
+            elif isinstance(entry, VersionPublished) and entry.version == step + 1:
+                portions = entry.portions or portions or ()
         if reading.damage is not None:  # no harm if it is the torn end that a crash leaves
             damage.append(reading.damage)
     missing = found.missing
@@ -341,7 +341,7 @@ def rewind(folder: Path, codec: Codec[LogEntry], step: int) -> Segment:
             steps = ", ".join(map(str, sorted({s.step for s in known})))
             raise JournalError(f"{folder}: no segment begins at step {step} (only at {steps})")
         copy = disk.segment_at(folder, disk.last_number(folder) + 1, step)
-        os.close(disk.create(copy, [codec.encode(fact) for fact in base])[0])
+        os.close(disk.create(copy, [codec.encode(entry) for entry in base])[0])
         for segment in reversed(known):  # from here on the copy is the newest, whatever happens
             if segment.number >= source.number:
                 _move_aside(segment, disk.REWOUND)

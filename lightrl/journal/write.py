@@ -260,7 +260,8 @@ class JournalWriter(Generic[T]):
             with self._wake:
                 if self._closing:
                     self._tell(
-                        f"journal: {self._num_pending} bytes were not written: {self._trouble}"
+                        f"WARNING: journal: {self._num_pending} bytes were not written: "
+                        f"{self._trouble}"
                     )
                     return False
                 self._wake.wait_for(lambda: self._closing, RETRY_S)
@@ -309,7 +310,8 @@ class JournalWriter(Generic[T]):
         if e.errno not in self._told:
             self._told.add(e.errno)
             self._tell(
-                f"journal: cannot write ({self._trouble}); kept in memory, tried again every second"
+                f"WARNING: journal: cannot write ({self._trouble}); kept in memory, tried again "
+                "every second"
             )
 
     def _recovered(self) -> None:

@@ -89,7 +89,7 @@ class Daemon:
 
     @property
     def has_crashed(self) -> bool:
-        """Killed, or ended by an error that nobody foresaw: the next one may have better luck."""
+        """Killed, or ended by an unexpected error: the next one may have better luck."""
         code = self.ended.result() if self.ended.done() else 0
         return code not in {0, NOT_FINISHED, GAVE_A_REASON}
 

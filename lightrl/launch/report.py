@@ -68,9 +68,8 @@ class Progress:
                 "logs/head.log"
             )
         self._counts = counts
-        for step, score in s.evals[self._num_evals :]:
-            yield f"step {step:>5}/{s.num_steps}  eval {score:.3f}"
-        self._num_evals = len(s.evals)
+        evals, self._num_evals = s.evals[self._num_evals :], len(s.evals)
+        yield from (self._eval_line(s, e) for e in evals if e[0] < s.step)
         over = s.step == s.num_steps
         if s.step > self._step and s.rewards and (over or now - self._said_at >= LINE_EVERY_S):
             self._step, self._said_at = s.step, now
@@ -78,8 +77,10 @@ class Progress:
                 f"step {s.step:>5}/{s.num_steps}  reward {s.rewards[-1]:.3f}"
                 + (f"  length {s.lengths[-1]:6.1f}" if s.lengths else "")
                 + (f"  {s.step_seconds[-1]:.2f} s/step" if s.step_seconds else "")
-                + f"  {count(s.tokens_per_s)} tokens/s  {duration(s.elapsed_s)}"
+                + (f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else "")
+                + f"  {duration(s.elapsed_s)}"
             )
+        yield from (self._eval_line(s, e) for e in evals if e[0] >= s.step)
         idle = s.step > self._warned_step and s.metrics.get("round/groups_trained") == 0
         if idle and now - self._warned_at >= LINE_EVERY_S:
             self._warned_step, self._warned_at = s.step, now
@@ -88,6 +89,10 @@ class Progress:
             ]
             yield f"WARNING: step {s.step} trained no group; so far {', '.join(why)}"
 
+    def _eval_line(self, s: Snapshot, evaluation: tuple[int, float]) -> str:
+        step, score = evaluation
+        return f"step {step:>5}/{s.num_steps}  eval {score:.3f}"
+
 
 def result_lines(run_dir: Path) -> list[str]:
     """The short account of a finished run, from its summary. Raises LightRLError if there is
@@ -95,7 +100,8 @@ def result_lines(run_dir: Path) -> list[str]:
     summary = _summary(run_dir)
     wall_s = summary.get("rl_wall_s") or 0.0
     tokens = summary.get("rollout_tokens") or 0
-    lines = [f"finished {summary.get('steps')} steps in {duration(wall_s)} ({wall_s:.1f} s)"]
+    took = f"{wall_s:.1f} s, without start-up and evaluation"
+    lines = [f"finished {summary.get('steps')} steps in {took}"]
     start, end = summary.get("eval_start"), summary.get("eval_end")
     if start is not None and end is not None:
         lines.append(f"  held-out   {start:.3f} -> {end:.3f}")

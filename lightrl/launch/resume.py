@@ -126,7 +126,8 @@ def _require_unfinished(run_dir: Path, config: Config) -> None:
     done = int(records[-1]["step"]) if records else 0
     if last is not None and last.state == RunState.FINISHED and last.step >= steps:
         raise LightRLError(
-            f"{relative(run_dir)}: finished; train.steps above {steps} would extend it"
+            f"{relative(run_dir)}: finished; to extend it: lightrl resume {relative(run_dir)} "
+            f"train.steps=N, with N above {steps}"
         )
     if steps < done:
         raise ConfigError(f"train.steps = {steps}: {done} steps are done already")

@@ -160,3 +160,5 @@ def warnings(record: dict[str, float], rollout: config.Rollout) -> Iterator[str]
         unscored, flat = record["round/groups_unscored"], record["round/groups_no_signal"]
         why = f"{unscored:.0f} groups have no rewards; in {flat:.0f} all rewards are equal"
         yield f"WARNING: nothing was trained in this step: {why}"
+    elif record.get("num_trained_tokens") == 0:
+        yield "WARNING: nothing was learned in this step: in every group all rewards are equal"

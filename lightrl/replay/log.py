@@ -178,7 +178,7 @@ def _new_core(config: Config, entries: Sequence[LogEntry]) -> Coordinator:
     num_prompts = (note.num_prompts if note is not None else 0) or sys.maxsize
     num_eval_prompts = note.num_eval_prompts if note is not None else 0
     settings = settings_of(config, num_prompts, num_eval_prompts)
-    # whatever the user has set since
+    # train.steps may have been lowered since: no segment is beyond it
     return Coordinator(replace(settings, num_steps=sys.maxsize), now=0.0)
 
 

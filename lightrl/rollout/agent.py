@@ -146,7 +146,8 @@ class RolloutAgent:
         """Serves until cancelled. Raises EngineError when the engine cannot be kept alive."""
         while True:
             try:
-                await self._serve()
+                # In a task of its own: the group of tasks in there leaves its own cancels counted.
+                await asyncio.create_task(self._serve(), name="serve")
             except* EngineUnusable as failed:
                 reason = str(first_error(failed))
                 if self._kind != "vllm" or self._config.rollout.engine != "auto":
@@ -159,7 +160,7 @@ class RolloutAgent:
                     raise EngineError(reason) from None
                 logger.warning("starting the engine again: %s", reason)
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError  # a group of tasks drops it beside an error
+                raise asyncio.CancelledError  # a group drops one that comes beside an error
 
     def handle(self, message: Generate | Abort | PublishWeights) -> None:
         """Takes a message of the coordinator."""
@@ -276,7 +277,7 @@ class RolloutAgent:
                 case EngineStarted(device, seconds, notes):
                     logger.info("engine started on %s in %.1f s", device, seconds)
                     for note in notes:
-                        logger.info("engine: %s", note)
+                        logger.warning("engine: %s", note)
                     self.device = device
                     self._move(EngineChange.STARTED)
                     started.set()

@@ -44,3 +44,9 @@ def host_and_port(address: str) -> tuple[str, int]:
     if (found := split_address(plain)) is None:
         raise ConfigError(f"{address}: not an address; one looks like {_EXAMPLE}")
     return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this machine can reach it."""
+    host, _ = host_and_port(address)
+    return host in {"localhost", "::1"} or host.startswith("127.")

@@ -1,8 +1,8 @@
 """How often in a row, and after which pause, what died is started again: daemons, engines, ranks,
 reward workers and Slurm's jobs all follow one policy, each with its own limits.
 
-Pure: owns the limits and the count. Never starts anything, waits or reads a clock; what counts as
-progress, and what is said, its users know.
+Pure: owns the limits and the count. Never starts anything, waits or reads a clock. Its users decide
+what counts as progress and what is reported.
 """
 
 from dataclasses import dataclass

@@ -44,7 +44,7 @@ def serve(sock: socket.socket, new_rank: Callable[[StartRank], AnyRank]) -> None
     except (LightRLError, OSError, RuntimeError, ValueError) as e:
         # What torch raises for out of memory and lost peers. Anything else is a bug: the daemon
         # sees the process end with a traceback.
-        logger.exception("this rank fails")
+        logger.exception("this rank failed")
         lines = str(e).strip().splitlines() or [type(e).__name__]
         is_final = isinstance(e, LightRLError)
         pipe.send(RankFailed(lines[0] if is_final else f"{type(e).__name__}: {lines[0]}", is_final))

@@ -1,9 +1,9 @@
 """Where a trainer is between its ranks and its coordinator, and what may happen there. Pure.
 
-Two things decide what the trainer may say and take: what its ranks do (they start, hold a version,
+Two things decide what the trainer may send and accept: what its ranks do (start, hold a version,
 move to the next one, are lost), and whether the coordinator listens. They are one machine because
-they depend on each other: who is welcomed while its ranks update answers when they have, and who
-has lost them is another trainer when it speaks next.
+they depend on each other: a trainer welcomed while its ranks update answers after the update, and
+one that has lost its ranks comes back as another trainer.
 """
 
 from enum import StrEnum
@@ -102,8 +102,8 @@ EDGES = frozen(
     }
 )
 
-# In these nobody hears us: what comes was sent to who we were before.
+# Nobody hears us in these: what arrives was meant for the trainer that we were before.
 UNHEARD = frozenset({S.STARTING_UNHEARD, S.READY_UNHEARD, S.UPDATING_UNHEARD, S.DOWN})
-# In these nothing is said. A trainer that was welcomed while it updates takes shards already: they
-# follow from what it had said before.
+# Nothing is sent in these. A trainer that was welcomed during an update accepts shards already:
+# they follow from what it announced before.
 SILENT = UNHEARD | {S.UPDATING_WELCOMED}

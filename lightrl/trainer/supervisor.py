@@ -234,7 +234,7 @@ class Trainer:
         if started.manifest is None:
             raise TrainerError("rank 0 started without publishing its weights")
         self.device, took_s = started.device, started.start_s
-        logger.info("%d rank(s) started on %s in %.1f s", len(ranks), self.device, took_s)
+        logger.info("ranks started: %d, on %s, in %.1f s", len(ranks), self.device, took_s)
         self._done = self._saved = step
         self._furthest = max(self._furthest, step)
         self._step_done = None

@@ -90,7 +90,7 @@ class Router(Socket):
             self._domain, {z85.decode(key_pair(k)[0]): a.value for a, k in keys.items()}
         )
         self._strangers = Strangers(self._sock, self._domain, self._readable.set)
-        # of an identity, through which connection
+        # by identity: the connection that the parts come through, and what has come
         self._partial: dict[bytes, tuple[int, Assembly]] = {}
         self._partial_bytes = 0  # of all of them
         self._connections: dict[bytes, int] = {}  # through which an identity has spoken last

@@ -125,7 +125,7 @@ def test_check_names_what_is_wrong_and_goes_on(tmp_path):
 def test_each_child_sees_its_own_gpu(tmp_path):
     environment = install(tmp_path / "fake", TWO + smi_row(2))
     with running(tmp_path, "train.steps=500", "train.ranks=2", **environment) as run:
-        said = until(run, "join it from elsewhere")
+        said = until(run, "join it from this machine")
         assert any("rank 0: GPU 0" in line for line in said)
         until(run, "s/step")  # ranks and engine run
         seen = {name: settings_of(pid) for name, pid in children(run.pid)}

@@ -47,7 +47,7 @@ def test_a_resumed_run_does_not_tell_its_first_life_again():
         return [" ".join(line.split()[:4]) for line in progress.lines(snapshot, now)]
 
     assert lines(5, 0.0, (0, 0.2)) == []
-    assert lines(6, 10.0, (0, 0.2), (6, 0.4)) == ["step 6/9 eval 0.400", "step 6/9 reward 0.500"]
+    assert lines(6, 10.0, (0, 0.2), (6, 0.4)) == ["step 6/9 reward 0.500", "step 6/9 eval 0.400"]
 
 
 def test_the_result_says_what_drafts_did(tmp_path):

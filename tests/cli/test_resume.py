@@ -114,7 +114,8 @@ def test_a_finished_run_can_only_be_extended(capsys, tmp_path):
     (run_dir / "snapshot.json").write_bytes(
         to_json(Snapshot("one", str(run_dir), "finished", 1, 1, 1, 9.0))
     )
-    assert refusal(capsys, "one") == "runs/one: finished; train.steps above 1 would extend it"
+    again = "lightrl resume runs/one train.steps=N, with N above 1"
+    assert refusal(capsys, "one") == f"runs/one: finished; to extend it: {again}"
     assert prepare("one", ["train.steps=3"]).train.steps == 3
     assert load_config(run_dir / "config.toml").train.steps == 3
 

@@ -92,7 +92,7 @@ class Driver:
             if isinstance(command, CloseStep):
                 self.segment = []
             elif isinstance(command, Record):
-                self.segment.append(command.fact)
+                self.segment.append(command.entry)
         # what the core did since stands in what the segment begins with
         if of_kind(commands, CloseStep):
             shards = [f for f in self.segment if isinstance(f, ShardSent)]

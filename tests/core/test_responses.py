@@ -163,3 +163,19 @@ def test_finished_response_of_an_attempt_that_was_never_given_out_is_ignored(
     driver.tokens("p0@0#0", 9, finish="stop", node="evil", attempt=attempt)
     assert (driver.held("p0@0#0").state, driver.held("p0@0#0").attempt) == ("queued", 1)
     assert driver.core.table.counters.chunks_ignored == 1
+
+
+def test_a_response_that_is_queued_again_waits_once(driver: Driver):
+    """What it was queued as before is skipped: nobody gets it twice."""
+    driver.start("a", slots=1)
+    queue = driver.core.table.queue
+    waiting = queue.waiting()
+    again = waiting[0]
+    queue.push(again, resumed=True)
+    assert len(queue.waiting()) == len(waiting)
+    popped = [queue.pop() for _ in range(len(waiting) + 1)]
+    assert popped[0] is again
+    assert popped[-1] is None
+    assert popped.count(again) == 1
+    for response in waiting:
+        queue.push(response)

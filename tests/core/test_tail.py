@@ -149,7 +149,7 @@ def test_prompt_of_the_next_epoch_is_held_back_while_it_waits_from_the_last_one(
     d.play(lambda name: 9 if name[:2] in {"p0", "p1"} else 1, rounds=1)
     flush = [g.id for g in d.round.groups.values()]
     assert flush == ["p0@0", "p1@0", "p6@0", "p2@1"]
-    assert [(p.id, p.epoch) for p in d.core.backlog.spare] == [("p0", 1), ("p1", 1)]
+    assert [(p.id, p.epoch) for p in d.core.backlog.held_back] == [("p0", 1), ("p1", 1)]
     d.play(length, rounds=1)
     assert [g.id for g in d.round.groups.values()][:2] == ["p0@1", "p1@1"]  # first, and not lost
 

@@ -48,9 +48,9 @@ def test_a_shard_is_recorded_before_it_is_sent(driver: Driver):
     driver.start("a", slots=4)
     commands = driver.finish_round()
     kinds = [
-        type(c.fact if isinstance(c, Record) else c.message).__name__  # type: ignore[union-attr]
+        type(c.entry if isinstance(c, Record) else c.message).__name__  # type: ignore[union-attr]
         for c in commands
-        if (isinstance(c, Record) and isinstance(c.fact, ShardSent))
+        if (isinstance(c, Record) and isinstance(c.entry, ShardSent))
         or ("t", TrainShard) == kind_of(c)
     ]
     assert kinds == ["ShardSent", "TrainShard"] * (len(kinds) // 2)
@@ -89,7 +89,7 @@ def test_trainer_from_an_older_checkpoint_trains_every_step_again_one_at_a_time(
     commands = d.publish(3)
     assert of_kind(commands, ReplayShards) == []
     assert [(s.step, s.last) for _, s in sent(commands, TrainShard)] == [(3, True)]
-    assert not [c for c in of_kind(commands, Record) if isinstance(c.fact, VersionPublished)]
+    assert not [c for c in of_kind(commands, Record) if isinstance(c.entry, VersionPublished)]
 
 
 def test_nodes_are_not_disturbed_by_versions_that_are_trained_again():

@@ -89,7 +89,7 @@ class Shell:
     def perform(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Record):
-                self.journaling.record(command.fact)
+                self.journaling.record(command.entry)
             elif isinstance(command, Send) and isinstance(command.message, TrainShard):
                 shard = command.message
                 self.journaling.when_durable(lambda shard=shard: self.send(shard))
@@ -272,7 +272,7 @@ def test_a_step_is_read_again_whole_on_a_machine_that_now_and_then_has_no_thread
                 fact.shard.groups for fact in sent
             ]
         assert set(told) == {
-            "training step 2 again cannot be started: can't start new thread; trying again"
+            "WARNING: training step 2 again cannot be started: can't start new thread; trying again"
         }
         await journaling.close()
 

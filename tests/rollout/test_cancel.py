@@ -11,22 +11,21 @@ from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config
 
 
 class Dying(RolloutAgent):
-    """Its engine dies as soon as the role is cancelled."""
+    """Its engine dies again and again; at the third time the role is cancelled in the same turn."""
 
     num_started = 0
+    task: "asyncio.Task[None]"
 
     async def _serve(self) -> None:
         self.num_started += 1
-        me = asyncio.current_task()
-        assert me is not None
-
-        async def die() -> None:
-            me.cancel()
-            raise ChildDied("killed by SIGKILL")
-
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(die())
-            await asyncio.Event().wait()
+            tasks.create_task(self._die())
+
+    async def _die(self) -> None:
+        await asyncio.sleep(0)  # as a daemon does: the group waits for its tasks already
+        if self.num_started == 3:
+            self.task.cancel()
+        raise ChildDied("killed by SIGKILL")
 
 
 def test_a_cancel_in_the_turn_in_which_the_engine_dies_is_not_lost(tmp_path: Path):
@@ -36,8 +35,9 @@ def test_a_cancel_in_the_turn_in_which_the_engine_dies_is_not_lost(tmp_path: Pat
     async def scenario() -> int:
         role = Dying("a", make_config(tmp_path), 4, *places, address, lambda message: None)
         async with asyncio.timeout(DEADLINE_S):
+            role.task = asyncio.create_task(role.run())
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.create_task(role.run())
+                await role.task
         return role.num_started
 
-    assert asyncio.run(scenario()) == 1
+    assert asyncio.run(scenario()) == 3

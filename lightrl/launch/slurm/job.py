@@ -27,7 +27,7 @@ from lightrl.launch.slurm.allocation import decision, job_id, noticing, return_t
 from lightrl.log import LogSettings, configure, configure_again
 from lightrl.log import environment as log_environment
 from lightrl.run_file import load_config
-from lightrl.system.addresses import host_and_port
+from lightrl.system.addresses import ALL_HOSTS, host_and_port
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
 
@@ -40,7 +40,7 @@ MARKS_S = 10.0  # after its end it is known whether it returns
 # Of a daemon, in a row: each soon after its start.
 RESTARTS = RestartPolicy(max_restarts=5, settled_s=120.0)
 RETURNS = "returns"  # a file that is there while the coordinator, stopped by Slurm, is to come back
-HERE_ONLY = {"127.0.0.1", "localhost", "0.0.0.0", "*"}  # no address for other machines
+HERE_ONLY = {"127.0.0.1", "localhost"} | ALL_HOSTS  # no address for other machines
 
 
 async def run_part(part: str, what: Sequence[str], slots: int = 0) -> int:

@@ -102,9 +102,8 @@ class Config(Section):
         if mode != "off" and self.launched == (prompts, responses):
             raise ValueError(
                 f"round.eta = {self.round.eta}: with round.tail_batching = {mode!r} this "
-                "over-provisions "
-                f"nothing: {prompts} prompts x {responses} responses are needed and "
-                "launched; raise it"
+                f"over-provisions nothing: {prompts} prompts x {responses} responses are needed "
+                "and launched; raise it"
             )
         if self.train.engine == "emulated" and self.rollout.engine != "emulated":
             raise ValueError(
@@ -113,9 +112,9 @@ class Config(Section):
             )
         if self.async_.max_staleness and not self.algorithm.tis_cap:
             raise ValueError(
-                f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} "
-                "trains tokens of "
-                "older versions, which is biased without importance weights; leave it out"
+                f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} trains "
+                "tokens of older versions, which is biased without importance weights; leave it "
+                "out"
             )
         limit = self.rollout.max_response_length
         if self.algorithm.overlong_buffer > limit:
@@ -126,9 +125,8 @@ class Config(Section):
         if self.algorithm.dynamic_sampling and (responses == 1 or self.rollout.temperature == 0):
             equal = f"group_size = {responses}" if responses == 1 else "temperature = 0"
             raise ValueError(
-                f"algorithm.dynamic_sampling = true: with rollout.{equal} the rewards of a "
-                "group are always "
-                "equal, so that every group would be replaced"
+                f"algorithm.dynamic_sampling = true: with rollout.{equal} the rewards of a group "
+                "are always equal, so that every group would be replaced"
             )
         return self
 

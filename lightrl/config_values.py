@@ -29,9 +29,8 @@ def one_or_several(value: Any) -> Any:
 def eta_or_pair(value: Any) -> Any:
     if not _is_eta(value) and not _is_pair(value):
         raise ValueError(
-            f"round.eta = {shortened(value)}: expected a number from 1 to {MAX_ETA:g}, or a "
-            "pair of such "
-            "numbers [prompts, responses]"
+            f"round.eta = {shortened(value)}: expected a number from 1 to {MAX_ETA:g}, or a pair "
+            "of such numbers [prompts, responses]"
         )
     return value
 

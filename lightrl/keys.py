@@ -130,9 +130,8 @@ def find_key(explicit: Path | None, run_dir: Path | None) -> str:
     if run_dir is not None:
         return read_key(run_dir / KEY_FILE)
     raise ConfigError(
-        f"this needs a key of the run: pass --key FILE (a copy of RUN_DIR/{JOIN_FILE} to "
-        "add a node, of "
-        f"RUN_DIR/{KEY_FILE} for anything else), or set {ENVIRONMENT} to its text"
+        f"this needs a key of the run: pass --key FILE (a copy of RUN_DIR/{JOIN_FILE} to add a "
+        f"node, of RUN_DIR/{KEY_FILE} for anything else), or set {ENVIRONMENT} to its text"
     )
 
 

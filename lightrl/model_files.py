@@ -70,10 +70,9 @@ def require_no_code(model_path: str, folder: Path) -> None:
 
     if (kind := str(table.get("model_type"))) not in CONFIG_MAPPING:
         raise ConfigError(
-            f"model.path = {model_path!r}: its model_type {kind!r} is defined by Python "
-            "code in the "
-            "directory (auto_map), which LightRL does not run; use a model that "
-            "transformers itself knows"
+            f"model.path = {model_path!r}: its model_type {kind!r} is defined by Python code in "
+            "the directory (auto_map), which LightRL does not run; use a model that transformers "
+            "itself knows"
         )
 
 
@@ -162,9 +161,8 @@ def weights_folder(model_path: str) -> Path:
             )
     elif not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            f"model.path = {model_path!r}: has no *.safetensors; a model that has only .bin "
-            "or .pt files is "
-            "converted by loading it with transformers and save_pretrained()"
+            f"model.path = {model_path!r}: has no *.safetensors; a model that has only .bin or .pt "
+            "files is converted by loading it with transformers and save_pretrained()"
         )
     return folder
 

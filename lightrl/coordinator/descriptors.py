@@ -72,9 +72,8 @@ def require_room(config: Config) -> None:
     needed = BASE + workers + FOR_TOOLS + config.rollout.nodes + 1
     if needed > limit:
         raise ConfigError(
-            f"rollout.nodes = {config.rollout.nodes}: the coordinator needs {needed} open "
-            "files, and "
-            f"{limit} are allowed; raise the hard limit (ulimit -Hn "
+            f"rollout.nodes = {config.rollout.nodes}: the coordinator needs {needed} open files, "
+            f"and {limit} are allowed; raise the hard limit (ulimit -Hn "
             f"{needed + open_files.SET_ASIDE})"
         )
 

@@ -28,8 +28,8 @@ def _require_enough(config: Config, num_prompts: int) -> None:
     short_round = f" x round.eta = {config.round.etas[0]:g}" if launched > needed else ""
     rounds_to = f": a short round launches {launched}" if launched > needed else ""
     raise DataError(
-        f"{config.data.path}: {num_prompts} prompts are fewer than "
-        f"train.prompts_per_step = {needed}{short_round}{rounds_to}"
+        f"{config.data.path}: {num_prompts} prompts are fewer than train.prompts_per_step = "
+        f"{needed}{short_round}{rounds_to}"
     )
 
 
@@ -50,8 +50,7 @@ def vocabulary(files: dict[str, bytes], prompts: dict[str, Prompt], config: Conf
     for prompt in prompts.values():
         if max(prompt.token_ids, default=0) >= size:
             raise DataError(
-                f"prompt {prompt.id}: the tokenizer's token {max(prompt.token_ids)} is "
-                "outside the model's "
-                f"vocabulary of {size}"
+                f"prompt {prompt.id}: the tokenizer's token {max(prompt.token_ids)} is outside the "
+                f"model's vocabulary of {size}"
             )
     return size

@@ -191,9 +191,9 @@ class Coordinator:
         known = self.fleet.digests.get(version, digest)
         if known != digest:
             return (
-                f"version {version} was trained again and came out different (digest "
-                f"{digest}, published was "
-                f"{known}): lightrl resume --from-checkpoint goes back to the last checkpoint"
+                f"version {version} was trained again and came out different (digest {digest}, "
+                f"published was {known}): lightrl resume --from-checkpoint goes back to the last "
+                "checkpoint"
             )
         return self.steps.why_not_at(version) if self.trainer_feed.stands_at is None else None
 

@@ -292,9 +292,8 @@ class RoundScheduler:
         if version == newest + 1 == self.step + 1 and self.has_closed(self.step):
             return None  # it trained the step, and the coordinator was gone when it said so
         return (
-            f"the trainer is at step {version}, the run at step {self.step}: its "
-            "checkpoints belong to "
-            "another journal"
+            f"the trainer is at step {version}, the run at step {self.step}: its checkpoints "
+            "belong to another journal"
         )
 
     @property

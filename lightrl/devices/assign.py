@@ -200,9 +200,8 @@ def _named(machine: Machine, part: str, setting: str, numbers: list[int], is_mix
         devices = _devices(machine, numbers.index(int(part)))
         if len(devices) != 1:
             raise ConfigError(
-                f"{wrong}: GPU {part} is divided into {len(devices)} MIG slices; name them "
-                "by the UUIDs of "
-                "nvidia-smi -L"
+                f"{wrong}: GPU {part} is divided into {len(devices)} MIG slices; name them by the "
+                "UUIDs of nvidia-smi -L"
             )
         return devices[0]
     kind = next((k for start, k in KINDS if part.startswith(start)), "GPU or MIG slice")
@@ -332,9 +331,8 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     if (share := wanted.utilization) is not None:
         if share > each:
             raise TooLittleMemory(
-                f"{held}{_minus(rank)}: gpu_memory_utilization = {share:g} for "
-                f"{_engines(on)} is more than "
-                f"that; {_floor(each):g} is possible"
+                f"{held}{_minus(rank)}: gpu_memory_utilization = {share:g} for {_engines(on)} is "
+                f"more than that; {_floor(each):g} is possible"
             )
     elif not is_shared and each >= ALONE + spare:
         return 1.0, ""
@@ -349,8 +347,7 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
         return 1.0, ""  # as the config has it
     return share, (
         f"{held}{_minus(rank)} = {_gib(left)} for {_engines(on)}: gpu_memory_utilization = "
-        f"{share:g} each, "
-        f"which is {_gib(share * device.total)}"
+        f"{share:g} each, which is {_gib(share * device.total)}"
     )
 
 

@@ -22,9 +22,8 @@ def has_cuda() -> bool:
     given = os.environ.get(VISIBLE, "").strip()
     if torch.version.cuda is not None and given not in NOTHING:
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES = {given}, but torch {torch.__version__} finds no GPU: "
-            "lightrl check says "
-            "more; set CUDA_VISIBLE_DEVICES= to use the CPU only"
+            f"CUDA_VISIBLE_DEVICES = {given}, but torch {torch.__version__} finds no GPU: lightrl "
+            "check says more; set CUDA_VISIBLE_DEVICES= to use the CPU only"
         )
     return False
 

@@ -188,9 +188,8 @@ def torch_problem(build: TorchBuild | None, driver: str, header: Callable[[], st
         return ""
     wanted = ".".join(map(str, oldest))
     return (
-        f"driver {driver} is too old for torch {build.version} (CUDA "
-        f"{major}.{build.cuda[1]}), which "
-        f"needs driver {wanted} or newer; update it, or install a torch for an older CUDA"
+        f"driver {driver} is too old for torch {build.version} (CUDA {major}.{build.cuda[1]}), "
+        f"which needs driver {wanted} or newer; update it, or install a torch for an older CUDA"
     )
 
 

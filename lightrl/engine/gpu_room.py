@@ -30,9 +30,8 @@ def fitting(spec: EngineSpec, config: Any, sequence_bytes: int) -> tuple[int, in
     if room < sequence_bytes:
         gib = memory.GIB
         raise EngineError(
-            f"the GPU has room for {max(0, room) / gib:.1f} GiB of KV cache, and one "
-            "sequence needs "
-            f"{sequence_bytes / gib:.1f}; see lightrl up --dry-run"
+            f"the GPU has room for {max(0, room) / gib:.1f} GiB of KV cache, and one sequence "
+            f"needs {sequence_bytes / gib:.1f}; see lightrl up --dry-run"
         )
     slots = min(spec.slots, int(room // sequence_bytes))
     left = (

@@ -38,9 +38,9 @@ from lightrl.weights.tensors import read_tensors
 # of one forward pass, padding included; bounds its activations
 PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS
 UNEVEN = (
-    "run.deterministic: GPU kernels round differently for different batch sizes, so the "
-    "torch engine may "
-    "draw another token where two are almost equally likely; vLLM has batch-invariant kernels"
+    "run.deterministic: GPU kernels round differently for different batch sizes, so the torch "
+    "engine may draw another token where two are almost equally likely; vLLM has batch-invariant "
+    "kernels"
 )
 
 

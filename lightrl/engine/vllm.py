@@ -290,9 +290,8 @@ def shared_memory_args(
     kv = memory.kv_cache_bytes(share, weights, shape, slots, length, gpus)
     if not kv:
         raise EngineError(
-            f"{share / memory.GIB:.1f} GiB of the GPU are too few for the weights and one "
-            "sequence of "
-            f"{length:,} tokens; see lightrl up --dry-run"
+            f"{share / memory.GIB:.1f} GiB of the GPU are too few for the weights and one sequence "
+            f"of {length:,} tokens; see lightrl up --dry-run"
         )
     return asked | {"kv_cache_memory_bytes": kv}
 

@@ -197,9 +197,8 @@ class LocalRun:
             if time.monotonic() > deadline:
                 said = head.last_line() or "nothing in its log"
                 raise RunFailed(
-                    f"the coordinator did not come up within {LISTENS_WITHIN_S:.0f} s: "
-                    f"{said} (log: "
-                    f"{relative(head.log)})"
+                    f"the coordinator did not come up within {LISTENS_WITHIN_S:.0f} s: {said} "
+                    f"(log: {relative(head.log)})"
                 )
         return reachable(address)  # the trainer learns from it under which address others see it
 

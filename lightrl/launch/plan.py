@@ -41,9 +41,8 @@ def describe(config: Config, devices: Sequence[str] = ()) -> str:
         ),
         (
             "each step",
-            f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = "
-            f"{responses:,} responses, "
-            "one optimizer step",
+            f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = {responses:,} "
+            "responses, one optimizer step",
         ),
         (
             "",
@@ -106,9 +105,9 @@ def _tail_batching(config: Config) -> Iterator[tuple[str, str]]:
     if put_off:
         yield (
             "",
-            f"{put_off:,} prompts are put off each time: about {prompts / put_off:.3g} "
-            "short rounds + 1 long "
-            f"({prompts:,} x {responses}, waits for all); the rest at the end of an epoch",
+            f"{put_off:,} prompts are put off each time: about {prompts / put_off:.3g} short "
+            f"rounds + 1 long ({prompts:,} x {responses}, waits for all); the rest at the end of "
+            "an epoch",
         )
     yield "", f"length bias: {BIAS[mode if launched_each > responses else 'prompts']}"
 
@@ -135,9 +134,8 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
         yield f"data.path holds fewer prompts ({num_prompts:,}) than {what} ({launched:,})"
     if 0 < slots < launched_each:
         yield (
-            f"the {slots:,} slots here are fewer than the {launched_each} responses of one "
-            "prompt: no group "
-            "runs at once; raise rollout.slots or rollout.nodes"
+            f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: "
+            "no group runs at once; raise rollout.slots or rollout.nodes"
         )
     if config.round.tail_batching == "off" and config.round.race == "clock":
         yield "round.race = clock has no effect without round.tail_batching"
@@ -164,9 +162,8 @@ def _rollout(config: Config, slots: int) -> str:
     )
     daemons = "daemon" if rollout.nodes == 1 else "daemons"
     return (
-        f"{rollout.nodes} {daemons} ({rollout.engine}) x {rollout.slots} slots = {slots:,} "
-        f"at once; {fit}; "
-        f"temperature {rollout.temperature:g}"
+        f"{rollout.nodes} {daemons} ({rollout.engine}) x {rollout.slots} slots = {slots:,} at "
+        f"once; {fit}; temperature {rollout.temperature:g}"
     )
 
 

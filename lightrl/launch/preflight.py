@@ -46,9 +46,8 @@ def require_new(config: Config) -> None:
         goes_on = f"resume it with `lightrl resume {config.run_dir}`, "
         known = (config.run_dir / "config.toml").exists()
         raise ConfigError(
-            f"run directory {config.run_dir} exists; {goes_on if known else ''}choose "
-            "another run.name "
-            "or remove it"
+            f"run directory {config.run_dir} exists; {goes_on if known else ''}choose another "
+            "run.name or remove it"
         )
     latest = config.run_dir.parent / "latest"
     if os.path.lexists(latest) and not latest.is_symlink():

@@ -207,9 +207,8 @@ def _round(s: Snapshot) -> str:
     if not s.round_kind:
         return "between rounds"
     return (
-        f"{s.round_kind} · {s.round_accepted}/{s.round_needed} groups · "
-        f"{s.responses_running} running, "
-        f"{s.responses_queued} queued, {s.responses_done} done"
+        f"{s.round_kind} · {s.round_accepted}/{s.round_needed} groups · {s.responses_running} "
+        f"running, {s.responses_queued} queued, {s.responses_done} done"
     )
 
 

@@ -145,8 +145,7 @@ def sample_of(response: Response, prompt: str, text: str, reward: float | None) 
 def step_line(step: int, record: dict[str, float]) -> str:
     return (
         f"step {step}: reward {record['reward/mean']:.3f}, length "
-        f"{record['response_length/mean']:.1f}, "
-        f"{record['timing_s/step']:.2f} s"
+        f"{record['response_length/mean']:.1f}, {record['timing_s/step']:.2f} s"
     )
 
 

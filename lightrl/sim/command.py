@@ -69,10 +69,9 @@ def simulate_run(
     responses = settings.prompts_per_step * settings.group_size
     spot = f" and those of {trace}" if trace is not None else ""
     print(
-        f"{num_steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} "
-        f"= {responses:,} "
-        f"responses of at most {limit:,} tokens, on {nodes} nodes x {config.rollout.slots} "
-        f"slots{spot}"
+        f"{num_steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} = "
+        f"{responses:,} responses of at most {limit:,} tokens, on {nodes} nodes x "
+        f"{config.rollout.slots} slots{spot}"
     )
     show([f"workload   {scenario.workload.name}; {scenario.training.placement} trainer"])
     if scenario.workload.note:

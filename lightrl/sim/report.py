@@ -183,9 +183,8 @@ def _lines(f: Figures) -> list[str]:
     lines = [
         f"step       {f.step_s:.1f} s on average, {f.responses_per_s:.2f} responses/s"
         + (f", {f.speed_up:.2f} x the synchronous baseline" if f.speed_up is not None else ""),
-        f"bound      {f.bound_s:.1f} s: no schedule of the same responses is faster; this "
-        "one is at "
-        f"{100 * f.share_of_bound:.0f} %",
+        f"bound      {f.bound_s:.1f} s: no schedule of the same responses is faster; this one is "
+        f"at {100 * f.share_of_bound:.0f} %",
         f"tokens     {f.sampled_tokens:,} sampled, {f.trained_tokens:,} trained, "
         f"{100 * f.wasted_share:.1f} % wasted, {f.prefilled_tokens:,} prefilled",
         f"moves      {f.migrations} migrations, {f.responses_moved} resumed elsewhere, "

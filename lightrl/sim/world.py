@@ -167,8 +167,7 @@ class World:
             deadline = self.core.next_deadline()
             if not heap or timers > PATIENCE:
                 raise SimError(
-                    f"the run is stuck at step {self.core.step} of "
-                    f"{self.settings.num_steps} after "
+                    f"the run is stuck at step {self.core.step} of {self.settings.num_steps} after "
                     f"{self.now:.0f} s: no node is left, or none can load the weights"
                 )
             if deadline is not None and deadline < heap[0][0]:

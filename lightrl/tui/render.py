@@ -194,9 +194,9 @@ def _tail(s: Snapshot, width: int) -> list[Text]:
     if (t := s.tail) is None:
         return []
     line = (
-        f" tail   queue {t.queue:,}  short/long {t.num_short:,}/{t.num_long:,}"
-        f"  length {t.kept_length:.0f}/{t.launched_length:.0f}"
-        f"  reward {t.kept_reward:.3f}/{t.scored_reward:.3f}"
+        f" tail   queue {t.queue:,}  short/long {t.num_short:,}/{t.num_long:,}  length "
+        f"{t.kept_length:.0f}/{t.launched_length:.0f}  reward "
+        f"{t.kept_reward:.3f}/{t.scored_reward:.3f}"
     )
     legend = f"  kept/launched, {t.mode}"
     return [Text.assemble(line, (legend if len(line + legend) <= width else "", "dim"))]

@@ -131,8 +131,7 @@ def _require_space(manifest: Manifest, part: Path) -> None:
     if needed + SPARE_BYTES > free:
         raise WeightsError(
             f"version {manifest.policy_version}: needs {needed / 1e9:.3g} GB more in "
-            f"{part.parent}, "
-            f"where {free / 1e9:.3g} GB are free"
+            f"{part.parent}, where {free / 1e9:.3g} GB are free"
         )
 
 

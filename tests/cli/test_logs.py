@@ -87,7 +87,8 @@ def test_without_settings_a_log_is_for_people(tmp_path):
     assert [log.parse(line).level for line in steps] == ["info"]
     assert " INFO coordinator head: step 2: " in steps[0]
     levels = {log.parse(line).level for lines in written.values() for line in lines}
-    assert levels == {"info"}  # all lines are ours
+    # All lines are ours; tokens are arbitrary, so no step learns anything.
+    assert levels == {"info", "warning"}
 
 
 @pytest.mark.parametrize("as_json", ["true", "false"])

@@ -1,0 +1,37 @@
+"""What an operator is told of a step that went wrong, or taught nothing."""
+
+import pytest
+
+from lightrl.config import Rollout
+from lightrl.metrics.round_figures import warnings
+
+FINE = {"round/groups_trained": 4.0, "num_trained_tokens": 900.0}
+FLAT = {"round/groups_trained": 4.0, "num_trained_tokens": 0.0}
+EMPTY = {"round/groups_trained": 0.0, "round/groups_unscored": 1.0, "round/groups_no_signal": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        (FINE, []),
+        (FLAT, ["nothing was learned in this step: in every group all rewards are equal"]),
+        (
+            EMPTY,
+            [
+                "nothing was trained in this step: 1 groups have no rewards; in 3 all rewards are "
+                "equal"
+            ],
+        ),
+        (
+            FINE | {"train_rollout_logprob_abs_diff": 0.5},
+            ["engine and trainer differ by 0.500 in logprobs: stale weights?"],
+        ),
+    ],
+)
+def test_warnings_of_a_step(record: dict[str, float], told: list[str]):
+    assert list(warnings(record, Rollout())) == [f"WARNING: {line}" for line in told]
+
+
+def test_noise_that_the_trainer_cannot_know_is_no_warning():
+    record = FINE | {"train_rollout_logprob_abs_diff": 0.5}
+    assert list(warnings(record, Rollout(top_p=0.9))) == []

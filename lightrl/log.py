@@ -186,9 +186,6 @@ class _Output:
     def write(self, text: str) -> None:
         print_to(self._stream, text.removesuffix("\n"))
 
-    def flush(self) -> None:
-        pass  # nothing waits here
-
 
 class _File:
     """Opened for each line: there are few, and its folder comes and goes with the run."""
@@ -199,9 +196,6 @@ class _File:
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError), self._path.open("ab") as file:
             file.write(text.encode())
-
-    def flush(self) -> None:
-        pass
 
 
 class LogOutput(logging.StreamHandler[_Output | _File]):

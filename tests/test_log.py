@@ -23,7 +23,7 @@ logger = logging.getLogger("lightrl.trainer.rank")
 """
 
 
-def logged(source: str, level: str = "info", as_json: bool = False, out: Path | None = None) -> str:
+def logged(source: str, level: str = "info", as_json: bool = False) -> str:
     """What a process writes that runs `source`, on stdout and stderr."""
     program = PROGRAM.format(level=level, as_json=as_json) + source
     done = subprocess.run(

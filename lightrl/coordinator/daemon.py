@@ -16,7 +16,7 @@ from lightrl.coordinator import run_files
 from lightrl.coordinator.descriptors import Descriptors
 from lightrl.coordinator.history_sync import open_histories
 from lightrl.coordinator.inbound import Inbound
-from lightrl.coordinator.journaling import Journaling, last_stand, noted, recall
+from lightrl.coordinator.journaling import Journaling, last_stand, new_records, noted, recall
 from lightrl.coordinator.peers import Peers
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.replays import Replays
@@ -64,7 +64,6 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.metrics.round_figures import step_line, warnings
-from lightrl.metrics.rounds import Records
 from lightrl.metrics.sinks import MetricsLog
 from lightrl.rewards.runner import RewardPool
 from lightrl.system.output import plain
@@ -103,14 +102,7 @@ class CoordinatorDaemon:
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
         self._prompts = Prompts(config)
         self._core = Coordinator(self._prompts.settings, time.monotonic())
-        self._records = Records(
-            config.run.name,
-            str(run_dir),
-            name,
-            Path(config.eval.path).stem,
-            config.train.steps,
-            config.rollout.max_response_length,
-        )
+        self._records = new_records(config, run_dir, name)
         self._histories = open_histories(config, run_dir, resume, self._report)
         self._journaling = Journaling(run_dir, config.journal, self._report, max_trouble_s)
         self._replays = Replays(

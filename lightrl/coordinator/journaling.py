@@ -25,6 +25,18 @@ from lightrl.system.threads import in_thread
 from lightrl.wire import from_json
 
 
+def new_records(settings: config.Config, run_dir: Path, head: str) -> Records:
+    """`head` is the name of the coordinator's daemon; "" if it is gone."""
+    return Records(
+        settings.run.name,
+        str(run_dir),
+        head,
+        Path(settings.eval.path).stem,
+        settings.train.steps,
+        settings.rollout.max_response_length,
+    )
+
+
 def last_stand(run_dir: Path) -> tuple[list[LogEntry], list[str]]:
     """The entries to go on from, and lines that say what is lost; newer segments that cannot be
     used are moved aside, and where to. Raises JournalError if there is nothing to go on from."""

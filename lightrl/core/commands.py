@@ -144,8 +144,7 @@ class Outbox:
 
     def score(self, response: Response) -> None:
         group = response.group
-        source = "eval" if group.round.is_eval else "train"
-        self._commands.append(ScoreResponse(response, group.prompt.id, source))
+        self._commands.append(ScoreResponse(response, group.prompt.id, group.round.source))
 
     def report(self, text: str) -> None:
         self._commands.append(Report(text))

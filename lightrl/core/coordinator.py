@@ -139,8 +139,7 @@ class Coordinator:
             if not self.judge.settled:
                 self._plan_rebalance(now)
                 break
-            self.steps.on_settled_groups()  # what waited for a slot had lost meanwhile
-            self._advance(now)
+            self._advance(now)  # what waited for a slot had lost meanwhile
         return self.outbox.drain()
 
     def next_deadline(self) -> float | None:
@@ -229,13 +228,11 @@ class Coordinator:
         node.heard_at = now
         if (problem := self.arrivals.accept(node, chunk, now)) is not None:
             self._lose(name, problem, now)
-        self.steps.on_settled_groups()
 
     def _score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
         if self.ending.has_begun:
             return
         self.judge.score(name, attempt, reward, failure)
-        self.steps.on_settled_groups()
 
     def _dispatch(self) -> None:
         """Sends waiting responses to nodes with free slots.

@@ -71,8 +71,7 @@ class Ending:
     def patience_ends_at(self) -> float | None:
         """When a run that has lost its trainer waits for it no longer."""
         since = self._trainer_feed.missing_since
-        is_awaited = self.awaits_trainer if self.has_begun else True
-        if since is None or self.is_over or not is_awaited:
+        if since is None or (self.has_begun and not self.awaits_trainer):
             return None
         return since + self._settings.patience_s
 

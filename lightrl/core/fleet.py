@@ -183,9 +183,8 @@ class Fleet:
 
     def publish_again(self, message: PublishWeights) -> None:
         """The newest version is to be had where it was not before; nodes without it are told so."""
-        self.published = PublishedVersion(
-            message.manifest.policy_version, message.manifest.digest, message
-        )
+        manifest = message.manifest
+        self.know(manifest.policy_version, manifest.digest, message)
         for node in self.nodes.values():
             if node.state is not NodeState.READY:
                 node.weights_failures = 0

@@ -50,11 +50,11 @@ class RunSnapshot:
     """
 
     def __init__(self, entries: list[LogEntry], rounds: "list[_RoundCopy]") -> None:
-        self._facts = entries
+        self._entries = entries
         self._rounds = rounds
 
     def __iter__(self) -> Iterator[LogEntry]:
-        yield from self._facts
+        yield from self._entries
         for round in self._rounds:
             yield from round.entries()
         yield SnapshotEnded()
@@ -137,8 +137,7 @@ class _Recovery:
             )
         closed = [c for c in core.outbox.drain() if isinstance(c, CloseRound)]
         for round in core.steps.draws:
-            source = "eval" if round.is_eval else "train"
-            core.outbox.add(DrawPrompts(source, core.steps.num_missing(round)))
+            core.outbox.add(DrawPrompts(round.source, core.steps.num_missing(round)))
         held = core.table.responses.values()
         for response in held:
             is_finished = response.state is ResponseState.DONE

@@ -5,7 +5,6 @@ is decided in `rounds`, who wins it in `race`; which node does the work is no co
 """
 
 from collections import deque
-from typing import Literal
 
 from lightrl.core import race, rounds, staleness
 from lightrl.core.backlog import Backlog, PutOff
@@ -38,7 +37,7 @@ class RoundScheduler:
     ) -> None:
         self.step = 0  # optimizer steps done
         self.evaluated: int | None = None  # the policy version evaluated last
-        self.backlog = backlog
+        self._backlog = backlog
         self.finished = False  # nothing is left to be opened
         self.trainer_feed = TrainerFeed(fleet, outbox)
         self._settings = settings
@@ -53,14 +52,11 @@ class RoundScheduler:
         self.draws: deque[Round] = deque()  # rounds that asked for prompts, in order
         self._step_done: StepDone | None = None
 
-    def on_settled_groups(self) -> None:
+    def _on_settled_groups(self) -> None:
         """What follows when groups are over: others are drawn for those that are out, and those
         that nobody can overtake go to the trainer."""
-        if not self._judge.settled:
-            return
-        for round in (
-            self._judge.close_settled_groups()
-        ):  # of all: a group that waited may be ahead of others
+        # All are closed before: a group that waited may be ahead of others.
+        for round in self._judge.close_settled_groups():
             if round.state is RoundState.RUNNING and self._draws_now(round):
                 self._draw_more(round)
             self._accept_decided(round)
@@ -96,7 +92,7 @@ class RoundScheduler:
 
     def close_finished_rounds(self, now: float) -> None:
         """Closes the rounds that are over; opens nothing."""
-        self.on_settled_groups()
+        self._on_settled_groups()
         for round in tuple(self._table.rounds):
             if (
                 round.state is RoundState.RUNNING
@@ -139,7 +135,7 @@ class RoundScheduler:
                 return
             if not self._fleet.ready:
                 return
-            kind = rounds.next_kind(self._settings, self.backlog)
+            kind = rounds.next_kind(self._settings, self._backlog)
             self.open(rounds.new_round(self._settings, kind, step, now))
 
     def open(self, round: Round) -> None:
@@ -150,9 +146,9 @@ class RoundScheduler:
         if len(self._table.rounds) == 1:
             self._step_began = round.opened_at
         if round.is_eval:
-            self._draw(round, "eval", round.needed)
+            self._draw(round, round.needed)
             return
-        waiting = rounds.first_prompts(round, self.backlog)
+        waiting = rounds.first_prompts(round, self._backlog)
         self._start(round, waiting)
         self._draw_more(round)
 
@@ -162,17 +158,17 @@ class RoundScheduler:
             return
         missing = self.num_missing(round)
         if missing > 0:
-            held_back = self.backlog.pop_held_back(missing, self._busy(round))
+            held_back = self._backlog.pop_held_back(missing, self._busy(round))
             self._start(round, [PutOff(p, 0, round.step) for p in held_back])
             missing -= len(held_back)
         if missing > 0:
-            self._draw(round, "train", missing)
+            self._draw(round, missing)
         elif round.state is RoundState.FILLING:
             round.move(RoundState.RUNNING)
 
-    def _draw(self, round: Round, source: Literal["train", "eval"], count: int) -> None:
+    def _draw(self, round: Round, count: int) -> None:
         self.draws.append(round)
-        self._outbox.add(DrawPrompts(source, count))
+        self._outbox.add(DrawPrompts(round.source, count))
 
     def fill(self, prompts: tuple[DrawnPrompt, ...]) -> None:
         """The answer to the oldest DrawPrompts."""
@@ -182,7 +178,7 @@ class RoundScheduler:
             self._start(round, [PutOff(p, 0, round.step) for p in prompts])
             round.move(RoundState.RUNNING)
             return
-        usable = self.backlog.draw(prompts, self._busy(round))
+        usable = self._backlog.draw(prompts, self._busy(round))
         if round.state is RoundState.FILLING:
             unseen = rounds.put_off_unseen(
                 self._settings, round, usable, self._predictor, self.last_cut
@@ -208,7 +204,7 @@ class RoundScheduler:
 
     def _busy(self, round: Round) -> set[str]:
         """Prompts that this round must not draw: it has them, or they wait from the last epoch."""
-        put_off = {p.prompt.id for p in self.backlog.put_off}
+        put_off = {p.prompt.id for p in self._backlog.put_off}
         return {g.prompt.id for g in round.groups.values()} | put_off
 
     def _start(self, round: Round, prompts: list[PutOff]) -> None:

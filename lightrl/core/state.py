@@ -258,6 +258,11 @@ class Round:
         return self.kind == "eval"
 
     @property
+    def source(self) -> Literal["train", "eval"]:
+        """Where its prompts are from."""
+        return "eval" if self.is_eval else "train"
+
+    @property
     def races(self) -> bool:
         return self.kind == "short"
 

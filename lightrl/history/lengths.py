@@ -3,28 +3,21 @@
 A workload as it was, for whoever wants to replay or simulate it. Owns the file.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.core.state import Round
-from lightrl.log import reporter
 from lightrl.system import files
 from lightrl.system.append_file import AppendFile
 from lightrl.system.json_lines import read_lines
 from lightrl.wire import to_json
 
-logger = logging.getLogger(__name__)
-report_here = reporter(logger)
-
 FILE_NAME = "lengths.jsonl"
 
 
 class LengthsLog:
-    def __init__(
-        self, run_dir: Path, step: int = 0, report: Callable[[str], None] = report_here
-    ) -> None:
+    def __init__(self, run_dir: Path, step: int, report: Callable[[str], None]) -> None:
         """Lines of a run that goes on from `step` are left out from there on: its rounds come
         again.
 

@@ -56,8 +56,8 @@ class LocalRun:
     def __init__(
         self,
         config: Config,
-        resume: bool = False,
-        report: Callable[[str], None] = lambda line: None,
+        resume: bool,
+        report: Callable[[str], None],
         gpus: Assignment = NO_GPUS,
     ) -> None:
         """`resume`: the run directory is there, with a journal. `report` hears of daemons
@@ -93,7 +93,7 @@ class LocalRun:
         try:
             self.address = await self._listening(before)
         except RunFailed:
-            if self._head.ended.done() and self._head.gave_a_reason:
+            if self._head.gave_a_reason:
                 line = self._head.last_line()
                 if not self._resume:
                     remove_run_dir(self.run_dir)
@@ -107,11 +107,7 @@ class LocalRun:
     async def what_was_found(self) -> list[str]:
         """What the coordinator of a resumed run says of its journal: where it goes on, and what is
         lost."""
-        if not self._resume:
-            return []
-        try:
-            snapshot = await ask(self.address, self.key)
-        except LightRLError:
+        if not self._resume or (snapshot := await self._snapshot()) is None:
             return []
         texts = [text for _, text in snapshot.events]
         begin = next((k for k, text in enumerate(texts) if text.startswith(RESUMED)), len(texts))
@@ -310,7 +306,7 @@ class LocalRun:
             self._was_stopped() or (daemon.role == "rollout" and not head.has_failed)
         ):
             return
-        trainers = [d for d in daemons if d.role == "trainer" and d.has_failed and d.gave_a_reason]
+        trainers = [d for d in daemons if d.role == "trainer" and d.gave_a_reason]
         cause = trainers[0] if daemon is head and trainers else daemon
         was_revived = cause.role != "coordinator" or self.config.journal.enabled
         often = (

@@ -16,7 +16,6 @@ from lightrl.coordinator.descriptors import require_room
 from lightrl.errors import ConfigError
 from lightrl.launch.folder import is_new
 from lightrl.model_files import require_no_code
-from lightrl.system.addresses import host_and_port
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob
@@ -54,7 +53,6 @@ def require_new(config: Config) -> None:
         raise ConfigError(
             f"run.dir = {config.run.dir}: {latest} exists but is not a link to a run: move it"
         )
-    host_and_port(config.run.bind)
     require_free(config.run.bind)
     require_weights_port(config.node.weights_port, config.run.bind)
 

@@ -69,7 +69,7 @@ class Progress:
             )
         self._counts = counts
         evals, self._num_evals = s.evals[self._num_evals :], len(s.evals)
-        yield from (self._eval_line(s, e) for e in evals if e[0] < s.step)
+        yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] < s.step)
         over = s.step == s.num_steps
         if s.step > self._step and s.rewards and (over or now - self._said_at >= LINE_EVERY_S):
             self._step, self._said_at = s.step, now
@@ -80,7 +80,7 @@ class Progress:
                 + (f"  {count(s.tokens_per_s)} tokens/s" if s.tokens_per_s else "")
                 + f"  {duration(s.elapsed_s)}"
             )
-        yield from (self._eval_line(s, e) for e in evals if e[0] >= s.step)
+        yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] >= s.step)
         idle = s.step > self._warned_step and s.metrics.get("round/groups_trained") == 0
         if idle and now - self._warned_at >= LINE_EVERY_S:
             self._warned_step, self._warned_at = s.step, now
@@ -89,9 +89,9 @@ class Progress:
             ]
             yield f"WARNING: step {s.step} trained no group; so far {', '.join(why)}"
 
-    def _eval_line(self, s: Snapshot, evaluation: tuple[int, float]) -> str:
-        step, score = evaluation
-        return f"step {step:>5}/{s.num_steps}  eval {score:.3f}"
+
+def _eval_line(num_steps: int, step: int, score: float) -> str:
+    return f"step {step:>5}/{num_steps}  eval {score:.3f}"
 
 
 def result_lines(run_dir: Path) -> list[str]:

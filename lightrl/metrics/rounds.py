@@ -210,9 +210,7 @@ class Records:
 
     # Across processes
 
-    def note(
-        self, elapsed_s: float, data: str, num_prompts: int = 0, num_eval_prompts: int = 0
-    ) -> bytes:
+    def note(self, elapsed_s: float, data: str, num_prompts: int, num_eval_prompts: int) -> bytes:
         """Of steps that are `hashed`."""
         return to_json(
             RecordsNote(

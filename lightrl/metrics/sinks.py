@@ -6,7 +6,6 @@ asked for.
 
 import importlib.util
 import io
-import logging
 import math
 import os
 import socket
@@ -17,13 +16,9 @@ from typing import Any, Protocol
 
 from lightrl.config import Config
 from lightrl.errors import ConfigError
-from lightrl.log import reporter
 from lightrl.system.append_file import AppendFile
 from lightrl.system.json_lines import read_rows
 from lightrl.wire import to_json
-
-logger = logging.getLogger(__name__)
-report_here = reporter(logger)
 
 FILE_NAME = "metrics.jsonl"
 
@@ -46,7 +41,7 @@ class MetricsLog:
         run_dir: Path,
         backends: tuple[str, ...],
         config: Config,
-        report: Callable[[str], None] = report_here,
+        report: Callable[[str], None],
     ) -> None:
         for backend in backends:
             if backend != "jsonl" and importlib.util.find_spec(backend) is None:

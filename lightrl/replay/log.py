@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightrl.config import Config
-from lightrl.coordinator.journaling import FOLDER, noted, recall
+from lightrl.coordinator.journaling import new_records, noted, recall
 from lightrl.core.arrays import encode
 from lightrl.core.commands import CloseRound, Command
 from lightrl.core.coordinator import Coordinator
@@ -21,9 +21,9 @@ from lightrl.core.recovery import recover
 from lightrl.core.state import Response, Round
 from lightrl.core_settings import settings_of
 from lightrl.errors import InvariantViolation, JournalError, LightRLError, ProtocolError
+from lightrl.journal.disk import FOLDER
 from lightrl.journal.read import LOG, Segment, newest, read_merged, segments
 from lightrl.messages import FinishReason, Snapshot
-from lightrl.metrics.rounds import Records
 from lightrl.run_file import load_config
 
 READ_TRIES = 10  # of a run that goes on
@@ -221,14 +221,7 @@ def interrupted(run_dir: Path) -> Snapshot | None:
         _, entries, damage = newest(run_dir / FOLDER, LOG)
         core = _new_core(config, entries)
         closed = [c.round for c in recover(core, entries, now=0.0) if isinstance(c, CloseRound)]
-        records = Records(
-            config.run.name,
-            str(run_dir),
-            "",
-            Path(config.eval.path).stem,
-            config.train.steps,
-            config.rollout.max_response_length,
-        )
+        records = new_records(config, run_dir, "")
         if (known := noted(entries)) is not None:
             recall(records, core, run_dir, known)
     except LightRLError:

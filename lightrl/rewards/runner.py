@@ -10,7 +10,6 @@ When it has to be killed, those that had not started go back to the head of the 
 
 import asyncio
 import contextlib
-import logging
 import os
 from array import array
 from collections import deque
@@ -39,8 +38,6 @@ from lightrl.rewards.worker import (
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.wire import to_json
-
-logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 120.0  # importing user code may load a model
 LOOKAHEAD_S = 0.02  # work that a worker holds in advance: hides our latency, keeps the rest movable
@@ -101,7 +98,7 @@ class RewardPool:
         answer_key: str,
         log_dir: Path,
         on_result: Callable[[RewardResult], None],
-        report: Callable[[str], None] = logger.warning,
+        report: Callable[[str], None],
     ) -> None:
         """`report` gets a line about each worker that must be started again, but for what a job did
         to it."""
@@ -205,7 +202,7 @@ class _WorkerProcess:
         setup: Setup,
         name: str,
         log: Path,
-        report: Callable[[str], None] = logger.warning,
+        report: Callable[[str], None],
     ) -> None:
         self.name = name
         self._reward = reward

@@ -49,4 +49,4 @@ def host_and_port(address: str) -> tuple[str, int]:
 def is_loopback(address: str) -> bool:
     """Whether only processes of this machine can reach it."""
     host, _ = host_and_port(address)
-    return host in {"localhost", "::1"} or host.startswith("127.")
+    return host == "localhost" or host.startswith("127.")

@@ -188,7 +188,8 @@ class Child(Generic[Command, Event]):
     async def _obituary(self) -> str:
         """How the child ended, with the last line it printed."""
         try:
-            code = await asyncio.wait_for(self._process.wait(), 5.0)
+            async with asyncio.timeout(5.0):  # `wait_for` of Python 3.11 may drop a cancel
+                code = await self._process.wait()
         except TimeoutError:
             self.kill()
             return f"{self.name} (pid {self.pid}) closed its pipe without ending"

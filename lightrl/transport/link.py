@@ -32,7 +32,7 @@ from lightrl.transport.zeromq import (
 )
 from lightrl.wire import MAX_FRAME_BYTES, MESSAGES
 
-RANDOM_BYTES = 16  # in the second
+RANDOM_BYTES = 16  # in the second half of an identity
 MAX_DOUBT = 12  # of the key, before it has worked once
 # by a connection that was closed at once; a coordinator may just have ended, but not so often
 SOON_DOUBT = 4

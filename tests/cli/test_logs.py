@@ -131,7 +131,5 @@ def test_a_node_from_elsewhere_writes_as_the_run_does_once_it_is_welcome(tmp_pat
             head.kill()
     assert {json.loads(line)["role"] for line in said} == {"coordinator,trainer"}
     records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert {(r["role"], r["node"]) for r in records} == {
-        ("rollout", "spot"),
-        ("engine", "spot"),
-    } - ({("engine", "spot")} if not [r for r in records if r["role"] == "engine"] else set())
+    who = {(r["role"], r["node"]) for r in records}
+    assert ("rollout", "spot") in who <= {("rollout", "spot"), ("engine", "spot")}

@@ -1,7 +1,6 @@
 """Whole runs of the real engine and rank: what a finished one leaves, and drafts from history that
 change no response and save steps of the engine."""
 
-import json
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightrl.metrics import sinks
-from tests.support.cli import DEADLINE_S, QUICKSTART, arguments, running
+from tests.support.cli import DEADLINE_S, QUICKSTART, arguments, running, summary
 
 NUM_PROMPTS = 4  # one epoch in each step
 STEPS = 4
@@ -31,7 +30,7 @@ class Finished:
 
     @property
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.run_dir / "summary.json").read_text())
+        return summary(self.folder)
 
     @property
     def steps(self) -> list[dict[str, float]]:

@@ -1,7 +1,6 @@
 """A tiny random model with two versions of weights, and engine processes that the tests share."""
 
 import asyncio
-import contextlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from lightrl.messages import Abort, Generate, Load, Manifest, ResponseRequest, S
 from lightrl.system.child import ChildDied
 from lightrl.weights.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
-from tests.support.warm import Origin, origin
+from tests.support.warm import Origin, forking, origin
 
 VOCABULARY = 32
 MAX_LENGTH = 512
@@ -214,7 +213,7 @@ def start(
         ) -> EngineClient:
             spec = EngineSpec(kind, str(tiny.dir), dtype, MAX_LENGTH, slots, **fields)
             log = logs / f"{kind}-{len(clients)}.log"
-            with origin_of_engines.forks() if origin_of_engines else contextlib.nullcontext():
+            with forking(origin_of_engines):
                 clients.append(EngineClient(runner, spec, tiny, log))
             return clients[-1]
 

@@ -4,7 +4,6 @@ The engine under test runs in a child, where the functions below marked "in the 
 by step.
 """
 
-import contextlib
 import importlib.util
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ from lightrl.engine.vllm_speculation import Rows
 from lightrl.history.gate import Gate
 from lightrl.messages import PromptHistory, ResponseRequest, Sampling
 from lightrl.wire import pack_i32
-from tests.support.warm import CHILD_CODE, Origin
+from tests.support.warm import CHILD_CODE, Origin, forking
 
 SLOTS, WINDOW, MAX_LENGTH, VOCABULARY = 8, 6, 512, 32
 KEYS = ("p0@0", "p1@0", "p2@0", "p3@0")
@@ -201,7 +200,7 @@ def remote(tiny: Any, origin_of_engines: Origin | None) -> Iterator[Remote]:
     target = "tests.support.warm_vllm:run_file"
     words = ("-P", "-c", CHILD_CODE, "vllm", target, str(there.fileno()), str(os.getpid()))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with origin_of_engines.forks() if origin_of_engines else contextlib.nullcontext():
+    with forking(origin_of_engines):
         child = subprocess.Popen(
             (sys.executable, *words), pass_fds=(there.fileno(),), env=environment
         )

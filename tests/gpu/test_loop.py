@@ -3,7 +3,6 @@ itself."""
 
 import contextlib
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from tests.support.cli import (
     all_end,
     arguments,
     descendants,
+    summary,
     until,
     wait_for_step,
 )
@@ -97,10 +97,6 @@ def ended(process: "subprocess.Popen[str]", tmp_path: Path) -> str:
 
 def rewards(tmp_path: Path) -> list[float]:
     return [r["reward/mean"] for r in sinks.read(tmp_path / "runs" / "one") if "reward/mean" in r]
-
-
-def summary(tmp_path: Path) -> dict:
-    return json.loads((tmp_path / "runs" / "one" / "summary.json").read_bytes())
 
 
 def test_the_reward_of_the_quickstart_rises(device, engine, tmp_path, figure):

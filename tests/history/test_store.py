@@ -157,7 +157,7 @@ def test_memory_beyond_the_tokens_is_as_said():
 
 
 def test_lengths_of_every_round_are_one_line(tmp_path):
-    log = LengthsLog(tmp_path)
+    log = LengthsLog(tmp_path, 0, [].append)
     log.write(closed(0, "a", "b"))
     log.write(closed(1, "b"))
     log.close()
@@ -178,13 +178,12 @@ def test_lengths_of_every_round_are_one_line(tmp_path):
 
 
 def test_lengths_on_a_disk_that_refuses_are_left_out_with_a_warning(tmp_path):
-    log = LengthsLog(tmp_path)
+    log = LengthsLog(tmp_path, 0, [].append)
     log.write(closed(0, "a"))
     log.write(closed(1, "b"))
     log.close()
-    (
-        tmp_path / ".lengths.jsonl.draft"
-    ).mkdir()  # in the way of a file without the rounds that come again
+    # in the way of a file without the rounds that come again
+    (tmp_path / ".lengths.jsonl.draft").mkdir()
     told: list[str] = []
     log = LengthsLog(tmp_path, 1, told.append)
     log.write(closed(1, "b"))

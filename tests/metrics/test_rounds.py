@@ -358,10 +358,10 @@ def test_nobody_waits_until_a_step_is_hashed(tmp_path):
         if is_held_up:
             assert not kept.is_hashed
             with pytest.raises(TimeoutError):  # rather than to wait, or to tell what is not known
-                kept.note(1.0, "")
+                kept.note(1.0, "", 0, 0)
             goes_on.set()
         digests.append(digest_of(kept, core))
-        assert digests[-1] == from_json(kept.note(1.0, ""), RecordsNote).digest
+        assert digests[-1] == from_json(kept.note(1.0, "", 0, 0), RecordsNote).digest
     assert digests[0] == digests[1] != digest_of(records(), Coordinator(SETTINGS, 0.0))
 
 
@@ -377,7 +377,7 @@ def test_who_stops_waiting_for_a_digest_leaves_it_to_others():
         await asyncio.gather(waiting, return_exceptions=True)
         goes_on.set()
         await kept.hashed()
-        assert kept.note(1.0, "")
+        assert kept.note(1.0, "", 0, 0)
 
     asyncio.run(scenario())
 

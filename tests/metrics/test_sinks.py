@@ -14,14 +14,14 @@ CONFIG = parse_config({"model": {"path": "m"}, "data": {"path": "d"}})
 
 
 def write(run_dir, *records, backends=("jsonl",)):
-    log = sinks.MetricsLog(run_dir, backends, CONFIG)
+    log = sinks.MetricsLog(run_dir, backends, CONFIG, [].append)
     for step, record in records:
         log.write(step, record)
     log.close()
 
 
 def test_records_are_on_disk_at_once_one_json_object_per_line(tmp_path):
-    log = sinks.MetricsLog(tmp_path, ("jsonl",), CONFIG)
+    log = sinks.MetricsLog(tmp_path, ("jsonl",), CONFIG, [].append)
     log.write(1, {"reward/mean": 0.5, "lr": 1e-6})
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "reward/mean": 0.5, "lr": 1e-6}

@@ -54,7 +54,7 @@ from array import array
 async def main(folder, model_files):
     settings = config.Reward(functions=(f"{folder}/rewards.py:reward",))
     show = lambda result: print(result, flush=True)
-    pool = RewardPool(settings, model_files, "answer", folder, show)
+    pool = RewardPool(settings, model_files, "answer", folder, show, print)
     await pool.start()
     pool.submit(RewardJob("a", 1, "say abc", {}, array("i", [1, 0]), "stop"))
     await pool.run()
@@ -160,7 +160,7 @@ def test_a_worker_dies_with_its_reaper_and_is_replaced(model_files, tmp_path):
     results: asyncio.Queue = asyncio.Queue()
 
     async def scenario() -> None:
-        pool = RewardPool(settings, model_files, "answer", tmp_path, results.put_nowait)
+        pool = RewardPool(settings, model_files, "answer", tmp_path, results.put_nowait, print)
         await pool.start()
         serving = asyncio.create_task(pool.run())
         pool.submit(job("a"))

@@ -166,7 +166,7 @@ def test_a_job_whose_answer_came_before_the_kill_is_not_blamed(model_files, tmp_
     setup = worker.Setup(("exact_match",), (1.0,), str(model_files), "answer", 1.0)
 
     async def blamed() -> list[RewardResult]:
-        w = _WorkerProcess(config.Reward(), setup, "reward-0", tmp_path / "reward-0.log")
+        w = _WorkerProcess(config.Reward(), setup, "reward-0", tmp_path / "reward-0.log", print)
         w._timed_out = 0
         return w.failures()
 
@@ -186,7 +186,7 @@ def reward(sample):
     settings = config.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
 
     async def scenario() -> None:
-        pool = RewardPool(settings, model_files, "answer", tmp_path, lambda _: None)
+        pool = RewardPool(settings, model_files, "answer", tmp_path, lambda _: None, print)
         try:
             await pool.start()
             await pool.run()
@@ -201,7 +201,7 @@ def reward(sample):
 
 def test_a_model_directory_without_a_usable_tokenizer_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    pool = RewardPool(config.Reward(), tmp_path, "answer", tmp_path, lambda _: None)
+    pool = RewardPool(config.Reward(), tmp_path, "answer", tmp_path, lambda _: None, print)
     with pytest.raises(RewardError, match=r"tokenizer\.json: cannot be loaded"):
         asyncio.run(asyncio.wait_for(pool.start(), LIMIT_S))
 

@@ -53,12 +53,12 @@ def test_garbage_at_every_socket_changes_nothing(tmp_path: Path):
             gc.collect()
             before = resident_bytes()
             run.trainer.may_publish.clear()  # the run shall not be over before the attack is
-            router, key = run.head.address, str(run.key_file)
+            address, key = run.head.address, str(run.key_file)
             sent = await asyncio.gather(
-                attack("stranger", router, 1, 12_000),
-                attack("wrong_key", router, 2, 6_000),
-                attack("insider", router, 3, 82_000, key),
-                attack("insider", router, 4, 82_000, key),
+                attack("stranger", address, 1, 12_000),
+                attack("wrong_key", address, 2, 6_000),
+                attack("insider", address, 3, 82_000, key),
+                attack("insider", address, 4, 82_000, key),
                 attack("puller", run.trainer.holder, 5, 5_000),
                 attack("coordinator", "-", 6, 20_000, key),
                 steps_go_on(run),

@@ -40,7 +40,7 @@ def run_jobs(
             if len(results) == len(jobs):
                 done.set()
 
-        pool = RewardPool(settings, model_files, "answer", folder, collect)
+        pool = RewardPool(settings, model_files, "answer", folder, collect, print)
         async with asyncio.timeout(LIMIT_S):
             await pool.start()
             async with asyncio.TaskGroup() as tasks:

@@ -109,6 +109,11 @@ def origin(*modules: str) -> Iterator[Origin | None]:
         process.close()
 
 
+def forking(process: Origin | None) -> contextlib.AbstractContextManager[None]:
+    """Children are forked there; without an origin they are started as always."""
+    return process.forks() if process else contextlib.nullcontext()
+
+
 def _request(
     words: list[str], rest: Sequence[Any], modules: Sequence[str]
 ) -> tuple[Wanted, list[int]] | None:
@@ -211,5 +216,5 @@ def origin_of_daemons() -> Iterator[Origin | None]:
 @pytest.fixture
 def warm_daemons(origin_of_daemons: Origin | None) -> Iterator[None]:
     """Daemons that a test starts with `python -m lightrl.cli` are forked."""
-    with origin_of_daemons.forks() if origin_of_daemons else contextlib.nullcontext():
+    with forking(origin_of_daemons):
         yield

@@ -134,6 +134,35 @@ def test_the_obituary_names_the_exit_status():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("turns", range(4))
+def test_a_cancel_about_when_the_child_ends_is_not_lost(turns, monkeypatch):
+    """Else whoever starts it again would go on to do so, after it was told to stop."""
+
+    async def scenario() -> None:
+        async with child("echo") as process:
+            ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            is_awaited = asyncio.Event()
+
+            async def wait() -> int:
+                is_awaited.set()
+                return await ended
+
+            with monkeypatch.context() as scripted:
+                scripted.setattr(process._process, "wait", wait)
+                process.send(End(7))
+                assert await process.receive() == Ready()
+                receiving = asyncio.create_task(process.receive())
+                await is_awaited.wait()
+                ended.set_result(7)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                expected = asyncio.CancelledError if receiving.cancel() else ChildDied
+                with pytest.raises(expected):
+                    await receiving
+
+    asyncio.run(scenario())
+
+
 def test_a_child_that_never_reads_is_killed_when_the_grace_is_over():
     async def scenario() -> None:
         async with child("never_read") as process:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.messages import Message
+from lightrl.system import open_files
 from lightrl.system.child import Child, ChildDied
 from lightrl.wire import Codec
 from tests.support.trainer_coordinator import until
@@ -56,6 +57,8 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "lib" / "probe.py").write_text(PROBE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'lib'}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # A limit that an earlier test has raised here would be lowered in a child that runs already.
+    monkeypatch.setattr(open_files, "_before", None)
     return "probe:main"
 
 

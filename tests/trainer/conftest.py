@@ -21,7 +21,7 @@ from lightrl.trainer.emulated import EmulatedRank
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RANK_TARGET, StartRank, TrainSample
 from lightrl.trainer.rank import Rank
 from lightrl.wire import pack_f32, pack_i32
-from tests.support.warm import Origin, origin
+from tests.support.warm import Origin, forking, origin
 
 VOCABULARY = 24
 DEADLINE_S = 110  # importing torch and transformers takes 5 s, on a busy machine far longer
@@ -195,7 +195,7 @@ def origin_of_ranks() -> Iterator[Origin | None]:
 @pytest.fixture
 def warm_ranks(origin_of_ranks: Origin | None) -> Iterator[None]:
     """Real ranks, each a process of its own that need not import torch (tests/support/warm.py)."""
-    with origin_of_ranks.forks() if origin_of_ranks else contextlib.nullcontext():
+    with forking(origin_of_ranks):
         yield
 
 
@@ -208,5 +208,5 @@ def origin_of_emulated() -> Iterator[Origin | None]:
 @pytest.fixture
 def warm_emulated(origin_of_emulated: Origin | None) -> Iterator[None]:
     """Emulated ranks, each a process of its own that need not import anything."""
-    with origin_of_emulated.forks() if origin_of_emulated else contextlib.nullcontext():
+    with forking(origin_of_emulated):
         yield

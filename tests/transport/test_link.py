@@ -170,9 +170,8 @@ def test_a_peer_that_is_welcomed_again_and_again_must_come_anew():
                     node.send(hello())
                     peer, _ = await received(router, Hello)
                     router.send(peer, Welcome(f"{turn}.{k}"))
-                    router.send(
-                        peer, Welcome("", refused=TAKEN)
-                    )  # small: as often as it is asked for
+                    # small: as often as it is asked for
+                    router.send(peer, Welcome("", refused=TAKEN))
                 said: list[str] = []
                 while len(said) < MAX_WELCOMES:
                     said += [

@@ -11,8 +11,8 @@ daemon/admission.py.
 
 Who says what to whom (node = any daemon, head = the coordinator's daemon):
 
-    node -> head   Hello Heartbeat TokenChunk PublishWeights WeightsReady WeightsFailed ShardsTaken
-                   StepDone Checkpointed Drain Bye
+    node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady WeightsFailed
+                   BadSource ShardsTaken StepDone Checkpointed Drain Bye
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights Drain
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
@@ -23,7 +23,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-PROTOCOL = 5
+PROTOCOL = 6
 # why a node is refused that was given up while it was silent: it may say hello again
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # and one that comes too late
@@ -49,7 +49,9 @@ MAX_BUCKETS = 1 << 20
 MAX_DIMENSIONS = 16
 MAX_NAME = 1024  # characters of a tensor's name
 MAX_STOPS = 1024  # token ids
-MAX_HOLDERS = 1024  # of one version
+MAX_SOURCES = 1024  # of one version
+MAX_ADDRESSES = 16  # of one node
+MAX_DELTAS = 256  # in a chain
 MAX_METRICS = 4096
 MAX_ROWS = 1 << 16  # of a list that is shown
 MAX_WATCH_S = 3600.0
@@ -151,6 +153,19 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsProgress:
+    """How far a node is with a version that it pulls. Example: WeightsProgress(4, 8 << 20, 15
+    << 30, 3)."""
+
+    policy_version: Version
+    # proved
+    num_bytes: Count
+    total_bytes: Count
+    # that it pulls from
+    num_sources: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """I am alive; the head sends its own. Example: Heartbeat(Load(running=3), 0.4, "cpu")."""
 
@@ -159,6 +174,8 @@ class Heartbeat:
     loop_lag_ms: float = 0.0
     # of its engine or ranks, once they have started
     device: Word = ""
+    # of the version that it pulls
+    weights: WeightsProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,75 +355,113 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Where one tensor lies: `offset` bytes into bucket number `bucket`.
+class WeightsEndpoint:
+    """Where this node serves what it holds of the weights, and the secret from which the tickets of
+    those who may ask are made. Said after each welcome.
 
-    Example: TensorSpec("model.norm.weight", "float32", (128,), bucket=0, offset=512)
+    Host 0.0.0.0 stands for the one by which the receiver reaches the coordinator. Example:
+    WeightsEndpoint(("10.0.0.1:41873",), "c0ffee...")
     """
 
-    # HF parameter name
-    name: Annotated[str, Meta(max_length=MAX_NAME)]
-    # torch name without prefix: "float32", "bfloat16"
-    dtype: Word
-    shape: Annotated[tuple[Int64, ...], Meta(max_length=MAX_DIMENSIONS)]
-    bucket: Int64
-    offset: Int64
+    # "host:port", any of them
+    addresses: Annotated[tuple[Word, ...], Meta(max_length=MAX_ADDRESSES)]
+    secret: Word
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """A contiguous run of weight bytes, the unit of transfer and of verification."""
+class WeightsSource:
+    """A node from which a version can be pulled, as much of it as it has.
 
-    # bytes
-    size: Int64
-    # hex
-    digest: Word
+    `ticket` is for the receiver alone (tickets.pull_ticket). Example: WeightsSource("rollout-0",
+    ("10.0.0.2:40119",), "77e0...")
+    """
+
+    node: Name
+    addresses: Annotated[tuple[Word, ...], Meta(max_length=MAX_ADDRESSES)]
+    ticket: Word
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a version consists of. `digest` covers names, dtypes, shapes and all bucket digests.
+class DeltaOffer:
+    """The difference between two versions, to be had from the sources of the second. Digests of the
+    versions, and of the difference's own manifest.
 
-    Example: Manifest(4, "9f3a...", tensors=(TensorSpec(...),), buckets=(Bucket(1 << 20, "77.."),))
+    Example: DeltaOffer("9f3a...", "a01c...", "77aa...", manifest_bytes=4210, num_bytes=91022)
     """
 
-    policy_version: Version
+    base: Word
+    target: Word
     digest: Word
-    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
-    buckets: Annotated[tuple[Bucket, ...], Meta(max_length=MAX_BUCKETS)]
+    manifest_bytes: Count
+    num_bytes: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A fixed text and the logprobs that the trainer gives its tokens. Example: Canary(<32 int32>,
+    <31 float32>)."""
+
+    # int32
+    token_ids: Tokens
+    # float32, of each token but the first, given those before
+    logprobs: Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PublishWeights:
-    """A complete version can be pulled from `holders` ("host:port", any of them) with `ticket`.
+    """A complete version can be pulled from `sources`, its manifest included.
 
-    From the trainer `ticket` is the version's secret; what a node gets is derived from it for that
-    node (tickets.pull_ticket). Host 0.0.0.0 stands for the one by which the receiver reaches the
-    coordinator. The first one of a trainer that has said hello tells where it stands: it trains
-    that step next.
+    The trainer names no sources; the coordinator does so for each node. The first one of a trainer
+    that has said hello tells where it stands: it trains that step next.
 
-    Example: PublishWeights(manifest, ("10.0.0.1:41873",), ticket="c0ffee...", portions=(3, 29))
+    Example: PublishWeights(4, "9f3a...", 2112512, 8190, sources=(WeightsSource(...),),
+    portions=(3, 29))
     """
 
-    manifest: Manifest
-    holders: Annotated[tuple[Word, ...], Meta(max_length=MAX_HOLDERS)]
-    ticket: Word
+    policy_version: Version
+    # of the manifest's bytes, hex
+    digest: Word
+    # of the version's file
+    num_bytes: Count
+    manifest_bytes: Count
+    # in the order in which they should be asked
+    sources: Annotated[tuple[WeightsSource, ...], Meta(max_length=MAX_SOURCES)] = ()
+    # from the trainer: the difference to the version before; to a node: a chain that ends here
+    deltas: Annotated[tuple[DeltaOffer, ...], Meta(max_length=MAX_DELTAS)] = ()
+    canary: Canary | None = None
     # groups accumulated at a time for it, in order; () = loaded, not trained
     portions: Annotated[tuple[Int32, ...], RESPONSES] = ()
 
 
 @dataclass(frozen=True, slots=True)
+class BadSource:
+    """This source of a version sent bytes that are not those of the version. Example: BadSource(4,
+    "rollout-3", "bucket 7: digest differs")."""
+
+    policy_version: Version
+    node: Name
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsReady:
-    """The engine serves this version; `digest` was computed from the bytes it loaded.
+    """The engine serves this version; its bytes were proved to have `digest`.
 
     Example: WeightsReady(4, "9f3a...", num_bytes=2112512, pull_s=0.01, load_s=0.03)
     """
 
     policy_version: Version
     digest: Word
-    num_bytes: Int64 = 0
+    # that were transferred
+    num_bytes: Count = 0
     pull_s: float = 0.0
+    # that the engine stood still
     load_s: float = 0.0
+    # of num_bytes: from other rollout nodes; as differences
+    peer_bytes: Count = 0
+    delta_bytes: Count = 0
+    # largest difference of a logprob to the trainer's; None = not compared
+    canary_diff: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,8 +620,10 @@ Message: TypeAlias = (
     | ShardsTaken
     | StepDone
     | Checkpointed
+    | WeightsEndpoint
     | PublishWeights
     | WeightsReady
+    | BadSource
     | WeightsFailed
     | Drain
     | Bye

@@ -63,6 +63,19 @@ def _tag(kind: type) -> str:
 MESSAGES: Codec[Message] = Codec(Message)
 
 
+def to_bytes(value: Any) -> bytes:
+    """Dataclasses and plain types as MessagePack, the same bytes for equal values."""
+    return _encoder.encode(value)
+
+
+def from_bytes(data: bytes | memoryview, kind: type[T]) -> T:
+    """Raises ProtocolError if `data` is not MessagePack of that type."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as e:
+        raise ProtocolError(f"undecodable: {e}") from None
+
+
 def to_json(value: Any) -> bytes:
     """Dataclasses and plain types as one line of JSON (for metrics.jsonl, --json, run files)."""
     return msgspec.json.encode(value)

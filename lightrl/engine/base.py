@@ -7,20 +7,20 @@ import torch or vllm.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from lightrl.messages import (
     Abort,
+    Canary,
     FinishReason,
     Generate,
     Load,
-    Manifest,
     PromptHistory,
     ResponseRequest,
     Sampling,
     TokenChunk,
 )
+from lightrl.weights.manifest import VersionFile
 
 Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
 
@@ -58,11 +58,13 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Load the version in `path` (the buckets of `manifest`, back to back) and drop the prefix
-    cache."""
+    """Load the version in `file`, which has been proved, and drop the prefix cache.
 
-    path: str
-    manifest: Manifest
+    Who sends it holds the file's lock until the answer has come.
+    """
+
+    file: VersionFile
+    canary: Canary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,13 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoaded:
-    """`digest` was computed from the bytes that the engine loaded."""
+    """The version is served. `load_s`: for so long nothing was generated."""
 
     policy_version: int
     digest: str
     load_s: float
+    # largest difference of a logprob to the trainer's; None = not compared
+    canary_diff: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +146,13 @@ class Engine(Protocol):
 
     def num_unfinished(self) -> int: ...
 
-    def load_weights(self, path: Path, manifest: Manifest) -> str:
+    def load_weights(self, file: VersionFile) -> None:
         """Replace all weights in place; running responses go on under the new ones with their KV
         recomputed.
 
-        Returns the manifest digest recomputed from the bytes loaded. Raises WeightsError if names,
-        shapes or digests do not match; the engine then keeps or loses its old weights but must not
-        be served from until a load succeeds.
+        The file's bytes have been proved, its manifest is proved here. Raises WeightsError if names
+        or shapes do not match; the engine then keeps or loses its old weights but must not be
+        served from until a load succeeds.
         """
         ...
 

@@ -12,7 +12,8 @@ All ranks get the same commands in the same order, so that their collectives lin
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from lightrl.messages import FinishReason, Manifest
+from lightrl.messages import Canary, FinishReason
+from lightrl.weights.manifest import VersionFile
 from lightrl.wire import Codec
 
 RANK_TARGET = "lightrl.trainer.rank:main"
@@ -116,15 +117,21 @@ RankCommand: TypeAlias = StartRank | Accumulate | ClearStep | FinishStep | Save
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """From rank 0: all ranks have written this version. Sent before StepFinished."""
+
+    file: VersionFile
+    canary: Canary | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RankStarted:
-    """Ready for the first step. Rank 0 brings the published first version: its manifest and
-    file."""
+    """Ready for the first step. Rank 0 brings the first version that was published."""
 
     # "cpu", "cuda:0"
     device: str
     start_s: float
-    manifest: Manifest | None = None
-    path: str = ""
+    published: Published | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +146,6 @@ class Cleared:
     """Nothing is accumulated for the step. Example: Cleared(4)."""
 
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """From rank 0: `path` holds the whole of this version. Sent before StepFinished."""
-
-    policy_version: int
-    manifest: Manifest
-    path: str
 
 
 @dataclass(frozen=True, slots=True)

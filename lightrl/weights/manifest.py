@@ -1,151 +1,111 @@
-"""What a published version of the weights consists of, and how equality is proved: the digests.
+"""What a version of the weights consists of, and how it is proved: the digests.
 
-A version is one flat file: its buckets back to back, each a run of whole tensors. Digests are
-BLAKE2b-128 over the bucket's bytes; the version's digest covers names, dtypes, shapes and all
-bucket digests, but not the version number, so equal weights have equal digests. Must not import
-torch.
+Owns the manifest, its bytes and their proof. A version's digest is that of its manifest's bytes,
+which name every tensor and the digest of every bucket, but not the version's number: equal weights
+have equal digests, whoever wrote them and however many did. Must not import torch.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import IO
+from typing import Annotated
 
-from lightrl.errors import WeightsError
-from lightrl.messages import (
-    MAX_BUCKETS,
-    MAX_DIMENSIONS,
-    MAX_NAME,
-    MAX_TENSORS,
-    Bucket,
-    Manifest,
-    TensorSpec,
-)
+from blake3 import blake3
+from msgspec import Meta
 
-BUCKET_BYTES = 64 << 20
-ALIGNMENT = 64  # bytes; tensors start at multiples of it, so that views into a bucket are aligned
+from lightrl.errors import ProtocolError, WeightsError
+from lightrl.messages import MAX_BUCKETS, MAX_TENSORS, Count
+from lightrl.weights.layout import TensorSpec, bucket_range, check, num_buckets, num_bytes
+from lightrl.wire import from_bytes, to_bytes
+
+DIGEST_BYTES = 32  # BLAKE3-256
+MAX_MANIFEST_BYTES = 256 << 20
 
 
-def digest_bytes(data: bytes | bytearray | memoryview) -> str:
-    """Digest of one bucket. Releases the GIL, so buckets can be digested by threads."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The tensors of a version and the digests of its buckets.
 
-
-def digest_version(tensors: Sequence[TensorSpec], bucket_digests: Sequence[str]) -> str:
-    """Digest of a whole version from its tensor table and the digests of its buckets."""
-    table = hashlib.blake2b(digest_size=16)
-    for t in tensors:
-        table.update(f"{t.name} {t.dtype} {t.shape} {t.bucket} {t.offset}\n".encode())
-    for digest in bucket_digests:
-        table.update(digest.encode())
-    return table.hexdigest()
-
-
-@dataclass(frozen=True)
-class TensorBytes:
-    """One tensor on its way into a version."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-
-def write_version(
-    path: Path,
-    policy_version: int,
-    tensors: Iterable[TensorBytes],
-    bucket_bytes: int = BUCKET_BYTES,
-) -> Manifest:
-    """Writes a version to `path` and returns its manifest. Holds one bucket in memory at a time."""
-    specs: list[TensorSpec] = []
-    buckets: list[Bucket] = []
-    pending = bytearray()
-
-    def flush(file: IO[bytes]) -> None:
-        file.write(pending)
-        buckets.append(Bucket(len(pending), digest_bytes(pending)))
-        pending.clear()
-
-    with path.open("wb") as file:
-        for t in tensors:
-            data = t.data.cast("B")
-            if pending and len(pending) + len(data) > bucket_bytes:
-                flush(file)
-            pending += bytes(-len(pending) % ALIGNMENT)
-            specs.append(TensorSpec(t.name, t.dtype, t.shape, len(buckets), len(pending)))
-            pending += data
-        if pending:
-            flush(file)
-    if not specs:
-        raise WeightsError(f"version {policy_version} has no tensors")
-    digest = digest_version(specs, [b.digest for b in buckets])
-    return Manifest(policy_version, digest, tuple(specs), tuple(buckets))
-
-
-def num_bytes(manifest: Manifest) -> int:
-    return sum(b.size for b in manifest.buckets)
-
-
-def bucket_offsets(manifest: Manifest) -> list[int]:
-    """Where each bucket starts in the version's file, in bytes."""
-    offsets, position = [], 0
-    for b in manifest.buckets:
-        offsets.append(position)
-        position += b.size
-    return offsets
-
-
-def read_buckets(path: Path, manifest: Manifest) -> Iterator[bytearray]:
-    """The buckets of a version's file, each verified. Raises WeightsError for a wrong or short
-    one."""
-    with path.open("rb") as file:
-        for i, bucket in enumerate(manifest.buckets):
-            data = bytearray(bucket.size)
-            if file.readinto(data) != bucket.size:
-                raise WeightsError(
-                    f"{path}: bucket {i} of version {manifest.policy_version} is cut short"
-                )
-            if digest_bytes(data) != bucket.digest:
-                raise WeightsError(
-                    f"{path}: bucket {i} of version {manifest.policy_version}: digest differs"
-                )
-            yield data
-
-
-def verify(manifest: Manifest) -> None:
-    """Raises WeightsError if the manifest contradicts itself or is none that a trainer could have
-    made.
-
-    Before anything of the sizes that it states is allocated. What has come over the wire may be
-    anything.
+    Example: Manifest((TensorSpec("w", "float32", (4,), 0),), num_bytes=16, digests=<32 bytes>)
     """
-    what = f"manifest of version {manifest.policy_version}"
-    if not 0 <= manifest.policy_version < 1 << 63:
-        raise WeightsError(f"{what}: there is no such version")
-    if not 0 < len(manifest.tensors) <= MAX_TENSORS or not 0 < len(manifest.buckets) <= MAX_BUCKETS:
+
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+    # of the file
+    num_bytes: Count
+    # DIGEST_BYTES for each bucket, in order
+    digests: Annotated[bytes, Meta(max_length=MAX_BUCKETS * DIGEST_BYTES)]
+
+    @property
+    def num_buckets(self) -> int:
+        return num_buckets(self.num_bytes)
+
+    def digest_of(self, bucket: int) -> bytes:
+        return self.digests[bucket * DIGEST_BYTES : (bucket + 1) * DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFile:
+    """A version that is complete on this machine, and where.
+
+    Example: VersionFile(4, "9f3a...", 2112512, "/dev/shm/.../v4.bin", "/dev/shm/.../v4.manifest")
+    """
+
+    policy_version: int
+    digest: str
+    num_bytes: int
+    path: str
+    manifest_path: str
+
+
+def hash_bucket(data: bytes | bytearray | memoryview) -> bytes:
+    """BLAKE3-256. Releases the GIL, so that buckets can be hashed by threads."""
+    return blake3(data).digest()
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The same bytes for equal manifests; `digest_version` of them is the version's digest."""
+    return to_bytes(manifest)
+
+
+def digest_version(encoded: bytes) -> str:
+    """Of a manifest's bytes; hex."""
+    return blake3(encoded).hexdigest()
+
+
+def decode(encoded: bytes, digest: str) -> Manifest:
+    """The manifest of the version with this digest. Raises WeightsError if it is that of another
+    one, or none that a trainer could have made."""
+    if digest_version(encoded) != digest:
+        raise WeightsError("the manifest has another digest than the version")
+    try:
+        manifest = from_bytes(encoded, Manifest)
+    except ProtocolError as e:
+        raise WeightsError(f"the manifest cannot be read: {e}") from None
+    check(manifest.tensors)
+    if manifest.num_bytes != num_bytes(manifest.tensors):
         raise WeightsError(
-            f"{what}: {len(manifest.tensors)} tensors in {len(manifest.buckets)} buckets"
+            f"the manifest says {manifest.num_bytes} bytes, its tensors have "
+            f"{num_bytes(manifest.tensors)}"
         )
-    if any(not 0 < b.size < 1 << 48 for b in manifest.buckets):
-        raise WeightsError(f"{what}: a bucket of impossible size")
-    for t in manifest.tensors:
-        if not _fits(t, manifest):
-            raise WeightsError(f"{what}: tensor {t.name[:80]!r} does not fit into its bucket")
-    if digest_version(manifest.tensors, [b.digest for b in manifest.buckets]) != manifest.digest:
-        raise WeightsError(f"manifest of version {manifest.policy_version}: digest differs")
+    if len(manifest.digests) != DIGEST_BYTES * manifest.num_buckets:
+        raise WeightsError(
+            f"the manifest has {len(manifest.digests)} bytes of digests for "
+            f"{manifest.num_buckets} buckets"
+        )
+    return manifest
 
 
-def _fits(t: TensorSpec, manifest: Manifest) -> bool:
-    """No element of any dtype is smaller than a byte."""
-    if len(t.name) > MAX_NAME or len(t.shape) > MAX_DIMENSIONS or any(n < 0 for n in t.shape):
-        return False
-    if not 0 <= t.bucket < len(manifest.buckets):
-        return False
-    return (
-        t.offset >= 0
-        and t.offset % ALIGNMENT == 0
-        and t.offset + prod(t.shape) <= manifest.buckets[t.bucket].size
-    )
+def read_manifest(file: VersionFile) -> Manifest:
+    """Of a version on this machine. Raises WeightsError."""
+    try:
+        return decode(Path(file.manifest_path).read_bytes(), file.digest)
+    except OSError as e:
+        raise WeightsError(f"{file.manifest_path}: cannot be read: {e.strerror}") from e
+
+
+def wrong_buckets(data: memoryview, manifest: Manifest) -> Iterator[int]:
+    """Buckets of a version's bytes that are not what the manifest says."""
+    for i in range(manifest.num_buckets):
+        start, end = bucket_range(i, manifest.num_bytes)
+        if hash_bucket(data[start:end]) != manifest.digest_of(i):
+            yield i

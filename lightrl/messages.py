@@ -11,8 +11,8 @@ daemon/admission.py.
 
 Who says what to whom (node = any daemon, head = the coordinator's daemon):
 
-    node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady WeightsFailed
-                   BadSource ShardsTaken StepDone Checkpointed Drain Bye
+    node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
+                   WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights Drain
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot

@@ -325,8 +325,8 @@ def test_node_is_told_of_the_differences_to_what_it_holds():
     assert step(d, 1, delta(0, 1)) == dict.fromkeys(["a", "slow"], (delta(0, 1),))
     got = step(d, 2, delta(1, 2))  # slow is not at it yet
     assert got == {"a": (delta(1, 2),), "slow": (delta(0, 1), delta(1, 2))}
-    [(_, offer)] = sent(d.join("new"), PublishWeights)
-    assert offer.deltas == ()
+    joined = {n: m.deltas for n, m in sent(d.join("new"), PublishWeights)}
+    assert joined["new"] == ()
     got = step(d, 3, delta(2, 3))
     assert got["new"] == (delta(2, 3),)  # to what it has begun to pull
     assert publish(d, 3) == {}

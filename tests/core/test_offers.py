@@ -146,15 +146,15 @@ def test_draining_node_that_was_still_at_it_serves_no_more(driver: Driver):
 
 
 def test_node_whose_sources_are_lost_is_told_of_others():
-    d = Driver(lease_s=1e9)
-    d.start("a")
-    d.feed(NodeLost("t", "gone"))
-    assert offers(d.join("b")) == {"b": ["a"]}
-    d.join("c")
-    told = offers(d.feed(NodeLost("a", "gone")))
-    assert told == {}  # they were told of each other, and there is nobody else
-    d.join("t", "trainer", incarnation=2)
-    assert offers(d.publish(0)) == {"b": ["c", "t"], "c": ["b", "t"]}
+    d, names = Driver(lease_s=1e9), [f"n{i}" for i in range(MAX_PEERS + 4)]
+    d.start(*names)
+    [(_, offer)] = sent(d.join("late"), PublishWeights)
+    told = {s.node for s in offer.sources}
+    others = set(names) - told
+    assert len(others) == 4
+    commands = [c for n in sorted(told) for c in d.feed(NodeLost(n, "gone"))]
+    messages = sent(commands, PublishWeights)
+    assert [(n, {s.node for s in m.sources}) for n, m in messages] == [("late", others | {"t"})]
 
 
 # Without the trainer

@@ -6,6 +6,7 @@ from lightrl.core.events import (
     EndpointOpened,
     NodeDraining,
     NodeHeard,
+    NodeJoined,
     NodeLost,
     SourceReported,
     StepTrained,
@@ -16,11 +17,13 @@ from lightrl.core.log_entries import VersionPublished
 from lightrl.core.offers import TOLD_OF_EACH
 from lightrl.core.sources import MAX_PEERS
 from lightrl.messages import (
+    PROTOCOL,
     BadSource,
     Canary,
     DeltaOffer,
     Drain,
     Heartbeat,
+    Hello,
     PublishWeights,
     StepDone,
     WeightsEndpoint,
@@ -157,6 +160,18 @@ def test_node_whose_sources_are_lost_is_told_of_others():
     assert [(n, {s.node for s in m.sources}) for n, m in messages] == [("late", others | {"t"})]
 
 
+def test_node_that_trains_and_generates_is_told_and_never_to_pull_from_itself():
+    d = Driver()
+    both = Hello("t", 1, ("trainer", "rollout"), PROTOCOL, pid=1, host="h", slots=4)
+    d.feed(NodeJoined(both))
+    d.open("t")
+    assert offers(d.publish(0)) == {"t": []}  # it has the version itself
+    assert d.core.fleet.nodes["t"].state == "loading"
+    assert offers(d.join("a")) == {"a": ["t"], "t": ["a"]}
+    d.confirm("t", 0)
+    assert offers(d.join("b"))["b"] == ["a", "t"]  # once, and last
+
+
 # Without the trainer
 
 
@@ -186,8 +201,7 @@ def test_trainer_that_is_behind_is_no_source():
     d.start("a")
     d.finish_round()
     d.next_step()
-    d.feed(NodeLost("t", "gone"))
-    d.join("t", "trainer", incarnation=2)
+    d.join("t", "trainer")  # its ranks have started again
     d.publish(0)  # from its checkpoint
     assert offers(d.join("b")) == {"b": ["a"]}
     assert offers(d.publish(1)) == {"b": ["a", "t"]}

@@ -536,9 +536,9 @@ MUTATIONS = [
         "if not self._fleet.nodes:",
     ),
     Mutation(
-        "lost trainer is named as holder",
+        "lost node is named as source",
         "core/fleet.py",
-        "                self._forget_holders()\n",
+        "        self.offers.forget(name)\n",
         "",
     ),
     # Limits on strangers, on holders of the join key, on what waits; what makes files last

@@ -19,10 +19,8 @@ from lightrl.core.events import (
 from lightrl.core.log_entries import ShardSent, VersionPublished
 from lightrl.messages import (
     PROTOCOL,
-    Bucket,
     Drain,
     Hello,
-    Manifest,
     PublishWeights,
     ShardsTaken,
     StepDone,
@@ -106,7 +104,7 @@ def test_version_that_comes_out_different_fails_the_run_and_is_never_served():
     d = trained(2)
     d.feed(NodeLost("t", "gone"))
     come_back(d, 1)
-    other = PublishWeights(Manifest(2, "digest-other", (), (Bucket(1, "b"),)), ("h:1",), "ticket")
+    other = PublishWeights(2, "digest-other", num_bytes=1000, manifest_bytes=10)
     commands = d.feed(WeightsPublished("t", other))
     assert sent(commands, PublishWeights) == []
     [(_, drain)] = [(n, m) for n, m in sent(commands, Drain) if n == "a"]

@@ -165,6 +165,10 @@ def test_in_these_worlds_everything_does_happen():
         totals.update(counters | {"weights_failed": world.core.fleet.num_weights_failed})
         totals.update(r.kind for r in world.rounds)
         totals.update({"restarts": world.num_restarts, "replays": world.num_replays})
+        totals["bad_sources"] += world.core.fleet.num_bad_sources
+        totals["told_again"] += world.num_told_again
+        totals["told_without_trainer"] += world.num_without_trainer
+        totals["late_endpoints"] += world.num_late_endpoints
         totals["surplus"] += sum(
             len(g.responses) > len(g.kept) for r in world.rounds for g in r.accepted
         )

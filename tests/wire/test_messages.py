@@ -11,12 +11,6 @@ from lightrl import messages as m
 from lightrl import wire
 from lightrl.errors import ProtocolError
 
-MANIFEST = m.Manifest(
-    4,
-    "9f3a",
-    (m.TensorSpec("w", "float32", (2, 3), 0, 64),),
-    (m.Bucket(88, "77"), m.Bucket(1, "78")),
-)
 EXAMPLES: list[m.Message] = [
     m.Hello(
         "rollout-0",
@@ -30,7 +24,7 @@ EXAMPLES: list[m.Message] = [
         running=(("p7@0#3", 1),),
     ),
     m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
-    m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu"),
+    m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu", m.WeightsProgress(4, 8 << 20, 15 << 30, 3)),
     m.Generate(
         4,
         m.Sampling(0.7, 0.9, 5, (1, 2)),
@@ -54,8 +48,18 @@ EXAMPLES: list[m.Message] = [
     m.ShardsTaken(4, 2),
     m.StepDone(4, 5, {"loss/policy": 0.1}),
     m.Checkpointed(20, 10),
-    m.PublishWeights(MANIFEST, ("10.0.0.1:41873",), "c0ffee", (3, 29)),
-    m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03),
+    m.WeightsEndpoint(("10.0.0.1:41873", "10.1.0.1:41873"), "c0ffee" * 6),
+    m.PublishWeights(
+        4,
+        "9f3a",
+        2112512,
+        8190,
+        deltas=(m.DeltaOffer("9f3a", "a01c", "77aa", 4210, 91022),),
+        canary=m.Canary(wire.pack_i32([5, 6]), wire.pack_f32([-0.5])),
+        portions=(3, 29),
+    ),
+    m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03, 1000, 91022, 0.001),
+    m.BadSource(4, "rollout-3", "bucket 7: digest differs"),
     m.WeightsFailed(4, "bucket 3: digest differs"),
     m.Drain("rollout-0", "SIGTERM"),
     m.Bye("drained", True),
@@ -105,10 +109,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_5_are_pinned():
+def test_bytes_of_protocol_6_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 5
+    assert m.PROTOCOL == 6
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))
@@ -123,6 +127,20 @@ def test_bytes_of_protocol_5_are_pinned():
         "9186a8726573706f6e7365a172a7617474656d707402a66f666673657400a9746f6b656e5f696473c40403000000a86c"
         "6f6770726f6273c404000080bfad66696e6973685f726561736f6ec0"
     )
+
+
+def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
+    endpoint = wire.MESSAGES.encode(m.WeightsEndpoint(("h:1",), "s"))
+    assert endpoint.hex() == "ENDPOINT"
+    source = m.WeightsSource("n", ("h:1",), "t")
+    delta = m.DeltaOffer("a", "b", "c", 1, 2)
+    offer = m.PublishWeights(4, "b", 9, 8, (source,), (delta,), m.Canary(b"", b""), (3,))
+    assert wire.MESSAGES.decode(wire.MESSAGES.encode(offer)) == offer
+    assert wire.MESSAGES.encode(offer).hex() == (
+        "OFFER"
+    )
+    bad = wire.MESSAGES.encode(m.BadSource(4, "n", "r"))
+    assert bad.hex() == "BAD"
 
 
 def test_unknown_field_is_skipped_so_that_newer_peers_may_add_some():

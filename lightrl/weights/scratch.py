@@ -9,12 +9,14 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "lightrl-"
 MIN_FREE_BYTES = 1 << 30  # below that, shared memory is not used
+_MEMORY = Path("/proc/meminfo")
 NUM_VERSIONS = 3  # in a directory at once: the one that is served or loaded, its successor, a draft
 
 
@@ -45,11 +47,29 @@ def _disk() -> Path:
     return Path(tempfile.gettempdir())
 
 
+def roots() -> tuple[Path, ...]:
+    """Where files may lie: shared memory, if there is any, and the disk."""
+    return (_shared(), _disk()) if os.access(_shared(), os.W_OK) else (_disk(),)
+
+
+def free_bytes(root: Path) -> int:
+    """That can be written there. Shared memory may be said to be larger than what is left of the
+    memory. Raises OSError."""
+    free = shutil.disk_usage(root).free
+    return min(free, _available_memory()) if root == _shared() else free
+
+
+def _available_memory() -> int:
+    with contextlib.suppress(OSError):
+        for line in _MEMORY.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return sys.maxsize
+
+
 def _root(need_bytes: int) -> Path:
     needed = max(MIN_FREE_BYTES, NUM_VERSIONS * need_bytes)
-    if os.access(_shared(), os.W_OK) and shutil.disk_usage(_shared()).free >= needed:
-        return _shared()
-    return _disk()
+    return roots()[0] if free_bytes(roots()[0]) >= needed else _disk()
 
 
 def _remove_stale(root: Path) -> None:

@@ -16,6 +16,7 @@ from lightrl.trainer.advantage import train_samples
 from lightrl.trainer.batch import streamed
 from lightrl.trainer.protocol import Accumulate, FinishStep
 from lightrl.trainer.supervisor import Trainer
+from lightrl.weights.serve import WeightServer
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -139,9 +140,9 @@ async def run_trainer(config, folder, next_shards, pause, digests):
                 for _ in range(pause):
                     await asyncio.sleep(0)
 
-    trainer = Trainer(
-        config, folder, folder / "weights", "127.0.0.1", send, on_restart=lambda: None
-    )
+    server = WeightServer()
+    await server.start("127.0.0.1")
+    trainer = Trainer(config, folder, folder / "weights", server, send, on_restart=lambda: None)
     feeding = asyncio.ensure_future(feed())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -150,6 +151,7 @@ async def run_trainer(config, folder, next_shards, pause, digests):
     finally:
         feeding.cancel()
         await trainer.close()
+        await server.close()
 
 
 def trainer_config(model_dir, ranks, steps):

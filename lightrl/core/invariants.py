@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from lightrl.core import race
+from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
 from lightrl.core.offers import PULLING
 from lightrl.core.state import (
     OVER,
@@ -100,7 +101,8 @@ def _sources(core: "Coordinator") -> None:
             continue
         holders = (n for n in offers.whole.names if n != node.name)
         is_there = has_trainer or any(not offers.bad.bars(node.name, n) for n in holders)
-        if is_there and node.name != offers.trainer:
+        was_asked_to_go = node.weights_failures >= MAX_WEIGHTS_FAILURES
+        if is_there and node.name != offers.trainer and not was_asked_to_go:
             _require(offers.num_left(node.name) > 0, f"{node.name} was told of no source")
 
 

@@ -24,8 +24,8 @@ from lightrl.messages import (
 from lightrl.tickets import pull_ticket
 
 # nodes that still pull and are told of one that begins to: with the message to that one itself, a
-# fleet that joins together costs three messages a node
-TOLD_OF_EACH = 2
+# fleet that joins together costs five messages a node
+TOLD_OF_EACH = 4
 FEW = 2  # sources that are left: less, and a node is told of others
 
 PULLING = {NodeState.LOADING, NodeState.UPDATING}

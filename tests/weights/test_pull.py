@@ -14,13 +14,12 @@ from lightrl.errors import WeightsError
 from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
-from lightrl.weights.manifest import Manifest, decode, digest_version, encode
 from lightrl.weights.layout import BUCKET_BYTES, TensorSpec
+from lightrl.weights.manifest import Manifest, decode, digest_version, encode
 from lightrl.weights.pull import Pull, parse_address, partial_path
 from lightrl.weights.request import ASK_DATA, ASK_MANIFEST, BUSY, DATA, Request
 from lightrl.weights.send import IDLE_LIMIT_S
 from lightrl.weights.serve import MAX_HELD, MAX_OF_A_NODE, TURNS_AT_ONCE, WeightServer
-from tests.support.holder import holder, of, part
 from tests.support.relay import EVERYTHING, Relay, address_of, bound_socket
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted
 

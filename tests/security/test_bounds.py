@@ -21,8 +21,7 @@ from lightrl.transport.link import Link
 from lightrl.transport.router import Router
 from lightrl.transport.validate import check_bounds
 from lightrl.transport.zeromq import HANDSHAKE_MS
-from lightrl.weights.manifest import digest_version, verify
-from lightrl.weights.pull import parse_address, pull
+from lightrl.weights.pull import parse_address
 from lightrl.wire import MESSAGES
 from tests.security import garbage
 from tests.support.daemons import make_config
@@ -175,61 +174,7 @@ def test_config_arrives_whole(tmp_path: Path):
     assert config_of(m.Welcome("run", config.model_dump_json())) == config
 
 
-# Weights
-
-GOOD = m.TensorSpec("w", "float32", (2, 3), 0, 64)
-
-
-def manifest_of(
-    *tensors: m.TensorSpec, sizes: tuple[int, ...] = (88,), version: int = 1
-) -> m.Manifest:
-    """With the digest that belongs to it."""
-    buckets = tuple(m.Bucket(s, "77") for s in sizes)
-    return m.Manifest(
-        version, digest_version(tensors, [b.digest for b in buckets]), tensors, buckets
-    )
-
-
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        manifest_of(),
-        manifest_of(GOOD, sizes=()),
-        manifest_of(GOOD, version=-1),
-        manifest_of(GOOD, version=1 << 63),
-        manifest_of(GOOD, sizes=(0,)),
-        manifest_of(GOOD, sizes=(-88,)),
-        manifest_of(GOOD, sizes=(1 << 60,)),
-        manifest_of(GOOD, sizes=(88,) * (m.MAX_BUCKETS + 1)),
-        manifest_of(dataclasses.replace(GOOD, offset=-64)),
-        manifest_of(dataclasses.replace(GOOD, offset=128)),
-        manifest_of(dataclasses.replace(GOOD, offset=1)),
-        manifest_of(dataclasses.replace(GOOD, bucket=1)),
-        manifest_of(dataclasses.replace(GOOD, bucket=-1)),
-        manifest_of(dataclasses.replace(GOOD, shape=(-1, -1))),
-        manifest_of(dataclasses.replace(GOOD, shape=(1 << 62, 1 << 62))),
-        manifest_of(dataclasses.replace(GOOD, shape=(1,) * 100)),
-        manifest_of(dataclasses.replace(GOOD, name="w" * 5000)),
-        dataclasses.replace(manifest_of(GOOD), digest="00"),
-    ],
-    ids=range(18),
-)
-def test_impossible_manifest_is_refused_before_anything_is_transferred(
-    tmp_path: Path, manifest: m.Manifest
-):
-    verify(manifest_of(GOOD))
-    with pytest.raises(WeightsError, match="manifest of version"):
-        asyncio.run(pull(manifest, ["127.0.0.1:1"], "ticket", tmp_path / "w", node="n"))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_version_that_does_not_fit_on_the_disk_is_refused_before_anything_is_transferred(
-    tmp_path: Path,
-):
-    huge = manifest_of(GOOD, sizes=(1 << 47,) * 8)
-    with pytest.raises(WeightsError, match=r"needs .* GB more in .* GB are free"):
-        asyncio.run(pull(huge, ["127.0.0.1:1"], "ticket", tmp_path / "w", node="n"))
-    assert list(tmp_path.iterdir()) == []
+# Weights: manifests and offers are in tests/weights/test_refused.py, requests in test_weights.py.
 
 
 @pytest.mark.parametrize(

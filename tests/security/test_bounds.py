@@ -21,13 +21,36 @@ from lightrl.transport.link import Link
 from lightrl.transport.router import Router
 from lightrl.transport.validate import check_bounds
 from lightrl.transport.zeromq import HANDSHAKE_MS
-from lightrl.weights.pull import parse_address
+from lightrl.weights.layout import TensorSpec
+from lightrl.weights.manifest import DIGEST_BYTES, Manifest, decode, digest_version, encode
+from lightrl.weights.pull import Pull, Wanted, parse_address
 from lightrl.wire import MESSAGES
 from tests.security import garbage
 from tests.support.daemons import make_config
 from tests.wire.test_messages import EXAMPLES
 
 HELLO = m.Hello("n", 1, ("rollout",), m.PROTOCOL, 1, "h")
+SECRET = "c0ffee" * 6
+DELTA = m.DeltaOffer("a", "b", "c", 1, 1)
+NO_ADDRESSES = (
+    "",
+    ":1",
+    "h",
+    "h:",
+    "h:0",
+    "*:1",
+    "h:*",
+    "h:65536",
+    "h:99999999",
+    "h:１",
+    "a..b:1",
+    f"{'x' * 64}:1",
+    "a b:1",
+    "h\0:1",
+    "ä:1",
+    "h:1/path",
+    "user@h:1",
+)
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda e: type(e).__name__)
@@ -58,11 +81,39 @@ def test_honest_messages_pass(message: m.Message):
         m.TokenChunk(1 << 60, "d", ()),
         m.TokenChunk(1, "d", (m.ResponseTokens("r", 1, -1, b"", b""),)),
         m.TokenChunk(1, "d", (m.ResponseTokens("r", 1, 1 << 40, b"", b""),)),
-        m.PublishWeights(m.Manifest(-1, "d", (), ()), (), "t"),
-        m.PublishWeights(m.Manifest(1, "d", (), ()), ("h:1",) * (m.MAX_HOLDERS + 1), "t"),
-        m.PublishWeights(m.Manifest(1, "d", (), ()), (), "t" * 1000),
-        m.PublishWeights(m.Manifest(1, "d", (), ()), (), "t", (-1,)),
+        m.Heartbeat(weights=m.WeightsProgress(1, 2, 1)),
+        m.PublishWeights(-1, "d", 1, 1),
+        m.PublishWeights(1, "d", -1, 1),
+        m.PublishWeights(1, "d", 0, 1),
+        m.PublishWeights(1, "d", 1, 0),
+        m.PublishWeights(1, "d", 1 << 53, 1),
+        m.PublishWeights(1, "d" * 1000, 1, 1),
+        m.PublishWeights(1, "d\n", 1, 1),
+        m.PublishWeights(1, "d", 1, 1, (m.WeightsSource("n", ("h:1",), "t"),)),
+        m.PublishWeights(1, "d", 1, 1, deltas=(DELTA,) * (m.MAX_DELTAS + 1)),
+        m.PublishWeights(1, "d", 1, 1, deltas=(dataclasses.replace(DELTA, num_bytes=-1),)),
+        m.PublishWeights(1, "d", 1, 1, deltas=(dataclasses.replace(DELTA, base="\0"),)),
+        m.PublishWeights(1, "d", 1, 1, canary=m.Canary(bytes(8), bytes(8))),
+        m.PublishWeights(1, "d", 1, 1, canary=m.Canary(bytes(7), bytes(4))),
+        m.PublishWeights(1, "d", 1, 1, canary=m.Canary(b"", b"")),
+        m.PublishWeights(1, "d", 1, 1, canary=m.Canary(bytes(1 << 20), bytes((1 << 20) - 4))),
+        m.PublishWeights(1, "d", 1, 1, portions=(-1,)),
+        m.WeightsEndpoint((), SECRET),
+        m.WeightsEndpoint(("h:1",) * (m.MAX_ADDRESSES + 1), SECRET),
+        m.WeightsEndpoint(("h:1",), ""),
+        m.WeightsEndpoint(("h:1",), "s" * 15),
+        m.WeightsEndpoint(("h:1",), "s" * 129),
+        *(m.WeightsEndpoint(("h:1", address), SECRET) for address in NO_ADDRESSES),
+        m.BadSource(1, "", "r"),
+        m.BadSource(1, "\x1b[2J", "r"),
+        m.BadSource(-1, "n", "r"),
+        m.BadSource(1, "n", "r" * 10_000),
         m.WeightsReady(1, "d", pull_s=float("nan")),
+        m.WeightsReady(1, "d", load_s=float("inf")),
+        m.WeightsReady(1, "d", canary_diff=float("nan")),
+        m.WeightsReady(1, "d", num_bytes=1, peer_bytes=2),
+        m.WeightsReady(1, "d", num_bytes=1, delta_bytes=2),
+        m.WeightsReady(1, "d", num_bytes=-1),
         m.WeightsFailed(1, "x" * 10_000),
         m.StepDone(1, 2, {f"m{k}": 0.0 for k in range(m.MAX_METRICS + 1)}),
         m.Checkpointed(-1),
@@ -174,27 +225,87 @@ def test_config_arrives_whole(tmp_path: Path):
     assert config_of(m.Welcome("run", config.model_dump_json())) == config
 
 
-# Weights: manifests and offers are in tests/weights/test_refused.py, requests in test_weights.py.
+# Weights
+
+GOOD = TensorSpec("w", "float32", (2, 3), 0)
+
+
+def manifest_of(
+    *tensors: TensorSpec, num_bytes: int = 24, digests: bytes = bytes(DIGEST_BYTES)
+) -> tuple[bytes, str]:
+    """Its bytes, and the digest that belongs to them."""
+    encoded = encode(Manifest(tensors, num_bytes, digests))
+    return encoded, digest_version(encoded)
 
 
 @pytest.mark.parametrize(
-    "address",
+    "manifest",
     [
-        "",
-        ":1",
-        "h",
-        "h:",
-        "h:0",
-        "h:65536",
-        "h:99999999",
-        "h:１",
-        "a..b:1",
-        f"{'x' * 64}:1",
-        "a b:1",
-        "h\0:1",
-        "ä:1",
+        manifest_of(),
+        manifest_of(GOOD, digests=b""),
+        manifest_of(GOOD, digests=bytes(DIGEST_BYTES + 1)),
+        manifest_of(GOOD, digests=bytes(2 * DIGEST_BYTES)),
+        manifest_of(GOOD, digests=bytes(DIGEST_BYTES * (m.MAX_BUCKETS + 1))),
+        manifest_of(GOOD, num_bytes=0),
+        manifest_of(GOOD, num_bytes=-24),
+        manifest_of(GOOD, num_bytes=25),
+        manifest_of(GOOD, num_bytes=1 << 60),
+        manifest_of(GOOD, GOOD),
+        manifest_of(dataclasses.replace(GOOD, offset=-64)),
+        manifest_of(dataclasses.replace(GOOD, offset=128)),
+        manifest_of(dataclasses.replace(GOOD, offset=1)),
+        manifest_of(dataclasses.replace(GOOD, dtype="object")),
+        manifest_of(dataclasses.replace(GOOD, shape=(-1, -1))),
+        manifest_of(dataclasses.replace(GOOD, shape=(0,)), num_bytes=0, digests=b""),
+        manifest_of(dataclasses.replace(GOOD, shape=(1 << 30, 1 << 30)), num_bytes=1 << 62),
+        manifest_of(dataclasses.replace(GOOD, shape=(1,) * 100)),
+        manifest_of(dataclasses.replace(GOOD, name="w" * 5000)),
+        (manifest_of(GOOD)[0], "00"),
+        (manifest_of(GOOD)[0][:-1], digest_version(manifest_of(GOOD)[0][:-1])),
+        (b"", digest_version(b"")),
     ],
+    ids=range(22),
 )
+def test_impossible_manifest_is_refused(manifest: tuple[bytes, str]):
+    decode(*manifest_of(GOOD))
+    with pytest.raises(WeightsError):
+        decode(*manifest)
+
+
+SOURCE = m.WeightsSource("n", ("127.0.0.1:1",), "ticket")
+DIGEST = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("wanted", "source", "reason"),
+    [
+        (Wanted(1, "d", 24, 100), SOURCE, "not a digest"),
+        (Wanted(1, DIGEST, 1 << 60, 100), SOURCE, "bytes"),
+        (Wanted(1, DIGEST, 0, 100), SOURCE, "bytes"),
+        (Wanted(1, DIGEST, 24, 0), SOURCE, "bytes"),
+        (Wanted(1, DIGEST, 24, 1 << 40), SOURCE, "bytes"),
+        (Wanted(1, DIGEST, 1 << 47, 100), SOURCE, r"needs .* GB more in .* GB are free"),
+        (Wanted(1, DIGEST, 24, 100), dataclasses.replace(SOURCE, addresses=()), "no address"),
+        (Wanted(1, DIGEST, 24, 100), dataclasses.replace(SOURCE, ticket=""), "not a ticket"),
+        (Wanted(1, DIGEST, 24, 100), dataclasses.replace(SOURCE, ticket="t" * 999), "not a ticket"),
+        (Wanted(1, DIGEST, 24, 100), dataclasses.replace(SOURCE, addresses=("h",)), "host:port"),
+    ],
+    ids=range(10),
+)
+def test_impossible_version_is_refused_before_anything_is_transferred(
+    tmp_path: Path, wanted: Wanted, source: m.WeightsSource, reason: str
+):
+    async def pull() -> None:
+        one = Pull(wanted, "n", tmp_path / "w")
+        one.add_sources([source])
+        await one.run()
+
+    with pytest.raises(WeightsError, match=reason):
+        asyncio.run(pull())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
 def test_holder_that_is_none_is_refused(address: str):
     with pytest.raises(WeightsError, match="host:port"):
         parse_address(address)

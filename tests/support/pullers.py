@@ -1,5 +1,5 @@
-"""Many nodes that pull: `python -m tests.support.pullers ADDRESS SECRET FOLDER FIRST COUNT TIMEOUT_S
-STREAMS`.
+"""Many nodes that pull: `python -m tests.support.pullers ADDRESS SECRET FOLDER FIRST COUNT
+TIMEOUT_S STREAMS`.
 
 Pulls version 1 of `versions.make_version(..., *SHAPE)` into FOLDER for nodes nFIRST and so on, all
 at once when its input ends. Prints a line before that, a line for each pull that fails and, at its

@@ -59,9 +59,8 @@ class Coordinator:
     def take(self, message):
         self.sent.append(message)
         match message:
-            case PublishWeights(manifest, portions=portions):
-                version = manifest.policy_version
-                assert self.digests.setdefault(version, manifest.digest) == manifest.digest
+            case PublishWeights(version, digest, portions=portions):
+                assert self.digests.setdefault(version, digest) == digest
                 if portions:
                     assert self.portions.setdefault(version, portions) == portions
                 happens = self.on.pop(("published", version), None)

@@ -72,7 +72,7 @@ def new_config(model_dir):
 def undisturbed(rank, groups, portions, steps):
     """The digests when nothing happens: of a rank in this process that gets the groups in these
     portions."""
-    digests = {0: rank.started.manifest.digest}
+    digests = {0: rank.started.published.file.digest}
     config = rank.config
     made = [train_samples(group, config) for group in groups]
     for step in range(steps):
@@ -86,7 +86,7 @@ def undisturbed(rank, groups, portions, steps):
             list(rank.perform(Accumulate(step, batches)))
         tokens = sum(len(s.token_ids) // 4 for samples in made for s in samples)
         published, _ = rank.perform(FinishStep(step, sum(map(len, made)), tokens, step + 1))
-        digests[step + 1] = published.manifest.digest
+        digests[step + 1] = published.file.digest
     return digests
 
 
@@ -208,9 +208,7 @@ def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bit
         await coordinator.run_and_close()
         assert not on
         assert coordinator.num_hellos == 3
-        versions = [
-            m.manifest.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)
-        ]
+        versions = [m.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)]
         # a checkpoint counts once `latest` names it
         assert versions == [0, 1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5]
         assert len(set(coordinator.digests.values())) == 6
@@ -238,9 +236,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(
 
         coordinator.on["saved", 4] = damaged
         await coordinator.run_and_close()
-        versions = [
-            m.manifest.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)
-        ]
+        versions = [m.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)]
         again = versions.index(2, 3)
         assert versions[again:] == [2, 3, 4, 5]
         assert versions[:again] in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])
@@ -334,7 +330,7 @@ def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, group
     expected = undisturbed(rank, groups, coordinator.portions, 3)
     no_signal = len(groups[5].responses), sum(len(r.token_ids) // 4 for r in groups[5].responses)
     published, _ = rank.perform(FinishStep(3, *no_signal, 4))
-    assert coordinator.digests == expected | {4: published.manifest.digest}
+    assert coordinator.digests == expected | {4: published.digest}
 
 
 def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
@@ -360,7 +356,7 @@ def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
         second.portions, second.digests = first.portions, first.digests
         await second.run_and_close()
         published, saved = second.sent[:2]
-        assert (published.manifest.policy_version, published.portions) == (2, ())
+        assert (published.policy_version, published.portions) == (2, ())
         assert saved == Checkpointed(2, 0)
         assert second.trainer.all_steps_done
         return second.digests, first.portions

@@ -50,7 +50,7 @@ def train(rank, steps):
         samples = [s for waiting in waits for group in waiting for s in group]
         tokens = sum(len(s.token_ids) // 4 for s in samples)
         published, _ = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
-        digests.append(published.manifest.digest)
+        digests.append(published.file.digest)
     return digests
 
 
@@ -126,9 +126,9 @@ async def run_trainer(config, folder, next_shards, pause, digests):
 
     def send(message):
         match message:
-            case PublishWeights(manifest):
-                digests.append(manifest.digest)
-                published.put_nowait(manifest.policy_version)
+            case PublishWeights(version, digest):
+                digests.append(digest)
+                published.put_nowait(version)
             case StepDone():
                 done.append(message.metrics)
 
@@ -219,7 +219,7 @@ def test_shards_of_a_later_step_wait_and_any_other_is_refused(
     rank = new_rank(**config.model_dump(include={"algorithm", "train", "run"}))
     samples = [train_samples(group, config) for group in later[0].groups]
     assert digests == [
-        rank.started.manifest.digest,
+        rank.started.published.file.digest,
         *train(rank, [[samples], parts(samples, ONES)]),
     ]
 

@@ -5,8 +5,10 @@ import contextlib
 import gc
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
 from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import decode
+from lightrl.weights.manifest import VersionFile, read_manifest
 from lightrl.weights.pull import Pull, partial_path
 from lightrl.weights.request import ASK_DATA, ASK_MANIFEST, BUSY, DATA, Request
 from lightrl.weights.send import IDLE_LIMIT_S
@@ -47,8 +49,7 @@ def test_a_pulled_version_equals_the_served_one(tmp_path):
         assert stats.by_source == {"trainer": version.num_bytes}
         assert stats.peer_bytes == 0
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
-        encoded = Path(one.file.manifest_path).read_bytes()
-        assert decode(encoded, version.digest) == one.manifest
+        assert read_manifest(one.file) == one.manifest
         assert not partial_path(tmp_path / "pulled").exists()
         assert {(p.policy_version, p.total_bytes) for p in told} == {(1, version.num_bytes)}
 
@@ -118,7 +119,7 @@ def test_who_sends_wrong_bytes_is_named_and_asked_no_more(tmp_path):
     asyncio.run(scenario())
 
 
-def make_wrong(version, buckets):
+def make_wrong(version: VersionFile, buckets: Iterable[int]) -> VersionFile:
     """The same version as it says, with other bytes."""
     path = Path(version.path)
     wrong = path
@@ -134,7 +135,9 @@ def test_a_version_corrupted_everywhere_never_appears_and_its_good_buckets_are_k
             serving(make_wrong(version, [3])) as server,
             asyncio.timeout(DEADLINE_S),
         ):
-            with pytest.raises(WeightsError, match="version 1: no source .* bucket 3: digest diff"):
+            with pytest.raises(
+                WeightsError, match=r"version 1: no source .* bucket 3: digest diff"
+            ):
                 await pull(version, [source(server)], tmp_path / "pulled", streams=1, order=0)
         assert not (tmp_path / "pulled").exists()
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
@@ -266,8 +269,8 @@ def test_a_ticket_of_another_holder_or_of_what_is_held_no_more_gets_nothing(tmp_
             with pytest.raises(WeightsError, match="nothing arrived for 1 s"):
                 await pull(version, [source(one)], tmp_path / "pulled", timeout_s=1)
             # a ticket for the old version does not get the new one
+            asked = replace(newer, policy_version=1)
             with pytest.raises(WeightsError, match="nothing arrived for 1 s"):
-                asked = replace(newer, policy_version=1)
                 await pull(asked, [source(one)], tmp_path / "pulled", timeout_s=1)
 
     asyncio.run(scenario())
@@ -284,9 +287,11 @@ def test_equal_weights_of_two_versions_are_one_thing_with_two_tickets(tmp_path):
     asyncio.run(scenario())
 
 
-def ask(server: WeightServer, version, offset: int, size: int, **changes) -> bytes:
+def ask(
+    server: WeightServer, version: VersionFile, offset: int, size: int, **changes: Any
+) -> bytes:
     ticket = source(server, changes.get("node", NODE), changes.get("policy_version", 1)).ticket
-    given = {
+    given: dict[str, Any] = {
         "what": ASK_DATA,
         "digest": bytes.fromhex(version.digest),
         "policy_version": 1,
@@ -335,7 +340,7 @@ def test_what_is_served_may_lose_its_name(tmp_path):
         asked = wanted(version)
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
             for path in (version.path, version.manifest_path):
-                Path(path).unlink()
+                os.unlink(path)
             one = Pull(asked, NODE, tmp_path / "pulled")
             one.add_sources([source(server)])
             await one.run()
@@ -401,8 +406,8 @@ def test_a_silent_source_costs_no_more_than_the_time_limit(tmp_path):
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, never answers
             address = join_address("127.0.0.1", silent.getsockname()[1])
             async with asyncio.timeout(IDLE_LIMIT_S / 2):
+                sources = [WeightsSource("silent", (address,), "t")]
                 with pytest.raises(WeightsError, match=r"nothing arrived for 0.2 s"):
-                    sources = [WeightsSource("silent", (address,), "t")]
                     await pull(version, sources, tmp_path / "pulled", timeout_s=0.2)
 
     asyncio.run(scenario())

@@ -148,7 +148,8 @@ class Fetch:
         """It failed and is left alone for a moment: with jitter, as the nodes of a run fail
         together and should not come back together."""
         with self.lock:
-            text = os.strerror(e.errno) if isinstance(e, OSError) and (e.errno or 0) > 0 else str(e)
+            number = e.errno if isinstance(e, OSError) else None
+            text = os.strerror(number) if number is not None and number > 0 else str(e)
             source.trouble = text or "timed out"
             self.trouble = f"{join_address(*source.addresses[0])}: {source.trouble}"
             source.failures += 1
@@ -224,7 +225,9 @@ class Fetch:
             with self.lock:
                 del self._transfers[transfer]
                 begun.received = transfer.received
-                self.received[source.node] += transfer.received - transfer.received_before
+                if (received := transfer.received - transfer.received_before) > 0:
+                    self.received[source.node] += received
+                    self._progress_at = max(self._progress_at, transfer.last_at)
                 if is_whole:
                     del self._begun[transfer.bucket]
                 self.swarm.end(transfer, time.monotonic(), is_whole=is_whole)
@@ -267,7 +270,7 @@ class Fetch:
                 return sock
             if sign == BUSY:
                 sock.close()
-                self._note_busy(transfer.source)
+                self.note_busy(transfer.source)
             else:
                 self.keep(transfer.source, sock)
                 self._note_missing(transfer)
@@ -360,12 +363,12 @@ class Fetch:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
         return sock
 
-    def _note_busy(self, source: Source) -> None:
+    def note_busy(self, source: Source) -> None:
         """It has too many peers: that it says so counts as progress."""
         self.note_progress()
         with self.lock:
             source.max_streams = max(1, source.num_streams - 1)
-            if source.num_streams == 1:
+            if source.num_streams <= 1:
                 pause_s = min(BUSY_PAUSE_S, self._timeout_s / 2) * random.uniform(0.5, 1.0)
                 source.pause(time.monotonic(), pause_s)
 

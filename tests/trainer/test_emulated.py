@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,6 @@ from lightrl.trainer.protocol import (
     FinishStep,
     Published,
     RankFailed,
-    RankStarted,
     Save,
     Saved,
     SaveFailed,

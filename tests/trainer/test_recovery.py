@@ -208,9 +208,7 @@ def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bit
         await coordinator.run_and_close()
         assert not on
         assert coordinator.num_hellos == 3
-        versions = [
-            m.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)
-        ]
+        versions = [m.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)]
         # a checkpoint counts once `latest` names it
         assert versions == [0, 1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5]
         assert len(set(coordinator.digests.values())) == 6
@@ -238,9 +236,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(
 
         coordinator.on["saved", 4] = damaged
         await coordinator.run_and_close()
-        versions = [
-            m.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)
-        ]
+        versions = [m.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)]
         again = versions.index(2, 3)
         assert versions[again:] == [2, 3, 4, 5]
         assert versions[:again] in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])

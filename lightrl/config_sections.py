@@ -301,6 +301,20 @@ class NodeSection(Section):
     )
 
 
+class Weights(Section):
+    addresses: Names = Field(
+        default=(),
+        description="hosts on which each node serves weights, one for each network card; default: "
+        "the one by which it reaches the coordinator",
+    )
+    streams: Positive = Field(
+        default=4, le=16, description="connections of a node that pulls a version"
+    )
+    timeout_s: Seconds = Field(
+        default=60.0, description="without a byte, after which a transfer has failed"
+    )
+
+
 class Journal(Section):
     enabled: bool = Field(default=True, description="false: the run cannot be resumed")
     flush_ms: Positive = Field(

@@ -102,7 +102,8 @@ class RolloutAgent:
         self._gpus = gpus
         self._kind: Kind | None = None  # of the engine, once it is settled
         self._send = send
-        self._weights = NodeWeights(node, store, server, host_and_port(coordinator)[0], send)
+        host, _ = host_and_port(coordinator)
+        self._weights = NodeWeights(node, store, server, host, send, lambda: self.serves)
         self._state = EngineState.STARTING
         # the process; whether it takes commands yet, or any more, is in the state
         self._engine: Child[EngineCommand, EngineEvent] | None = None
@@ -180,10 +181,7 @@ class RolloutAgent:
     def handle(self, message: Generate | Abort | PublishWeights) -> None:
         """Takes a message of the coordinator."""
         if isinstance(message, PublishWeights):
-            if self.serves == (message.policy_version, message.digest):
-                self._send(WeightsReady(message.policy_version, message.digest))  # it did not know
-            else:
-                self._weights.offer(message)
+            self._weights.offer(message)
         elif isinstance(message, Abort):
             self._kept.forget(message.attempts)
             if self._state is not EngineState.STARTING:

@@ -21,6 +21,7 @@ from lightrl.messages import (
     PublishWeights,
     WeightsFailed,
     WeightsProgress,
+    WeightsReady,
     WeightsSource,
 )
 from lightrl.system.addresses import WILDCARD, join_address, split_address
@@ -62,7 +63,9 @@ class NodeWeights:
         server: WeightServer,
         coordinator_host: str,
         send: Callable[[Message], None],
+        serves: Callable[[], tuple[int, str] | None],
     ) -> None:
+        """`serves`: version and digest that the engine has loaded, if it serves now."""
         self.wanted: PublishWeights | None = None  # the newest version offered
         self.progress: WeightsProgress | None = None  # of the one that is pulled
         self._node = node
@@ -70,6 +73,7 @@ class NodeWeights:
         self._server = server
         self._coordinator_host = coordinator_host
         self._send = send
+        self._serves = serves
         self._is_offered = asyncio.Event()
         self._pull: Pull | None = None
         self._next: Fetched | None = None  # to be loaded
@@ -106,6 +110,10 @@ class NodeWeights:
             self._is_offered.clear()
             offer = self.wanted
             assert offer is not None
+            if self._serves() == (offer.policy_version, offer.digest):
+                self._put(None)
+                self._send(WeightsReady(offer.policy_version, offer.digest))  # it did not know
+                continue
             try:
                 fetched = await self._unless_overtaken(offer)
             except (WeightsError, OSError) as e:
@@ -123,11 +131,15 @@ class NodeWeights:
         versions = {id(f.version): f.version for f in (self._next, self._held) if f is not None}
         await in_thread(_close_all, list(versions.values()))
 
-    def _put(self, fetched: Fetched) -> None:
+    def _put(self, fetched: Fetched | None) -> None:
+        """What is to be loaded next; not what was to be until now."""
         before, self._next = self._next, fetched
-        self._is_next.set()
-        held = self._held.version if self._held is not None else None
-        if before is not None and before.version not in (fetched.version, held):
+        if fetched is not None:
+            self._is_next.set()
+        else:
+            self._is_next.clear()
+        kept = [f.version for f in (fetched, self._held) if f is not None]
+        if before is not None and all(before.version is not version for version in kept):
             self._give_back(before)
 
     async def _unless_overtaken(self, offer: PublishWeights) -> Fetched | None:

@@ -4,16 +4,16 @@ slices of."""
 from functools import lru_cache
 from typing import cast
 
+from lightrl.core.events import EndpointOpened
 from lightrl.messages import (
     PROTOCOL,
-    Bucket,
     FinishReason,
     Hello,
-    Manifest,
     PublishWeights,
     ResponseTokens,
     Role,
     TokenChunk,
+    WeightsEndpoint,
 )
 from lightrl.sim.engine import SimDelta
 
@@ -46,10 +46,11 @@ def digest_of(policy_version: int) -> str:
 
 
 def publication(policy_version: int) -> PublishWeights:
-    digest = digest_of(policy_version)
-    return PublishWeights(
-        Manifest(policy_version, digest, (), (Bucket(1, digest),)), ("sim:1",), ""
-    )
+    return PublishWeights(policy_version, digest_of(policy_version), 1, 1)
+
+
+def endpoint(name: str) -> EndpointOpened:
+    return EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret=name))
 
 
 def hello(name: str, incarnation: int, role: str, slots: int = 0) -> Hello:

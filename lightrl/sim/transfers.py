@@ -18,6 +18,8 @@ class Transfers:
         self._num_pulling = 0
 
     def offer(self, machine: SimMachine, version: int) -> None:
+        if machine.loading == version:
+            return  # it is told of more sources
         machine.loading = version
         self._offered.append(machine)
 

@@ -59,7 +59,7 @@ from lightrl.sim.engine import Attempt
 from lightrl.sim.engine_profile import SimSpeculation
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine, new_machine
 from lightrl.sim.mechanism import Mechanism
-from lightrl.sim.messages import TRAINER, blank, digest_of, hello, publication
+from lightrl.sim.messages import TRAINER, blank, digest_of, endpoint, hello, publication
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome, StepRecord
 from lightrl.sim.scenario import DEFAULT, Scenario, Switches
@@ -146,6 +146,7 @@ class World:
 
     def _set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
         self.at(0.0, lambda: self.feed(NodeJoined(hello(TRAINER, 1, "trainer"))))
+        self.at(0.0, lambda: self.feed(endpoint(TRAINER)))
         self.at(0.0, lambda: self.feed(WeightsPublished(TRAINER, publication(0))))
         for spec in nodes:
             self.at(0.0, lambda name=spec.name: self.join(self.machines[name]))
@@ -244,8 +245,8 @@ class World:
                 for response, number in attempts:
                     if not self.deferred.goes_on(machine, response, number):
                         self.abort(machine, response, number)
-            case PublishWeights(manifest):
-                self._transfers.offer(machine, manifest.policy_version)
+            case PublishWeights(version):
+                self._transfers.offer(machine, version)
             case Drain(_, reason):
                 todo.extend(self.leave(machine, reason))
             case _:
@@ -358,6 +359,7 @@ class World:
                 hello(machine.spec.name, machine.incarnation, "rollout", machine.engine.slots)
             )
         )
+        self.feed(endpoint(machine.spec.name))
 
     def _boot(self, machine: SimMachine) -> None:
         """A machine of the trace is there; its engine starts."""

@@ -148,7 +148,8 @@ class Fetch:
         """It failed and is left alone for a moment: with jitter, as the nodes of a run fail
         together and should not come back together."""
         with self.lock:
-            text = os.strerror(e.errno) if isinstance(e, OSError) and (e.errno or 0) > 0 else str(e)
+            number = e.errno if isinstance(e, OSError) else None
+            text = os.strerror(number) if number is not None and number > 0 else str(e)
             source.trouble = text or "timed out"
             self.trouble = f"{join_address(*source.addresses[0])}: {source.trouble}"
             source.failures += 1
@@ -224,7 +225,9 @@ class Fetch:
             with self.lock:
                 del self._transfers[transfer]
                 begun.received = transfer.received
-                self.received[source.node] += transfer.received - transfer.received_before
+                if (received := transfer.received - transfer.received_before) > 0:
+                    self.received[source.node] += received
+                    self._progress_at = max(self._progress_at, transfer.last_at)
                 if is_whole:
                     del self._begun[transfer.bucket]
                 self.swarm.end(transfer, time.monotonic(), is_whole=is_whole)

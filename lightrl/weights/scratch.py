@@ -11,8 +11,10 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+
+from lightrl.system.threads import in_thread
 
 PREFIX = "lightrl-"
 MIN_FREE_BYTES = 1 << 30  # below that, shared memory is not used
@@ -37,6 +39,17 @@ def scratch_dir(name: str, need_bytes: int = 0) -> Iterator[Path]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+@contextlib.asynccontextmanager
+async def scratch_dir_in_thread(name: str, need_bytes: int = 0) -> AsyncIterator[Path]:
+    """As `scratch_dir`, for an event loop: what is removed may be many gigabytes."""
+    folder = scratch_dir(name, need_bytes)
+    path = await in_thread(folder.__enter__)
+    try:
+        yield path
+    finally:
+        await in_thread(folder.__exit__, None, None, None)
 
 
 def _shared() -> Path:

@@ -59,7 +59,7 @@ class Pointer:
 
 
 class Store:
-    """`with Store(identity) as store`, entered and left in threads."""
+    """`open` once, `close` at the end."""
 
     def __init__(self, identity: bytes) -> None:
         """`identity`: something that only this run has."""
@@ -73,13 +73,13 @@ class Store:
         self._pointers: list[Path] = []  # of this process
         self._is_on_disk = False  # said last
 
-    def __enter__(self) -> "Store":
+    def open(self) -> None:
+        """Raises OSError."""
         for root in scratch.roots():
             _remove_dead(root, self._name)
         self._folder(scratch.roots()[0])
-        return self
 
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         """The last one removes everything."""
         for claim in list(self._claims):
             claim.release()
@@ -235,9 +235,7 @@ class Claim:
                 if silent_s < STOPPED_S:
                     break
                 if not has_warned:
-                    logger.warning(
-                        "who pulls the weights for this machine stands still: not waited for"
-                    )
+                    logger.warning("what pulls the weights for this machine stands still")
                 has_warned = True
             await asyncio.sleep(POLL_S)
 

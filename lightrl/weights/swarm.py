@@ -5,12 +5,13 @@ Pure: owns what is known of each source, and no socket, thread or clock. Buckets
 
 The last source is the origin, which has everything and must serve everybody: it is asked for what
 no other has or is getting, and one stream of each puller is enough to feed a swarm. What others
-have is asked of them, the least busy first. Each puller begins elsewhere in the file, so that those
+have is asked of them, the rare first. Each puller begins elsewhere in the file, so that those
 who begin together bring different buckets into the swarm.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from random import Random
 
 EVERYTHING = -1  # all bits
 PATIENCE_S = 1.0  # for what others are getting, and for news of them
@@ -86,8 +87,11 @@ class Swarm:
         self.sources: list[Source] = []  # as they should be asked, the origin last
         self._start = int(order * _GOLDEN % 1 * num_buckets)
         self._streams = streams
+        self._transfers: set[Transfer] = set()  # under way
+        self._random = Random(order)  # so that not all ask the same one
         self._left: dict[int, int] = {}  # how often a bucket was asked of another
         self._origin_s = 0.0  # what its last bucket took
+        self._typical_s = 0.0  # what buckets take at present
 
     def choose(self, now: float) -> tuple[Source, int] | None:
         """What to ask of whom next; None = nothing for now. The caller begins it."""
@@ -102,33 +106,33 @@ class Swarm:
         if fresh and origin in usable and origin.num_streams < self._share(now):
             return origin, self._first(fresh)
         slow = [s for s in peers if s not in quick]
-        for s in sorted(quick, key=_busy) + sorted(slow, key=lambda s: -s.rate):
-            if theirs := self.todo & s.has:
-                return s, self._first(theirs)
-        return None
+        return self._choose_of(quick) or self._choose_of(slow)
 
     def begin(self, source: Source, bucket: int, size: int, received: int, now: float) -> Transfer:
         self.todo &= ~(1 << bucket)
         source.num_streams += 1
-        return Transfer(source, bucket, size, now, received, received, now)
+        transfer = Transfer(source, bucket, size, now, received, received, now)
+        self._transfers.add(transfer)
+        return transfer
 
     def end(self, transfer: Transfer, now: float, *, is_whole: bool) -> None:
         """It is not under way any more; unless it is whole, somebody must have it again."""
         source = transfer.source
         source.num_streams -= 1
+        self._transfers.discard(transfer)
         received = transfer.received - transfer.received_before
         if is_whole:
             self._left.pop(transfer.bucket, None)
-            rate = transfer.rate(now)
+            rate, seconds = transfer.rate(now), now - transfer.begun_at
+            self._typical_s = 0.75 * self._typical_s + 0.25 * seconds
             source.rate = (source.rate_at(now) + rate) / (2 if source.rate_at(now) else 1)
             source.rated_at = now
-            source.failures = 0
             if source is self.sources[-1]:
-                self._origin_s = now - transfer.begun_at
+                self._origin_s = seconds
         else:
             self.todo |= 1 << transfer.bucket
-        if received:
-            source.refusals = 0
+        if received and not transfer.is_left:
+            source.failures = source.refusals = 0
 
     def leave(self, transfer: Transfer, now: float) -> None:
         """Somebody else is to have it: whoever is slow is not asked for a while."""
@@ -151,41 +155,57 @@ class Swarm:
         patience = 2.0 ** min(5, self._left.get(transfer.bucket, 0))
         if now - transfer.last_at > STALL_S * patience:
             return True
-        if now - transfer.begun_at < STALL_S * patience:
+        if now - transfer.begun_at < max(STALL_S, 2 * self._typical_s) * patience:
             return False
         other = max(s.rate_at(now) or DEFAULT_RATE for s in others)
         rest_s = (transfer.size - transfer.received) / max(transfer.rate(now), 1.0)
         factor = SLOW if self.todo else SLOW / 2  # nothing else is left to do
         return rest_s > factor * (transfer.size - transfer.received) / other + 0.25
 
+    def _choose_of(self, peers: list[Source]) -> tuple[Source, int] | None:
+        """Of the least busy one what the fewest have: that is asked of those few for longest."""
+        once = twice = thrice = 0  # buckets that so many have
+        for s in peers:
+            thrice |= twice & s.has
+            twice |= once & s.has
+            once |= s.has
+        best: tuple[tuple[int, int, float], Source, int] | None = None
+        for s in peers:
+            if not (theirs := self.todo & s.has):
+                continue
+            levels = (theirs & ~twice, theirs & ~thrice, theirs)
+            level = next(k for k, buckets in enumerate(levels) if buckets)
+            key = (s.num_streams, level, self._random.random())
+            if best is None or key < best[0]:
+                best = key, s, levels[level]
+        return None if best is None else (best[1], self._first(best[2]))
+
     def _spoken_for(self, peers: Iterable[Source], now: float) -> int:
         """What those have, or will soon."""
         mask = 0
         for s in peers:
             mask |= s.has
-            if s.getting and now - min(s.getting.values()) < self._patience_s():
+            if s.getting and now - min(s.getting.values()) < self._patience_s(now):
                 for bucket in s.getting:
                     mask |= 1 << bucket
         return mask
 
     def _share(self, now: float) -> int:
         """Streams to the origin: fewer where others get what we do not."""
-        since = now - self._patience_s()
+        since = now - self._patience_s(now)
         others = sum(
-            s.is_followed and max(s.news_at, s.added_at) > since for s in self.sources[:-1]
+            max(s.news_at, s.added_at) > since and not s.failures for s in self.sources[:-1]
         )
         return max(1, self._streams // (1 + others))
 
-    def _patience_s(self) -> float:
+    def _patience_s(self, now: float) -> float:
         """A line that is slow for us is slow for others."""
-        return max(PATIENCE_S, 2 * self._origin_s)
+        origin = self.sources[-1]
+        begun_at = min((t.begun_at for t in self._transfers if t.source is origin), default=now)
+        return max(PATIENCE_S, 2 * self._origin_s, 2 * (now - begun_at))
 
     def _first(self, buckets: int) -> int:
         """The next one from where this puller has begun."""
         later = buckets >> self._start << self._start
         buckets = later or buckets
         return (buckets & -buckets).bit_length() - 1
-
-
-def _busy(source: Source) -> tuple[int, float]:
-    return source.num_streams, -source.rate

@@ -61,7 +61,9 @@ class Run(Section):
 class Model(Section):
     path: str = Field(description="HF model directory or hub id")
     dtype: Dtype = Field(
-        default="auto", description="of the engines; auto = as stored on CPU, bfloat16 on GPU"
+        default="auto",
+        description="of the engines and of what is published for them; auto = as stored on "
+        "CPU, bfloat16 on GPU",
     )
 
 
@@ -312,6 +314,11 @@ class Weights(Section):
     )
     timeout_s: Seconds = Field(
         default=60.0, description="without a byte, after which a transfer has failed"
+    )
+    canary: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="a node whose logprobs of a fixed text differ by more from the trainer's is "
+        "not used; 0 = no such check; default: what rounding explains in the engine's dtype",
     )
 
 

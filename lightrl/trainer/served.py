@@ -5,13 +5,16 @@ which. Whether and when such a message is sent is `trainer.supervisor`'s busines
 version the coordinator's.
 """
 
+import contextlib
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from lightrl.errors import WeightsError
 from lightrl.messages import PublishWeights
 from lightrl.system.child import LACKING, retry_on_resource_limit
+from lightrl.system.threads import in_thread
 from lightrl.trainer.protocol import Published
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.serve import WeightServer
@@ -25,8 +28,12 @@ class ServedVersions:
     """At most two: the newest, and the one before until it is in the way. Files are the ranks', who
     take no file again that the server reads."""
 
-    def __init__(self, server: WeightServer) -> None:
+    def __init__(
+        self, server: WeightServer, on_file: Callable[[VersionFile], None] | None = None
+    ) -> None:
+        """`on_file`: called in a thread for each version that is served from now on."""
         self._server = server
+        self._on_file = on_file
         self._files: dict[int, VersionFile] = {}  # by version
 
     async def serve(self, published: Published, portions: tuple[int, ...] = ()) -> PublishWeights:
@@ -46,6 +53,9 @@ class ServedVersions:
             publish = partial(self._publish, file)
             await retry_on_resource_limit(publish, f"serving version {version}", logger.warning)
             self._files[version] = file
+            if self._on_file is not None:
+                with contextlib.suppress(OSError):  # it only saves others a pull
+                    await in_thread(self._on_file, file)
         return _message(published, portions)
 
     async def make_room(self) -> None:

@@ -521,6 +521,8 @@ class NodeRow:
     kv_usage: float
     heard_s_ago: float
     loop_lag_ms: float = 0.0
+    # of the version that it pulls
+    weights: WeightsProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)

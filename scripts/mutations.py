@@ -504,6 +504,61 @@ MUTATIONS = [
         "return hello.incarnation in self._replaced.get(hello.node, ())",
         "return False",
     ),
+    # Who pulls from whom
+    Mutation(
+        "trainer is asked before those who have the version",
+        "core/sources.py",
+        "(*peers, trainer) if trainer",
+        "(trainer, *peers) if trainer",
+    ),
+    Mutation(
+        "all pull from the same nodes",
+        "core/sources.py",
+        "ring[(start + step) % len(ring)]",
+        "ring[step % len(ring)]",
+    ),
+    Mutation(
+        "source that sent wrong bytes is assigned again",
+        "core/offers.py",
+        "return name in (receiver, trainer) or self.bad.bars(receiver, name)",
+        "return name in (receiver, trainer)",
+    ),
+    Mutation(
+        "liar bars all sources",
+        "core/bad_sources.py",
+        "        if len(named) >= MAX_BELIEVED or self.is_barred_for_all(reporter):\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "liars bar more than half of the sources",
+        "core/bad_sources.py",
+        "        if 2 * len(self._barred | {source}) > num_sources:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "trainer that is behind is a source of the newest version",
+        "core/coordinator.py",
+        "            self.fleet.trainer_is_behind()\n",
+        "",
+    ),
+    Mutation(
+        "node whose sources are lost is told of no others",
+        "core/fleet.py",
+        "        self.offers.forget(name)\n        self._tell_news(self.offers.short_of(name))\n",
+        "        self.offers.forget(name)\n",
+    ),
+    Mutation(
+        "node that came before there was a source is forgotten",
+        "core/offers.py",
+        "            return list(dict.fromkeys([*self.waiting, *self.told]))\n",
+        "            return list(self.told)\n",
+    ),
+    Mutation(
+        "delta is offered though it is as large as the version",
+        "core/delta_chain.py",
+        "            if most < 0:\n",
+        "            if False:\n",
+    ),
     # A trainer that was lost
     Mutation(
         "step that was published is trained again as it comes",
@@ -536,9 +591,9 @@ MUTATIONS = [
         "if not self._fleet.nodes:",
     ),
     Mutation(
-        "lost trainer is named as holder",
+        "lost node is named as source",
         "core/fleet.py",
-        "                self._forget_holders()\n",
+        "        self.offers.forget(name)\n",
         "",
     ),
     # Limits on strangers, on holders of the join key, on what waits; what makes files last

@@ -117,6 +117,7 @@ class Inbound:
             else:
                 self._histories.heard(peer.identity, message)
                 self._records.speculation.heard(peer.identity, message)
+                self._records.weights.heard(self._core.fleet, node, message)
             if isinstance(message, ShardsTaken):
                 self._replays.on_shards_taken(message)
             self._feed(event)

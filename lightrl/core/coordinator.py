@@ -19,6 +19,7 @@ from lightrl.core.commands import Command, Outbox
 from lightrl.core.ending import Ending
 from lightrl.core.events import (
     DrainRequested,
+    EndpointOpened,
     Event,
     NodeDraining,
     NodeHeard,
@@ -30,6 +31,7 @@ from lightrl.core.events import (
     ShardLeft,
     ShardsDelivered,
     ShellFailed,
+    SourceReported,
     StepTrained,
     TimerFired,
     TokensArrived,
@@ -101,6 +103,7 @@ class Coordinator:
                 if node := self.fleet.nodes.get(name):
                     node.heard_at, node.load = now, heartbeat.load
                     node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
+                    node.weights = heartbeat.weights
             case NodeJoined(hello):
                 self._join(hello, now)
             case NodeLost(name, reason):
@@ -115,6 +118,10 @@ class Coordinator:
                 self.steps.fill(prompts)
             case WeightsPublished(name, message):
                 self._publish(name, message, now)
+            case EndpointOpened(name, endpoint):
+                self.fleet.open_endpoint(name, endpoint)
+            case SourceReported(name, report):
+                self.fleet.accuse(name, report)
             case WeightsConfirmed(name, ready):
                 self._confirm(name, ready)
             case WeightsRefused(name, failed):
@@ -151,7 +158,7 @@ class Coordinator:
 
     def _publish(self, name: str, message: PublishWeights, now: float) -> None:
         """The trainer has a version: a new one, or after it has come (back) where it stands."""
-        version, digest = message.manifest.policy_version, message.manifest.digest
+        version, digest = message.policy_version, message.digest
         published, stood_at = self.fleet.published, self.trainer_feed.stands_at
         if name != self.fleet.trainer or version == stood_at:
             return  # not the trainer, or it came twice
@@ -172,12 +179,22 @@ class Coordinator:
             return
         self.trainer_feed.stands_at = version
         if published is None or version > published.policy_version:
-            self.outbox.record(VersionPublished(version, digest, message.portions))
+            self.outbox.record(
+                VersionPublished(
+                    version,
+                    digest,
+                    message.portions,
+                    message.num_bytes,
+                    message.manifest_bytes,
+                    message.canary,
+                )
+            )
             self.fleet.publish(message)
             self.steps.published(now)
         elif version == published.policy_version:
             self.fleet.publish_again(message)
         else:
+            self.fleet.trainer_is_behind()
             behind = f"{name} is at step {version}, the run at step {self.step}"
             self.outbox.warn(f"{behind}: the steps in between are trained again")
         self.fleet.trainer_stands()

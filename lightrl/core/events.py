@@ -5,12 +5,14 @@ from typing import TypeAlias
 
 from lightrl.core.state import DrawnPrompt
 from lightrl.messages import (
+    BadSource,
     Heartbeat,
     Hello,
     PublishWeights,
     ShardsTaken,
     StepDone,
     TokenChunk,
+    WeightsEndpoint,
     WeightsFailed,
     WeightsReady,
 )
@@ -94,8 +96,24 @@ class WeightsPublished:
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointOpened:
+    """A node serves what it holds of the weights there."""
+
+    node: str
+    endpoint: WeightsEndpoint
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReported:
+    """A node got wrong bytes from a source that it was told of, by its own word."""
+
+    node: str
+    report: BadSource
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsConfirmed:
-    """A node's engine serves a version; the digest was computed from what it loaded."""
+    """A node's engine serves a version; its bytes were proved to have the digest."""
 
     node: str
     ready: WeightsReady
@@ -152,6 +170,8 @@ Event: TypeAlias = (
     | TokensArrived
     | ResponseScored
     | WeightsPublished
+    | EndpointOpened
+    | SourceReported
     | WeightsConfirmed
     | WeightsRefused
     | StepTrained

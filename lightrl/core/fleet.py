@@ -1,27 +1,31 @@
 """Who takes part, since when, and which version of the weights each node serves.
 
-Owns nodes, leases and the offering of weights. Knows nothing of responses: whoever removes a node
-decides what becomes of the work that it held.
+Owns nodes, leases and when a node is told of a version; from whom it pulls it is decided in
+`offers.py`. Knows nothing of responses: whoever removes a node decides what becomes of the work
+that it held.
 """
 
 from collections import deque
-from dataclasses import replace
+from collections.abc import Iterable
 from itertools import islice
 from statistics import fmean
 
 from lightrl.core.commands import Admit, Outbox
+from lightrl.core.offers import PULLING, Offers, PublishedVersion
 from lightrl.core.settings import Settings
 from lightrl.core.speed import Gain, Speed
-from lightrl.core.state import Node, NodeState, PublishedVersion
+from lightrl.core.state import Node, NodeState
 from lightrl.messages import (
     PROTOCOL,
+    BadSource,
+    DeltaOffer,
     Drain,
     Hello,
     PublishWeights,
+    WeightsEndpoint,
     WeightsFailed,
     WeightsReady,
 )
-from lightrl.tickets import pull_ticket
 
 # beyond those that asynchronous mode allows: late chunks are told from forged ones
 VERSIONS_REMEMBERED = 8
@@ -41,11 +45,13 @@ class Fleet:
         self.share_ready = 0.0  # of those that serve it already
         self.trainer: str | None = None
         self.published: PublishedVersion | None = None
+        self.offers = Offers(settings)
         self.digests: dict[int, str] = {}  # of the newest versions
         self.num_joined = 0
         # incarnations of a node that were followed by another
         self._replaced: dict[str, deque[int]] = {}
         self.num_weights_failed = 0
+        self.num_bad_sources = 0  # reports that a node sent another one wrong bytes
         self.lease_check_at: float | None = None
         self._settings = settings
         self._outbox = outbox
@@ -96,11 +102,13 @@ class Fleet:
             host=hello.host,
             speed=self._typical_speed(),
             gain=self._typical_gain(),
+            number=self.num_joined,
         )
         self.nodes[node.name] = node
         if "trainer" in node.roles:
             self.trainer = node.name
         self.num_joined += 1
+        self.offers.bad.joined(node.name, node.incarnation)
         if self.lease_check_at is None:
             self.lease_check_at = now + self._settings.lease_s
         self._outbox.add(Admit(node.name))
@@ -110,12 +118,15 @@ class Fleet:
     def _believe(self, node: Node, hello: Hello) -> None:
         """What its engine serves, by its own word: every chunk must show the digest again."""
         published = self.published
+        if hello.serves is not None:
+            node.base = hello.serves[1]
         if "rollout" not in node.roles or published is None or node.state is NodeState.DRAINING:
             return
         if hello.serves == (published.policy_version, published.digest):
             node.policy_version = published.policy_version
             if node.state is not NodeState.READY:
                 self._move(node, NodeState.READY)
+            self._tell_news(list(self.offers.waiting))
         else:
             self._offer(node)
 
@@ -134,15 +145,18 @@ class Fleet:
 
     def remove(self, name: str) -> None:
         node = self.nodes.pop(name, None)
-        if node is not None:
-            self._move(node, NodeState.GONE)
-            if name == self.trainer:
-                self.trainer = None
-                self._forget_holders()
+        if node is None:
+            return
+        self._move(node, NodeState.GONE)
+        if name == self.trainer:
+            self.trainer = None
+        self.offers.forget(name)
+        self._tell_news(self.offers.short_of(name))
 
     def drain(self, node: Node) -> None:
         """It takes no more work."""
         self._move(node, NodeState.DRAINING)
+        self._tell_news(self.offers.short_of(node.name))
 
     def _move(self, node: Node, to: NodeState) -> None:
         """Keeps the views of `nodes` true. Nothing is reserved for a node that has just joined."""
@@ -159,6 +173,7 @@ class Fleet:
             node.share = 1.0 / node.speed.step_s(SHARE_BATCH)
             self.ready[node.name] = node
             self.share_ready += node.share
+        self.offers.place(node)
 
     def expired(self, now: float) -> list[Node]:
         """Nodes whose lease has run out; sets the time of the next check.
@@ -175,31 +190,69 @@ class Fleet:
 
     def publish(self, message: PublishWeights) -> None:
         """A new version is complete at the trainer; every rollout node is told where to pull it."""
-        manifest = message.manifest
-        self.know(manifest.policy_version, manifest.digest, message)
+        self._announce(message)
         for node in self.nodes.values():
             node.weights_failures = 0
+            if node.name in self.ready:
+                self._move(node, NodeState.UPDATING)
+            self.offers.place(node)  # it does not hold this one
+        for node in self.nodes.values():
             self._offer(node)
 
     def publish_again(self, message: PublishWeights) -> None:
         """The newest version is to be had where it was not before; nodes without it are told so."""
-        manifest = message.manifest
-        self.know(manifest.policy_version, manifest.digest, message)
+        self._announce(message)
         for node in self.nodes.values():
             if node.state is not NodeState.READY:
                 node.weights_failures = 0
                 self._offer(node)
 
-    def _forget_holders(self) -> None:
-        """Nobody serves the newest version until the trainer is back: who needs it, waits."""
-        if self.published is not None:
-            self.published = replace(self.published, message=None)
+    def _announce(self, message: PublishWeights) -> None:
+        self.know(
+            PublishedVersion(
+                message.policy_version,
+                message.digest,
+                message.num_bytes,
+                message.manifest_bytes,
+                message.canary,
+            ),
+            message.deltas,
+        )
+        self.offers.trainer = self.trainer
 
-    def know(self, version: int, digest: str, message: PublishWeights | None = None) -> None:
+    def know(self, published: PublishedVersion, deltas: tuple[DeltaOffer, ...] = ()) -> None:
         """This version is the newest from now on."""
-        self.published = PublishedVersion(version, digest, message)
-        self.digests[version] = digest
+        self.published = published
+        self.offers.begin(published, deltas)
+        version = published.policy_version
+        self.digests[version] = published.digest
         self.digests.pop(version - self._settings.max_staleness - VERSIONS_REMEMBERED, None)
+
+    def trainer_is_behind(self) -> None:
+        """It has come back with an older version than the newest, which only others may have."""
+        self.offers.trainer = None
+        if self.trainer is not None:
+            self._tell_news(self.offers.short_of(self.trainer))
+
+    def open_endpoint(self, name: str, endpoint: WeightsEndpoint) -> None:
+        """A node serves what it holds of the weights, from now on or at another address."""
+        node = self.nodes.get(name)
+        if node is not None:
+            self._tell_news(self.offers.open(node, endpoint))
+
+    def _tell_news(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._offer(self.nodes[name], only_news=True)
+
+    def accuse(self, name: str, report: BadSource) -> None:
+        """A node got wrong bytes from another one, by its own word, and gets another source for
+        it."""
+        node = self.nodes.get(name)
+        if node is not None and self.offers.report(name, report, self.nodes.get(report.node)):
+            self.num_bad_sources += 1
+            what = f"wrong bytes of version {report.policy_version} from {report.node}"
+            self._outbox.warn(f"{name}: {what}: {report.reason}")
+            self._tell_news(dict.fromkeys([name, *self.offers.short_of(report.node)]))
 
     def trainer_stands(self) -> None:
         """The trainer has said where: a node that only trains takes part from now on."""
@@ -207,7 +260,8 @@ class Fleet:
         if node is not None and node.state is NodeState.JOINING and "rollout" not in node.roles:
             self._move(node, NodeState.READY)
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, node: Node, only_news: bool = False) -> None:
+        """Tells a node of the published version and its sources, or does so once there are any."""
         if (
             self.published is None
             or "rollout" not in node.roles
@@ -216,20 +270,26 @@ class Fleet:
             return
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
-        if (message := self.published.message) is None:
-            return  # the trainer will say where it is to be had
+        if (message := self.offers.message_for(node, only_news)) is None:
+            return
         if node.state is NodeState.JOINING:
             self._move(node, NodeState.LOADING)
-        self._outbox.send(node.name, _for_node(message, node.name))
+        self._outbox.send(node.name, message)
+
+    def awaits(self, name: str, ready: WeightsReady) -> bool:
+        """Whether this node has the published version on its way, and this is it."""
+        node, published = self.nodes.get(name), self.published
+        return (
+            node is not None
+            and published is not None
+            and node.state in PULLING
+            and (ready.policy_version, ready.digest) == (published.policy_version, published.digest)
+        )
 
     def confirm(self, name: str, ready: WeightsReady) -> None:
         """A node's engine has loaded a version; the node is ready only if the digests agree."""
         node, published = self.nodes.get(name), self.published
-        if (
-            node is None
-            or published is None
-            or node.state not in {NodeState.LOADING, NodeState.UPDATING}
-        ):
+        if node is None or published is None or node.state not in PULLING:
             return
         if ready.policy_version != published.policy_version:
             return  # the newer one is on its way
@@ -237,8 +297,9 @@ class Fleet:
             reason = f"digest {ready.digest} is not the published {published.digest}"
             self.refuse(name, WeightsFailed(ready.policy_version, reason))
             return
-        node.policy_version = ready.policy_version
+        node.policy_version, node.base, node.weights = ready.policy_version, ready.digest, None
         self._move(node, NodeState.READY)
+        self._tell_news(list(self.offers.waiting))
 
     def refuse(self, name: str, failed: WeightsFailed) -> None:
         """A node does not serve the published version: again, and after MAX_WEIGHTS_FAILURES it
@@ -260,12 +321,7 @@ class Fleet:
             self._outbox.warn(f"{name}: version {failed.policy_version} failed: {failed.reason}")
         if node.weights_failures < MAX_WEIGHTS_FAILURES:
             self._offer(node)
-        else:
+        elif self.offers.trainer is not None:
             reason = f"cannot load version {failed.policy_version}"
             self._outbox.send(name, Drain(name, reason))
-
-
-def _for_node(message: PublishWeights, node: str) -> PublishWeights:
-    """With the ticket that is good for this node alone, instead of the secret it is made from."""
-    ticket = pull_ticket(message.ticket, node, message.manifest.policy_version)
-    return replace(message, ticket=ticket, portions=())
+        # else it may be for want of the trainer, which will publish again

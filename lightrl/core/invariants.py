@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 from lightrl.core import race
+from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
+from lightrl.core.offers import PULLING
 from lightrl.core.state import (
     OVER,
     GroupState,
@@ -23,6 +25,7 @@ FINAL = {GroupState.ACCEPTED, GroupState.TRAINED, GroupState.PUT_OFF, GroupState
 def check(core: "Coordinator") -> None:
     """Raises InvariantViolation naming the first broken invariant. O(responses + nodes)."""
     _nodes(core)
+    _sources(core)
     _require(len(core.table.rounds) <= core.settings.max_staleness + 1, "too many rounds are open")
     for round in core.table.rounds:
         _round(core, round)
@@ -72,6 +75,35 @@ def _nodes(core: "Coordinator") -> None:
     ):
         shares = sum(n.share for n in nodes.values())
         _require(abs(share - shares) <= 1e-6 * max(1.0, shares), "shares do not add up")
+
+
+def _sources(core: "Coordinator") -> None:
+    """Who is listed as a source can serve; who wants the version was told of one, if there is
+    any."""
+    nodes, offers, published = core.fleet.nodes, core.fleet.offers, core.fleet.published
+    for ring, holds in ((offers.whole, True), (offers.partial, False)):
+        for name in ring.names:
+            _require(name in nodes and name in offers.endpoints, f"{name} cannot be a source")
+            is_newest = published is not None and nodes[name].policy_version == (
+                published.policy_version
+            )
+            _require(is_newest == holds, f"{name} is listed as another source than it is")
+    for name in offers.told.keys() | offers.waiting.keys() | offers.endpoints.keys():
+        _require(name in nodes, f"{name} is not there, but known as a source or receiver")
+    for name, told in offers.told.items():
+        _require(nodes[name].state in PULLING, f"{name} is {nodes[name].state} and pulls")
+        _require(name not in told, f"{name} is to pull from itself")
+    if published is None or not published.is_described:
+        return
+    has_trainer = offers.trainer is not None and offers.trainer in offers.endpoints
+    for node in nodes.values():
+        if "rollout" not in node.roles or node.state not in {*PULLING, NodeState.JOINING}:
+            continue
+        holders = (n for n in offers.whole.names if n != node.name)
+        is_there = has_trainer or any(not offers.bad.bars(node.name, n) for n in holders)
+        was_asked_to_go = node.weights_failures >= MAX_WEIGHTS_FAILURES
+        if is_there and node.name != offers.trainer and not was_asked_to_go:
+            _require(offers.num_left(node.name) > 0, f"{node.name} was told of no source")
 
 
 def _version(core: "Coordinator") -> None:

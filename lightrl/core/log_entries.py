@@ -13,7 +13,7 @@ from lightrl.core.backlog import PutOff
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.length_predictor import Memory
 from lightrl.core.state import Counters, DrawnPrompt, RoundKind
-from lightrl.messages import ResponseTokens, StepDone, TrainShard
+from lightrl.messages import Canary, ResponseTokens, StepDone, TrainShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,10 @@ class SnapshotBegan:
     version: int | None = None
     # of the newest versions
     digests: dict[int, str] = field(default_factory=dict[int, str])
+    # of the newest one, as in VersionPublished
+    num_bytes: int = 0
+    manifest_bytes: int = 0
+    canary: Canary | None = None
     counters: Counters = field(default_factory=Counters)
     # of lengths
     memory: Memory = field(default_factory=Memory)
@@ -87,11 +91,15 @@ class TokensTaken:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """A version appeared at the trainer; `portions` as in PublishWeights."""
+    """A version appeared at the trainer; all of it as in PublishWeights."""
 
     version: int
     digest: str
     portions: tuple[int, ...] = ()
+    # so that nodes can pull it from each other before the trainer is back
+    num_bytes: int = 0
+    manifest_bytes: int = 0
+    canary: Canary | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from lightrl.core.log_entries import (
     TokensTaken,
     VersionPublished,
 )
+from lightrl.core.offers import PublishedVersion
 from lightrl.core.state import (
     Group,
     Response,
@@ -72,6 +73,9 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         evaluated=steps.evaluated,
         version=published.policy_version if published is not None else None,
         digests=dict(core.fleet.digests),
+        num_bytes=published.num_bytes if published is not None else 0,
+        manifest_bytes=published.manifest_bytes if published is not None else 0,
+        canary=published.canary if published is not None else None,
         counters=replace(core.table.counters),
         memory=core.predictor.memory(),
     )
@@ -117,8 +121,10 @@ class _Recovery:
                     core.arrivals.replay(version, item)
             case ResponseScored():
                 self._score(entry)
-            case VersionPublished(version, digest):
-                core.fleet.know(version, digest)
+            case VersionPublished(version, digest, _, num_bytes, manifest_bytes, canary):
+                core.fleet.know(
+                    PublishedVersion(version, digest, num_bytes, manifest_bytes, canary)
+                )
                 core.steps.published(self._now)
             case StepDone():
                 core.steps.on_step_done(entry)
@@ -162,7 +168,9 @@ class _Recovery:
         core.predictor.recall(stood.memory)
         core.fleet.digests.update(stood.digests)
         if stood.version is not None:
-            core.fleet.know(stood.version, stood.digests[stood.version])
+            digest = stood.digests[stood.version]
+            sizes = stood.num_bytes, stood.manifest_bytes
+            core.fleet.know(PublishedVersion(stood.version, digest, *sizes, stood.canary))
 
     def _set_up(self, entry: RoundSnapshot) -> None:
         """A round that was open. While it is being filled, nothing is drawn for it and it does not

@@ -64,6 +64,8 @@ class Settings:
     deterministic: bool = False
     # predicted lengths order the work; off only for comparison
     foresight: bool = True
+    # nodes may get a version as the difference to one that they hold
+    deltas: bool = True
     # running responses may move inside a step; off only for comparison
     migration: bool = True
 

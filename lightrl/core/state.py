@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from lightrl.core.speed import Gain, Speed
 from lightrl.errors import InvariantViolation
-from lightrl.messages import FinishReason, Load, PublishWeights, Role, Sampling
+from lightrl.messages import FinishReason, Load, Role, Sampling, WeightsProgress
 
 RoundKind: TypeAlias = Literal["plain", "short", "long", "flush", "eval"]
 UNBOUNDED = sys.maxsize  # a number of tokens that no response reaches
@@ -284,12 +284,17 @@ class Node:
     heard_at: float
     pid: int
     host: str
+    # nodes that have joined the run before
+    number: int = 0
     state: NodeState = NodeState.JOINING
     running: dict[str, Response] = field(default_factory=dict[str, Response], repr=False)
     # confirmed by digest
     policy_version: int | None = None
+    # digest of the version that its engine has loaded; or, of its first one, that it began to pull
+    base: str = ""
     # of the version on its way
     weights_failures: int = 0
+    weights: WeightsProgress | None = None
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
     device: str = ""
@@ -374,16 +379,6 @@ class Counters:
             self.eval_tokens += num_tokens
         else:
             self.rollout_tokens += num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedVersion:
-    """The newest complete version of the weights."""
-
-    policy_version: int
-    digest: str
-    # where it is to be had; None while the trainer is away
-    message: PublishWeights | None
 
 
 def sample_seed(run_seed: int, response: str) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightrl.config import Config
 from lightrl.daemon.admission import write_model_files
+from lightrl.daemon.weights import MachineWeights
 from lightrl.devices.assign import CPU, Assignment
 from lightrl.messages import (
     Abort,
@@ -20,10 +21,10 @@ from lightrl.messages import (
     PublishWeights,
     Role,
     TrainShard,
+    WeightsProgress,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
 from lightrl.trainer.supervisor import Trainer
-from lightrl.transport.link import own_address
 
 
 class Roles:
@@ -67,6 +68,10 @@ class Roles:
         return self._rollout.load if self._rollout is not None else Load()
 
     @property
+    def pulls(self) -> WeightsProgress | None:
+        return self._rollout.pulls if self._rollout is not None else None
+
+    @property
     def device(self) -> str:
         parts = [part for part in (self._rollout, self._trainer) if part is not None]
         return next((part.device for part in parts if part.device), "")
@@ -78,25 +83,37 @@ class Roles:
         model_files: dict[str, bytes],
         slots: int,
         scratch: Path,
+        weights: MachineWeights,
         gpus: Assignment,
     ) -> None:
         if "rollout" in self._names:
-            model_dir, pulled = scratch / "model", scratch / "pulled"
+            model_dir = scratch / "model"
             write_model_files(model_dir, model_files)
-            pulled.mkdir()
-            places = (model_dir, pulled, self._engine_log())
-            part = gpus.engines[0] if gpus.engines else CPU
             self._rollout = RolloutAgent(
-                self._node, config, slots, *places, self._coordinator, self._send, part
+                self._node,
+                config,
+                slots,
+                model_dir,
+                self._engine_log(),
+                self._coordinator,
+                self._send,
+                weights.store,
+                weights.server,
+                gpus.engines[0] if gpus.engines else CPU,
             )
             self._tasks["rollout"] = tasks.create_task(self._rollout.run(), name="rollout")
         if "trainer" in self._names:
             run_dir = self._run_dir or _run_dir_here(config)
             published = scratch / "published"
             published.mkdir()
-            host = own_address(self._coordinator)
             self._trainer = Trainer(
-                config, run_dir, published, host, self._send, self._on_restart, gpus.ranks
+                config,
+                run_dir,
+                published,
+                weights.server,
+                self._send,
+                self._on_restart,
+                gpus.ranks,
             )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 

@@ -25,6 +25,7 @@ from lightrl.config import Config
 from lightrl.daemon.admission import config_of
 from lightrl.daemon.roles import Roles
 from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
+from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
 from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.plan import for_daemon
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
@@ -51,7 +52,7 @@ from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.output import flush
 from lightrl.system.threads import in_thread
 from lightrl.transport.link import Link
-from lightrl.weights.scratch import scratch_dir
+from lightrl.weights.scratch import scratch_dir_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Worker:
             slots=slots,
         )
         self._roles = Roles(name, roles, address, run_dir, self._send, self._restarted)
+        self._weights: MachineWeights | None = None  # while it takes part
         self._link: Link | None = None
         self._state = ConnectionState.OUT_OF_TOUCH
         self._admitted = asyncio.Event()  # for who waits until that is the state
@@ -132,10 +134,7 @@ class Worker:
                     force = threading.Timer(config.node.grace_s, end_by_force)
                     force.daemon = True
                 gpus = await self._find_gpus(config, welcome.model_files)
-                with scratch_dir(self._name) as scratch:
-                    await self._serve(
-                        link, config, welcome.model_files, early, scratch, force, gpus
-                    )
+                await self._take_part(link, config, welcome.model_files, early, force, gpus)
             link.send(Bye(self._reason))
         except LightRLError as e:
             link.send(Bye(str(e)[:MAX_TEXT], ok=False))
@@ -213,6 +212,8 @@ class Worker:
             return
         self._move(ConnectionEvent.WELCOMED)
         logger.info("the coordinator hears this node again")
+        if self._weights is not None:
+            self._send(self._weights.endpoint)
         self._roles.on_welcome()
         if self._drained.is_set():
             self._send(Drain(self._name, self._reason))
@@ -283,6 +284,25 @@ class Worker:
             logger.info(note)
         return found
 
+    async def _take_part(
+        self,
+        link: Link,
+        config: Config,
+        model_files: dict[str, bytes],
+        early: list[Message],
+        force: threading.Timer | None,
+        gpus: Assignment,
+    ) -> None:
+        is_trainer = "trainer" in self._role_names
+        need_bytes = version_bytes(config, model_files) if is_trainer else 0
+        port = config.node.weights_port if is_trainer else 0
+        async with (
+            scratch_dir_in_thread(self._name, need_bytes) as scratch,
+            machine_weights(self._address, self._key, port) as self._weights,
+        ):
+            self._send(self._weights.endpoint)
+            await self._serve(link, config, model_files, early, scratch, force, gpus)
+
     async def _serve(
         self,
         link: Link,
@@ -293,11 +313,12 @@ class Worker:
         force: threading.Timer | None,
         gpus: Assignment,
     ) -> None:
+        assert self._weights is not None
         self._heard_at = time.monotonic()
         try:
             async with asyncio.TaskGroup() as tasks:
                 slots = self._hello.slots or config.rollout.slots
-                self._roles.start(tasks, config, model_files, slots, scratch, gpus)
+                self._roles.start(tasks, config, model_files, slots, scratch, self._weights, gpus)
                 for message in early:
                     self._handle(message)
                 background = [
@@ -351,7 +372,8 @@ class Worker:
         while True:
             now = time.monotonic()
             lag = now - due
-            self._send(Heartbeat(self._roles.load, lag * 1000, self._roles.device))
+            roles = self._roles
+            self._send(Heartbeat(roles.load, lag * 1000, roles.device, roles.pulls))
             silent_s = now - self._heard_at
             if silent_s > patience_s and lag < period:  # else it is this process that was stopped
                 raise PeerUnreachable(

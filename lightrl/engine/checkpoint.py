@@ -5,6 +5,7 @@ Owns the check that a version of the weights fits the model; loads no weights. I
 transformers.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.errors import EngineError, WeightsError
-from lightrl.messages import Manifest
+from lightrl.weights.layout import TensorSpec
+from lightrl.weights.manifest import VersionFile, decode, read_encoded, require_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,13 +57,16 @@ def tensor_targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return model.state_dict(keep_vars=True)
 
 
-def check_fits(targets: dict[str, torch.Tensor], manifest: Manifest) -> None:
-    """Raises WeightsError unless the manifest gives every tensor of the model exactly one value.
+def check_fits(
+    targets: dict[str, torch.Tensor], tensors: Iterable[TensorSpec], version: int
+) -> None:
+    """Raises WeightsError unless these tensors give everything in the model exactly one value.
 
-    Of tied names (embeddings and lm_head) any one is enough.
+    Persistent buffers too: a router's bias is no parameter. What is not persistent follows from the
+    config and is never given. Of tied names (embeddings and lm_head) any one is given.
     """
     given: set[int] = set()
-    for spec in manifest.tensors:
+    for spec in tensors:
         target = targets.get(spec.name)
         if target is None:
             raise WeightsError(f"{spec.name}: the model has no such tensor")
@@ -69,13 +74,39 @@ def check_fits(targets: dict[str, torch.Tensor], manifest: Manifest) -> None:
             raise WeightsError(
                 f"{spec.name}: shape {tuple(spec.shape)}, the model has {tuple(target.shape)}"
             )
+        if id(target) in given:
+            raise WeightsError(f"{spec.name}: given under another name, too")
         given.add(id(target))
     missing = [name for name, target in targets.items() if id(target) not in given]
     if missing:
-        version = manifest.policy_version
         raise WeightsError(
             f"{missing[0]}: missing from version {version} ({len(missing)} tensors are)"
         )
+
+
+class Layouts:
+    """What versions consist of, one version after the other. They hardly differ: one that is laid
+    out as the one before is neither decoded nor compared with the model again."""
+
+    def __init__(self, targets: dict[str, torch.Tensor] | None = None) -> None:
+        """`targets`: of the model that the versions must fit; None: somebody else has looked."""
+        self._targets = targets
+        self._head = b""  # of the manifest's bytes: all but the digests
+        self._tensors: tuple[TensorSpec, ...] = ()
+
+    def read(self, file: VersionFile) -> tuple[TensorSpec, ...]:
+        """The tensors of the version, its manifest being proved. Raises WeightsError if they do not
+        fit."""
+        encoded = read_encoded(file)
+        if self._head and encoded.startswith(self._head):
+            require_digest(encoded, file.digest)
+            return self._tensors
+        manifest = decode(encoded, file.digest)
+        if self._targets is not None:
+            check_fits(self._targets, manifest.tensors, file.policy_version)
+        self._tensors = manifest.tensors
+        self._head = encoded[: len(encoded) - len(manifest.digests)]
+        return self._tensors
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:

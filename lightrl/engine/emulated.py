@@ -17,9 +17,9 @@ from lightrl.emulation import arguments
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.requests import Running, accept, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
-from lightrl.errors import EngineError
-from lightrl.messages import Load, Manifest, PromptHistory, ResponseRequest, Sampling
-from lightrl.weights.manifest import read_buckets, verify
+from lightrl.errors import EngineError, WeightsError
+from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
+from lightrl.weights.manifest import VersionFile, read_manifest
 
 _RUNAWAY_SALT = 0x7A11
 _LENGTH_SALT = 0x5EED  # a response's length is drawn from other noise than its tokens
@@ -79,12 +79,12 @@ class EmulatedEngine:
     def num_unfinished(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def load_weights(self, path: Path, manifest: Manifest) -> str:
-        verify(manifest)
-        for _ in read_buckets(path, manifest):
-            pass
-        self._salt = int(manifest.digest[:15], 16)
-        return manifest.digest
+    def load_weights(self, file: VersionFile) -> None:
+        manifest = read_manifest(file)
+        size = Path(file.path).stat().st_size
+        if size != manifest.num_bytes:
+            raise WeightsError(f"{file.path}: {size} bytes, not {manifest.num_bytes}")
+        self._salt = int(file.digest[:15], 16)
 
     def load(self) -> Load:
         used = sum(len(r.tokens) for r in self._running)

@@ -35,6 +35,7 @@ from lightrl.log import environment as log_environment
 from lightrl.messages import Abort, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.system.child import Child, Pipe
 from lightrl.system.imports import importing
+from lightrl.weights.manifest import VersionFile
 from lightrl.wire import Codec, pack_f32, pack_i32
 
 logger = logging.getLogger(__name__)
@@ -180,8 +181,8 @@ class Server:
                 self._generate(command)
             case Abort(attempts):
                 self._abort(attempts)
-            case LoadWeights(path, manifest):
-                self._load_weights(LoadWeights(path, manifest))
+            case LoadWeights(file):
+                self._load_weights(file)
             case EngineSpec():
                 self._pipe.send(EngineFailed("the engine is built already"))
             case _:
@@ -221,22 +222,22 @@ class Server:
                 aborted.append(response)
         self._send(aborted)
 
-    def _load_weights(self, command: LoadWeights) -> None:
+    def _load_weights(self, file: VersionFile) -> None:
         """Running responses go on under the new version; after a failure there are none left."""
         self._send(self._outboxes)
-        version = command.manifest.policy_version
+        version = file.policy_version
         self._version = None
         started = time.perf_counter()
         try:
-            digest = self._engine.load_weights(Path(command.path), command.manifest)
+            self._engine.load_weights(file)
         except (LightRLError, OSError) as e:
             for response in self._outboxes:
                 self._engine.abort(response)
             self._outboxes.clear()
             self._pipe.send(EngineFailed(f"version {version} was not loaded: {e}", version))
             return
-        self._version = (version, digest)
-        self._pipe.send(EngineLoaded(version, digest, time.perf_counter() - started))
+        self._version = (version, file.digest)
+        self._pipe.send(EngineLoaded(version, file.digest, time.perf_counter() - started))
 
     def _step(self, now: float) -> None:
         full = False

@@ -19,8 +19,8 @@ from lightrl.devices import memory
 from lightrl.devices.cuda import has_cuda
 from lightrl.engine.base import Delta, EngineSpec
 from lightrl.engine.checkpoint import (
+    Layouts,
     build_model,
-    check_fits,
     kv_bytes_per_token,
     read_config,
     resolve_dtype,
@@ -32,8 +32,9 @@ from lightrl.engine.requests import Running, accept
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.errors import EngineError
 from lightrl.history.draft import Drafter
-from lightrl.messages import Load, Manifest, PromptHistory, ResponseRequest, Sampling
-from lightrl.weights.tensors import read_tensors
+from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.tensors import map_tensors
 
 # of one forward pass, padding included; bounds its activations
 PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS
@@ -57,6 +58,8 @@ class TorchEngine:
         config = read_config(Path(spec.model_dir))
         dtype = resolve_dtype(spec.dtype, config, self.device)
         self._model = build_model(config, dtype, self.device).requires_grad_(False)
+        self._targets = tensor_targets(self._model)
+        self._layouts = Layouts(self._targets)
         text = config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._windows = _windows(text)
@@ -146,17 +149,15 @@ class TorchEngine:
         return Load(len(self._rows), len(self._waiting), kv_usage, drafting=drafting)
 
     @torch.inference_mode()
-    def load_weights(self, path: Path, manifest: Manifest) -> str:
-        targets = tensor_targets(self._model)
-        check_fits(targets, manifest)
+    def load_weights(self, file: VersionFile) -> None:
+        tensors = self._layouts.read(file)
         # their KV is of the old weights: prefill again
         self._waiting.extendleft(reversed(self._rows))
         self._rows.clear()
-        for name, tensor in read_tensors(path, manifest):
-            targets[name].copy_(tensor)
+        for name, tensor in map_tensors(file, tensors):
+            self._targets[name].copy_(tensor)
         if self.device == "cuda":  # the time is that of the load
             torch.cuda.synchronize()
-        return manifest.digest  # proved by read_tensors to be that of the bytes read
 
     def close(self) -> None:
         self._waiting.clear()

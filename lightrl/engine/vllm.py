@@ -18,8 +18,9 @@ from lightrl.engine.requests import accept
 from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, torch_mismatch
 from lightrl.errors import EngineError, EngineUnusable
 from lightrl.log import environment as log_environment
-from lightrl.messages import FinishReason, Load, Manifest, PromptHistory, ResponseRequest, Sampling
+from lightrl.messages import FinishReason, Load, PromptHistory, ResponseRequest, Sampling
 from lightrl.system.imports import importing
+from lightrl.weights.manifest import VersionFile
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,7 @@ class VllmEngine:
             os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
         with importing():
             from lightrl.engine.checkpoint import (
+                Layouts,
                 build_model,
                 read_config,
                 resolve_dtype,
@@ -73,6 +75,7 @@ class VllmEngine:
         config = read_config(Path(spec.model_dir))
         dtype = resolve_dtype(spec.dtype, config, self.device)
         self._targets = tensor_targets(build_model(config, dtype, "meta"))
+        self._layouts = Layouts(self._targets)
         self._vocabulary = int(config.get_text_config().vocab_size)
         self._max_length = spec.max_model_length
         # vLLM gets an id of its own for every add: a response may come back after an abort with
@@ -171,18 +174,15 @@ class VllmEngine:
             running, waiting, scheduler.kv_cache_manager.usage, self._num_preemptions, drafting
         )
 
-    def load_weights(self, path: Path, manifest: Manifest) -> str:
-        from lightrl.engine.checkpoint import check_fits
-
-        check_fits(self._targets, manifest)  # vLLM itself is silent about a missing tensor
-        digests = set(self._core.collective_rpc("lightrl_load", args=(str(path), manifest)))
+    def load_weights(self, file: VersionFile) -> None:
+        self._layouts.read(file)  # vLLM itself is silent about a missing tensor
+        self._core.collective_rpc("lightrl_load", args=(file,))
         before = self._num_preemptions
         # Moves what runs back to the queue, so that its KV is recomputed under the new weights.
         self._core.reset_prefix_cache(reset_running_requests=True)
         self._num_preemptions = before
         if self._speculation is not None:
             self._speculation.restart()
-        return digests.pop()
 
     def close(self) -> None:
         self._core.shutdown()

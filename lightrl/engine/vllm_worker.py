@@ -8,7 +8,6 @@ sampler, so it must not be imported outside one. Works with the V1 model runner 
 import logging
 import multiprocessing
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,13 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl import log
+from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
-from lightrl.messages import Manifest
 from lightrl.system.child import die_with
-from lightrl.weights.tensors import read_tensors
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.tensors import map_tensors
 
 # in SamplingParams.extra_args, because that reaches workers in other processes too
 SEED = "lightrl_seed"
@@ -91,6 +91,9 @@ if multiprocessing.parent_process() is not None:
     log.configure(log.inherited())
 
 
+_layouts = Layouts()
+
+
 class WorkerExtension:
     """Methods that `collective_rpc` can call in every worker; vLLM mixes this class into its
     own."""
@@ -99,20 +102,20 @@ class WorkerExtension:
     model_runner: Any
     device: torch.device
 
-    def lightrl_load(self, path: str, manifest: Manifest) -> str:
-        """Replaces all weights in place from a verified file; returns the digest of what was read.
+    def lightrl_load(self, file: VersionFile) -> None:
+        """Replaces all weights in place from a file that has been proved and fits the model.
 
-        Raises WeightsError before anything changed if a digest is wrong.
+        vLLM keeps what it is given until a layer is complete: views into the file, which stay as
+        long as it does. Raises WeightsError before anything changed if there is no such file.
         """
-        tensors = dict(read_tensors(Path(path), manifest))
+        tensors = map_tensors(file, _layouts.read(file))
         # layers look up there how their weights are laid out
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+            self.model_runner.reload_weights(weights_iterator=tensors)
             self._refresh_tied_head()
         # what goes wrong does so here, and the time is that of the load
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return manifest.digest
 
     def _refresh_tied_head(self) -> None:
         """On CPU, lm_head multiplies with a copy of the embeddings that was packed when the model

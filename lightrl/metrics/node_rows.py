@@ -8,6 +8,7 @@ import socket
 from dataclasses import replace
 
 from lightrl.core.fleet import Fleet
+from lightrl.core.offers import PULLING
 from lightrl.core.state import NodeState
 from lightrl.messages import NodeRow
 
@@ -67,6 +68,7 @@ class NodeRows:
             kv_usage=node.load.kv_usage,
             heard_s_ago=now - node.heard_at,
             loop_lag_ms=node.loop_lag_ms,
+            weights=node.weights if node.state in PULLING else None,
         )
 
 

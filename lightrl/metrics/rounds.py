@@ -29,6 +29,7 @@ from lightrl.metrics.node_rows import NodeRows
 from lightrl.metrics.round_figures import digest_responses, histogram, mean, step_figures
 from lightrl.metrics.selection_bias import Bias, BiasNote
 from lightrl.metrics.speculation import SpeculationMetrics
+from lightrl.metrics.weights import WeightsMetrics
 from lightrl.wire import to_json
 
 HISTORY_STEPS = 500
@@ -101,6 +102,7 @@ class Records:
         self.nodes = NodeRows(head)
         self.evals: list[tuple[int, float]] = []
         self.speculation = SpeculationMetrics()
+        self.weights = WeightsMetrics()
         self.bad_frames = 0
 
     # What happens
@@ -186,6 +188,7 @@ class Records:
             "step": float(done.step + 1),
             **closed.figures,
             **self.speculation.figures(),
+            **self.weights.figures(),
             **done.metrics,
             "timing_s/step": seconds,
             "timing_s/rollout": done.rollout_s,
@@ -246,6 +249,7 @@ class Records:
         self._seconds.append(record["timing_s/step"])
         self._metrics = record
         self.speculation.count(record)
+        self.weights.count(record)
 
     # What is shown
 
@@ -270,6 +274,7 @@ class Records:
             "speculation": {
                 k.partition("/")[2]: round(v, 6) for k, v in self.speculation.whole().items()
             },
+            "weights": {k: round(v, 6) for k, v in self.weights.whole().items()},
             "tail": {
                 "mode": _tail_mode(core.settings),
                 "rounds": dict(self._bias.num_rounds),
@@ -338,6 +343,7 @@ class Records:
             **asdict(core.table.counters),
             "nodes_joined": core.fleet.num_joined,
             "weights_failed": core.fleet.num_weights_failed,
+            "bad_sources": core.fleet.num_bad_sources,
             "bad_frames": self.bad_frames,
         }
 

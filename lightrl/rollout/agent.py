@@ -6,10 +6,8 @@ engine goes on when it cannot. Never touches a tensor.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from lightrl.engine.base import (
     LoadWeights,
 )
 from lightrl.engine.process import resolve_engine, start_engine
-from lightrl.errors import EngineError, EngineUnusable, WeightsError, first_error
+from lightrl.errors import EngineError, EngineUnusable, first_error
 from lightrl.messages import (
     MAX_TEXT,
     Abort,
@@ -36,17 +34,18 @@ from lightrl.messages import (
     PublishWeights,
     TokenChunk,
     WeightsFailed,
+    WeightsProgress,
     WeightsReady,
 )
 from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
+from lightrl.rollout.weights import NodeWeights
 from lightrl.state_machine import next_state
-from lightrl.system.addresses import WILDCARD, host_and_port, join_address, split_address
+from lightrl.system.addresses import host_and_port
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.system.threads import in_thread
-from lightrl.weights.manifest import num_bytes
-from lightrl.weights.pull import pull
+from lightrl.weights.serve import WeightServer
+from lightrl.weights.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +81,14 @@ class RolloutAgent:
         config: Config,
         slots: int,
         model_dir: Path,
-        scratch: Path,
         log: Path | None,
         coordinator: str,
         send: Callable[[Message], None],
+        store: Store,
+        server: WeightServer,
         gpus: Part = CPU,
     ) -> None:
-        """`scratch` is for pulled versions alone; `coordinator` is its address.
+        """`coordinator` is its address; `store` and `server` are this daemon's, and in use already.
 
         What `send` is given may be lost if `on_disconnect` is called; `resend` makes up for it.
         """
@@ -98,12 +98,12 @@ class RolloutAgent:
         self._config = config
         self._slots = slots
         self._model_dir = model_dir
-        self._scratch = scratch
         self._log = log
         self._gpus = gpus
         self._kind: Kind | None = None  # of the engine, once it is settled
-        self._coordinator_host, _ = host_and_port(coordinator)
         self._send = send
+        host, _ = host_and_port(coordinator)
+        self._weights = NodeWeights(node, store, server, host, send, lambda: self.serves)
         self._state = EngineState.STARTING
         # the process; whether it takes commands yet, or any more, is in the state
         self._engine: Child[EngineCommand, EngineEvent] | None = None
@@ -112,9 +112,6 @@ class RolloutAgent:
         self._kept = ResendBuffer(config.async_.max_staleness)
         self._all_out = asyncio.Event()  # nothing runs here
         self._all_out.set()
-        self._wanted: PublishWeights | None = None
-        self._wanted_changed = asyncio.Event()
-        self._held: PublishWeights | None = None  # the version whose file is complete
         self._loaded: tuple[int, str] | None = None  # the version loaded last, and its digest
         # With the coordinator, as far as we know. No part of the state: every state is as possible
         # with it as without, and nothing but what may be forgotten depends on it.
@@ -142,8 +139,27 @@ class RolloutAgent:
         for chunk in self._kept.chunks():
             self._send(chunk)
 
+    @property
+    def pulls(self) -> WeightsProgress | None:
+        """How far it is with the version that it pulls."""
+        return self._weights.progress
+
     async def run(self) -> None:
         """Serves until cancelled. Raises EngineError when the engine cannot be kept alive."""
+        fetching = asyncio.create_task(self._weights.run(), name="weights")
+        serving = asyncio.create_task(self._serve_always(), name="engines")
+        try:
+            await asyncio.wait({fetching, serving}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (serving, fetching):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (serving, fetching):
+                task.cancel()
+            await asyncio.gather(serving, fetching, return_exceptions=True)
+            await self._weights.close()
+
+    async def _serve_always(self) -> None:
         while True:
             try:
                 # In a task of its own: the group of tasks in there leaves its own cancels counted.
@@ -165,8 +181,7 @@ class RolloutAgent:
     def handle(self, message: Generate | Abort | PublishWeights) -> None:
         """Takes a message of the coordinator."""
         if isinstance(message, PublishWeights):
-            self._wanted = message
-            self._wanted_changed.set()
+            self._weights.offer(message)
         elif isinstance(message, Abort):
             self._kept.forget(message.attempts)
             if self._state is not EngineState.STARTING:
@@ -219,7 +234,7 @@ class RolloutAgent:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive(engine, started, answers), name="engine")
-                tasks.create_task(self._keep_weights(engine, started, answers), name="weights")
+                tasks.create_task(self._load_versions(engine, started, answers), name="loads")
                 patience_s = self._config.node.patience_s
                 tasks.create_task(
                     engine.require_answers(self._engine_owes, patience_s), name="patience"
@@ -239,8 +254,8 @@ class RolloutAgent:
             self._crashes.crashed()
         self._move(EngineChange.DIED)
         self._lose_all()
-        if self._wanted is not None:
-            self._send(WeightsFailed(self._wanted.manifest.policy_version, reason[:MAX_TEXT]))
+        if (wanted := self._weights.wanted) is not None:
+            self._send(WeightsFailed(wanted.policy_version, reason[:MAX_TEXT]))
 
     def _engine_owes(self) -> bool:
         """Tokens, or whether it has loaded a version."""
@@ -281,7 +296,7 @@ class RolloutAgent:
                     self.device = device
                     self._move(EngineChange.STARTED)
                     started.set()
-                case EngineLoaded(version, digest, _) as loaded:
+                case EngineLoaded(version, digest) as loaded:
                     self._move(EngineChange.LOADED)
                     self._loaded = version, digest
                     self._kept.loaded(version, self._in_touch)
@@ -300,88 +315,37 @@ class RolloutAgent:
         if not self._running:
             self._all_out.set()
 
-    async def _keep_weights(
+    async def _load_versions(
         self,
         engine: Child[EngineCommand, EngineEvent],
         started: asyncio.Event,
         answers: asyncio.Queue[EngineLoaded | EngineFailed],
     ) -> None:
-        """Pulls and loads the newest version offered; pulling goes on while the engine starts."""
+        """Loads the newest version that is here; the next one comes meanwhile."""
+        await started.wait()
         while True:
-            await self._wanted_changed.wait()
-            self._wanted_changed.clear()
-            offer = self._wanted
-            assert offer is not None
-            begin = time.monotonic()
-            served = offer.manifest.policy_version, offer.manifest.digest
-            # What an interrupted pull of this version has got is a beginning; of others it is
-            # nothing.
-            await self._remove_others("version_*.bin.part", f"{self._file_of(offer).name}.part")
-            if self.serves == served:
-                self._send(WeightsReady(*served))  # the coordinator did not know
-                continue
-            try:
-                path = await self._pull_unless_superseded(offer)
-            except (WeightsError, OSError) as e:
-                self._send(WeightsFailed(offer.manifest.policy_version, str(e)[:MAX_TEXT]))
-                continue
-            if path is None:
-                continue
-            pull_s = time.monotonic() - begin
-            await started.wait()
+            fetched = await self._weights.next()
+            offer, stats = fetched.offer, fetched.stats
             self._move(EngineChange.LOAD_ORDERED)
-            engine.send(LoadWeights(str(path), offer.manifest))
+            engine.send(LoadWeights(fetched.file, offer.canary))
             match await answers.get():
-                case EngineLoaded(version, digest, load_s):
+                case EngineLoaded(version, digest, load_s, canary_diff):
                     logger.debug(
-                        "version %d: pulled %.2f s, loaded %.2f s", version, pull_s, load_s
+                        "version %d: %.2f s until it was here, loaded in %.2f s",
+                        version,
+                        fetched.seconds,
+                        load_s,
                     )
-                    self._send(
-                        WeightsReady(version, digest, num_bytes(offer.manifest), pull_s, load_s)
+                    ready = WeightsReady(
+                        version,
+                        digest,
+                        stats.num_bytes,
+                        fetched.seconds,
+                        load_s,
+                        stats.peer_bytes,
+                        canary_diff=canary_diff,
                     )
+                    self._send(ready)
                 case EngineFailed(reason):
-                    self._held = None  # pull it again: the file may be what is wrong
-                    self._send(WeightsFailed(offer.manifest.policy_version, reason[:MAX_TEXT]))
-
-    async def _pull_unless_superseded(self, offer: PublishWeights) -> Path | None:
-        """None if a newer version was offered before this one was here."""
-        pulling = asyncio.ensure_future(self._pull(offer))
-        newer = asyncio.ensure_future(self._wanted_changed.wait())
-        try:
-            await asyncio.wait({pulling, newer}, return_when=asyncio.FIRST_COMPLETED)
-            return await pulling if pulling.done() else None
-        finally:
-            newer.cancel()
-            pulling.cancel()
-            await asyncio.wait({pulling})
-
-    async def _pull(self, offer: PublishWeights) -> Path:
-        """The file of this version, which may be here already; older ones are removed."""
-        path = self._file_of(offer)
-        if self._held is None or self._held.manifest != offer.manifest:
-            holders = tuple(map(self._reachable, offer.holders))
-            await pull(offer.manifest, holders, offer.ticket, path, node=self._node)
-            self._held = offer
-        await self._remove_others("version_*.bin", path.name)
-        return path
-
-    async def _remove_others(self, pattern: str, kept: str) -> None:
-        """Files in scratch. In a thread: one of many gigabytes takes its time."""
-
-        def remove() -> None:
-            for file in self._scratch.glob(pattern):
-                if file.name != kept:
-                    with contextlib.suppress(OSError):
-                        file.unlink()
-
-        with contextlib.suppress(OSError):  # no thread to spare: the next version finds them
-            await in_thread(remove)
-
-    def _file_of(self, offer: PublishWeights) -> Path:
-        return self._scratch / f"version_{offer.manifest.policy_version}.bin"
-
-    def _reachable(self, holder: str) -> str:
-        found = split_address(holder)
-        if found is None or found[0] != WILDCARD:
-            return holder
-        return join_address(self._coordinator_host, found[1])
+                    self._weights.reject(fetched)  # the file may be what is wrong
+                    self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))

@@ -5,6 +5,7 @@ import math
 from functools import lru_cache
 from typing import cast
 
+from lightrl.core.events import EndpointOpened
 from lightrl.messages import (
     PROTOCOL,
     DeltaOffer,
@@ -59,8 +60,8 @@ def publication(policy_version: int, num_bytes: float, delta_bytes: float) -> Pu
     return PublishWeights(policy_version, digest, math.ceil(num_bytes), 1, deltas=deltas)
 
 
-def endpoint(name: str) -> WeightsEndpoint:
-    return WeightsEndpoint((f"{name}:1",), name)
+def endpoint(name: str) -> EndpointOpened:
+    return EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret=name))
 
 
 def hello(name: str, incarnation: int, role: str, slots: int = 0) -> Hello:

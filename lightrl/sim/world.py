@@ -24,7 +24,6 @@ from lightrl.core.commands import (
 )
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
-    EndpointOpened,
     Event,
     NodeDraining,
     NodeJoined,
@@ -145,7 +144,7 @@ class World:
 
     def _set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
         self.at(0.0, lambda: self.feed(NodeJoined(hello(TRAINER, 1, "trainer"))))
-        self.at(0.0, lambda: self.feed(EndpointOpened(TRAINER, endpoint(TRAINER))))
+        self.at(0.0, lambda: self.feed(endpoint(TRAINER)))
         self.at(0.0, lambda: self._transfers.publish(0))
         for spec in nodes:
             self.at(0.0, lambda name=spec.name: self.join(self.machines[name]))
@@ -361,7 +360,7 @@ class World:
         machine.come(self.now)
         name = machine.spec.name
         self.feed(NodeJoined(hello(name, machine.incarnation, "rollout", machine.engine.slots)))
-        self.feed(EndpointOpened(name, endpoint(name)))
+        self.feed(endpoint(name))
 
     def _boot(self, machine: SimMachine) -> None:
         """A machine of the trace is there; its engine starts."""

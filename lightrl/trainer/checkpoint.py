@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -32,20 +31,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.system import files
-from lightrl.trainer.model import Policy, full_parameters
+from lightrl.trainer.export import PROBLEMS, export
+from lightrl.trainer.model import Policy
 from lightrl.trainer.saved import STEP_FILE, SavedStep, put_in_place
 from lightrl.trainer.seal import EXPORT, sealed
 from lightrl.wire import from_json, to_json
-
-WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".safetensors.index.json",
-    ".bin.index.json",
-)
 
 
 def save(
@@ -79,9 +69,7 @@ def save(
             save_state(state, storage_writer=writer, no_dist=world == 1)
         with _together(world):
             if export_from is not None:
-                tensors = {name: tensor.cpu() for name, tensor in full_parameters(policy)}
-                if first:
-                    _export(draft / EXPORT, policy, tensors, export_from)
+                export(draft / EXPORT, policy, export_from)
         with _together(world):
             if first:
                 (draft / STEP_FILE).write_bytes(to_json(sealed(saved, draft)))
@@ -123,19 +111,6 @@ def _state(
     return state
 
 
-def _export(
-    folder: Path, policy: Policy, tensors: dict[str, torch.Tensor], model_dir: Path
-) -> None:
-    """`config.json` is copied last: what transformers would write names the dtype of the master
-    weights."""
-    policy.module.save_pretrained(folder, state_dict=tensors)
-    for file in folder.iterdir():  # safetensors writes files that only their owner can read
-        file.chmod(0o644)
-    for file in sorted(model_dir.iterdir()):
-        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copyfile(file, folder / file.name)
-
-
 @contextlib.contextmanager
 def _together(world: int) -> Iterator[None]:
     """Waits for all ranks at the end. Raises TrainerError on each of them if what is inside failed
@@ -145,7 +120,7 @@ def _together(world: int) -> Iterator[None]:
         yield
     except CheckpointException as e:  # a BaseException
         problem = _first_line(next((error for error, _ in e.failures.values()), e))
-    except (OSError, RuntimeError, ValueError, SafetensorError) as e:
+    except PROBLEMS as e:
         problem = _first_line(e)
     failed = bool(problem)
     if world > 1:

@@ -12,19 +12,18 @@ them once. Must not import torch.
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import assert_never
 
 from lightrl.config import Config
 from lightrl.emulation import arguments
 from lightrl.errors import ProtocolError, TrainerError
-from lightrl.messages import Manifest
 from lightrl.system import files
 from lightrl.trainer.batch import trainable
 from lightrl.trainer.meeting import Meeting
@@ -49,12 +48,14 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, STEP_FILE, SavedStep, checkpoint_path, put_in_place
 from lightrl.trainer.seal import sealed
-from lightrl.trainer.versions import Versions
-from lightrl.weights.manifest import TensorBytes, write_version
+from lightrl.weights.buffers import Buffers
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.write import TensorBytes, flatten
 from lightrl.wire import from_json, to_json
 
 STATE = Path("state", "digest")  # in a checkpoint
 TENSOR = "emulated.weight"  # no model has one of that name
+DTYPE = "uint8"
 TENSOR_BYTES = 4096  # of which the first ones are the digest
 UNTRAINED = hashlib.blake2b(b"emulated", digest_size=16).digest()
 
@@ -79,7 +80,7 @@ class EmulatedRank:
             raise TrainerError(f"rollout.{e}") from None
         self._token_s, self._step_s = times["train_token_ms"] / 1000, times["train_step_ms"] / 1000
         self._meeting = Meeting(start.rank, start.world, Path(start.rendezvous))
-        self._versions = Versions(Path(start.publish_dir))
+        self._buffers = Buffers(Path(start.publish_dir))
         self._clear()
         saved = None
         self._trained = UNTRAINED
@@ -88,11 +89,10 @@ class EmulatedRank:
                 checkpoint_path(Path(start.run_dir) / CHECKPOINTS, start.start_step)
             )
         self._publish(start.start_step)
-        if saved and self.manifest and saved.digest != self.manifest.digest:
-            raise TrainerError(
-                f"checkpoint of step {saved.step}: the restored weights have another digest"
-            )
-        self.started = RankStarted("emulated", time.monotonic() - begun, self.manifest, self.path)
+        if saved and self.file:
+            saved.require_digest(self.file.digest, DTYPE)
+        published = Published(self.file) if self.file else None
+        self.started = RankStarted("emulated", time.monotonic() - begun, published)
 
     def perform(self, command: RankCommand) -> Iterator[RankEvent]:
         match command:
@@ -109,9 +109,11 @@ class EmulatedRank:
                 metrics = self._update(command)
                 begun = time.monotonic()
                 self._publish(command.policy_version)
-                if self.manifest:  # first of all: rollout nodes wait for it
-                    yield Published(command.policy_version, self.manifest, self.path)
-                metrics["timing_s/publish"] = time.monotonic() - begun
+                if self.file:  # first of all: rollout nodes wait for it
+                    yield Published(self.file)
+                    metrics["weights/full_bytes"] = float(self.file.num_bytes)
+                publish_s = time.monotonic() - begun
+                metrics |= {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
                 self.step += 1
                 yield StepFinished(step, metrics)
             case Save(step, path):
@@ -173,13 +175,15 @@ class EmulatedRank:
         return metrics
 
     def _publish(self, policy_version: int) -> None:
-        """Rank 0 writes the version to a file that appears when complete."""
+        """Rank 0 writes the version to a file that has its name when it is complete."""
         self.policy_version = policy_version
-        self.manifest: Manifest | None = None
-        self.path = ""
+        self.file: VersionFile | None = None
         if self.start.rank == 0:
-            write = partial(_write, policy_version=policy_version, trained=self._trained)
-            self.manifest, self.path = self._versions.publish(policy_version, write)
+            data = memoryview(self._trained.ljust(TENSOR_BYTES, b"\0"))
+            flat, manifest = flatten([TensorBytes(TENSOR, DTYPE, (TENSOR_BYTES,), data)])
+            draft = self._buffers.take(len(flat))
+            os.pwrite(draft.descriptor, flat, 0)
+            self.file = self._buffers.finish(draft, policy_version, manifest)
 
     def _save(self, path: Path) -> str:
         """Why there is no such checkpoint, on all ranks; "" if there is. Nothing can be
@@ -187,13 +191,15 @@ class EmulatedRank:
         problem = ""
         if self.start.rank == 0:
             draft = path.with_name(f".{path.name}.draft")
-            digest = self.manifest.digest if self.manifest else ""
+            digest = self.file.digest if self.file else ""
             try:
                 files.make_folder(path.parent)
                 shutil.rmtree(draft, ignore_errors=True)
                 (draft / STATE).parent.mkdir(parents=True)
                 (draft / STATE).write_bytes(self._trained)
-                saved = sealed(SavedStep(self.step, self.policy_version, digest), draft)
+                saved = sealed(
+                    SavedStep(self.step, self.policy_version, digest, dtype=DTYPE), draft
+                )
                 (draft / STEP_FILE).write_bytes(to_json(saved))
                 put_in_place(draft, path, self.config.checkpoint.keep_last)
             except OSError as e:
@@ -209,12 +215,6 @@ def _parts(sample: TrainSample) -> Iterator[bytes]:
     yield sample.rollout_logprobs
     yield struct.pack("<d", sample.advantage)
     yield sample.finish_reason.encode()
-
-
-def _write(file: Path, policy_version: int, trained: bytes) -> Manifest:
-    data = memoryview(trained.ljust(TENSOR_BYTES, b"\0"))
-    tensor = TensorBytes(TENSOR, "uint8", (TENSOR_BYTES,), data)
-    return write_version(file, policy_version, [tensor])
 
 
 def _restore(path: Path) -> tuple[SavedStep, bytes]:

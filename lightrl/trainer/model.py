@@ -1,24 +1,28 @@
-"""The policy as a torch module on one rank: loading, sharding, logprobs of responses, full weights.
+"""The policy as a torch module on one rank: loading, sharding, logprobs of responses, its shards.
 
 Owns everything that depends on transformers and FSDP2. Knows nothing of losses, steps or versions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.devices.memory import SCORED_VALUES
 from lightrl.errors import TrainerError
 from lightrl.trainer.protocol import TrainSample
+from lightrl.weights.publish import Shard
+from lightrl.weights.tensors import served_dtype
 
 # Logits are turned into logprobs in float32 by pieces of at most so many values (256 MiB).
 SCORE_VALUES = SCORED_VALUES
@@ -26,11 +30,15 @@ SCORE_VALUES = SCORED_VALUES
 
 @dataclass(frozen=True)
 class Policy:
-    """A causal language model with float32 master weights, and the dtypes its parameters are stored
-    in."""
+    """A causal language model with float32 master weights.
+
+    `stored`: the dtype in which each parameter and persistent buffer is in the model directory.
+    `served`: the one in which engines are given the parameters.
+    """
 
     module: PreTrainedModel
-    dtypes: dict[str, torch.dtype]
+    stored: dict[str, torch.dtype]
+    served: torch.dtype
 
     @property
     def device(self) -> torch.device:
@@ -45,22 +53,28 @@ class Policy:
 
 
 def load_policy(
-    model_dir: Path, device: torch.device, world: int = 1, activation_checkpointing: bool = False
+    model_dir: Path,
+    device: torch.device,
+    world: int = 1,
+    activation_checkpointing: bool = False,
+    served: str = "auto",
 ) -> Policy:
     """The model in a local HF directory, sharded over the default process group if `world` > 1.
 
+    `served`: `model.dtype` of the config; "auto" as engines on this kind of device understand it.
     Raises TrainerError, one line, if there is none that transformers can load.
     """
     if not (model_dir / "config.json").is_file():  # transformers would ask the hub
         raise TrainerError(f"{model_dir}: not a model directory: it has no config.json")
     try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         module = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype="auto", local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:
         reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
         raise TrainerError(f"{model_dir}: cannot be loaded: {reason[0]}") from e
-    dtypes = {name: p.dtype for name, p in module.named_parameters()}
+    stored = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     module.float()
     module.eval()
     if activation_checkpointing:
@@ -71,7 +85,7 @@ def load_policy(
         _shard(module, device, world)
     else:
         module.to(device)  # pyright: ignore[reportArgumentType] - transformers' decorator hides the signature
-    return Policy(module, dtypes)
+    return Policy(module, stored, served_dtype(served, config, device.type))
 
 
 def freeze(policy: Policy) -> Policy:
@@ -184,16 +198,39 @@ def response_logprobs(
     return logprobs.view(rows, width), entropy.view(rows, width)
 
 
-def full_parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """HF name and whole tensor of each parameter, in the dtype it is stored in; tied ones once.
+def shards(policy: Policy, is_stored: bool = False) -> list[Shard]:
+    """What this rank has of each parameter and persistent buffer under its HF name, tied ones once.
 
-    A collective when sharded: all ranks must iterate to the end.
+    Parameters are to be written in the dtype that is served, buffers in their own; with `is_stored`
+    all as the model directory has them. No collective.
     """
-    for name, parameter in policy.module.named_parameters():  # gives tied parameters once
-        value = parameter.detach()
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        yield name, value.to(policy.dtypes[name])
+    parameters = {id(parameter) for parameter in policy.module.parameters()}
+    found: dict[int, Shard] = {}
+    # FSDP takes this as a sign to have its shards in place.
+    for name, tensor in policy.module.state_dict(keep_vars=True).items():
+        if id(tensor) not in found:
+            dtype = policy.stored[name]
+            if not is_stored and id(tensor) in parameters and dtype.is_floating_point:
+                dtype = policy.served
+            found[id(tensor)] = _shard_of(name, tensor.detach(), dtype)
+    return list(found.values())
+
+
+def _shard_of(name: str, tensor: Tensor, dtype: torch.dtype) -> Shard:
+    """FSDP gives each rank as many rows, but for the last ones."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        values = tensor.reshape(-1)
+        is_mine = not dist.is_initialized() or dist.get_rank() == 0
+        return Shard(name, dtype, shape, values if is_mine else values[:0])
+    world, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    rows = -(-shape[0] // world)
+    local = tensor.to_local()
+    if local.shape[0] != max(0, min(rows, shape[0] - rank * rows)):
+        raise TrainerError(f"{name}: rank {rank} has {local.shape[0]} of {shape[0]} rows")
+    stride = rows * prod(shape[1:])
+    first = min(rank * stride, prod(shape))
+    return Shard(name, dtype, shape, local.reshape(-1), first, stride)
 
 
 def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

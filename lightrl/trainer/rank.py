@@ -23,7 +23,6 @@ from transformers.utils.logging import disable_progress_bar
 from lightrl.config import Config
 from lightrl.devices.cuda import Stopwatch, has_cuda, now
 from lightrl.errors import TrainerError
-from lightrl.messages import Manifest
 from lightrl.model_files import weights_folder
 from lightrl.trainer import checkpoint, loss
 from lightrl.trainer.group import join
@@ -32,9 +31,9 @@ from lightrl.trainer.model import (
     Policy,
     collate,
     freeze,
-    full_parameters,
     load_policy,
     response_logprobs,
+    shards,
 )
 from lightrl.trainer.protocol import (
     Accumulate,
@@ -55,8 +54,10 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, SavedStep, checkpoint_path
-from lightrl.trainer.versions import Versions
-from lightrl.weights.tensors import write_tensors
+from lightrl.weights.buffers import Buffers
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.publish import Publisher
+from lightrl.weights.tensors import dtype_name
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -95,7 +96,7 @@ class Rank:
         self.algorithm = self.config.algorithm
         self.start = start
         self.step = start.start_step
-        self._versions = Versions(Path(start.publish_dir))
+        self._publisher = Publisher(Buffers(Path(start.publish_dir)), start.rank, start.world)
         self.device = _device(start)
         torch.set_num_threads(self.config.train.threads)
         _order_sums(self.config.run.deterministic)
@@ -115,18 +116,15 @@ class Rank:
             fused=True,
         )
         self.held: list[MicroBatch] = []  # only where gradients must wait for the step's end
-        self.manifest: Manifest | None = None  # of the version published last, on rank 0
-        self.path = ""
+        self.file: VersionFile | None = None  # published last, on rank 0
         self._clear()
         saved = self._restore() if start.start_step > 0 else None
         self._publish(start.start_step)
-        if saved and self.manifest and saved.digest != self.manifest.digest:
-            raise TrainerError(
-                f"checkpoint of step {saved.step}: the restored weights have another digest"
-            )
-        self.started = RankStarted(
-            str(self.device), time.monotonic() - begun, self.manifest, self.path
-        )
+        if saved and self.file:
+            saved.require_digest(self.file.digest, dtype_name(self.policy.served))
+        self._publisher.allocate_second()
+        published = Published(self.file) if self.file else None
+        self.started = RankStarted(str(self.device), time.monotonic() - begun, published)
 
     def perform(self, command: RankCommand) -> Iterator[RankEvent]:
         match command:
@@ -147,9 +145,11 @@ class Rank:
                 metrics = self._update(command)
                 begun = time.monotonic()
                 self._publish(command.policy_version)
-                if self.manifest:  # first of all: rollout nodes wait for it
-                    yield Published(command.policy_version, self.manifest, self.path)
-                metrics["timing_s/publish"] = time.monotonic() - begun
+                if self.file:  # first of all: rollout nodes wait for it
+                    yield Published(self.file)
+                    metrics["weights/full_bytes"] = float(self.file.num_bytes)
+                publish_s = time.monotonic() - begun
+                metrics |= {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
                 self.step += 1
                 yield StepFinished(step, metrics)
             case Save(step, path, export):
@@ -166,7 +166,8 @@ class Rank:
                 assert_never(command)
 
     def _load(self, activation_checkpointing: bool) -> Policy:
-        return load_policy(self.model_dir, self.device, self.start.world, activation_checkpointing)
+        world, dtype = self.start.world, self.config.model.dtype
+        return load_policy(self.model_dir, self.device, world, activation_checkpointing, dtype)
 
     def _expect(self, step: int, command: RankCommand) -> None:
         if step != self.step:
@@ -312,17 +313,9 @@ class Rank:
         return value
 
     def _publish(self, policy_version: int) -> None:
-        """Rank 0 writes the version to a file that appears when complete; the others give their
-        shards."""
+        """All ranks write their shards of it; on rank 0 the file appears when all have."""
         self.policy_version = policy_version
-        if self.start.rank > 0:
-            for _ in full_parameters(self.policy):
-                pass
-            return
-        self.manifest, self.path = self._versions.publish(
-            policy_version,
-            lambda file: write_tensors(file, policy_version, full_parameters(self.policy)),
-        )
+        self.file = self._publisher.publish(policy_version, shards(self.policy))
 
     def _restore(self) -> SavedStep:
         """All that makes the next steps exact: no random number is drawn, rates follow from the
@@ -334,7 +327,8 @@ class Rank:
         saved = SavedStep(
             step=self.step,
             policy_version=self.policy_version,
-            digest=self.manifest.digest if self.manifest else "",
+            digest=self.file.digest if self.file else "",
+            dtype=dtype_name(self.policy.served),
             has_optimizer=bool(self.optimizer.state),
         )
         export_from = self.model_dir if export else None

@@ -36,14 +36,26 @@ class SavedStep:
     # optimizer steps done
     step: int
     policy_version: int
-    # of the published version: restored weights must give it again
+    # of the published version: restored weights must give it again, in the same dtype
     digest: str
     # there is no state before the first update
     has_optimizer: bool = True
+    # of the published parameters; "" in a checkpoint from before digests were those of manifests
+    dtype: str = ""
     # path in the checkpoint -> digest
     files: dict[str, str] = field(default_factory=dict[str, str])
     # digest of all the above, see trainer/seal.py
     seal: str = ""
+
+    def require_digest(self, digest: str, dtype: str) -> None:
+        """Raises TrainerError if the restored weights, published in `dtype`, are not those saved.
+
+        In another dtype than then it cannot be told.
+        """
+        if dtype == self.dtype and digest != self.digest:
+            raise TrainerError(
+                f"checkpoint of step {self.step}: the restored weights have another digest"
+            )
 
 
 def checkpoint_path(checkpoints: Path, step: int) -> Path:

@@ -1,62 +1,82 @@
 """The versions of one trainer as other nodes may pull them, and the messages that publish them.
 
-Owns the weight server and which message stands for which version. Whether and when such a message
-is sent is `trainer.supervisor`'s business.
+Owns which versions this node's weight server has from its trainer, and which message stands for
+which. Whether and when such a message is sent is `trainer.supervisor`'s business, who may pull a
+version the coordinator's.
 """
 
 import logging
-import secrets
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from lightrl.errors import WeightsError
-from lightrl.messages import Manifest, PublishWeights
+from lightrl.messages import PublishWeights
 from lightrl.system.child import LACKING, retry_on_resource_limit
-from lightrl.weights.serve import KEPT_VERSIONS, WeightServer
+from lightrl.trainer.protocol import Published
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.serve import WeightServer
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 0.5  # for a bucket that a node is just being sent of a version that goes
+
 
 class ServedVersions:
-    """`await start(...)` once, always `await close()`."""
+    """At most two: the newest, and the one before until it is in the way. Files are the ranks', who
+    take no file again that the server reads."""
 
-    def __init__(self) -> None:
-        self._server = WeightServer()
-        self._holder = ""
-        self._messages: dict[int, PublishWeights] = {}  # by version, as many as the server keeps
+    def __init__(self, server: WeightServer) -> None:
+        self._server = server
+        self._files: dict[int, VersionFile] = {}  # by version
 
-    async def start(self, host: str, port: int) -> None:
-        self._holder = await self._server.start(host, port)
-
-    async def close(self) -> None:
-        await self._server.close()
-
-    async def serve(
-        self, manifest: Manifest, path: Path, portions: tuple[int, ...] = ()
-    ) -> PublishWeights:
-        """The message that publishes this version. Of a version computed again the old one stays
-        valid.
+    async def serve(self, published: Published, portions: tuple[int, ...] = ()) -> PublishWeights:
+        """The message that publishes this version. One that was computed again with the same result
+        is served from where it was.
 
         Versions that were overtaken are not served once more: nobody loads them, and the newest one
         must not have to go for them.
         """
-        version = manifest.policy_version
-        known = self._messages.get(version)
-        if known is not None and known.manifest == manifest:
-            return replace(known, portions=portions)
-        message = PublishWeights(manifest, (self._holder,), secrets.token_hex(16), portions)
-        if version >= max(self._messages, default=0):
-            publish = partial(self._publish, manifest, path, message.ticket)
+        file = published.file
+        version, known = file.policy_version, self._files.get(file.policy_version)
+        if version >= max(self._files, default=0) and (
+            known is None or known.digest != file.digest
+        ):
+            if known is not None:
+                await self._retire(version)
+            publish = partial(self._publish, file)
             await retry_on_resource_limit(publish, f"serving version {version}", logger.warning)
-            self._messages[version] = message
-            for old in sorted(self._messages)[:-KEPT_VERSIONS]:
-                del self._messages[old]
-        return message
+            self._files[version] = file
+        return _message(published, portions)
 
-    async def _publish(self, manifest: Manifest, path: Path, secret: str) -> None:
+    async def make_room(self) -> None:
+        """Only the newest version is served from now on: the ranks will need the other's file."""
+        for version in sorted(self._files)[:-1]:
+            await self._retire(version)
+
+    async def close(self) -> None:
+        for version in list(self._files):
+            await self._retire(version)
+
+    async def _retire(self, version: int) -> None:
+        file = self._files.pop(version)
+        if not any(other.digest == file.digest for other in self._files.values()):
+            await self._server.retire(file.digest, GRACE_S)
+
+    async def _publish(self, file: VersionFile) -> None:
         try:
-            self._server.publish(manifest, path, secret)
+            self._server.publish(file)
         except WeightsError as e:
             lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
             raise (e.__cause__ if lacks and e.__cause__ else e) from None
+
+
+def _message(published: Published, portions: tuple[int, ...]) -> PublishWeights:
+    file = published.file
+    return PublishWeights(
+        file.policy_version,
+        file.digest,
+        file.num_bytes,
+        Path(file.manifest_path).stat().st_size,
+        canary=published.canary,
+        portions=portions,
+    )

@@ -59,6 +59,7 @@ from lightrl.trainer.seal import damage
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
+from lightrl.weights.serve import WeightServer
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +75,12 @@ class Trainer:
         config: Config,
         run_dir: Path,
         scratch: Path,
-        host: str,
+        server: WeightServer,
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
         gpus: tuple[str, ...] = (),
     ) -> None:
-        """`host` is the address under which other nodes pull weights; `send` reaches the
+        """`server`: this daemon's, which is running; what other nodes pull. `send` reaches the
         coordinator.
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be
@@ -89,11 +90,10 @@ class Trainer:
         self._config = config
         self._run_dir = run_dir
         self._scratch = scratch
-        self._host = host
         self._gpus = gpus
         self._send = send
         self._on_restart = on_restart
-        self._versions = ServedVersions()
+        self._versions = ServedVersions(server)
         self.device = ""
         self._state = TrainerState.STARTING
         # asked for once, in any state, and never taken back: no state of its own
@@ -144,7 +144,6 @@ class Trainer:
 
         Ranks that die are started again from the newest checkpoint.
         """
-        await self._versions.start(self._host, self._config.node.weights_port)
         step = await self._where_to_start()
         while True:
             try:
@@ -164,7 +163,7 @@ class Trainer:
             step = await self._recover_from(lost)
 
     async def close(self) -> None:
-        """Stops serving weights; call it when no node will pull any more."""
+        """Stops serving its weights; call it when no node will pull any more."""
         await self._versions.close()
 
     async def _recover_from(self, lost: RanksLost) -> int:
@@ -231,14 +230,14 @@ class Trainer:
                     f"the last {self._done - self._saved} steps were not saved: ranks had died"
                 )
             return False
-        if started.manifest is None:
+        if started.published is None:
             raise TrainerError("rank 0 started without publishing its weights")
         self.device, took_s = started.device, started.start_s
         logger.info("ranks started: %d, on %s, in %.1f s", len(ranks), self.device, took_s)
         self._done = self._saved = step
         self._furthest = max(self._furthest, step)
         self._step_done = None
-        self._standing = await self._versions.serve(started.manifest, Path(started.path))
+        self._standing = await self._versions.serve(started.published)
         is_restart = self._state is TrainerState.DOWN
         self._move(TrainerEvent.RANKS_STARTED)
         if is_restart:
@@ -328,10 +327,10 @@ class Trainer:
         """The update, from where on the ranks stand at the next step."""
         step, version = queue.step, queue.step + 1
         self._move(TrainerEvent.UPDATE_BEGAN)
+        await self._versions.make_room()
         ranks.tell(FinishStep(step, queue.num_responses, queue.num_tokens, version))
         published = await ranks.reply(0, Published)
-        path, portions = Path(published.path), tuple(queue.portions)
-        self._standing = await self._versions.serve(published.manifest, path, portions)
+        self._standing = await self._versions.serve(published, tuple(queue.portions))
         self._say(self._standing)
         finished, *_ = await ranks.replies(StepFinished)
         self._step_done = StepDone(step, version, finished.metrics)

@@ -10,12 +10,14 @@ is no number.
 from math import isfinite
 
 from lightrl.core.events import (
+    EndpointOpened,
     Event,
     NodeDraining,
     NodeHeard,
     NodeLeft,
     NodeLost,
     ShardsDelivered,
+    SourceReported,
     StepTrained,
     TokensArrived,
     WeightsConfirmed,
@@ -24,7 +26,9 @@ from lightrl.core.events import (
 )
 from lightrl.errors import ProtocolError
 from lightrl.messages import (
+    BadSource,
     Bye,
+    Canary,
     Checkpointed,
     Drain,
     Heartbeat,
@@ -34,10 +38,15 @@ from lightrl.messages import (
     ShardsTaken,
     StepDone,
     TokenChunk,
+    WeightsEndpoint,
     WeightsFailed,
     WeightsReady,
 )
-from lightrl.weights.request import MAX_NAME_BYTES
+from lightrl.system.addresses import split_address
+from lightrl.weights.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
+
+MIN_SECRET = 16  # characters from which tickets are made: an empty one would let everybody in
+MAX_CANARY_TOKENS = 4096
 
 
 def check_bounds(message: Message) -> None:
@@ -49,19 +58,27 @@ def check_bounds(message: Message) -> None:
             _words(message.node, message.host, *(r for r, _ in message.running))
             if message.serves is not None:
                 _words(message.serves[1])
-        case Heartbeat(load, lag, device):
+        case Heartbeat(load, lag, device, weights):
             _words(device)
             _finite(lag)
+            if weights is not None and weights.num_bytes > weights.total_bytes:
+                raise ProtocolError("Heartbeat: more of a version than there is of it")
             d = load.drafting
             if d is not None and d.accepted > min(d.drafted, d.emitted):
                 raise ProtocolError("Heartbeat: more drafted tokens accepted than there were")
         case TokenChunk(_, digest, _):
             _words(digest)
-        case PublishWeights(manifest, holders, ticket, _):
-            _words(manifest.digest, ticket, *holders)
-        case WeightsReady(_, digest, _, pull_s, load_s):
+        case PublishWeights():
+            _publication(message)
+        case WeightsEndpoint():
+            _endpoint(message)
+        case WeightsReady(_, digest, num_bytes, pull_s, load_s, peer_bytes, delta_bytes, diff):
             _words(digest)
-            _finite(pull_s, load_s)
+            _finite(pull_s, load_s, diff or 0.0)
+            if max(peer_bytes, delta_bytes) > num_bytes:
+                raise ProtocolError("WeightsReady: a part has more bytes than the whole")
+        case BadSource(_, node, _):
+            _words(node)
         case Checkpointed(step, oldest) if oldest > step:
             raise ProtocolError("Checkpointed: the oldest checkpoint kept is newer than the newest")
         case StepDone(_, _, metrics):
@@ -73,7 +90,16 @@ def check_bounds(message: Message) -> None:
 
 
 # and a Drain of their own
-OF_NODES = (Hello, Heartbeat, TokenChunk, WeightsReady, WeightsFailed, Bye)
+OF_NODES = (
+    Hello,
+    Heartbeat,
+    TokenChunk,
+    WeightsEndpoint,
+    WeightsReady,
+    WeightsFailed,
+    BadSource,
+    Bye,
+)
 
 
 def require_allowed(name: str, message: Message) -> None:
@@ -106,6 +132,10 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
             return NodeHeard(peer, message)
         case PublishWeights():
             return WeightsPublished(peer, message)
+        case WeightsEndpoint():
+            return EndpointOpened(peer, message)
+        case BadSource():
+            return SourceReported(peer, message)
         case WeightsReady():
             return WeightsConfirmed(peer, message)
         case WeightsFailed():
@@ -122,6 +152,37 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
             return NodeLost(peer, str(message)[:200])
         case _:
             return NodeLost(peer, f"unexpected {type(message).__name__}")
+
+
+def _publication(message: PublishWeights) -> None:
+    """Of a trainer, which leaves it to the coordinator to name sources."""
+    if message.sources:
+        raise ProtocolError("PublishWeights: a trainer names no sources")
+    if not message.num_bytes or not message.manifest_bytes:
+        raise ProtocolError("PublishWeights: a version without bytes")
+    _words(message.digest, *(word for d in message.deltas for word in (d.base, d.target, d.digest)))
+    if message.canary is not None:
+        _canary(message.canary)
+
+
+def _canary(canary: Canary) -> None:
+    num_tokens, rest = divmod(len(canary.token_ids), 4)
+    if rest or not 2 <= num_tokens <= MAX_CANARY_TOKENS:
+        raise ProtocolError(f"a canary of {len(canary.token_ids)} bytes")
+    if len(canary.logprobs) != 4 * (num_tokens - 1):
+        raise ProtocolError(f"a canary of {num_tokens} tokens with other logprobs")
+
+
+def _endpoint(endpoint: WeightsEndpoint) -> None:
+    """It is passed on to others, who connect there."""
+    if not MIN_SECRET <= len(endpoint.secret) <= MAX_TICKET_BYTES:
+        raise ProtocolError(f"WeightsEndpoint: a secret of {len(endpoint.secret)} characters")
+    if not endpoint.addresses:
+        raise ProtocolError("WeightsEndpoint: no address")
+    for address in endpoint.addresses:
+        found = split_address(address)
+        if found is None or found[0] == "*" or found[1] == 0:
+            raise ProtocolError(f"WeightsEndpoint: {address[:80]!r}: not host:port")
 
 
 def _words(*words: str) -> None:

@@ -37,36 +37,37 @@ class _Caller:
 
 
 class Door:
-    """`open` once, `close` at the end."""
+    """`open` for each listener, `close` at the end."""
 
     def __init__(self, places: int, show: Callable[[socket.socket, Request], None]) -> None:
         """`show` is given the connections that have made a request, and owns them from then on."""
         self._places = places
         self._show = show
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self._callers: dict[_Caller, None] = {}  # in the order in which they came
         self._by_address: dict[bytes, dict[_Caller, None]] = {}  # likewise
         self._sweep: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
     def open(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self._listen()
+        """One more, for each address that is listened on."""
+        self._listeners.append(listener)
+        self._listen(listener)
 
     def close(self) -> None:
         """Nobody comes in any more; those who wait are cut off."""
-        if self._listener is not None:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
+        self._listeners.clear()
         if self._sweep is not None:
             self._sweep.cancel()
         for caller in list(self._callers):
             self._cut_off(caller)
 
-    def _listen(self) -> None:
-        if self._listener is not None:
-            self._loop.add_reader(self._listener, self._accept, self._listener)
+    def _listen(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_AT_ONCE):
@@ -79,7 +80,7 @@ class Door:
                     self._cut_off(next(iter(self._callers)))
                     continue
                 self._loop.remove_reader(listener)
-                self._loop.call_later(PAUSE_S, self._listen)
+                self._loop.call_later(PAUSE_S, self._listen, listener)
                 return
             self._receive_from(sock, _counted_as(sock.family, address[0]))
 

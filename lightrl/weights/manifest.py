@@ -72,11 +72,16 @@ def digest_version(encoded: bytes) -> str:
     return blake3(encoded).hexdigest()
 
 
+def require_digest(encoded: bytes, digest: str) -> None:
+    """Raises WeightsError unless these are the bytes of the manifest of the version `digest`."""
+    if digest_version(encoded) != digest:
+        raise WeightsError("the manifest has another digest than the version")
+
+
 def decode(encoded: bytes, digest: str) -> Manifest:
     """The manifest of the version with this digest. Raises WeightsError if it is that of another
     one, or none that a trainer could have made."""
-    if digest_version(encoded) != digest:
-        raise WeightsError("the manifest has another digest than the version")
+    require_digest(encoded, digest)
     try:
         manifest = from_bytes(encoded, Manifest)
     except ProtocolError as e:
@@ -97,8 +102,13 @@ def decode(encoded: bytes, digest: str) -> Manifest:
 
 def read_manifest(file: VersionFile) -> Manifest:
     """Of a version on this machine. Raises WeightsError."""
+    return decode(read_encoded(file), file.digest)
+
+
+def read_encoded(file: VersionFile) -> bytes:
+    """The bytes of a version's manifest, not proved. Raises WeightsError."""
     try:
-        return decode(Path(file.manifest_path).read_bytes(), file.digest)
+        return Path(file.manifest_path).read_bytes()
     except OSError as e:
         raise WeightsError(f"{file.manifest_path}: cannot be read: {e.strerror}") from e
 

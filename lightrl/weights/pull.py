@@ -1,43 +1,45 @@
-"""Weights over plain TCP: fetches a version from whoever holds it, and proves that it is that
-version.
+"""Weights over plain TCP: fetches a version from those who hold it or are at it themselves, and
+proves that it is that version.
 
-Owns one transfer: streams, retries, resuming, digests. Threads do all of it, the event loop only
-waits. Must not import torch; decides neither what to pull nor from whom. The other side is
-`serve.py`.
+Owns one transfer: its sources, files, progress and end. `follow.py` learns what the sources have,
+`swarm.py` decides whom to ask for what, the threads of `fetch.py` do it; the event loop only waits.
+Must not import torch; decides neither what to pull nor from whom. The other side is `serve.py`.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import os
-import random
 import shutil
-import socket
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightrl.errors import WeightsError
-from lightrl.messages import MAX_HOLDERS, Manifest
-from lightrl.system.addresses import join_address, split_address
-from lightrl.weights import manifest as m
-from lightrl.weights.request import BUSY, DATA, MAX_NAME_BYTES, MAX_TICKET_BYTES, QUEUED, Request
-from lightrl.weights.serve import IDLE_LIMIT_S, WeightServer
+from lightrl.errors import ProtocolError, WeightsError
+from lightrl.messages import MAX_SOURCES, WeightsProgress, WeightsSource
+from lightrl.system.addresses import split_address
+from lightrl.weights.fetch import Fetch
+from lightrl.weights.follow import Follower
+from lightrl.weights.layout import BUCKET_BYTES, MAX_BYTES, num_buckets
+from lightrl.weights.manifest import (
+    DIGEST_BYTES,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    VersionFile,
+    decode,
+)
+from lightrl.weights.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
+from lightrl.weights.serve import WeightServer
+from lightrl.weights.swarm import Source, Swarm
+from lightrl.weights.write import manifest_path
 
-__all__ = ["PullStats", "WeightServer", "pull"]
+__all__ = ["Pull", "PullStats", "Wanted", "WeightServer", "parse_address", "partial_path"]
 
-CONNECT_LIMIT_S = 3.0
-MAX_REFUSALS = 3  # of each holder in a row before a stream gives up
 SPARE_BYTES = 64 << 20  # of disk, left for others
-MAX_PAUSE_S = 2.0  # between two rounds of attempts
-BUSY_PAUSE_S = 2.0  # before a holder that has no place for us is asked again
-
-_REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
-_CHUNK_BYTES = 256 << 10  # fits a core's cache, where it is digested and written
+TICK_S = 0.1  # sources are looked after so often
+PROGRESS_S = 0.25
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -49,331 +51,334 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to pull, as PublishWeights (or a DeltaOffer) says it.
+
+    Example: Wanted(4, "9f3a...", num_bytes=2112512, manifest_bytes=8190)
+    """
+
+    policy_version: int
+    digest: str
+    num_bytes: int
+    manifest_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PullStats:
     """What one pull cost. `num_bytes` were transferred; a resumed pull needs fewer than the version
     has."""
 
     num_bytes: int
     seconds: float
+    # of num_bytes: from others than the last of the sources, which is the trainer
+    peer_bytes: int = 0
+    # by node
+    by_source: dict[str, int] = field(default_factory=dict)
 
 
-async def pull(
-    manifest: Manifest,
-    holders: Sequence[str],
-    ticket: str,
-    destination: Path,
-    streams: int = 4,
-    timeout_s: float = 60.0,
-    *,
-    node: str,
-) -> PullStats:
-    """Fetches a version into `destination`, every bucket proved, from any of the holders.
+def partial_path(path: Path) -> Path:
+    """Where a version that will be at `path` grows: "path.part". What an earlier pull left there,
+    of whatever process, is hashed and used as far as it is right."""
+    return path.with_name(path.name + ".part")
 
-    `ticket` is that of `node` for this version, to others it is worth nothing.
 
-    Grows "destination.part" and resumes from the whole buckets in it; `destination` appears
-    complete or not at all. A holder that cannot be reached or breaks off is tried again and again:
-    the network may come back. Waiting in the queue of a holder, or for a place there, is no failure
-    however long it takes; where many wait, fewer `streams` are used. Raises WeightsError when
-    nothing has arrived for `timeout_s`, not even a sign that we are queued; sooner if every holder
-    keeps refusing (it closes the connection instead of answering: wrong ticket, or the version is
-    gone) or the bytes of a bucket were wrong twice; at once for a manifest that cannot be or a disk
-    that is too small. Cancelling ends it within CONNECT_LIMIT_S.
+class Pull:
+    """One version on its way to `path`. `await run()` once; cancelling it ends within seconds.
+
+    pull = Pull(wanted, "rollout-0", path, server=server, on_bad=..., on_progress=...)
+    pull.add_sources(offer.sources)
+    stats = await pull.run()        # pull.file, pull.manifest are there now
     """
-    m.verify(manifest)
-    if not 0 < len(holders) <= MAX_HOLDERS:
-        num = len(holders) or "nobody"
-        raise WeightsError(f"version {manifest.policy_version}: {num} holds it")
-    if not 0 < len(node.encode()) <= MAX_NAME_BYTES:
-        raise WeightsError(f"version {manifest.policy_version}: not a node's name: {node[:20]!r}")
-    if not 0 < len(ticket.encode()) <= MAX_TICKET_BYTES:
-        raise WeightsError(f"version {manifest.policy_version}: not a ticket: {ticket[:20]!r}")
-    start = time.monotonic()
-    part = destination.with_name(destination.name + ".part")
-    _require_space(manifest, part)
-    credentials = (node.encode(), ticket.encode())
-    num_streams = max(1, min(streams, len(manifest.buckets)))
-    addresses = [parse_address(h) for h in holders]
-    fetch = _Fetch(manifest, addresses, credentials, timeout_s, part, num_streams)
-    loop = asyncio.get_running_loop()
-    try:
-        with ThreadPoolExecutor(num_streams, thread_name_prefix="weights-pull") as threads:
-            try:
-                workers = [_Stream(fetch, k) for k in range(num_streams)]
-                runs = [loop.run_in_executor(threads, w.run) for w in workers]
-            except RuntimeError as e:
-                fetch.end(str(e))
-                raise WeightsError(f"version {manifest.policy_version}: {e}") from e
-            try:
-                await asyncio.gather(*(asyncio.shield(r) for r in runs))
-            except BaseException:
-                fetch.end("cancelled")
-                await asyncio.wait(runs)
-                raise
-    finally:
-        fetch.close()
-    if fetch.failure is not None:
-        raise WeightsError(f"version {manifest.policy_version}: {fetch.failure}")
-    part.replace(destination)
-    return PullStats(fetch.num_bytes, time.monotonic() - start)
-
-
-def _require_space(manifest: Manifest, part: Path) -> None:
-    """Raises WeightsError if the version does not fit on the disk: before anything is
-    transferred."""
-    needed = m.num_bytes(manifest)
-    with contextlib.suppress(FileNotFoundError):
-        needed -= part.stat().st_blocks * 512
-    try:
-        free = shutil.disk_usage(part.parent).free
-    except OSError as e:
-        raise WeightsError(f"{part.parent}: cannot be written: {e.strerror}") from e
-    if needed + SPARE_BYTES > free:
-        raise WeightsError(
-            f"version {manifest.policy_version}: needs {needed / 1e9:.3g} GB more in "
-            f"{part.parent}, where {free / 1e9:.3g} GB are free"
-        )
-
-
-class _Fetch:
-    """What the streams of one pull share; its methods may be called from any thread."""
 
     def __init__(
         self,
-        manifest: Manifest,
-        holders: Sequence[tuple[str, int]],
-        credentials: tuple[bytes, bytes],
-        timeout_s: float,
-        part: Path,
-        num_streams: int,
+        wanted: Wanted,
+        node: str,
+        path: Path,
+        *,
+        server: WeightServer | None = None,
+        streams: int = 4,
+        timeout_s: float = 60.0,
+        on_bad: Callable[[str, str], None] | None = None,
+        on_progress: Callable[[WeightsProgress], None] | None = None,
+        order: int | None = None,
     ) -> None:
-        self.manifest = manifest
-        self.holders = holders
-        self.credentials = credentials  # the node's name and its ticket
-        self.failure: str | None = None  # the first that ended the pull
-        self.num_bytes = 0  # received
-        self.trouble = ""  # the last, with the holder that made it
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s  # moves on with every byte
-        self._todo = deque(enumerate(m.bucket_offsets(manifest)))
-        self._num_streams = num_streams  # that are at work
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._sockets: set[socket.socket] = set()
+        """`node`: this one, for which the tickets are. `server`: serves what is proved meanwhile,
+        and the whole version at the end, until it is retired there. `on_bad(node, reason)` and
+        `on_progress` are called in the event loop, the latter each PROGRESS_S. `order`: which of
+        the pullers this is, None = by its name: each begins elsewhere in the file. Raises
+        WeightsError for what cannot be a version."""
+        self._about = f"version {wanted.policy_version}"
+        self._require_sense(wanted, node)
+        self._wanted = wanted
+        self._node = node
+        self._path = path
+        self._server = server
+        self._on_bad = on_bad
+        self._on_progress = on_progress
+        self._num_streams = max(1, min(streams, num_buckets(wanted.num_bytes)))
+        if order is None:
+            order = int.from_bytes(hashlib.blake2b(node.encode(), digest_size=4).digest(), "little")
+        swarm = Swarm(num_buckets(wanted.num_bytes), order, self._num_streams)
+        credentials = (wanted.digest, wanted.policy_version, node)
+        self._fetch = Fetch(swarm, credentials, timeout_s, wanted.num_bytes)
+        sizes = (wanted.num_bytes, wanted.manifest_bytes)
+        self._follower = Follower(self._fetch, wanted.digest, wanted.policy_version, sizes, node)
+        self._following: dict[Source, asyncio.Task[None]] = {}
+        self._is_running = False
+        self._manifest: Manifest | None = None
+        self._progress_due = 0.0
+
+    @property
+    def file(self) -> VersionFile:
+        """The version at `path`; complete once `run` has returned."""
+        w, beside = self._wanted, manifest_path(self._path)
+        return VersionFile(w.policy_version, w.digest, w.num_bytes, str(self._path), str(beside))
+
+    @property
+    def manifest(self) -> Manifest:
+        """Proved. Once `run` has returned."""
+        assert self._manifest is not None
+        return self._manifest
+
+    def add_sources(self, sources: Sequence[WeightsSource]) -> None:
+        """Before and while it runs: in the order in which they should be asked, the trainer last.
+        Known ones keep what was learned of them, except that refusals are forgotten. Raises
+        WeightsError for an address that nobody could connect to."""
+        fresh = [self._source(s) for s in sources[:MAX_SOURCES]]
+        swarm, lock = self._fetch.swarm, self._fetch.lock
+        with lock:
+            known = {(s.node, s.addresses, s.ticket): s for s in swarm.sources}
+            named = {s.node for s in fresh}
+            listed = [known.get((s.node, s.addresses, s.ticket), s) for s in fresh]
+            kept = [s for s in swarm.sources if s.node not in named]
+            swarm.sources = kept + listed
+            for source in listed:
+                source.refusals = 0
+            for source in known.values():
+                if source not in swarm.sources:  # its node has begun anew
+                    source.is_bad = True
+            lock.notify_all()
+        if self._is_running:
+            self._follow()
+
+    async def run(self) -> PullStats:
+        """Every bucket proved; `path` appears complete or not at all, the manifest beside it
+        (write.manifest_path).
+
+        A source that cannot be reached or breaks off is tried again and again; waiting in a queue
+        is no failure however long it takes. Raises WeightsError when nothing has arrived for
+        `timeout_s`, not even a sign that we are queued; sooner if every source keeps refusing or
+        sent wrong bytes; at once for a disk that is too small. The partial file stays, for the next
+        pull; it is the owner's to remove.
+        """
+        if not self._fetch.swarm.sources:
+            raise WeightsError(f"{self._about}: nobody holds it")
+        start = time.monotonic()
+        self._require_space()
+        self._is_running = True
+        self._fetch.note_progress()
+        self._follow()
+        work = asyncio.get_running_loop().create_task(self._work())
+        is_done = False
         try:
-            self.file = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
-            self.has_leftovers = os.fstat(self.file).st_size > 0
-            os.ftruncate(self.file, m.num_bytes(manifest))
-        except OSError as e:
-            raise WeightsError(f"{part}: cannot be written: {e.strerror}") from e
-
-    def buckets(self) -> Iterator[tuple[int, int]]:
-        """(index, position in the file) of buckets that no stream has taken yet, until the pull
-        ends."""
-        while not self._ended.is_set():
-            with self._lock:
-                if not self._todo:
-                    self._num_streams -= 1
-                    return
-                bucket = self._todo.popleft()
-            yield bucket
-
-    def hand_back(self, index: int, position: int) -> bool:
-        """Leaves a bucket, and all others, to the streams that remain; False if there is none."""
-        with self._lock:
-            if self._num_streams == 1:
-                return False
-            self._num_streams -= 1
-            self._todo.appendleft((index, position))
-            return True
-
-    def end(self, why: str) -> None:
-        """The pull has failed: all streams stop soon, whatever they are doing."""
-        with self._lock:
-            self.failure = self.failure or why
-            self._ended.set()
-            for sock in self._sockets:
-                with contextlib.suppress(OSError):  # not connected any more
-                    sock.shutdown(socket.SHUT_RDWR)
-
-    def remaining_s(self, limit_s: float) -> float:
-        """Up to `limit_s`, less near the deadline. Raises WeightsError when the pull is over."""
-        left = self._deadline - time.monotonic()
-        if left <= 0 or self._ended.is_set():
-            last = f"; last {self.trouble}" if self.trouble else ""
-            raise WeightsError(f"nothing arrived for {self._timeout_s:g} s{last}")
-        return min(left, limit_s)
-
-    def pause(self, seconds: float) -> None:
-        """With jitter: the nodes of a run fail together and should not come back together."""
-        self._ended.wait(self.remaining_s(seconds * random.uniform(0.5, 1.0)))
-
-    def wait_for_place(self) -> None:
-        """A holder has too many peers: that it says so counts as progress."""
-        self.count(0)
-        self.pause(min(BUSY_PAUSE_S, self._timeout_s / 2))
-
-    def register(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._sockets.add(sock)
-
-    def forget(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._sockets.discard(sock)
-        sock.close()
-
-    def count(self, num_bytes: int) -> None:
-        """Progress: so many bytes arrived, or (0) those of an earlier pull were read, or we are
-        queued."""
-        with self._lock:
-            self.num_bytes += num_bytes
-            self._deadline = time.monotonic() + self._timeout_s
-
-    def close(self) -> None:
-        os.close(self.file)
-
-
-class _Stream:
-    """One thread with one connection at a time. Streams start at different holders, to share the
-    load."""
-
-    def __init__(self, fetch: _Fetch, number: int) -> None:
-        self._fetch = fetch
-        self._turn = number  # whose turn it is among the holders
-        self._failures = 0  # in a row, without progress
-        self._refusals = 0  # so many of them, the last ones, were refusals
-        self._is_starved = False  # it was our turn, and nothing came
-        self._sock: socket.socket | None = None
-        self._buffer = memoryview(bytearray(_CHUNK_BYTES))
-
-    def run(self) -> None:
-        try:
-            for index, position in self._fetch.buckets():
-                if self._fetch.has_leftovers and self._is_held(index, position):
-                    continue
-                if not self._pull_bucket(index, position):
-                    return
-        except WeightsError as e:
-            self._fetch.end(str(e))
+            while not work.done() and self._fetch.failure is None:
+                await asyncio.wait({work}, timeout=TICK_S)
+                self._look_after()
+            if self._fetch.failure is None:
+                await work
+                is_done = True
         finally:
-            self._disconnect()
+            self._fetch.end("cancelled")
+            await self._stop(work)
+            if not is_done and self._server is not None:
+                self._server.retire(self._wanted.digest)
+        if not is_done:
+            raise WeightsError(f"{self._about}: {self._fetch.failure}")
+        return self._stats(time.monotonic() - start)
 
-    def _pull_bucket(self, index: int, position: int) -> bool:
-        """False if the bucket was left to other streams, as the holders are busy."""
-        bucket = self._fetch.manifest.buckets[index]
-        for _ in range(2):
-            digest = self._receive(index, position, bucket.size)
-            if digest is None or digest == bucket.digest:
-                return digest is not None
-            self._disconnect()
-            self._turn += 1  # rather from another holder
-        raise WeightsError(f"bucket {index}: digest differs, twice")
-
-    def _receive(self, index: int, position: int, size: int) -> str | None:
-        """Receives and writes a bucket, going on where it was broken off; returns its digest.
-
-        None if it has been handed back.
-        """
-        fetch = self._fetch
-        digest = hashlib.blake2b(digest_size=16)
-        received = 0
-        while received < size:
-            try:
-                sock = self._request(position + received, size - received)
-                if not self._await_turn(sock):
-                    self._disconnect()
-                    if received == 0 and fetch.hand_back(index, position):
-                        return None
-                    self._turn += 1
-                    fetch.wait_for_place()
-                    continue
-                while received < size:
-                    sock.settimeout(fetch.remaining_s(IDLE_LIMIT_S))
-                    n = sock.recv_into(self._buffer, min(size - received, _CHUNK_BYTES))
-                    if n == 0:
-                        raise EOFError(_REFUSAL)
-                    data = self._buffer[:n]
-                    digest.update(data)
-                    self._write(data, position + received)
-                    received += n
-                    self._failures = self._refusals = 0
-                    self._is_starved = False
-                    fetch.count(n)
-            except (OSError, EOFError) as e:
-                self._disconnect()
-                self._blame_holder(e)
-        return digest.hexdigest()
-
-    def _request(self, offset: int, size: int) -> socket.socket:
-        fetch = self._fetch
-        if self._sock is None:
-            address = fetch.holders[self._turn % len(fetch.holders)]
-            self._sock = socket.create_connection(address, fetch.remaining_s(CONNECT_LIMIT_S))
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            fetch.register(self._sock)
-        self._sock.settimeout(fetch.remaining_s(IDLE_LIMIT_S))
-        version = fetch.manifest.policy_version
-        self._sock.sendall(Request(version, offset, size, *fetch.credentials).pack())
-        return self._sock
-
-    def _await_turn(self, sock: socket.socket) -> bool:
-        """Until the bytes that were asked for follow. False if the holder has no place for us now.
-
-        To be queued counts as progress, unless it is for what did not come when it was our turn.
-        """
-        while True:
-            sock.settimeout(self._fetch.remaining_s(IDLE_LIMIT_S))
-            sign = sock.recv(1)
-            if sign == DATA:
-                self._is_starved = True
-                return True
-            if sign == BUSY:
-                return False
-            if sign != QUEUED:
-                raise EOFError(
-                    _REFUSAL if not sign else "does not serve weights as this version does"
-                )
-            self._refusals = 0
-            if not self._is_starved:
-                self._fetch.count(0)
-
-    def _blame_holder(self, e: OSError | EOFError) -> None:
-        """On to the next holder, with a pause after each time around. Raises WeightsError to give
-        up."""
-        holders = self._fetch.holders
-        host, port = holders[self._turn % len(holders)]
-        self._fetch.trouble = f"{join_address(host, port)}: {e}"
-        self._failures += 1
-        self._refusals = self._refusals + 1 if isinstance(e, EOFError) else 0
-        if self._refusals >= MAX_REFUSALS * len(holders):
-            raise WeightsError(f"no holder serves it; last {self._fetch.trouble}") from e
-        self._turn += 1
-        rounds, rest = divmod(self._failures, len(holders))
-        if rest == 0:
-            self._fetch.pause(min(MAX_PAUSE_S, 0.05 * 2 ** min(rounds, 10)))
-
-    def _write(self, data: memoryview, position: int) -> None:
+    async def _work(self) -> None:
+        manifest = await self._find_manifest()
+        part = partial_path(self._path)
         try:
-            while data:
-                n = os.pwrite(self._fetch.file, data, position)
-                data, position = data[n:], position + n
-        except OSError as e:  # the disk's fault, not the holder's
-            raise WeightsError(f"cannot write: {e.strerror}") from e
+            file, leftovers = await asyncio.to_thread(_open, part, manifest.num_bytes)
+        except OSError as e:
+            raise WeightsError(f"{self._about}: {part}: cannot be written: {e.strerror}") from e
+        partial = None
+        try:
+            if self._server is not None:
+                w = self._wanted
+                beside = str(manifest_path(self._path))
+                growing = VersionFile(w.policy_version, w.digest, w.num_bytes, str(part), beside)
+                partial = self._server.serve_partial(growing)
+        finally:
+            self._fetch.open(manifest, file, leftovers, partial)
+        await self._run_streams()
+        if self._fetch.failure is None:
+            part.replace(self._path)
+            if partial is not None:
+                partial.complete()
 
-    def _is_held(self, index: int, position: int) -> bool:
-        """Whether an earlier pull left this bucket whole."""
-        bucket = self._fetch.manifest.buckets[index]
-        digest = hashlib.blake2b(digest_size=16)
-        done = 0
-        while done < bucket.size:
-            self._fetch.remaining_s(0.0)  # the pull may have ended
-            n = os.preadv(self._fetch.file, [self._buffer[: bucket.size - done]], position + done)
-            self._fetch.count(0)
-            digest.update(self._buffer[:n])
-            done += n
-        return digest.hexdigest() == bucket.digest
+    async def _run_streams(self) -> None:
+        """Until all have ended, also when this is cancelled."""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(self._num_streams, thread_name_prefix="weights-pull") as threads:
+            runs: list[asyncio.Future[None]] = []
+            each = range(self._num_streams)
+            try:
+                runs.extend(loop.run_in_executor(threads, self._fetch.run) for _ in each)
+                await asyncio.gather(*(asyncio.shield(r) for r in runs))
+            except RuntimeError as e:  # no more threads
+                self._fetch.end(str(e))
+            finally:
+                self._fetch.end("cancelled")
+                if runs:
+                    await asyncio.wait(runs)
 
-    def _disconnect(self) -> None:
-        if self._sock is not None:
-            self._fetch.forget(self._sock)
-            self._sock = None
+    async def _find_manifest(self) -> Manifest:
+        """Of an earlier pull, or from the first source that has it."""
+        digest, beside = self._wanted.digest, manifest_path(self._path)
+        with contextlib.suppress(OSError, WeightsError):
+            encoded = await asyncio.to_thread(_read, beside)
+            self._manifest = await asyncio.to_thread(decode, encoded, digest)
+        while self._manifest is None:
+            self._follower.known.clear()
+            for source in list(self._fetch.swarm.sources):
+                if source.is_known and source.can_be_asked(time.monotonic()):
+                    self._manifest = await self._manifest_of(source, beside)
+                if self._manifest is not None:
+                    break
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S):
+                        await self._follower.known.wait()
+        if self._manifest.num_bytes != self._wanted.num_bytes:
+            raise WeightsError(
+                f"{self._about}: has {self._manifest.num_bytes} bytes, "
+                f"was published with {self._wanted.num_bytes}"
+            )
+        return self._manifest
+
+    async def _manifest_of(self, source: Source, beside: Path) -> Manifest | None:
+        try:
+            encoded = await self._follower.manifest(source)
+        except (OSError, EOFError, ProtocolError) as e:
+            self._fetch.note_trouble(source, e, is_refusal=isinstance(e, EOFError))
+            return None
+        if encoded is None:
+            with self._fetch.lock:
+                source.pause(time.monotonic(), TICK_S)
+            return None
+        try:
+            manifest = await asyncio.to_thread(decode, encoded, self._wanted.digest)
+        except WeightsError as e:
+            self._fetch.note_bad(source, str(e))
+            return None
+        try:
+            await asyncio.to_thread(beside.write_bytes, encoded)
+        except OSError as e:
+            raise WeightsError(f"{self._about}: {beside}: cannot be written: {e.strerror}") from e
+        return manifest
+
+    def _follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        for source in self._fetch.swarm.sources:
+            task = self._following.get(source)
+            if not source.is_lost and (task is None or (task.done() and not source.has)):
+                self._following[source] = loop.create_task(self._follower.follow(source))
+
+    def _look_after(self) -> None:
+        fetch = self._fetch
+        fetch.look_after()
+        while fetch.bad:
+            source, reason = fetch.bad.popleft()
+            if self._on_bad is not None:
+                self._on_bad(source.node, reason)
+        if fetch.doubted:
+            fetch.doubted.clear()
+            self._follow()
+        now = time.monotonic()
+        if self._on_progress is not None and now >= self._progress_due:
+            self._progress_due = now + PROGRESS_S
+            w, num_sources = self._wanted, sum(s.num_streams > 0 for s in fetch.swarm.sources)
+            self._on_progress(
+                WeightsProgress(w.policy_version, fetch.proved_bytes, w.num_bytes, num_sources)
+            )
+
+    async def _stop(self, work: asyncio.Task[None]) -> None:
+        tasks = [work, *self._following.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._fetch.close)
+        self._look_after()
+
+    def _stats(self, seconds: float) -> PullStats:
+        received = self._fetch.received
+        origin = self._fetch.swarm.sources[-1].node
+        total = received.total()
+        return PullStats(total, seconds, total - received[origin], dict(received))
+
+    def _source(self, source: WeightsSource) -> Source:
+        ticket = source.ticket.encode()
+        if not 0 < len(ticket) <= MAX_TICKET_BYTES:
+            raise WeightsError(f"{self._about}: not a ticket: {source.ticket[:20]!r}")
+        addresses = tuple(parse_address(a) for a in source.addresses)
+        if not addresses:
+            raise WeightsError(f"{self._about}: {source.node[:80]!r} has no address")
+        return Source(source.node, addresses, ticket, time.monotonic())
+
+    def _require_sense(self, wanted: Wanted, node: str) -> None:
+        if not 0 < len(node.encode()) <= MAX_NAME_BYTES:
+            raise WeightsError(f"{self._about}: not a node's name: {node[:20]!r}")
+        if not 0 < wanted.num_bytes <= MAX_BYTES:
+            raise WeightsError(f"{self._about}: cannot have {wanted.num_bytes} bytes")
+        if not 0 < wanted.manifest_bytes <= MAX_MANIFEST_BYTES:
+            raise WeightsError(
+                f"{self._about}: its manifest cannot have {wanted.manifest_bytes} bytes"
+            )
+        digits = wanted.digest
+        if len(digits) != 2 * DIGEST_BYTES or not set(digits) <= set("0123456789abcdef"):
+            raise WeightsError(f"{self._about}: not a digest: {digits[:80]!r}")
+
+    def _require_space(self) -> None:
+        """Raises WeightsError if the version does not fit on the disk: before anything is
+        transferred."""
+        part, needed = partial_path(self._path), self._wanted.num_bytes
+        with contextlib.suppress(FileNotFoundError):
+            needed -= part.stat().st_blocks * 512
+        try:
+            free = shutil.disk_usage(part.parent).free
+        except OSError as e:
+            raise WeightsError(f"{part.parent}: cannot be written: {e.strerror}") from e
+        if needed + SPARE_BYTES > free:
+            raise WeightsError(
+                f"{self._about}: needs {needed / 1e9:.3g} GB more in {part.parent}, "
+                f"where {free / 1e9:.3g} GB are free"
+            )
+
+
+def _open(part: Path, size: int) -> tuple[int, list[int]]:
+    """The file, and which of its buckets were written by an earlier pull."""
+    file = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(file, size)
+        found, position = list[int](), 0
+        while position < size:
+            try:
+                data = os.lseek(file, position, os.SEEK_DATA)
+            except OSError:  # nothing but holes
+                break
+            bucket = data // BUCKET_BYTES
+            found.append(bucket)
+            position = (bucket + 1) * BUCKET_BYTES
+    except BaseException:
+        os.close(file)
+        raise
+    return file, found
+
+
+def _read(path: Path) -> bytes:
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise WeightsError(f"{path}: too large for a manifest")
+    return path.read_bytes()

@@ -9,12 +9,16 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+
+from lightrl.system.threads import in_thread
 
 PREFIX = "lightrl-"
 MIN_FREE_BYTES = 1 << 30  # below that, shared memory is not used
+_MEMORY = Path("/proc/meminfo")
 NUM_VERSIONS = 3  # in a directory at once: the one that is served or loaded, its successor, a draft
 
 
@@ -37,6 +41,17 @@ def scratch_dir(name: str, need_bytes: int = 0) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextlib.asynccontextmanager
+async def scratch_dir_in_thread(name: str, need_bytes: int = 0) -> AsyncIterator[Path]:
+    """As `scratch_dir`, for an event loop: what is removed may be many gigabytes."""
+    folder = scratch_dir(name, need_bytes)
+    path = await in_thread(folder.__enter__)
+    try:
+        yield path
+    finally:
+        await in_thread(folder.__exit__, None, None, None)
+
+
 def _shared() -> Path:
     return Path("/dev/shm")
 
@@ -45,11 +60,29 @@ def _disk() -> Path:
     return Path(tempfile.gettempdir())
 
 
+def roots() -> tuple[Path, ...]:
+    """Where files may lie: shared memory, if there is any, and the disk."""
+    return (_shared(), _disk()) if os.access(_shared(), os.W_OK) else (_disk(),)
+
+
+def free_bytes(root: Path) -> int:
+    """That can be written there. Shared memory may be said to be larger than what is left of the
+    memory. Raises OSError."""
+    free = shutil.disk_usage(root).free
+    return min(free, _available_memory()) if root == _shared() else free
+
+
+def _available_memory() -> int:
+    with contextlib.suppress(OSError):
+        for line in _MEMORY.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return sys.maxsize
+
+
 def _root(need_bytes: int) -> Path:
     needed = max(MIN_FREE_BYTES, NUM_VERSIONS * need_bytes)
-    if os.access(_shared(), os.W_OK) and shutil.disk_usage(_shared()).free >= needed:
-        return _shared()
-    return _disk()
+    return roots()[0] if free_bytes(roots()[0]) >= needed else _disk()
 
 
 def _remove_stale(root: Path) -> None:

@@ -1,146 +1,144 @@
-"""The holder's side of a weight pull: byte ranges of published versions over TCP, to nodes with a
+"""The holder's side of a weight pull: what a node holds of the weights, over TCP, to nodes with a
 ticket.
 
-Owns open versions and the connections of those who have shown a ticket; `door.py` has the others.
+Owns what is held and the connections of those who have shown a ticket; `door.py` has the others.
 The event loop only accepts, reads requests and waits; threads move the bytes. Must not import
 torch; decides neither which versions exist nor who may have them. What is said is in `request.py`.
 
-A ticket is for one node and one version (lightrl/tickets.py); it expires when that is not held any
-more. Waiting costs a descriptor and nothing else: any number of nodes wait for their turn, and are
-told so.
+A ticket is for one node and one version of one holder (lightrl/tickets.py); for what is not held
+any more it gets nothing. Waiting costs a descriptor and nothing else: any number of nodes wait for
+their turn, and are told so.
 """
 
 import asyncio
 import contextlib
 import hmac
-import os
 import resource
-import select
+import secrets
 import socket
-import threading
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.messages import Manifest
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
-from lightrl.weights import manifest as m
 from lightrl.weights.door import Door
-from lightrl.weights.request import BUSY, DATA, QUEUED, Request, num_missing, unpack
-from lightrl.weights.turns import Turn, Turns
+from lightrl.weights.held import Held, Partial
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.request import (
+    ALL,
+    ASK_HAVE,
+    BUSY,
+    DATA,
+    MISSING,
+    PART,
+    QUEUED,
+    RECORD,
+    SIGN_S,
+    Request,
+    num_missing,
+    unpack,
+)
+from lightrl.weights.send import IDLE_LIMIT_S, Sender
+from lightrl.weights.turns import Turns
 
-MIN_SECRET = 16  # characters: an empty one would let everybody in
+__all__ = ["Partial", "WeightServer"]
+
 MAX_CONNECTIONS = 4096  # with a ticket; fewer where this process may not open as many files
 MAX_CALLERS = 512  # without one, likewise
-MAX_OF_A_NODE = 8  # connections: a node that has gone bad must not have them all
+MAX_OF_A_NODE = 16  # connections: a node that has gone bad must not have them all
+MAX_HELD = 64  # versions and differences between them
 TURNS_AT_ONCE = 64  # requests that are answered at once
 CROWD = 4 * TURNS_AT_ONCE  # connections from which on each node has only one
 BACKLOG = 4096  # peers that wait to be accepted; the kernel may allow fewer
-KEPT_VERSIONS = 2
-IDLE_LIMIT_S = 10.0  # without a single byte, or without a request
-STALL_S = 1.0  # a peer that takes nothing for so long passes its turn on
-
-_SEND_BYTES = 16 << 20  # one stint of a sending thread
-_SEND_PATIENCE_MS = 50  # a thread waits so long for a slow peer, then the event loop does
-_SEND_THREADS = 16
-_THROTTLED_BYTES = 64 << 10
-
-
-@dataclass(slots=True)
-class _Held:
-    """A published version. The open file outlives its deletion; closed when nobody sends it any
-    more."""
-
-    policy_version: int
-    secret: str
-    file: int
-    size: int
-    num_users: int = 0
-    is_retired: bool = False
-
-    def admits(self, request: Request) -> bool:
-        expected = pull_ticket(
-            self.secret, request.node.decode(errors="replace"), self.policy_version
-        )
-        return hmac.compare_digest(request.ticket, expected.encode())
-
-    def has(self, request: Request) -> bool:
-        return request.offset <= self.size and request.size <= self.size - request.offset
-
-    def release(self) -> None:
-        if self.is_retired and self.num_users == 0:
-            os.close(self.file)
-            self.file = -1
+RETIRE_S = 2.0
 
 
 class WeightServer:
-    """Serves the last two versions published. `await start(host)` once; `await close()` at the
-    end."""
+    """Serves versions to nodes with a ticket. `await start(hosts)` once, `await close()` at the
+    end.
+
+    One for each daemon. Names of things are digests; a difference between versions is published
+    like a version. While a file is served, the server holds `flock LOCK_SH` on it.
+    """
 
     def __init__(
         self, max_connections: int = MAX_CONNECTIONS, max_bytes_per_s: float | None = None
     ) -> None:
         """`max_bytes_per_s`: what all peers together get, None = what the line can take."""
-        self._held: dict[int, _Held] = {}  # in the order of publication
+        self._secret = secrets.token_hex(16)
+        self._addresses: tuple[str, ...] = ()
+        self._held: dict[bytes, Held] = {}  # by digest
+        self._changed = asyncio.Event()  # of what is held; replaced after each change
         self._max_connections = max_connections
-        self._pace = None if max_bytes_per_s is None else _Pace(max_bytes_per_s)
+        self._sender = Sender(max_bytes_per_s)
         self._door: Door | None = None
         self._connections: dict[asyncio.Task[None], bytes] = {}  # and the nodes that they belong to
         self._num_of: Counter[bytes] = Counter()  # connections of each node
+        self._sending: dict[asyncio.Task[None], Held] = {}
         self._turns = Turns(TURNS_AT_ONCE)
-        self._threads = ThreadPoolExecutor(_SEND_THREADS, thread_name_prefix="weights-send")
 
-    async def start(self, host: str, port: int = 0) -> str:
-        """Listens on `port` of `host`, 0 = any; returns "host:port". Raises WeightsError if it
-        cannot."""
-        listener: socket.socket | None = None
+    @property
+    def secret(self) -> str:
+        """From which tickets are made (tickets.pull_ticket); new in every process."""
+        return self._secret
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """ "host:port" of each host listened on, for WeightsEndpoint."""
+        return self._addresses
+
+    async def start(self, hosts: str | Sequence[str], port: int = 0) -> tuple[str, ...]:
+        """Listens on `port` of each of `hosts`, 0 = any; returns `addresses`. Raises WeightsError
+        if it cannot."""
+        listeners: dict[str, socket.socket] = {}
         try:
-            family, kind, protocol, _, address = (
-                await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            )[0]
-            listener = socket.socket(family, kind, protocol)
-            listener.setblocking(False)
-            # as that of a trainer that died
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError as e:
-            if listener is not None:
+            for host in (hosts,) if isinstance(hosts, str) else hosts:
+                listeners[host] = await _listen(host, port)
+        except WeightsError:
+            for listener in listeners.values():
                 listener.close()
-            where = join_address(host, port) if port else host
-            raise WeightsError(f"cannot serve weights on {where}: {e.strerror or e}") from e
+            raise
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_connections = min(self._max_connections, limit // 2)
         self._door = Door(min(MAX_CALLERS, limit // 4), self._admit)
-        self._door.open(listener)
-        return join_address(host, listener.getsockname()[1])
+        for listener in listeners.values():
+            self._door.open(listener)
+        ports = ((host, sock.getsockname()[1]) for host, sock in listeners.items())
+        self._addresses = tuple(join_address(host, port) for host, port in ports)
+        return self._addresses
 
-    def publish(self, manifest: Manifest, path: Path, secret: str) -> None:
-        """From now on serves the version in `path`; the file may be deleted. Raises WeightsError.
+    def publish(self, file: VersionFile) -> None:
+        """From now on serves the version in `file`, which is complete and proved; its name may go.
 
-        The tickets of nodes are derived from `secret` (tickets.pull_ticket).
+        The same digest again, as another policy_version, adds that version's tickets. Opens two
+        files, reads nothing. Raises WeightsError: the file is not there or has another size, it is
+        being overwritten (LOCK_EX), too many (MAX_HELD) are served.
         """
-        if len(secret) < MIN_SECRET:
-            raise WeightsError(f"a secret has {MIN_SECRET} characters or more, not {len(secret)}")
-        try:
-            file = os.open(path, os.O_RDONLY)
-        except OSError as e:
-            raise WeightsError(f"{path}: cannot be served: {e.strerror}") from e
-        size = os.fstat(file).st_size
-        if size != m.num_bytes(manifest):
-            os.close(file)
-            raise WeightsError(
-                f"{path}: has {size} bytes, its manifest says {m.num_bytes(manifest)}"
-            )
-        version = manifest.policy_version
-        self._retire(version)
-        self._held[version] = _Held(version, secret, file, size)
-        while len(self._held) > KEPT_VERSIONS:
-            self._retire(next(iter(self._held)))
+        self._hold(file, is_complete=True)
+
+    def serve_partial(self, file: VersionFile) -> Partial:
+        """Serves what is marked as proved of a file (of full size, at `file.path`) that is being
+        filled; its manifest is there. `Pull` does this when it is given a server."""
+        return Partial(self._hold(file, is_complete=False))
+
+    def retire(self, digest: str, grace_s: float = RETIRE_S) -> asyncio.Future[None]:
+        """Nothing of it is served from now on; one that is not served is retired already.
+
+        The future is done when nobody reads the file any more and its lock is released: requests
+        under way have `grace_s` to end, then are cut. Files are closed in a thread.
+        """
+        loop = asyncio.get_running_loop()
+        held = self._held.pop(bytes.fromhex(digest), None)
+        if held is None:
+            retired = loop.create_future()
+            retired.set_result(None)
+            return retired
+        retired = held.retire()
+        if not retired.done():
+            cut = loop.call_later(grace_s, self._cut, held)
+            retired.add_done_callback(lambda _: cut.cancel())
+        return retired
 
     async def close(self) -> None:
         """Stops serving at once; transfers under way are cut."""
@@ -150,19 +148,34 @@ class WeightServer:
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        for version in list(self._held):
-            self._retire(version)
-        self._threads.shutdown(wait=False)
+        await asyncio.gather(*(self.retire(digest.hex()) for digest in list(self._held)))
+        self._sender.close()
 
-    def _retire(self, version: int) -> None:
-        held = self._held.pop(version, None)
-        if held is not None:
-            held.is_retired = True
-            held.release()
+    def _hold(self, file: VersionFile, *, is_complete: bool) -> Held:
+        digest = bytes.fromhex(file.digest)
+        held = self._held.get(digest)
+        if held is not None and is_complete and held.is_complete:
+            held.policy_versions.add(file.policy_version)
+        else:
+            if held is None and len(self._held) >= MAX_HELD:
+                raise WeightsError(f"{MAX_HELD} versions are served, which is as many as may be")
+            fresh = Held(file, is_complete)
+            if held is not None:
+                fresh.policy_versions |= held.policy_versions
+                self.retire(file.digest)
+            held = self._held[digest] = fresh
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return held
+
+    def _cut(self, held: Held) -> None:
+        for task, theirs in self._sending.items():
+            if theirs is held:
+                task.cancel()
 
     def _admit(self, sock: socket.socket, request: Request) -> None:
         """Takes a connection from the door, with its first request."""
-        if self._find(request) is None:
+        if not self._admits(request):
             sock.close()
         elif not self._has_place(request.node):
             with contextlib.suppress(OSError):
@@ -174,10 +187,17 @@ class WeightServer:
             self._num_of[request.node] += 1
             task.add_done_callback(lambda task: self._ended(task, sock))
 
-    def _find(self, request: Request) -> _Held | None:
-        """The version of which this is a part, if the node may have it."""
-        held = self._held.get(request.policy_version)
-        return held if held is not None and held.admits(request) and held.has(request) else None
+    def _admits(self, request: Request) -> bool:
+        """Whether the ticket is right and, of what is held, there is such a range."""
+        node = request.node.decode(errors="replace")
+        expected = pull_ticket(self._secret, node, request.policy_version).encode()
+        held = self._find(request)
+        return hmac.compare_digest(request.ticket, expected) and (held is None or held.has(request))
+
+    def _find(self, request: Request) -> Held | None:
+        """What is asked of, if it belongs to the version that the ticket is for."""
+        held = self._held.get(request.digest)
+        return held if held is not None and request.policy_version in held.policy_versions else None
 
     def _has_place(self, node: bytes) -> bool:
         """Where there are many, a node gets the one connection that it needs."""
@@ -205,92 +225,84 @@ class WeightServer:
         request, loop = first, asyncio.get_running_loop()
         with contextlib.suppress(OSError, EOFError, ProtocolError, TimeoutError):
             _notice_the_dead(sock)
-            while (held := self._find(request)) is not None and request.node == first.node:
+            while request.node == first.node and self._admits(request):
                 if self._is_spare(first.node):
                     await loop.sock_sendall(sock, BUSY)
                     return
-                await self._answer(sock, held, request)
+                if request.what == ASK_HAVE:
+                    await self._tell(sock, request)
+                else:
+                    await self._answer(sock, request)
                 async with asyncio.timeout(IDLE_LIMIT_S):
                     request = await _next_request(sock)
 
-    async def _answer(self, sock: socket.socket, held: _Held, request: Request) -> None:
-        loop = asyncio.get_running_loop()
-        held.num_users += 1  # keeps the file open if the version is retired meanwhile
+    async def _answer(self, sock: socket.socket, request: Request) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        held = self._find(request)
+        if held is None or not held.is_proved(request):
+            await loop.sock_sendall(sock, MISSING)
+            return
+        assert task is not None
+        held.acquire()
+        self._sending[task] = held
         try:
             async with self._turns.acquire(lambda: loop.sock_sendall(sock, QUEUED)) as turn:
                 await loop.sock_sendall(sock, DATA)
-                await self._send(sock, held.file, request.offset, request.size, turn)
+                file = held.descriptor(request)
+                await self._sender.send(sock, file, request.offset, request.size, turn)
         finally:
-            held.num_users -= 1
+            del self._sending[task]
             held.release()
 
-    async def _send(
-        self, sock: socket.socket, file: int, offset: int, size: int, turn: Turn
-    ) -> None:
+    async def _tell(self, sock: socket.socket, request: Request) -> None:
+        """What there is of a thing, and what changes, until all of it is there. Raises EOFError
+        when it is held no more, or the peer has gone."""
         loop = asyncio.get_running_loop()
-        while size > 0:
-            stint = loop.run_in_executor(
-                self._threads,
-                _send_some,
-                sock.fileno(),
-                file,
-                offset,
-                min(size, _SEND_BYTES),
-                self._pace,
-            )
-            try:
-                sent = await asyncio.shield(stint)
-            except asyncio.CancelledError:
-                with contextlib.suppress(OSError):  # it has gone already
-                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
-                await asyncio.gather(stint, return_exceptions=True)
-                raise
-            offset, size = offset + sent, size - sent
-            if size > 0:
-                stalled = loop.call_later(STALL_S, turn.pass_on)
-                try:
-                    async with asyncio.timeout(IDLE_LIMIT_S):
-                        await _writable(sock)
-                finally:
-                    stalled.cancel()
+        while (held := self._find(request)) is None:
+            await loop.sock_sendall(sock, QUEUED)
+            await _either(self._changed, SIGN_S)
+        if not held.has(request):
+            raise EOFError
+        if held.is_complete:
+            await loop.sock_sendall(sock, ALL)
+            return
+        bitmap, position = held.state()
+        await loop.sock_sendall(sock, PART + bitmap)
+        while held.retired is None:
+            news, is_complete, changed = held.news(position), held.is_complete, held.changed
+            await loop.sock_sendall(sock, news or RECORD.pack(QUEUED, 0))
+            position += len(news)
+            if is_complete:
+                return
+            await _either(changed, SIGN_S)
+        raise EOFError
 
 
-class _Pace:
-    """So many bytes a second for all threads together, as on a narrow line."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def wait(self, num_bytes: int) -> None:
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_s
-            wait_s = self._free_at - now
-        time.sleep(wait_s)
+async def _either(event: asyncio.Event, limit_s: float) -> None:
+    """Until it is set, or for so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await event.wait()
 
 
-def _send_some(sock: int, file: int, offset: int, size: int, pace: _Pace | None) -> int:
-    """Sends up to `size` bytes; fewer if the peer does not take them. Returns how many. Runs in a
-    thread."""
-    poll = select.poll()
-    poll.register(sock, select.POLLOUT)
-    sent = 0
-    while sent < size:
-        portion = size - sent if pace is None else min(size - sent, _THROTTLED_BYTES)
-        try:
-            n = os.sendfile(sock, file, offset + sent, portion)
-        except BlockingIOError:
-            if not poll.poll(_SEND_PATIENCE_MS):
-                return sent
-            continue
-        if n == 0:
-            raise EOFError("the file is shorter than it was")
-        if pace is not None:
-            pace.wait(n)
-        sent += n
-    return sent
+async def _listen(host: str, port: int) -> socket.socket:
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = (
+            await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setblocking(False)
+        # as that of a trainer that died
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as e:
+        if listener is not None:
+            listener.close()
+        where = join_address(host, port) if port else host
+        raise WeightsError(f"cannot serve weights on {where}: {e.strerror or e}") from e
+    return listener
 
 
 def _notice_the_dead(sock: socket.socket) -> None:
@@ -310,13 +322,3 @@ async def _next_request(sock: socket.socket) -> Request:
             raise EOFError
         data += part
     return unpack(data)
-
-
-async def _writable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_writer(sock, lambda: ready.done() or ready.set_result(None))
-    try:
-        await ready
-    finally:
-        loop.remove_writer(sock)

@@ -1,8 +1,11 @@
-"""Versions as torch tensors: what a training rank writes and an engine loads.
+"""Versions as torch tensors: an engine maps a file where it lies, nothing is copied.
 
 Imports torch; daemons must not import this.
 """
 
+import mmap
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,52 +13,74 @@ from typing import Any
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.messages import Manifest
-from lightrl.weights import manifest as m
+from lightrl.weights.layout import TensorSpec
+from lightrl.weights.manifest import VersionFile, read_manifest
+from lightrl.weights.write import TensorBytes, write_version
+
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE; Python has no name for it
+
+
+def read_tensors(file: VersionFile) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a version in the order of the file, see `map_tensors`; the manifest is proved
+    to be that of `file.digest`. Raises WeightsError."""
+    return map_tensors(file, read_manifest(file).tensors)
+
+
+def map_tensors(
+    file: VersionFile, tensors: Iterable[TensorSpec]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views into the file, on the CPU, shared with all who map it and valid as long as one of them
+    is referred to; who has proved the file's bytes keeps others from writing to it. Raises
+    WeightsError.
+
+    Writing to a view makes a page of this process's own and changes the file for nobody.
+    """
+    flat = torch.frombuffer(_mapped(file), dtype=torch.uint8)  # now: who iterates may be at work
+
+    def view(spec: TensorSpec) -> tuple[str, torch.Tensor]:
+        data = flat[spec.offset : spec.offset + spec.num_bytes]
+        return spec.name, data.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    return map(view, tensors)
 
 
 def write_tensors(
     path: Path, policy_version: int, named: Iterable[tuple[str, torch.Tensor]]
-) -> Manifest:
-    """Writes HF-named tensors (any device) as a version and returns its manifest."""
-
-    def as_bytes() -> Iterator[m.TensorBytes]:
-        for name, tensor in named:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            data: Any = flat.numpy()
-            yield m.TensorBytes(
-                name, dtype_name(tensor.dtype), tuple(tensor.shape), memoryview(data)
-            )
-
-    return m.write_version(path, policy_version, as_bytes())
+) -> VersionFile:
+    """Writes HF-named tensors (any device) as a version."""
+    tensors: list[TensorBytes] = []
+    for name, tensor in named:
+        flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        shape = tuple(tensor.shape)
+        tensors.append(TensorBytes(name, dtype_name(tensor.dtype), shape, memoryview(flat)))
+    return write_version(path, policy_version, tensors)
 
 
-def read_tensors(path: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a version's file, on the CPU; a bucket is verified before a tensor of it is
-    given out.
-
-    When the iterator ends, every byte of the version has been read and its digest proved equal to
-    `manifest.digest`. Raises WeightsError otherwise.
-    """
-    m.verify(manifest)
-    specs = iter(manifest.tensors)
-    spec = next(specs, None)
-    for i, data in enumerate(m.read_buckets(path, manifest)):
-        bucket = torch.frombuffer(data, dtype=torch.uint8)
-        while spec is not None and spec.bucket == i:
-            dtype = getattr(torch, spec.dtype, None)
-            if not isinstance(dtype, torch.dtype):
-                raise WeightsError(f"{spec.name}: unknown dtype {spec.dtype!r}")
-            size = dtype.itemsize
-            for n in spec.shape:
-                size *= n
-            if spec.offset + size > len(data):
-                raise WeightsError(f"{spec.name}: lies outside bucket {i}")
-            yield spec.name, bucket[spec.offset : spec.offset + size].view(dtype).view(spec.shape)
-            spec = next(specs, None)
-    if spec is not None:
-        raise WeightsError(f"{spec.name}: its bucket {spec.bucket} does not exist")
+def served_dtype(name: str, config: Any, device: str) -> torch.dtype:
+    """What `model.dtype` means for weights that are served. "auto": as the model's HF config says
+    on a CPU, float32 if it says nothing; bfloat16 on other devices."""
+    if name == "auto":
+        stored = getattr(config, "dtype", None)
+        return (stored or torch.float32) if device == "cpu" else torch.bfloat16
+    return getattr(torch, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Example: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def _mapped(file: VersionFile) -> mmap.mmap:
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != file.num_bytes:
+                raise WeightsError(f"{file.path}: {size} bytes, not {file.num_bytes}")
+            # Writable, or torch warns; no memory is set aside for that.
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            return mmap.mmap(descriptor, size, mmap.MAP_PRIVATE | _NO_RESERVE, access)
+        finally:
+            os.close(descriptor)
+    except OSError as e:
+        raise WeightsError(f"{file.path}: cannot be mapped: {e.strerror}") from e

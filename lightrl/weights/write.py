@@ -28,6 +28,15 @@ def manifest_path(path: Path) -> Path:
 
 def write_version(path: Path, policy_version: int, tensors: Iterable[TensorBytes]) -> VersionFile:
     """Writes a version to `path` and its manifest beside it. Raises WeightsError, OSError."""
+    flat, encoded = flatten(tensors)
+    path.write_bytes(flat)
+    manifest_path(path).write_bytes(encoded)
+    digest = digest_version(encoded)
+    return VersionFile(policy_version, digest, len(flat), str(path), str(manifest_path(path)))
+
+
+def flatten(tensors: Iterable[TensorBytes]) -> tuple[bytearray, bytes]:
+    """The bytes of a version's file, and those of its manifest. Raises WeightsError."""
     given = {t.name: t for t in tensors}
     specs = plan((t.name, t.dtype, t.shape) for t in given.values())
     size = num_bytes(specs)
@@ -37,7 +46,4 @@ def write_version(path: Path, policy_version: int, tensors: Iterable[TensorBytes
     view = memoryview(flat)
     slices = [bucket_range(i, size) for i in range(num_buckets(size))]
     encoded = encode(Manifest(specs, size, b"".join(hash_bucket(view[a:b]) for a, b in slices)))
-    path.write_bytes(flat)
-    manifest_path(path).write_bytes(encoded)
-    digest = digest_version(encoded)
-    return VersionFile(policy_version, digest, size, str(path), str(manifest_path(path)))
+    return flat, encoded

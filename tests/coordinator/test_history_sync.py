@@ -320,9 +320,9 @@ class ScriptedNode:
             while True:
                 for message in await link.receive():
                     match message:
-                        case PublishWeights(manifest):
-                            digests[manifest.policy_version] = manifest.digest
-                            link.send(WeightsReady(manifest.policy_version, manifest.digest))
+                        case PublishWeights(version, digest):
+                            digests[version] = digest
+                            link.send(WeightsReady(version, digest))
                         case Generate(version):
                             self.orders.append(message)
                             if version == self._dies_at:

@@ -12,6 +12,7 @@ from lightrl.core import invariants
 from lightrl.core.commands import CloseRound, CloseStep, Command, DrawPrompts, Record, Send
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
+    EndpointOpened,
     Event,
     NodeJoined,
     PromptsDrawn,
@@ -28,10 +29,8 @@ from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, Response, Round
 from lightrl.messages import (
     PROTOCOL,
-    Bucket,
     Generate,
     Hello,
-    Manifest,
     PublishWeights,
     ResponseRequest,
     ResponseTokens,
@@ -39,6 +38,7 @@ from lightrl.messages import (
     StepDone,
     TokenChunk,
     TrainShard,
+    WeightsEndpoint,
     WeightsReady,
 )
 
@@ -76,6 +76,7 @@ class Driver:
         self.now = 0.0
         self.shuffled = shuffled  # every epoch in another order
         self.drawn = 0
+        self.opens_endpoints = True  # every node that joins, at once
         self.disk_is_slow = False  # nobody says that shards have left
         # response -> (node, newest request)
         self.requests: dict[str, tuple[str, ResponseRequest]] = {}
@@ -165,7 +166,12 @@ class Driver:
             serves=None if serves is None else (serves, f"digest-{serves}"),
             running=tuple((running or {}).items()),
         )
-        return self.feed(NodeJoined(hello))
+        commands = self.feed(NodeJoined(hello))
+        return commands + self.open(name, incarnation) if self.opens_endpoints else commands
+
+    def open(self, name: str, incarnation: int = 1) -> list[Command]:
+        """The node says where it serves the weights, as each does after its welcome."""
+        return self.feed(EndpointOpened(name, endpoint_of(name, incarnation)))
 
     def publish(self, version: int, trainer: str = "t") -> list[Command]:
         return self.feed(WeightsPublished(trainer, publication(version)))
@@ -331,9 +337,11 @@ def logprobs(n: int) -> bytes:
 
 
 def publication(version: int) -> PublishWeights:
-    return PublishWeights(
-        Manifest(version, f"digest-{version}", (), (Bucket(1, "b"),)), ("h:1",), "ticket"
-    )
+    return PublishWeights(version, f"digest-{version}", num_bytes=1000, manifest_bytes=10)
+
+
+def endpoint_of(name: str, incarnation: int = 1) -> WeightsEndpoint:
+    return WeightsEndpoint((f"{name}:1",), f"secret of {name} {incarnation}")
 
 
 def sent(commands: list[Command], kind: type[M]) -> list[tuple[str, M]]:

@@ -35,7 +35,7 @@ def test_late_node_is_offered_the_published_version_and_works_in_the_same_step(d
     joined = driver.join("b", slots=2)
     assert of_kind(joined, Admit) == [Admit("b")]
     [(_, offer)] = sent(joined, PublishWeights)
-    assert offer.manifest.policy_version == 0
+    assert offer.policy_version == 0
     ready = driver.confirm("b", 0)
     [(node, generate)] = sent(ready, Generate)
     assert node == "b"

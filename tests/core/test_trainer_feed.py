@@ -19,10 +19,8 @@ from lightrl.core.events import (
 from lightrl.core.log_entries import ShardSent, VersionPublished
 from lightrl.messages import (
     PROTOCOL,
-    Bucket,
     Drain,
     Hello,
-    Manifest,
     PublishWeights,
     ShardsTaken,
     StepDone,
@@ -97,16 +95,17 @@ def test_nodes_are_not_disturbed_by_versions_that_are_trained_again():
     d.feed(NodeLost("t", "gone"))
     come_back(d, 1)
     assert sent(d.publish(2), PublishWeights) == []
-    assert sent(d.join("late"), PublishWeights) == []  # nobody serves what the others have
-    offers = sent(d.publish(3), PublishWeights)
-    assert [n for n, _ in offers] == ["late"]
+    [(_, offer)] = sent(d.join("late"), PublishWeights)  # the others have what it has not
+    assert [s.node for s in offer.sources] == ["a"]
+    [(node, offer)] = sent(d.publish(3), PublishWeights)
+    assert (node, [s.node for s in offer.sources]) == ("late", ["a", "t"])
 
 
 def test_version_that_comes_out_different_fails_the_run_and_is_never_served():
     d = trained(2)
     d.feed(NodeLost("t", "gone"))
     come_back(d, 1)
-    other = PublishWeights(Manifest(2, "digest-other", (), (Bucket(1, "b"),)), ("h:1",), "ticket")
+    other = PublishWeights(2, "digest-other", num_bytes=1000, manifest_bytes=10)
     commands = d.feed(WeightsPublished("t", other))
     assert sent(commands, PublishWeights) == []
     [(_, drain)] = [(n, m) for n, m in sent(commands, Drain) if n == "a"]

@@ -113,6 +113,7 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
     world = World(seed, **settings(seed, max_staleness=seed % 3))
     world.live(world.rng.randint(1, 80))
     world.return_trainer()
+    had_ended = world.core.state == "finishing"
     reason = world.rng.choice(
         [DrainRequested("*", "down"), ShellFailed("disk full"), NodeLeft("t", "bug", ok=False)]
     )
@@ -122,7 +123,7 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
     for name in list(world.core.fleet.nodes):
         world.feed(lambda name=name: world.driver.feed(NodeLeft(name, "drained", ok=True)))
     [finish] = world.finished
-    assert str(finish.state) in {"stopped", "failed"}
+    assert str(finish.state) in {"stopped", "failed"} or had_ended
     assert {step: len(shards) for step, shards in world.shards.items()} == known
 
 
@@ -159,12 +160,16 @@ def test_world_whose_steps_are_much_more_than_the_trainer_takes_at_once(seeds, m
 def test_in_these_worlds_everything_does_happen():
     """They are worth something only then."""
     totals: Counter[str] = Counter()
-    for seed in range(180):
+    for seed in range(260):
         world = World(seed, **settings(seed, max_staleness=seed % 3)).live(250)
         counters = asdict(world.core.table.counters)
         totals.update(counters | {"weights_failed": world.core.fleet.num_weights_failed})
         totals.update(r.kind for r in world.rounds)
         totals.update({"restarts": world.num_restarts, "replays": world.num_replays})
+        totals["bad_sources"] += world.core.fleet.num_bad_sources
+        totals["told_again"] += world.num_told_again
+        totals["told_without_trainer"] += world.num_without_trainer
+        totals["late_endpoints"] += world.num_late_endpoints
         totals["surplus"] += sum(
             len(g.responses) > len(g.kept) for r in world.rounds for g in r.accepted
         )

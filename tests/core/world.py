@@ -11,6 +11,7 @@ from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     DrainRequested,
+    EndpointOpened,
     Event,
     NodeDraining,
     NodeHeard,
@@ -18,6 +19,7 @@ from lightrl.core.events import (
     NodeLost,
     ResponseScored,
     ShardsDelivered,
+    SourceReported,
     StepTrained,
     TimerFired,
     TokensArrived,
@@ -25,19 +27,24 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.log_entries import ShardSent, SnapshotEnded
+from lightrl.core.sources import MAX_PEERS
 from lightrl.core.staleness import staleness
 from lightrl.core.state import Node, Response, Round
 from lightrl.messages import (
+    BadSource,
     Drain,
     Heartbeat,
+    PublishWeights,
     ResponseTokens,
     ShardsTaken,
     StepDone,
     TokenChunk,
     TrainGroup,
     TrainShard,
+    WeightsEndpoint,
     WeightsFailed,
 )
+from lightrl.tickets import pull_ticket
 from tests.core.conftest import Driver, ids, logprobs, of_kind, publication, sent
 
 NAMES = "abcde"
@@ -69,6 +76,14 @@ class World:
         self.num_restarts = 0
         self.num_replays = 0
         self.finished: list[Finish] = []
+        # every node says where it serves at once, or they do so late, if at all
+        self.driver.opens_endpoints = self.rng.random() < 0.5
+        # node -> version and sources that it was told of
+        self.offered: dict[str, tuple[int, set[str]]] = {}
+        self.reported: dict[tuple[str, int], set[str]] = {}  # (node, version) -> bad sources
+        self.num_told_again = 0
+        self.num_without_trainer = 0  # nodes told of sources while the trainer was away
+        self.num_late_endpoints = 0
         self.feed(lambda: self.driver.join("t", "trainer"))
         self.feed(lambda: self.driver.publish(0))
         for name in self.rng.sample(NAMES, 2):
@@ -108,6 +123,8 @@ class World:
     def feed(self, act: Callable[[], list[Command]]) -> None:
         commands = act()
         self.finished += of_kind(commands, Finish)
+        for node, offer in sent(commands, PublishWeights):
+            self.take_offer(node, offer)
         for closed in of_kind(commands, CloseRound):
             if not closed.round.is_eval:
                 self.close(closed.round)
@@ -135,6 +152,37 @@ class World:
         for node, drain in sent(commands, Drain):
             if node in self.rollouts() and self.rng.random() < 0.8:
                 self.leave(node, drain.reason)
+
+    def take_offer(self, node: str, offer: PublishWeights) -> None:
+        """Tickets are good, and nobody is sent to itself or to whom it has reported."""
+        names = [source.node for source in offer.sources]
+        peers = [name for name in names if name != "t"]
+        has_it = node in self.core.fleet.offers.whole  # its engine died, or it is told again
+        assert names or has_it, f"{node} is to pull from nobody"
+        assert len(set(names)) == len(names)
+        assert names[: len(peers)] == peers, "the trainer comes last"
+        assert len(peers) <= MAX_PEERS
+        version = offer.policy_version
+        bad = self.reported.get((node, version), set()) - {"t"}
+        assert not bad.intersection(names)
+        assert node not in names
+        for source in offer.sources:
+            endpoint = self.core.fleet.offers.endpoints[source.node]
+            assert source.addresses == endpoint.addresses
+            assert source.ticket == pull_ticket(endpoint.secret, node, version)
+        known, told = self.offered.get(node, (-1, set()))
+        self.num_told_again += known == version
+        self.num_without_trainer += "t" not in names
+        self.offered[node] = version, (told if known == version else set()) | set(names)
+
+    def can_load(self, name: str) -> bool:
+        """Whether it was told of the version, and of a node that has it and is there."""
+        offers, published = self.core.fleet.offers, self.core.fleet.published
+        version, told = self.offered.get(name, (-1, set[str]()))
+        if published is None or version != published.policy_version:
+            return False
+        has_trainer = "t" in told and offers.trainer == "t"
+        return has_trainer or any(n in offers.whole for n in told) or name in offers.whole
 
     def close(self, round: Round) -> None:
         self.closed[round.step] = round
@@ -171,6 +219,29 @@ class World:
         slots = self.rng.randint(0, 4)
         self.feed(lambda: self.driver.join(name, incarnation=self.incarnation, slots=slots))
 
+    def open_endpoint(self) -> None:
+        """A node says only now where it serves, or that it does so elsewhere."""
+        if self.core.fleet.nodes:
+            name = self.rng.choice(sorted(self.core.fleet.nodes))
+            self.num_late_endpoints += name not in self.core.fleet.offers.endpoints
+            secret = f"secret {self.rng.randint(0, 2)} of {name}"
+            opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret))
+            self.feed(lambda: self.driver.feed(opened))
+
+    def report_source(self) -> None:
+        """A node says that another one sent it wrong bytes: a liar, one of the two."""
+        if names := self.rollouts():
+            name = self.rng.choice(names)
+            version, told = self.offered.get(name, (0, set[str]()))
+            source = self.rng.choice(sorted(told) or names)
+            if self.rng.random() < 0.1:
+                source = self.rng.choice([*NAMES, "t"])
+            is_there = source in self.core.fleet.nodes
+            if is_there and source in self.core.fleet.offers.told.get(name, ()):
+                self.reported.setdefault((name, version), set()).add(source)
+            report = BadSource(version, source, "bucket 7: digest differs")
+            self.feed(lambda: self.driver.feed(SourceReported(name, report)))
+
     def lose(self) -> None:
         self.feed(lambda: self.driver.feed(NodeLost(self.rng.choice(NAMES), "gone")))
 
@@ -190,6 +261,7 @@ class World:
         loading = [
             n for n in self.rollouts() if self.core.fleet.nodes[n].state in {"loading", "updating"}
         ]
+        loading = [n for n in loading if self.can_load(n)]
         if published is None or not loading:
             return
         name = self.rng.choice(loading)
@@ -338,6 +410,7 @@ class World:
             i for i, f in enumerate(self.driver.segment) if isinstance(f, SnapshotEnded | ShardSent)
         )
         lost = self.rng.randint(0, len(self.driver.segment) - kept)
+        self.reported.clear()  # nobody says again what was said of sources
         self.feed(lambda: self.driver.restart(lost))
         if self.has_trainer:
             self.greet_trainer()
@@ -409,6 +482,8 @@ class World:
         acts = {
             self.join: 3,
             self.lose: 1,
+            self.open_endpoint: 2,
+            self.report_source: 1,
             self.drain: 0.3,
             self.load: 10,
             self.generate: 30,
@@ -431,7 +506,10 @@ class World:
 
     def heal(self) -> "World":
         """One good node does what is left to do, and everybody leaves."""
+        self.driver.opens_endpoints = True
         self.return_trainer()
+        if "t" not in self.core.fleet.offers.endpoints:
+            self.feed(lambda: self.driver.open("t"))
         self.incarnation += 1
         self.feed(lambda: self.driver.join("healer", incarnation=self.incarnation, slots=6))
         for name in self.rollouts():
@@ -443,7 +521,7 @@ class World:
             if self.core.state in {"finishing", "finished"}:
                 break
             node = self.core.fleet.nodes["healer"]
-            if node.state != "ready":
+            if node.state != "ready" and self.can_load("healer"):
                 self.load_newest("healer")
             if node.running:
                 self.feed_chunk("healer", [self.item(r, MAX_TOKENS) for r in node.running.values()])

@@ -16,8 +16,9 @@ from lightrl.devices.cuda import has_cuda
 from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSpec, EngineStarted, LoadWeights
 from lightrl.engine.process import start_engine
 from lightrl.engine.sampling import sample, uniforms
-from lightrl.messages import Abort, Generate, Load, Manifest, ResponseRequest, Sampling, TokenChunk
+from lightrl.messages import Abort, Generate, Load, ResponseRequest, Sampling, TokenChunk
 from lightrl.system.child import ChildDied
+from lightrl.weights.manifest import VersionFile
 from lightrl.weights.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
 from tests.support.warm import Origin, forking, origin
@@ -50,7 +51,7 @@ class TinyModel:
     alone."""
 
     dir: Path
-    files: dict[int, tuple[Path, Manifest]]
+    files: dict[int, VersionFile]
     models: dict[int, Any]
 
     @torch.inference_mode()
@@ -80,7 +81,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         torch.manual_seed(version)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
         path = folder / f"v{version}.bin"
-        files[version] = (path, write_tensors(path, version, model.named_parameters()))
+        files[version] = write_tensors(path, version, model.named_parameters())
         models[version] = model
     return TinyModel(folder, files, models)
 
@@ -167,11 +168,10 @@ class EngineClient:
         self.child.send(Abort(attempts))
 
     def load(self, version: int) -> EngineLoaded:
-        path, manifest = self.tiny.files[version]
-        return self.load_file(path, manifest)
+        return self.load_file(self.tiny.files[version])
 
-    def load_file(self, path: Path, manifest: Manifest) -> Any:
-        self.child.send(LoadWeights(str(path), manifest))
+    def load_file(self, file: VersionFile) -> Any:
+        self.child.send(LoadWeights(file))
         while True:
             event = self.receive()
             if isinstance(event, EngineLoaded) or (

@@ -1,5 +1,8 @@
 """What every engine must do, asked of each through its process."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from lightrl.engine.base import EngineFailed
@@ -21,7 +24,7 @@ def test_streams_as_many_logprobs_as_tokens_up_to_the_length_limit(engine, ask):
     assert [len(o.tokens) for o in outcomes] == [30 + i for i in range(len(PROMPTS))]
     assert all(o.finish == "length" for o in outcomes)
     assert all(logprob <= 0 for o in outcomes for logprob in o.logprobs)
-    assert {d for o in outcomes for d in o.digests} == {engine.tiny.files[1][1].digest}
+    assert {d for o in outcomes for d in o.digests} == {engine.tiny.files[1].digest}
 
 
 def test_a_stop_token_ends_the_response_and_is_part_of_it(engine, ask):
@@ -97,7 +100,7 @@ def test_seeds_tell_the_responses_of_a_group_apart(engine, ask):
 def test_new_weights_give_other_responses_and_their_digest(engine, ask):
     (old,) = engine.run(1, Sampling(1.0), ask("n", [4, 5, 6], 30))
     loaded = engine.load(2)
-    assert (loaded.policy_version, loaded.digest) == (2, engine.tiny.files[2][1].digest)
+    assert (loaded.policy_version, loaded.digest) == (2, engine.tiny.files[2].digest)
     (new,) = engine.run(2, Sampling(1.0), ask("n", [4, 5, 6], 30))
     assert new.tokens != old.tokens
     assert set(new.versions) == {2}
@@ -139,20 +142,23 @@ def test_a_running_response_goes_on_under_new_weights(engine, ask):
     assert fresh.logprobs == pytest.approx(outcome.logprobs[cut:], abs=1e-4)
 
 
-def test_a_corrupted_version_is_refused_and_nothing_is_served_until_a_good_one_is_loaded(
+def test_a_wrong_manifest_is_refused_and_nothing_is_served_until_a_good_version_is_loaded(
     engine, ask, tmp_path
 ):
-    path, manifest = engine.tiny.files[2]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    bad = tmp_path / "bad.bin"
-    bad.write_bytes(data)
+    """The bytes of the file are proved by who orders the load (tests/rollout)."""
+    file = engine.tiny.files[2]
+    data = bytearray(Path(file.manifest_path).read_bytes())
+    data[-1] ^= 1
+    wrong = tmp_path / "wrong.manifest"
+    wrong.write_bytes(data)
     failed = while_running(
-        engine, ask("victim", [4, 5, 6], 400), lambda: engine.load_file(bad, manifest)
+        engine,
+        ask("victim", [4, 5, 6], 400),
+        lambda: engine.load_file(replace(file, manifest_path=str(wrong))),
     )
     assert isinstance(failed, EngineFailed)
     assert failed.policy_version == 2
-    assert "digest differs" in failed.reason
+    assert "another digest" in failed.reason
     for version in (1, 2):
         engine.failures.clear()
         engine.generate(version, Sampling(1.0), ask("refused", [4, 5, 6], 5))
@@ -166,7 +172,8 @@ def test_a_corrupted_version_is_refused_and_nothing_is_served_until_a_good_one_i
 
 
 def test_a_missing_file_is_a_failure_not_a_crash(engine, ask, tmp_path):
-    failed = engine.load_file(tmp_path / "nowhere.bin", engine.tiny.files[2][1])
+    file = replace(engine.tiny.files[2], path=str(tmp_path / "nowhere.bin"))
+    failed = engine.load_file(file)
     assert isinstance(failed, EngineFailed)
     engine.load(1)
     assert len(engine.run(1, Sampling(1.0), ask("ok", [4], 3))[0].tokens) == 3

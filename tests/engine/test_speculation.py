@@ -55,7 +55,7 @@ def engines(tiny):
             )
         engine = built[key]
         assert engine.num_unfinished() == 0
-        engine.load_weights(*tiny.files[1])
+        engine.load_weights(tiny.files[1])
         if window:
             engine._drafter.gate = Open(window, is_padded=True)
         return engine
@@ -303,7 +303,7 @@ def test_drafting_goes_on_after_new_weights(engines, ask, tiny, epoch, kind, loa
     known = [[o.tokens] for o in free]
     for again in range(2):  # the second time with what the loads led to
         groups = [f"p{i}@{epoch}-{again}" for i in range(len(PROMPTS))]
-        engine.load_weights(*tiny.files[1])
+        engine.load_weights(tiny.files[1])
         engine.remember(tuple(history(g, *k) for g, k in zip(groups, known, strict=True)))
         for i, g in enumerate(groups):
             engine.add(ask(f"{g}#0", PROMPTS[i], num, seed=i), sampling)
@@ -312,7 +312,7 @@ def test_drafting_goes_on_after_new_weights(engines, ask, tiny, epoch, kind, loa
             for _ in range(4):
                 take(engine, outcomes)
             cuts.append([len(outcomes[f"{g}#0"].tokens) for g in groups])
-            engine.load_weights(*tiny.files[version])
+            engine.load_weights(tiny.files[version])
             if version == loads[0]:
                 accepted = counted(engine).accepted
         while engine.num_unfinished():
@@ -320,13 +320,13 @@ def test_drafting_goes_on_after_new_weights(engines, ask, tiny, epoch, kind, loa
         if again:
             assert counted(engine).accepted > accepted + least
         for i, g in enumerate(groups):
-            plain.load_weights(*tiny.files[1])
+            plain.load_weights(tiny.files[1])
             plain.add(ask("same#0", PROMPTS[i], num, seed=i), sampling)
             same = {}
             for version, cut in zip(loads, cuts, strict=True):
                 while len(same.get("same#0", Outcome()).tokens) < cut[i]:
                     take(plain, same)
-                plain.load_weights(*tiny.files[version])
+                plain.load_weights(tiny.files[version])
             while plain.num_unfinished():
                 take(plain, same)
             assert outcomes[f"{g}#0"].tokens == same["same#0"].tokens

@@ -1,6 +1,7 @@
 """The torch engine on several architectures, against transformers without cache or batch."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.engine.base import EngineSpec
+from lightrl.engine.checkpoint import check_fits, tensor_targets
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.torch import TorchEngine
 from lightrl.errors import EngineError, WeightsError
 from lightrl.history.gate import Gate
 from lightrl.messages import PromptHistory, Sampling
+from lightrl.weights.layout import plan
 from lightrl.weights.tensors import write_tensors
 from lightrl.wire import pack_i32
 
@@ -54,8 +57,7 @@ def model_of(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
-    path = folder / "w.bin"
-    return model, path, write_tensors(path, 1, model.named_parameters())
+    return model, write_tensors(folder / "w.bin", 1, model.named_parameters())
 
 
 class Open(Gate):
@@ -89,9 +91,9 @@ def test_equals_transformers(tmp_path, ask, name):
     """More responses than slots, of all lengths, past the first growth of the cache; two share a
     prompt."""
     config = ARCHITECTURES[name] if name.startswith("gpt2") else COMMON | ARCHITECTURES[name]
-    model, path, manifest = model_of(tmp_path, config)
+    model, file = model_of(tmp_path, config)
     engine = TorchEngine(spec_of(tmp_path))
-    assert engine.load_weights(path, manifest) == manifest.digest
+    engine.load_weights(file)
     prompts = [[2 + (5 * (i // 2) + 3 * j) % 38 for j in range(3 + i // 2 * 9)] for i in range(6)]
     limits = [20, 100, 45, 7, 139, 33]  # the fifth is as long as the engine allows
     requests = [
@@ -111,7 +113,7 @@ def test_equals_transformers(tmp_path, ask, name):
             assert logprobs[f"g{i}#0"] == pytest.approx(expected.tolist(), abs=1e-4)
     # Many tokens at once, right ones and (after every seventh) wrong ones: the same once more.
     engine = TorchEngine(spec_of(tmp_path, max_window=8))
-    engine.load_weights(path, manifest)
+    engine.load_weights(file)
     engine._drafter.gate = Open(8, is_padded=True)
     for response, right in tokens.items():
         nearly = [t if j % 7 else (t + 1) % 40 for j, t in enumerate(right, 1)]
@@ -125,20 +127,62 @@ def test_equals_transformers(tmp_path, ask, name):
 
 
 def test_a_version_that_does_not_fit_the_model_is_refused(tmp_path):
-    model, _, _ = model_of(tmp_path, COMMON | ARCHITECTURES["llama, untied"])
+    model, _ = model_of(tmp_path, COMMON | ARCHITECTURES["llama, untied"])
     engine = TorchEngine(spec_of(tmp_path))
     named = dict(model.named_parameters())
     path = tmp_path / "other.bin"
     without = {k: v for k, v in named.items() if k != "lm_head.weight"}
     with pytest.raises(WeightsError, match=r"lm_head\.weight: missing"):
-        engine.load_weights(path, write_tensors(path, 1, without.items()))
+        engine.load_weights(write_tensors(path, 1, without.items()))
     with pytest.raises(WeightsError, match="no such tensor"):
-        engine.load_weights(
-            path, write_tensors(path, 1, {**named, "extra": torch.zeros(1)}.items())
-        )
+        engine.load_weights(write_tensors(path, 1, {**named, "extra": torch.zeros(1)}.items()))
     with pytest.raises(WeightsError, match="shape"):
         engine.load_weights(
-            path, write_tensors(path, 1, {**named, "lm_head.weight": torch.zeros(3, 32)}.items())
+            write_tensors(path, 1, {**named, "lm_head.weight": torch.zeros(3, 32)}.items())
+        )
+
+
+def test_a_version_with_the_layout_of_the_last_is_proved_all_the_same(tmp_path):
+    model, file = model_of(tmp_path, COMMON | ARCHITECTURES["llama, untied"])
+    engine = TorchEngine(spec_of(tmp_path))
+    engine.load_weights(file)
+    doubled = {name: 2 * tensor for name, tensor in model.named_parameters()}
+    other = write_tensors(tmp_path / "other.bin", 2, doubled.items())
+    engine.load_weights(other)
+    assert torch.equal(engine._targets["model.norm.weight"], doubled["model.norm.weight"])
+    with pytest.raises(WeightsError, match="another digest"):
+        engine.load_weights(replace(other, digest=file.digest))
+
+
+class WithRouterBias(torch.nn.Module):
+    """A persistent buffer, as some routers have, one that is not, and two names for one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 4, bias=False)
+        self.head.weight = self.inner.weight
+        self.register_buffer("bias", torch.arange(4.0))
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+
+
+def test_persistent_buffers_are_given_and_tied_names_once():
+    model = WithRouterBias()
+    targets = tensor_targets(model)
+    given = plan(
+        (name, "float32", tuple(targets[name].shape))
+        for name in ("bias", "inner.weight", "inner.bias")
+    )
+    check_fits(targets, given, 1)
+    with pytest.raises(WeightsError, match="bias: missing"):
+        check_fits(targets, given[1:], 1)
+    with pytest.raises(WeightsError, match=r"inner\.weight: given under another name"):
+        check_fits(
+            targets,
+            plan(
+                (*((t.name, t.dtype, t.shape) for t in given), ("head.weight", "float32", (4, 4)))
+            ),
+            1,
         )
 
 

@@ -36,14 +36,12 @@ from lightrl.messages import (
     PROTOCOL,
     TAKEN,
     Abort,
-    Bucket,
     Bye,
     Checkpointed,
     Drain,
     Generate,
     Heartbeat,
     Hello,
-    Manifest,
     Message,
     PublishWeights,
     Role,
@@ -217,12 +215,11 @@ async def intruder(run: Running, name: str) -> AsyncIterator[Link]:
 
 
 def test_with_join_nothing_can_be_said_that_is_no_business_of_a_rollout_node(tmp_path: Path):
-    manifest = Manifest(1, "d", (), (Bucket(1, "b"),))
     of_others: list[Message] = [
         Drain("*", "intruder"),
         Drain("a", "intruder"),
         Watch(0.0),
-        PublishWeights(manifest, ("127.0.0.1:1",), "t"),
+        PublishWeights(1, "d", 1, 1),
         StepDone(0, 1, {}),
         Checkpointed(0),
     ]
@@ -366,7 +363,7 @@ def test_attempt_that_was_never_given_out_makes_no_response_poison(tmp_path: Pat
             hello = Hello("evil", 7, ("rollout",), PROTOCOL, pid=0, host="elsewhere", slots=1)
             link.send(hello)
             offer = await expect(link, PublishWeights)
-            version, digest = offer.manifest.policy_version, offer.manifest.digest
+            version, digest = offer.policy_version, offer.digest
             link.send(WeightsReady(version, digest))
             work = await expect(link, Generate)
             link.send(Bye("back in a moment"))

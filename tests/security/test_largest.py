@@ -42,15 +42,11 @@ TRAINED = {
     "reward": 1.5,
     "finish_reason": "stop",
 }
-TENSOR = {
-    "name": "w",
-    "dtype": "d",
-    "shape": (300,) * m.MAX_DIMENSIONS,
-    "bucket": BIG,
-    "offset": BIG,
+PUBLISH = {"policy_version": 1, "digest": "d", "num_bytes": BIG, "manifest_bytes": BIG}
+DELTA = {
+    **dict.fromkeys(("base", "target", "digest"), "d"),
+    **dict.fromkeys(("num_bytes", "manifest_bytes"), BIG),
 }
-MANIFEST = {"policy_version": 1, "digest": "d", "tensors": (), "buckets": ()}
-PUBLISH = {"manifest": MANIFEST, "holders": (), "ticket": "t"}
 ROW: dict[str, Any] = {
     **dict.fromkeys(("name", "state", "host", "device"), "n"),
     **dict.fromkeys(("pid", "running", "slots"), BIG),
@@ -145,11 +141,11 @@ TABLE = [
     of("TrainShard", SHARD, "groups", m.MAX_GROUPS, {**GROUP, "responses": (TRAINED,)}),
     of("TrainShard", SHARD, "groups", m.MAX_GROUPS, {**GROUP, "responses": ()}),
     named("StepDone", STEP, "metrics"),
-    Largest("PublishWeights", "tensors", m.MAX_TENSORS, lambda n: published(tensors=(TENSOR,) * n)),
-    Largest("PublishWeights", "buckets", m.MAX_BUCKETS, lambda n: published(buckets=(BUCKET,) * n)),
-    of("PublishWeights", PUBLISH, "holders", m.MAX_HOLDERS, "h:1"),
+    of("WeightsEndpoint", {"secret": "s" * 16}, "addresses", m.MAX_ADDRESSES, "h:1"),
+    of("PublishWeights", PUBLISH, "deltas", m.MAX_DELTAS, DELTA),
     of("PublishWeights", PUBLISH, "portions", R, 300),
     text("WeightsReady", {"policy_version": 1}, "digest", m.MAX_WORD),
+    text("BadSource", {"policy_version": 1, "node": "n"}, "reason", m.MAX_TEXT),
     text("WeightsFailed", {"policy_version": 1}, "reason", m.MAX_TEXT),
     text("Drain", {"node": "n"}, "reason", m.MAX_REASON),
     text("Bye", {}, "reason", m.MAX_TEXT),
@@ -159,7 +155,6 @@ TABLE = [
     of("Snapshot", SHOWN, "rewards", m.MAX_ROWS, 1),
     named("Snapshot", SHOWN, "counters"),
 ]
-BUCKET = {"size": BIG, "digest": "d"}
 FIXED = {"Checkpointed", "ShardsTaken", "Watch"}  # numbers alone
 
 
@@ -169,10 +164,6 @@ def files(count: int) -> dict[str, bytes]:
 
 def stops(count: int) -> dict[str, Any]:
     return {"stop_token_ids": (BIG,) * count}
-
-
-def published(**parts: Any) -> dict[str, Any]:
-    return {**PUBLISH, "manifest": {**MANIFEST, **parts}}
 
 
 def label(entry: Largest) -> str:

@@ -3,8 +3,19 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
-from lightrl.weights.request import Request, num_missing, unpack
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.request import (
+    ALL,
+    ASK_DATA,
+    ASK_HAVE,
+    ASK_MANIFEST,
+    DATA,
+    Request,
+    num_missing,
+    unpack,
+)
 
 Answer = Callable[[Request, asyncio.StreamWriter], Awaitable[None]]
 
@@ -38,6 +49,21 @@ async def holder(answer: Answer) -> AsyncIterator[str]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks)
+
+
+def of(version: VersionFile, answer: Answer) -> Answer:
+    """Has all of this version and says so; `answer` is called for its data."""
+
+    async def respond(request: Request, writer: asyncio.StreamWriter) -> None:
+        if request.what == ASK_HAVE:
+            writer.write(ALL)
+        elif request.what == ASK_MANIFEST:
+            writer.write(DATA + Path(version.manifest_path).read_bytes())
+        else:
+            assert request.what == ASK_DATA
+            await answer(request, writer)
+
+    return respond
 
 
 def part(data: bytes, request: Request) -> bytes:

@@ -74,8 +74,8 @@ class ScriptedRollout:
         match message:
             case Welcome():
                 return self._take_welcome(message)
-            case PublishWeights(manifest):
-                self._serves = manifest.policy_version, manifest.digest
+            case PublishWeights(version, digest):
+                self._serves = version, digest
                 self._send(WeightsReady(*self._serves))
             case Generate(version, _, requests) if self._admitted and self._serves is not None:
                 self.num_answered[version] = self.num_answered.get(version, 0) + len(requests)

@@ -1,4 +1,4 @@
-"""Versions to be served, and a server of them on loopback."""
+"""Versions to be served, a server of them on loopback, and pulls from it."""
 
 import contextlib
 import random
@@ -6,49 +6,67 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.messages import Manifest
+from lightrl.messages import WeightsSource
 from lightrl.tickets import pull_ticket
-from lightrl.weights import manifest as m
-from lightrl.weights.pull import PullStats, WeightServer
-from lightrl.weights.pull import pull as pull_as
+from lightrl.weights.layout import BUCKET_BYTES
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.pull import Pull, PullStats, Wanted
+from lightrl.weights.serve import WeightServer
+from lightrl.weights.write import TensorBytes, write_version
 
-SECRET = "c0ffee" * 6
 NODE = "rollout-0"
-TICKET = pull_ticket(SECRET, NODE, 1)
-BUCKET = 1 << 18
 
 
 def make_version(
-    path: Path, policy_version: int = 1, num_buckets: int = 4, bucket: int = BUCKET
-) -> Manifest:
+    path: Path, policy_version: int = 1, num_buckets: int = 4, bucket: int = BUCKET_BYTES
+) -> VersionFile:
+    """Of `num_buckets` tensors of `bucket` bytes, in `path`."""
     data = random.Random(policy_version).randbytes(bucket)
     tensors = [
-        m.TensorBytes(f"layer.{i}", "uint8", (bucket,), memoryview(bytes([i]) + data[1:]))
+        TensorBytes(f"layer.{i:04}", "uint8", (bucket,), memoryview(bytes([i % 256]) + data[1:]))
         for i in range(num_buckets)
     ]
-    return m.write_version(path, policy_version, tensors, bucket)
+    return write_version(path, policy_version, tensors)
+
+
+def wanted(version: VersionFile) -> Wanted:
+    size = Path(version.manifest_path).stat().st_size
+    return Wanted(version.policy_version, version.digest, version.num_bytes, size)
+
+
+def source(
+    server: WeightServer,
+    node: str = NODE,
+    policy_version: int = 1,
+    *,
+    name: str = "trainer",
+    via: str | None = None,
+) -> WeightsSource:
+    """`server` as `node` is told of it, at another address if `via` says so."""
+    ticket = pull_ticket(server.secret, node, policy_version)
+    return WeightsSource(name, server.addresses if via is None else (via,), ticket)
 
 
 async def pull(
-    manifest: Manifest,
-    holders: Sequence[str],
-    secret: str,
+    version: VersionFile,
+    sources: Sequence[WeightsSource],
     path: Path,
     *,
     node: str = NODE,
     **options: Any,
 ) -> PullStats:
-    """With the ticket of `node` for this version."""
-    ticket = pull_ticket(secret, node, manifest.policy_version)
-    return await pull_as(manifest, holders, ticket, path, node=node, **options)
+    one = Pull(wanted(version), node, path, **options)
+    one.add_sources(sources)
+    return await one.run()
 
 
 @contextlib.asynccontextmanager
-async def serving(manifest: Manifest, path: Path, **settings: float) -> AsyncIterator[str]:
+async def serving(*versions: VersionFile, **settings: float) -> AsyncIterator[WeightServer]:
     server = WeightServer(**settings)  # pyright: ignore[reportArgumentType]
     try:
-        address = await server.start("127.0.0.1")
-        server.publish(manifest, path, SECRET)
-        yield address
+        await server.start("127.0.0.1")
+        for version in versions:
+            server.publish(version)
+        yield server
     finally:
         await server.close()

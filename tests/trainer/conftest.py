@@ -3,6 +3,7 @@ ones."""
 
 import asyncio
 import contextlib
+import itertools
 import random
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -108,6 +109,8 @@ def config() -> Callable[..., Config]:
 def start(
     tmp_path: Path, model_dir: Path, config: Callable[..., Config]
 ) -> Callable[..., StartRank]:
+    numbers = itertools.count()  # each has a folder of versions of its own, as each daemon does
+
     def make(
         directory: Path = model_dir, start_step: int = 0, **sections: dict[str, Any]
     ) -> StartRank:
@@ -117,7 +120,7 @@ def start(
             rank=0,
             world=1,
             rendezvous="",
-            publish_dir=str(tmp_path / "weights"),
+            publish_dir=str(tmp_path / f"weights-{next(numbers)}"),
             run_dir=str(tmp_path / "run"),
             start_step=start_step,
         )

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.errors import TrainerError
-from lightrl.trainer.model import full_parameters
+from lightrl.trainer.model import shards
 from lightrl.trainer.protocol import (
     Accumulate,
     Cleared,
@@ -25,6 +25,7 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.saved import SavedStep, latest, newest_sound, oldest_kept, point, remove, tidy
 from lightrl.trainer.seal import PIECE_BYTES, damage, sealed
 from lightrl.trainer.supervisor import Trainer
+from lightrl.weights.serve import WeightServer
 from lightrl.wire import to_json
 from tests.support.daemons import make_config
 
@@ -35,7 +36,13 @@ def train(rank, samples, step):
     list(rank.perform(Accumulate(step, (tuple(samples),))))
     tokens = sum(len(s.token_ids) // 4 for s in samples)
     published, _ = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
-    return published.manifest.digest
+    return published.file.digest
+
+
+def stored(policy):
+    """The weights of a policy on one rank, as the model directory would have them."""
+    found = shards(policy, is_stored=True)
+    return {s.name: s.values.to(s.dtype).view(s.shape) for s in found}
 
 
 def save(rank, folder: Path, step: int, export: bool = False) -> Path:
@@ -50,8 +57,8 @@ def test_a_restored_rank_goes_on_bit_for_bit(new_rank, samples, tmp_path):
         digest = train(rank, samples, step)
     path = save(rank, tmp_path, 2)
     again = new_rank(start_step=2)
-    assert again.started.manifest.digest == digest
-    assert again.started.manifest.policy_version == 2
+    assert again.started.published.file.digest == digest
+    assert again.started.published.file.policy_version == 2
     for a, b in zip(rank.parameters, again.parameters, strict=True):
         assert rank.optimizer.state[a].keys() == again.optimizer.state[b].keys()
         for key, value in rank.optimizer.state[a].items():
@@ -124,7 +131,7 @@ def test_what_a_killed_save_left_is_not_removed_in_the_event_loop(tmp_path, monk
 
     async def story():
         trainer = Trainer(
-            make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail
+            make_config(tmp_path), tmp_path, tmp_path, WeightServer(), pytest.fail, pytest.fail
         )
         try:
             assert await trainer._where_to_start() == 0
@@ -154,7 +161,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_one_line_and_stays_where_it_is(
 
     async def story():
         trainer = Trainer(
-            make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail
+            make_config(tmp_path), tmp_path, tmp_path, WeightServer(), pytest.fail, pytest.fail
         )
         try:
             await trainer._where_to_start()
@@ -357,10 +364,12 @@ def test_the_export_is_a_model_that_transformers_loads(new_rank, samples, tmp_pa
     assert (exported / "config.json").read_text() == (source / "config.json").read_text()
     ids = torch.tensor([[3, 4, 5, 6]])
     published = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    published.load_state_dict(dict(full_parameters(rank.policy)), strict=False)
+    published.load_state_dict(stored(rank.policy), strict=False)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, published(ids).logits)
-    assert {name: p.dtype for name, p in model.named_parameters()} == rank.policy.dtypes
+    assert {name: p.dtype for name, p in model.named_parameters()} == {
+        name: dtype for name, dtype in rank.policy.stored.items() if name in stored(rank.policy)
+    }
     assert AutoTokenizer.from_pretrained(exported)("abc")["input_ids"] == [2, 3, 4]
 
 
@@ -380,11 +389,11 @@ def test_a_hub_id_is_trained_and_exported_from_its_local_copy(
     assert (snapshot / "model.safetensors.index.json").is_file()
 
     rank, other = new_rank("org/tiny"), new_rank(model_dir)
-    assert rank.started.manifest.digest == other.started.manifest.digest
+    assert rank.started.published.file.digest == other.started.published.file.digest
     train(rank, samples, 0)
     exported = save(rank, tmp_path, 1, export=True) / "hf"
     model = AutoModelForCausalLM.from_pretrained(exported)
-    for name, parameter in full_parameters(rank.policy):
+    for name, parameter in stored(rank.policy).items():
         assert torch.equal(model.get_parameter(name), parameter)
     assert not any(file.is_symlink() for file in exported.iterdir())
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,6 @@ from lightrl.trainer.protocol import (
     FinishStep,
     Published,
     RankFailed,
-    RankStarted,
     Save,
     Saved,
     SaveFailed,
@@ -33,7 +31,6 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.trainer.saved import latest
 from lightrl.trainer.seal import damage
-from lightrl.weights.manifest import num_bytes
 from lightrl.wire import pack_f32, pack_i32
 from tests.support.trainer_coordinator import Coordinator, kill, turns
 
@@ -55,7 +52,7 @@ def finish(step, samples):
 def digest(rank, batches, step=0):
     samples = [s for batch in batches for s in batch]
     _, published, _ = perform(rank, Accumulate(step, tuple(batches)), finish(step, samples))
-    return published.manifest.digest
+    return published.file.digest
 
 
 def test_neither_it_nor_its_daemon_needs_torch():
@@ -96,21 +93,23 @@ def test_it_says_what_a_real_rank_says_but_for_what_only_a_model_knows(
         "timing_s/forward_backward",
         "timing_s/optimizer",
         "timing_s/publish",
+        "weights/publish_s",
+        "weights/full_bytes",
     }
     for name in (name for name in one if name.startswith("num_")):
         assert one[name] == other[name], name
     assert emulated[0].device == "emulated"
-    manifests = [e.manifest for e in emulated if isinstance(e, Published | RankStarted)]
-    assert [num_bytes(m) for m in manifests] == [4096, 4096]
+    published = [emulated[0].published, *(e for e in emulated if isinstance(e, Published))]
+    assert [p.file.num_bytes for p in published] == [4096, 4096]
 
 
 def test_a_version_is_one_that_the_emulated_engine_loads(new_emulated, samples, model_dir):
     rank = new_emulated()
     published = perform(rank, finish(0, samples))[0]
     engine = EmulatedEngine(EngineSpec("emulated", str(model_dir), "auto", 64, 4))
-    for event in (published, rank.started):
-        assert engine.load_weights(Path(event.path), event.manifest) == event.manifest.digest
-    assert published.manifest.digest != rank.started.manifest.digest
+    for event in (published, rank.started.published):
+        engine.load_weights(event.file)
+    assert published.file.digest != rank.started.published.file.digest
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,7 @@ def test_what_was_given_before_the_step_began_anew_does_not_count(new_emulated, 
         Accumulate(0, (tuple(samples[3:5]),)),
     )
     _, published, _ = perform(one, Accumulate(0, (tuple(samples[5:]),)), finish(0, samples[3:]))
-    assert published.manifest.digest == digest(other, [samples[3:5], samples[5:]])
+    assert published.file.digest == digest(other, [samples[3:5], samples[5:]])
 
 
 def test_a_restored_rank_goes_on_with_the_same_versions(new_emulated, samples, tmp_path):
@@ -180,8 +179,8 @@ def test_a_restored_rank_goes_on_with_the_same_versions(new_emulated, samples, t
     assert perform(rank, Save(2, str(path), export=True)) == [Saved(str(path))]
     assert latest(path.parent) == path
     again = new_emulated(start_step=2)
-    assert again.started.manifest.policy_version == 2
-    assert again.started.manifest.digest != new_emulated().started.manifest.digest
+    assert again.started.published.file.policy_version == 2
+    assert again.started.published.file.digest != new_emulated().started.published.file.digest
     assert digest(again, [samples], 2) == digest(rank, [samples], 2)
     with pytest.raises(TrainerError, match="step_3: no complete checkpoint"):
         new_emulated(start_step=3)
@@ -224,8 +223,8 @@ def on_two(start, processes, steps):
             asyncio.timeout(DEADLINE_S),
         ):
             first, second = [await rank.receive() for rank in ranks]
-            assert second.manifest is None
-            digests = [first.manifest.digest]
+            assert second.published is None
+            digests = [first.published.file.digest]
             for step, batches_R in enumerate(steps):
                 for rank, batch in zip(ranks, batches_R, strict=True):
                     rank.send(Accumulate(step, (tuple(batch),)))
@@ -234,7 +233,7 @@ def on_two(start, processes, steps):
                     [await rank.receive() for _ in range(n)]
                     for rank, n in zip(ranks, (3, 2), strict=True)
                 ]
-                digests.append(events[0][1].manifest.digest)
+                digests.append(events[0][1].file.digest)
                 finished = [said[-1] for said in events]
                 assert all(isinstance(event, StepFinished) for event in finished)
                 given = sum(len(s.token_ids) // 4 for batch in batches_R for s in batch)
@@ -398,7 +397,7 @@ def test_a_damaged_checkpoint_costs_one_interval(new_config, groups, tmp_path, c
     disturbed = trained(config, tmp_path / "run", groups, disturb)
     assert disturbed.digests == calm.digests
     assert not newest.with_name("step_4.damaged").exists()  # a later one is sound
-    versions = [m.manifest.policy_version for m in disturbed.sent if isinstance(m, PublishWeights)]
+    versions = [m.policy_version for m in disturbed.sent if isinstance(m, PublishWeights)]
     assert versions[versions.index(2, 3) :] == [2, 3, 4, 5]
     said = caplog.text
     assert "state/digest: damaged; moved aside as step_4.damaged, going back to step_2" in said

@@ -4,9 +4,10 @@ import asyncio
 import math
 import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lightrl.system.child import ChildDied, Pipe
 from lightrl.trainer.batch import micro_batches
@@ -67,7 +68,7 @@ async def save(ranks, number, path, export=False):
 
 
 def read(event):
-    return dict(read_tensors(Path(event.path), event.manifest))
+    return dict(read_tensors(event.file))
 
 
 @pytest.mark.usefixtures("warm_ranks")
@@ -81,10 +82,10 @@ def test_two_ranks_train_like_one_and_take_over_its_checkpoint(
     async def on_two_ranks(first):
         async with processes(start(start_step=first, **settings), world=2) as ranks:
             begin, other = await started(ranks)
-            assert other.manifest is None
+            assert other.published is None
             published, metrics = await step(ranks, samples, first)
-            await save(ranks, first + 1, checkpoints / f"step_{first + 1}")
-            return begin.manifest.digest, published.manifest.digest, metrics
+            await save(ranks, first + 1, checkpoints / f"step_{first + 1}", export=True)
+            return begin.published.file.digest, published.file.digest, metrics
 
     def on_one_rank(rank, number):
         totals = (len(samples), sum(len(s.token_ids) // 4 for s in samples))
@@ -98,14 +99,25 @@ def test_two_ranks_train_like_one_and_take_over_its_checkpoint(
     _, metrics = on_one_rank(alone, 1)
     expected = read(on_one_rank(alone, 2)[0])
 
+    async def on_three_ranks():
+        async with processes(start(start_step=1, **settings), world=3) as ranks:
+            return [event.published for event in await started(ranks)]
+
+    published, *others = asyncio.run(on_three_ranks())
+    assert published.file.digest == first.file.digest
+    assert others == [None, None]
     restored, after, found_metrics = asyncio.run(on_two_ranks(1))
-    assert restored == first.manifest.digest
+    assert restored == first.file.digest
     assert latest(checkpoints) == checkpoints / "step_2"
     for key in ("loss/policy", "loss/kl", "grad_norm", "entropy", "num_trained_tokens"):
         assert found_metrics[key] == pytest.approx(metrics[key], rel=1e-4), key
 
     rank = new_rank(start_step=2, **settings)
-    assert rank.started.manifest.digest == after
+    assert rank.started.published.file.digest == after
+    exported = load_file(checkpoints / "step_2" / "hf" / "model.safetensors")
+    weights = read(rank.started.published)
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
     found = read(on_one_rank(rank, 2)[0])
     difference = math.sqrt(sum((found[n] - expected[n]).square().sum().item() for n in expected))
     assert difference <= 2e-6 * math.sqrt(sum(t.square().sum().item() for t in expected.values()))
@@ -116,11 +128,11 @@ def test_a_rank_trains_publishes_and_says_why_it_ends(start, processes, samples)
         async with processes(start(), world=1) as [rank]:
             [begin] = await started([rank])
             assert begin.device == "cpu"
-            assert read(begin)
+            assert read(begin.published)
             published, metrics = await step([rank], samples, 0)
-            assert published.manifest.policy_version == 1
-            assert published.manifest.digest != begin.manifest.digest
-            assert read(published).keys() == read(begin).keys()  # reading proves the digest
+            assert published.file.policy_version == 1
+            assert published.file.digest != begin.published.file.digest
+            assert read(published).keys() == read(begin.published).keys()
             assert metrics["num_micro_batches"] > 1
             rank.send(Accumulate(7, ()))
             async with asyncio.timeout(DEADLINE_S):

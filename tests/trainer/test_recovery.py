@@ -3,6 +3,7 @@ ranks and a scripted coordinator. Whatever happens, every version has the bits t
 nothing happens."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import shutil
@@ -72,7 +73,7 @@ def new_config(model_dir):
 def undisturbed(rank, groups, portions, steps):
     """The digests when nothing happens: of a rank in this process that gets the groups in these
     portions."""
-    digests = {0: rank.started.manifest.digest}
+    digests = {0: rank.started.published.file.digest}
     config = rank.config
     made = [train_samples(group, config) for group in groups]
     for step in range(steps):
@@ -86,8 +87,18 @@ def undisturbed(rank, groups, portions, steps):
             list(rank.perform(Accumulate(step, batches)))
         tokens = sum(len(s.token_ids) // 4 for samples in made for s in samples)
         published, _ = rank.perform(FinishStep(step, sum(map(len, made)), tokens, step + 1))
-        digests[step + 1] = published.manifest.digest
+        digests[step + 1] = published.file.digest
     return digests
+
+
+def full_pipe(path):
+    """One that takes nothing; its end."""
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(end, bytes(1 << 16))
+    return path, end
 
 
 def settings(config):
@@ -118,21 +129,19 @@ def test_a_rank_killed_while_it_starts_computes_or_has_updated_is_as_if_it_had_n
             kill()
 
         async def publishing():
-            """The optimizer step is done when something is written to what will be the new
-            version."""
-            fifo = coordinator.published / ".draft"
-            os.mkfifo(fifo)
-            end = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-            written = asyncio.Event()
-            loop = asyncio.get_running_loop()
-            loop.add_reader(end, written.set)
+            """The optimizer step is done when another version's file is taken for the new one,
+            which cannot become complete: nobody reads what should be its manifest."""
+            folder = coordinator.published
+            keys = {path.name.split(".")[1] for path in folder.glob("*.bin")}
+            full = [full_pipe(folder / f"version_2.{key}.manifest") for key in keys]
+            assert not list(folder.glob("draft.*"))
             coordinator.feed(1)
-            await written.wait()
-            loop.remove_reader(end)
+            await until(lambda: list(folder.glob("draft.*")))
             killed.append("publishing")
             kill()
-            fifo.unlink()
-            os.close(end)
+            for fifo, end in full:
+                fifo.unlink()
+                os.close(end)
 
         async def told():
             killed.append("published, StepDone not yet said")
@@ -208,9 +217,7 @@ def test_two_deterministic_ranks_killed_around_a_checkpoint_publish_the_same_bit
         await coordinator.run_and_close()
         assert not on
         assert coordinator.num_hellos == 3
-        versions = [
-            m.manifest.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)
-        ]
+        versions = [m.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)]
         # a checkpoint counts once `latest` names it
         assert versions == [0, 1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5]
         assert len(set(coordinator.digests.values())) == 6
@@ -238,9 +245,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_costs_one_interval(
 
         coordinator.on["saved", 4] = damaged
         await coordinator.run_and_close()
-        versions = [
-            m.manifest.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)
-        ]
+        versions = [m.policy_version for m in coordinator.sent if isinstance(m, PublishWeights)]
         again = versions.index(2, 3)
         assert versions[again:] == [2, 3, 4, 5]
         assert versions[:again] in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5])
@@ -325,7 +330,7 @@ def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, group
         coordinator.rejoin()
         assert sent[-3:] == news
         assert len(sent) == sent.index(news[0]) + 6
-        await trainer.close()
+        await coordinator.close()
         return coordinator
 
     coordinator = asyncio.run(run())
@@ -334,7 +339,7 @@ def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, group
     expected = undisturbed(rank, groups, coordinator.portions, 3)
     no_signal = len(groups[5].responses), sum(len(r.token_ids) // 4 for r in groups[5].responses)
     published, _ = rank.perform(FinishStep(3, *no_signal, 4))
-    assert coordinator.digests == expected | {4: published.manifest.digest}
+    assert coordinator.digests == expected | {4: published.file.digest}
 
 
 def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
@@ -360,7 +365,7 @@ def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(
         second.portions, second.digests = first.portions, first.digests
         await second.run_and_close()
         published, saved = second.sent[:2]
-        assert (published.manifest.policy_version, published.portions) == (2, ())
+        assert (published.policy_version, published.portions) == (2, ())
         assert saved == Checkpointed(2, 0)
         assert second.trainer.all_steps_done
         return second.digests, first.portions

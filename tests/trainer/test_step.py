@@ -162,39 +162,39 @@ def test_the_step_is_that_of_a_plain_loop(new_rank, samples):
 
 def test_the_published_file_holds_the_new_weights_and_old_ones_go(new_rank, samples):
     rank = new_rank()
-    first = rank.started.manifest
+    first = rank.started.published.file
     for step in range(3):
         published, _ = run_step(rank, [(tuple(samples),)], samples, step)
-    assert published.policy_version == published.manifest.policy_version == 3
-    assert published.manifest.digest != first.digest
-    path = Path(published.path)
-    read = dict(read_tensors(path, published.manifest))
+    assert published.file.policy_version == 3
+    assert published.file.digest != first.digest
+    read = dict(read_tensors(published.file))
     for name, tensor in weights(rank).items():
         assert torch.equal(read[name], tensor)
-    assert sorted(p.name for p in path.parent.iterdir()) == ["version_2.bin", "version_3.bin"]
+    names = sorted(p.name.split(".")[0] for p in Path(published.file.path).parent.glob("*.bin"))
+    assert names == ["version_2", "version_3"]
 
 
 def test_a_step_without_signal_changes_no_bit(new_rank, samples):
     rank = new_rank(train={"optim": {"lr": 1e-3, "weight_decay": 0.1}})
     before, _ = run_step(rank, [(tuple(samples),)], samples)
     after, metrics = run_step(rank, [], [], step=1, extra=8)
-    assert after.manifest.digest == before.manifest.digest
-    assert after.manifest.policy_version == 2
+    assert after.file.digest == before.file.digest
+    assert after.file.policy_version == 2
     assert metrics["grad_norm"] == metrics["num_micro_batches"] == 0
     assert metrics["num_tokens"] == 80
 
 
 def test_a_gradient_that_is_not_finite_is_left_out(new_rank, samples):
     rank = new_rank()
-    before = rank.started.manifest.digest
+    before = rank.started.published.file.digest
     poisoned = [*samples, replace(samples[0], advantage=math.inf)]
     published, metrics = run_step(rank, [(tuple(poisoned),)], poisoned)
     assert metrics["train/skipped_nonfinite"] == 1
-    assert published.manifest.digest == before
+    assert published.file.digest == before
     published, metrics = run_step(rank, [(tuple(samples),)], samples, step=1)
     assert metrics["train/skipped_nonfinite"] == 0
     assert math.isfinite(metrics["grad_norm"])
-    assert published.manifest.digest != before
+    assert published.file.digest != before
 
 
 def test_the_difference_to_the_engine_is_measured(new_rank, samples):

@@ -16,6 +16,7 @@ from lightrl.trainer.advantage import train_samples
 from lightrl.trainer.batch import streamed
 from lightrl.trainer.protocol import Accumulate, FinishStep
 from lightrl.trainer.supervisor import Trainer
+from lightrl.weights.serve import WeightServer
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -50,7 +51,7 @@ def train(rank, steps):
         samples = [s for waiting in waits for group in waiting for s in group]
         tokens = sum(len(s.token_ids) // 4 for s in samples)
         published, _ = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
-        digests.append(published.manifest.digest)
+        digests.append(published.file.digest)
     return digests
 
 
@@ -126,9 +127,9 @@ async def run_trainer(config, folder, next_shards, pause, digests):
 
     def send(message):
         match message:
-            case PublishWeights(manifest):
-                digests.append(manifest.digest)
-                published.put_nowait(manifest.policy_version)
+            case PublishWeights(version, digest):
+                digests.append(digest)
+                published.put_nowait(version)
             case StepDone():
                 done.append(message.metrics)
 
@@ -139,9 +140,9 @@ async def run_trainer(config, folder, next_shards, pause, digests):
                 for _ in range(pause):
                     await asyncio.sleep(0)
 
-    trainer = Trainer(
-        config, folder, folder / "weights", "127.0.0.1", send, on_restart=lambda: None
-    )
+    server = WeightServer()
+    await server.start("127.0.0.1")
+    trainer = Trainer(config, folder, folder / "weights", server, send, on_restart=lambda: None)
     feeding = asyncio.ensure_future(feed())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -150,6 +151,7 @@ async def run_trainer(config, folder, next_shards, pause, digests):
     finally:
         feeding.cancel()
         await trainer.close()
+        await server.close()
 
 
 def trainer_config(model_dir, ranks, steps):
@@ -219,7 +221,7 @@ def test_shards_of_a_later_step_wait_and_any_other_is_refused(
     rank = new_rank(**config.model_dump(include={"algorithm", "train", "run"}))
     samples = [train_samples(group, config) for group in later[0].groups]
     assert digests == [
-        rank.started.manifest.digest,
+        rank.started.published.file.digest,
         *train(rank, [[samples], parts(samples, ONES)]),
     ]
 

@@ -19,14 +19,14 @@ from lightrl.messages import (
     Generate,
     Heartbeat,
     Hello,
-    Manifest,
     Message,
-    PublishWeights,
     ResponseRequest,
     ResponseTokens,
     Sampling,
-    TensorSpec,
     TokenChunk,
+    TrainGroup,
+    TrainResponse,
+    TrainShard,
     Watch,
     Welcome,
 )
@@ -45,16 +45,13 @@ def hello(num_running: int = 0) -> Hello:
     return Hello("n", 1, ("rollout",), PROTOCOL, 1, "h", running=running)
 
 
-def manifest(num_tensors: int) -> Manifest:
-    name = "model.layers.{}.mlp.experts.{}.down_proj.weight".format
-    specs = (
-        TensorSpec(name(k // 128, k % 128), "bfloat16", (2048, 768), 0, 0)
-        for k in range(num_tensors)
-    )
-    return Manifest(3, "d", tuple(specs), ())
+def shard(num_tokens: int) -> TrainShard:
+    tokens, responses = bytes(4 * num_tokens), [f"train-{k:06}@12#3" for k in range(100)]
+    groups = (TrainResponse(r, tokens, tokens, 1.0, "stop") for r in responses)
+    return TrainShard(3, 0, 3, tuple(TrainGroup(r.response, tokens, (r,)) for r in groups))
 
 
-LARGE = [hello(60_000), PublishWeights(manifest(100_000), ("h:1",), "t")]
+LARGE = [hello(60_000), shard(10_000)]
 
 
 @pytest.mark.parametrize("message", LARGE, ids=lambda m: type(m).__name__)

@@ -5,20 +5,26 @@ import contextlib
 import gc
 import os
 import socket
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightrl.errors import WeightsError
+from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
-from lightrl.weights import manifest as m
-from lightrl.weights.pull import WeightServer
-from lightrl.weights.pull import pull as pull_as
-from lightrl.weights.request import BUSY, DATA, Request
-from lightrl.weights.serve import IDLE_LIMIT_S, MAX_OF_A_NODE, TURNS_AT_ONCE
-from tests.support.versions import BUCKET, NODE, SECRET, TICKET, make_version, pull, serving
+from lightrl.weights.manifest import Manifest, decode, digest_version, encode
+from lightrl.weights.layout import BUCKET_BYTES, TensorSpec
+from lightrl.weights.pull import Pull, parse_address, partial_path
+from lightrl.weights.request import ASK_DATA, ASK_MANIFEST, BUSY, DATA, Request
+from lightrl.weights.send import IDLE_LIMIT_S
+from lightrl.weights.serve import MAX_HELD, MAX_OF_A_NODE, TURNS_AT_ONCE, WeightServer
+from tests.support.holder import holder, of, part
+from tests.support.relay import EVERYTHING, Relay, address_of, bound_socket
+from tests.support.versions import NODE, make_version, pull, serving, source, wanted
+
+DEADLINE_S = 60
 
 
 def flip_bit(path: Path, position: int) -> Path:
@@ -29,111 +35,45 @@ def flip_bit(path: Path, position: int) -> Path:
     return wrong
 
 
-def bound_socket() -> socket.socket:
-    """It refuses connections until somebody listens on it."""
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    return sock
-
-
-def address_of(sock: socket.socket) -> str:
-    return join_address("127.0.0.1", sock.getsockname()[1])
-
-
-DEADLINE_S = 60
-
-
-class Relay:
-    """Sits between a puller and a holder; `allow(n)` says how many reply bytes of connection n
-    pass."""
-
-    def __init__(
-        self,
-        target: str,
-        allow: Callable[[int], int],
-        released: asyncio.Event | None = None,
-        sock: socket.socket | None = None,
-    ) -> None:
-        self._sock = sock  # bound already
-        self._target = target
-        self._allow = allow
-        self._released = released  # None: cut there; else wait for it, then let everything pass
-        self.stalled = asyncio.Event()
-        self.num_connections = 0
-
-    async def __aenter__(self) -> str:
-        self._tasks = set[asyncio.Task[None]]()
-        if self._sock is None:
-            self._sock = bound_socket()
-        self._server = await asyncio.start_server(self._serve, sock=self._sock)
-        return address_of(self._sock)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        left = self._allow(self.num_connections)
-        self.num_connections += 1
-        host, _, port = self._target.rpartition(":")
-        try:
-            up_reader, up_writer = await asyncio.open_connection(host, int(port))
-        except ConnectionError:
-            writer.close()
-            return
-
-        async def upstream() -> None:
-            while data := await reader.read(1 << 16):
-                up_writer.write(data)
-
-        asking = asyncio.create_task(upstream())
-        try:
-            while data := await up_reader.read(1 << 16):
-                passed = data[:left]
-                writer.write(passed)
-                left -= len(passed)
-                if left == 0:
-                    self.stalled.set()
-                    if self._released is None:
-                        break
-                    await self._released.wait()
-                    writer.write(data[len(passed) :])
-                    left = 1 << 62
-                await writer.drain()
-        except (ConnectionError, asyncio.CancelledError):
-            pass
-        finally:
-            asking.cancel()
-            for w in (writer, up_writer):
-                w.close()
-                with contextlib.suppress(ConnectionError):
-                    await w.wait_closed()
-
-
 def test_a_pulled_version_equals_the_served_one(tmp_path):
+    told: list[WeightsProgress] = []
+
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=9)
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
-        assert stats.num_bytes == m.num_bytes(manifest)
+        version = make_version(tmp_path / "v1", num_buckets=9)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            one = Pull(wanted(version), NODE, tmp_path / "pulled", on_progress=told.append)
+            one.add_sources([source(server)])
+            stats = await one.run()
+        assert stats.num_bytes == version.num_bytes
+        assert stats.by_source == {"trainer": version.num_bytes}
+        assert stats.peer_bytes == 0
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
-        assert sum(1 for _ in m.read_buckets(tmp_path / "pulled", manifest)) == 9
-        assert not (tmp_path / "pulled.part").exists()
+        encoded = Path(one.file.manifest_path).read_bytes()
+        assert decode(encoded, version.digest) == one.manifest
+        assert not partial_path(tmp_path / "pulled").exists()
+        assert {(p.policy_version, p.total_bytes) for p in told} == {(1, version.num_bytes)}
 
     asyncio.run(scenario())
 
 
+def test_a_version_of_less_than_a_bucket_and_one_with_a_short_last_bucket(tmp_path):
+    async def scenario(num: int, size: int) -> None:
+        path = tmp_path / f"v{num}"
+        version = make_version(path, num_buckets=num, bucket=size)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            await pull(version, [source(server)], tmp_path / f"pulled{num}")
+        assert (tmp_path / f"pulled{num}").read_bytes() == path.read_bytes()
+
+    asyncio.run(scenario(1, 1))
+    asyncio.run(scenario(3, BUCKET_BYTES - 192))
+
+
 def test_several_pullers_at_once_each_get_the_version(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=8)
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
+        version = make_version(tmp_path / "v1", num_buckets=4)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
             pulls = [
-                pull(manifest, [address], SECRET, tmp_path / f"p{k}", node=f"n{k}")
+                pull(version, [source(server, f"n{k}")], tmp_path / f"p{k}", node=f"n{k}")
                 for k in range(6)
             ]
             await asyncio.gather(*pulls)
@@ -145,45 +85,62 @@ def test_several_pullers_at_once_each_get_the_version(tmp_path):
 
 def test_a_cut_connection_resumes_where_it_broke_off(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=1 << 20)
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            relay = Relay(address, lambda n: 300_000 if n < 3 else 1 << 62)
-            async with relay as holder:
-                stats = await pull(manifest, [holder], SECRET, tmp_path / "pulled")
+        version = make_version(tmp_path / "v1", num_buckets=1, bucket=1 << 20)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            relay = Relay(server.addresses[0], lambda n: 300_000 if n < 3 else EVERYTHING)
+            async with relay as address:
+                sources = [source(server, via=address)]
+                stats = await pull(version, sources, tmp_path / "pulled")
         assert relay.num_connections == 4
-        assert stats.num_bytes == m.num_bytes(manifest)  # no byte twice
+        assert stats.num_bytes == version.num_bytes  # no byte twice
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
     asyncio.run(scenario())
 
 
-def test_a_corrupted_bucket_is_fetched_again_from_another_holder(tmp_path):
+def test_who_sends_wrong_bytes_is_named_and_asked_no_more(tmp_path):
+    bad: list[tuple[str, str]] = []
+
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1")
-        wrong = flip_bit(tmp_path / "v1", position=2 * BUCKET + 17)
-        async with (
-            serving(manifest, wrong) as bad,
-            serving(manifest, tmp_path / "v1") as good,
-            asyncio.timeout(20),
-        ):
-            stats = await pull(manifest, [bad, good], SECRET, tmp_path / "pulled", streams=1)
-        assert stats.num_bytes == m.num_bytes(manifest) + BUCKET
+        version = make_version(tmp_path / "v1", num_buckets=6)
+        wrong = make_wrong(version, range(6))
+        async with serving(wrong) as liar, serving(version) as good, asyncio.timeout(DEADLINE_S):
+            sources = [source(liar, name="liar"), source(good)]
+            stats = await pull(
+                version, sources, tmp_path / "pulled", streams=1,
+                on_bad=lambda node, reason: bad.append((node, reason)),
+            )  # fmt: skip
+        [(node, reason)] = bad
+        assert node == "liar"
+        assert reason.endswith("digest differs")
+        assert stats.by_source == {"liar": BUCKET_BYTES, "trainer": version.num_bytes}
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
     asyncio.run(scenario())
+
+
+def make_wrong(version, buckets):
+    """The same version as it says, with other bytes."""
+    path = Path(version.path)
+    wrong = path
+    for i in buckets:
+        wrong = flip_bit(wrong, i * BUCKET_BYTES + 17)
+    return replace(version, path=str(wrong))
 
 
 def test_a_version_corrupted_everywhere_never_appears_and_its_good_buckets_are_kept(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1")
-        wrong = flip_bit(tmp_path / "v1", position=3 * BUCKET)
-        async with serving(manifest, wrong) as bad, asyncio.timeout(20):
-            with pytest.raises(WeightsError, match="version 1: bucket 3: digest differs"):
-                await pull(manifest, [bad], SECRET, tmp_path / "pulled", streams=1)
+        version = make_version(tmp_path / "v1")
+        async with (
+            serving(make_wrong(version, [3])) as server,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            with pytest.raises(WeightsError, match="version 1: no source .* bucket 3: digest diff"):
+                await pull(version, [source(server)], tmp_path / "pulled", streams=1, order=0)
         assert not (tmp_path / "pulled").exists()
-        async with serving(manifest, tmp_path / "v1") as good, asyncio.timeout(20):
-            stats = await pull(manifest, [good], SECRET, tmp_path / "pulled")
-        assert stats.num_bytes == BUCKET  # only the bucket that was missing
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            stats = await pull(version, [source(server)], tmp_path / "pulled")
+        assert stats.num_bytes == BUCKET_BYTES  # only the bucket that was missing
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
     asyncio.run(scenario())
@@ -192,46 +149,44 @@ def test_a_version_corrupted_everywhere_never_appears_and_its_good_buckets_are_k
 def test_leftovers_of_another_version_are_replaced(tmp_path):
     async def scenario() -> None:
         make_version(tmp_path / "pulled.part", policy_version=1, num_buckets=6)
-        manifest = make_version(tmp_path / "v2", policy_version=2)
-        async with serving(manifest, tmp_path / "v2") as address, asyncio.timeout(20):
-            stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
-        assert stats.num_bytes == m.num_bytes(manifest)
+        version = make_version(tmp_path / "v2", policy_version=2)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            stats = await pull(version, [source(server, NODE, 2)], tmp_path / "pulled")
+        assert stats.num_bytes == version.num_bytes
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v2").read_bytes()
 
     asyncio.run(scenario())
 
 
-def test_a_dead_holder_is_passed_over(tmp_path):
+def test_a_dead_source_is_passed_over(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1")
+        version = make_version(tmp_path / "v1")
         with bound_socket() as closed:
             dead = address_of(closed)
-            async with serving(manifest, tmp_path / "v1") as good, asyncio.timeout(20):
-                await pull(manifest, [dead, good], SECRET, tmp_path / "pulled")
+            async with serving(version) as good, asyncio.timeout(DEADLINE_S):
+                gone = source(good, via=dead, name="gone")
+                await pull(version, [gone, source(good)], tmp_path / "pulled")
                 with pytest.raises(
                     WeightsError, match=f"nothing arrived for 2 s; last {dead}: .*refused"
                 ):
-                    await pull(manifest, [dead], SECRET, tmp_path / "other", timeout_s=2)
+                    await pull(version, [gone], tmp_path / "other", timeout_s=2)
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
         assert not (tmp_path / "other").exists()
 
     asyncio.run(scenario())
 
 
-def test_a_holder_that_comes_late_is_waited_for(tmp_path):
+def test_a_source_that_comes_late_is_waited_for(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1")
+        version = make_version(tmp_path / "v1")
         late = bound_socket()
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            waiting = asyncio.create_task(
-                pull(manifest, [address_of(late)], SECRET, tmp_path / "pulled")
-            )
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            sources = [source(server, via=address_of(late))]
+            waiting = asyncio.create_task(pull(version, sources, tmp_path / "pulled"))
             with pytest.raises(WeightsError, match="refused"):
-                await pull(
-                    manifest, [address_of(late)], SECRET, tmp_path / "impatient", timeout_s=0.8
-                )
+                await pull(version, sources, tmp_path / "impatient", timeout_s=0.8)
             assert not waiting.done()
-            async with Relay(address, lambda _: 1 << 62, sock=late):
+            async with Relay(server.addresses[0], lambda _: EVERYTHING, sock=late):
                 await waiting
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
@@ -240,15 +195,15 @@ def test_a_holder_that_comes_late_is_waited_for(tmp_path):
 
 def test_a_slow_transfer_may_take_longer_than_the_limit_for_silence(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=1 << 20)
+        version = make_version(tmp_path / "v1", num_buckets=1, bucket=1 << 20)
         async with (
-            serving(manifest, tmp_path / "v1") as address,
-            Relay(
-                address, lambda _: 1 << 16
-            ) as holder,  # 16 connections, a pause of 0.05 to 0.1 s after each
-            asyncio.timeout(20),
+            serving(version) as server,
+            # 16 connections, a pause of 0.05 to 0.1 s after each
+            Relay(server.addresses[0], lambda _: 1 << 16) as address,
+            asyncio.timeout(DEADLINE_S),
         ):
-            stats = await pull(manifest, [holder], SECRET, tmp_path / "pulled", timeout_s=0.6)
+            sources = [source(server, via=address)]
+            stats = await pull(version, sources, tmp_path / "pulled", timeout_s=0.6)
         assert stats.num_bytes == 1 << 20
         assert stats.seconds > 0.6
 
@@ -257,15 +212,15 @@ def test_a_slow_transfer_may_take_longer_than_the_limit_for_silence(tmp_path):
 
 def test_more_pullers_than_places_all_get_the_version(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1")
-        async with (
-            serving(manifest, tmp_path / "v1", max_connections=2) as address,
-            asyncio.timeout(DEADLINE_S),
-        ):
+        version = make_version(tmp_path / "v1")
+        async with serving(version, max_connections=2) as server, asyncio.timeout(DEADLINE_S):
             pulls = [
-                pull(manifest, [address], SECRET, tmp_path / f"p{k}", node=f"n{k}", timeout_s=8)
+                pull(
+                    version, [source(server, f"n{k}")], tmp_path / f"p{k}",
+                    node=f"n{k}", timeout_s=8,
+                )
                 for k in range(6)
-            ]
+            ]  # fmt: skip
             await asyncio.gather(*pulls)
         for k in range(6):
             assert (tmp_path / f"p{k}").read_bytes() == (tmp_path / "v1").read_bytes()
@@ -274,112 +229,132 @@ def test_more_pullers_than_places_all_get_the_version(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("node", "ticket"),
-    [
-        (NODE, SECRET),
-        (NODE, TICKET[:-1]),
-        (NODE, TICKET + "0"),
-        (NODE, "f" * 128),
-        ("rollout-1", TICKET),
-        (NODE, pull_ticket(SECRET, "rollout-1", 1)),
-        (NODE, pull_ticket(SECRET, NODE, 2)),
-        (NODE, pull_ticket("c0ffef" * 6, NODE, 1)),
-    ],
-    ids=[
-        "the secret",
-        "shorter",
-        "longer",
-        "wrong",
-        "stolen",
-        "another's",
-        "another version's",
-        "forged",
-    ],
+    "kind",
+    ["the secret", "shorter", "longer", "wrong", "stolen", "another version's", "forged"],
 )
-def test_a_wrong_ticket_gets_nothing(tmp_path, node, ticket):
+def test_a_wrong_ticket_gets_nothing(tmp_path, kind):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=1)
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
+        version = make_version(tmp_path / "v1", num_buckets=1)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            right = source(server)
+            tickets = {
+                "the secret": server.secret,
+                "shorter": right.ticket[:-1],
+                "longer": right.ticket + "0",
+                "wrong": "f" * 128,
+                "stolen": source(server, "rollout-1").ticket,
+                "another version's": source(server, NODE, 2).ticket,
+                "forged": pull_ticket("c0ffef" * 6, NODE, 1),
+            }
+            sources = [replace(right, ticket=tickets[kind])]
             with pytest.raises(WeightsError, match="closed the connection"):
-                await pull_as(manifest, [address], ticket, tmp_path / "pulled", node=node)
+                await pull(version, sources, tmp_path / "pulled")
         assert not (tmp_path / "pulled").exists()
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"GET / HTTP/1.1\r\nHost: weights\r\n\r\n" + b"x" * 64,
-        Request(7, 0, 16, NODE.encode(), TICKET.encode()).pack(),  # never published
-        Request(1, 0, BUCKET + 1, NODE.encode(), TICKET.encode()).pack(),  # beyond the end
-        Request(1, 2**64 - 8, 16, NODE.encode(), TICKET.encode()).pack(),  # wraps around
-        Request(1, 0, 16, NODE.encode(), TICKET.encode()).pack()[:-6] + b"\xff" * 6,
-    ],
-    ids=["http", "version", "too long", "wraps", "ticket"],
-)
-def test_a_strange_request_closes_the_connection_and_the_server_lives_on(tmp_path, request_bytes):
+def test_a_ticket_of_another_holder_or_of_what_is_held_no_more_gets_nothing(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=1)
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(IDLE_LIMIT_S / 2):
-            host, _, port = address.rpartition(":")
+        version = make_version(tmp_path / "v1", num_buckets=1)
+        newer = make_version(tmp_path / "v2", policy_version=2, num_buckets=1)
+        async with serving(version) as one, serving(version) as other, asyncio.timeout(DEADLINE_S):
+            sources = [source(one, via=other.addresses[0])]
+            with pytest.raises(WeightsError, match="closed the connection"):
+                await pull(version, sources, tmp_path / "pulled")
+            await one.retire(version.digest)
+            one.publish(newer)
+            with pytest.raises(WeightsError, match="nothing arrived for 1 s"):
+                await pull(version, [source(one)], tmp_path / "pulled", timeout_s=1)
+            # a ticket for the old version does not get the new one
+            with pytest.raises(WeightsError, match="nothing arrived for 1 s"):
+                asked = replace(newer, policy_version=1)
+                await pull(asked, [source(one)], tmp_path / "pulled", timeout_s=1)
+
+    asyncio.run(scenario())
+
+
+def test_equal_weights_of_two_versions_are_one_thing_with_two_tickets(tmp_path):
+    async def scenario() -> None:
+        version = make_version(tmp_path / "v1", num_buckets=1)
+        again = replace(version, policy_version=2)
+        async with serving(version, again) as server, asyncio.timeout(DEADLINE_S):
+            await pull(version, [source(server)], tmp_path / "one")
+            await pull(again, [source(server, NODE, 2)], tmp_path / "two")
+
+    asyncio.run(scenario())
+
+
+def ask(server: WeightServer, version, offset: int, size: int, **changes) -> bytes:
+    ticket = source(server, changes.get("node", NODE), changes.get("policy_version", 1)).ticket
+    given = {
+        "what": ASK_DATA,
+        "digest": bytes.fromhex(version.digest),
+        "policy_version": 1,
+        "offset": offset,
+        "size": size,
+        "node": NODE,
+        **changes,
+    }
+    node = given.pop("node").encode()
+    return Request(node=node, ticket=ticket.encode(), **given).pack()
+
+
+@pytest.mark.parametrize(
+    "kind", ["http", "too long", "wraps", "the manifest, too long", "no such thing", "ticket"]
+)
+def test_a_strange_request_closes_the_connection_and_the_server_lives_on(tmp_path, kind):
+    async def scenario() -> None:
+        version = make_version(tmp_path / "v1", num_buckets=1)
+        async with serving(version) as server, asyncio.timeout(IDLE_LIMIT_S / 2):
+            size = version.num_bytes
+            requests = {
+                "http": b"GET / HTTP/1.1\r\nHost: weights\r\n\r\n" + b"x" * 128,
+                "too long": ask(server, version, 0, size + 1),
+                "wraps": ask(server, version, 2**64 - 8, 16),
+                "the manifest, too long": ask(server, version, 0, 1 << 20, what=ASK_MANIFEST),
+                "no such thing": ask(server, version, 0, 16, what=b"?"),
+                "ticket": ask(server, version, 0, 16)[:-6] + b"\xff" * 6,
+            }
+            host, _, port = server.addresses[0].rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(request_bytes)
+            writer.write(requests[kind])
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""
             writer.close()
             with contextlib.suppress(ConnectionResetError):
                 await writer.wait_closed()
-            await pull(manifest, [address], SECRET, tmp_path / "pulled")
+            await pull(version, [source(server)], tmp_path / "pulled")
 
     asyncio.run(scenario())
 
 
-def test_the_last_two_versions_are_served_even_if_their_files_are_gone(tmp_path):
+def test_what_is_served_may_lose_its_name(tmp_path):
     async def scenario() -> None:
-        server = WeightServer()
-        address = await server.start("127.0.0.1")
-        manifests = {}
-        for version in (1, 2, 3):
-            path = tmp_path / f"v{version}"
-            manifests[version] = make_version(path, version)
-            server.publish(manifests[version], path, f"{version:032x}")
-            path.unlink()
-        async with asyncio.timeout(20):
-            for version in (2, 3):
-                await pull(
-                    manifests[version], [address], f"{version:032x}", tmp_path / f"p{version}"
-                )
-                assert list(m.read_buckets(tmp_path / f"p{version}", manifests[version]))
-            with pytest.raises(WeightsError, match="no holder"):
-                await pull(manifests[1], [address], f"{1:032x}", tmp_path / "p1")
-        await server.close()
+        version = make_version(tmp_path / "v1")
+        data = (tmp_path / "v1").read_bytes()
+        asked = wanted(version)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            for path in (version.path, version.manifest_path):
+                Path(path).unlink()
+            one = Pull(asked, NODE, tmp_path / "pulled")
+            one.add_sources([source(server)])
+            await one.run()
+        assert (tmp_path / "pulled").read_bytes() == data
 
     asyncio.run(scenario())
 
 
-def test_a_transfer_under_way_survives_the_retirement_of_its_version(tmp_path):
+def test_a_bounded_number_of_things_is_served(tmp_path):
     async def scenario() -> None:
+        version = make_version(tmp_path / "v1", num_buckets=1, bucket=64)
         server = WeightServer()
-        address = await server.start("127.0.0.1")
-        # more than sockets buffer
-        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)
-        server.publish(manifest, tmp_path / "v1", SECRET)
-        released = asyncio.Event()
-        relay = Relay(address, lambda _: 1000, released)
-        async with asyncio.timeout(20), relay as holder:
-            pulling = asyncio.create_task(pull(manifest, [holder], SECRET, tmp_path / "pulled"))
-            await relay.stalled.wait()
-            for version in (2, 3):
-                server.publish(
-                    make_version(tmp_path / f"v{version}", version),
-                    tmp_path / f"v{version}",
-                    TICKET,
-                )
-            released.set()
-            await pulling
-        assert relay.num_connections == 1
-        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+        for k in range(MAX_HELD):
+            server.publish(replace(version, digest=f"{k:064x}"))
+        with pytest.raises(WeightsError, match="64 versions are served"):
+            server.publish(version)
+        await server.retire(f"{0:064x}")
+        server.publish(version)
         await server.close()
 
     asyncio.run(scenario())
@@ -387,18 +362,15 @@ def test_a_transfer_under_way_survives_the_retirement_of_its_version(tmp_path):
 
 def test_peers_that_never_read_do_not_keep_others_waiting(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=2, bucket=8 << 20)
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(20):
-            host, _, port = address.rpartition(":")
+        version = make_version(tmp_path / "v1", num_buckets=2)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            host, _, port = server.addresses[0].rpartition(":")
             with contextlib.ExitStack() as stack:
                 # more than are sent to at once, and than threads
                 for k in range(TURNS_AT_ONCE + 8):
                     sock = stack.enter_context(socket.create_connection((host, int(port))))
-                    ticket = pull_ticket(SECRET, f"bad-{k}", 1)
-                    sock.sendall(
-                        Request(1, 0, 16 << 20, f"bad-{k}".encode(), ticket.encode()).pack()
-                    )
-                stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
+                    sock.sendall(ask(server, version, 0, version.num_bytes, node=f"bad-{k}"))
+                stats = await pull(version, [source(server)], tmp_path / "pulled")
             # a second until they have stalled, and a busy machine
             assert stats.seconds < IDLE_LIMIT_S / 2
 
@@ -407,41 +379,44 @@ def test_peers_that_never_read_do_not_keep_others_waiting(tmp_path):
 
 def test_a_node_has_no_more_than_its_share_of_connections(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1")
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(DEADLINE_S):
-            host, _, port = address.rpartition(":")
+        version = make_version(tmp_path / "v1")
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            host, _, port = server.addresses[0].rpartition(":")
             opened = []
             for _ in range(MAX_OF_A_NODE + 1):
                 reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(Request(1, 0, 1, NODE.encode(), TICKET.encode()).pack())
+                writer.write(ask(server, version, 0, 1))
                 opened.append((await reader.read(1), writer))
             assert [sign for sign, _ in opened] == [DATA] * MAX_OF_A_NODE + [BUSY]
-            await pull(manifest, [address], SECRET, tmp_path / "pulled", node="another")
+            sources = [source(server, "another")]
+            await pull(version, sources, tmp_path / "pulled", node="another")
             for _, writer in opened:
                 writer.close()
 
     asyncio.run(scenario())
 
 
-def test_a_silent_holder_costs_no_more_than_the_time_limit(tmp_path):
+def test_a_silent_source_costs_no_more_than_the_time_limit(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=1)
+        version = make_version(tmp_path / "v1", num_buckets=1)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, never answers
-            holder = join_address("127.0.0.1", silent.getsockname()[1])
+            address = join_address("127.0.0.1", silent.getsockname()[1])
             async with asyncio.timeout(IDLE_LIMIT_S / 2):
                 with pytest.raises(WeightsError, match=r"nothing arrived for 0.2 s"):
-                    await pull(manifest, [holder], SECRET, tmp_path / "pulled", timeout_s=0.2)
+                    sources = [WeightsSource("silent", (address,), "t")]
+                    await pull(version, sources, tmp_path / "pulled", timeout_s=0.2)
 
     asyncio.run(scenario())
 
 
 def test_a_cancelled_pull_ends_at_once_and_leaves_no_version(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=4)
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(IDLE_LIMIT_S / 2):
-            relay = Relay(address, lambda _: 1000, released=asyncio.Event())
-            async with relay as holder:
-                pulling = asyncio.create_task(pull(manifest, [holder], SECRET, tmp_path / "pulled"))
+        version = make_version(tmp_path / "v1", num_buckets=4)
+        async with serving(version) as server, asyncio.timeout(IDLE_LIMIT_S / 2):
+            relay = Relay(server.addresses[0], lambda _: 100_000, released=asyncio.Event())
+            async with relay as address:
+                sources = [source(server, via=address)]
+                pulling = asyncio.create_task(pull(version, sources, tmp_path / "pulled"))
                 await relay.stalled.wait()
                 pulling.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -451,31 +426,12 @@ def test_a_cancelled_pull_ends_at_once_and_leaves_no_version(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_closing_server_cuts_its_transfers(tmp_path):
-    async def scenario() -> None:
-        # more than sockets buffer
-        manifest = make_version(tmp_path / "v1", num_buckets=1, bucket=16 << 20)
-        server = WeightServer()
-        address = await server.start("127.0.0.1")
-        server.publish(manifest, tmp_path / "v1", SECRET)
-        released = asyncio.Event()
-        relay = Relay(address, lambda _: 1000, released)
-        async with asyncio.timeout(20), relay as holder:
-            pulling = asyncio.create_task(pull(manifest, [holder], SECRET, tmp_path / "pulled"))
-            await relay.stalled.wait()
-            await server.close()
-            released.set()
-            with pytest.raises(WeightsError, match="no holder"):
-                await pulling
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize("turns", range(5))
 def test_a_server_that_closes_while_a_peer_connects_leaves_no_socket_open(turns):
     async def scenario() -> None:
         server = WeightServer()
-        host, _, port = (await server.start("127.0.0.1")).rpartition(":")
+        [address] = await server.start("127.0.0.1")
+        host, _, port = address.rpartition(":")
         await asyncio.sleep(0)
         with socket.create_connection((host, int(port))):
             for _ in range(turns):
@@ -487,44 +443,176 @@ def test_a_server_that_closes_while_a_peer_connects_leaves_no_socket_open(turns)
 
 
 @pytest.mark.parametrize(
-    ("holders", "ticket", "reason"),
+    ("sources", "reason"),
     [
-        ((), TICKET, "nobody holds it"),
-        (("host",), TICKET, "host:port"),
-        (("a:1",), "", "not a ticket"),
+        ((), "nobody holds it"),
+        ((WeightsSource("a", ("host",), "t"),), "host:port"),
+        ((WeightsSource("a", (), "t"),), "no address"),
+        ((WeightsSource("a", ("a:1",), ""),), "not a ticket"),
+        ((WeightsSource("a", ("a:1",), "t" * 129),), "not a ticket"),
     ],
 )
-def test_a_senseless_pull_is_refused(tmp_path, holders, ticket, reason):
-    manifest = make_version(tmp_path / "v1", num_buckets=1)
+def test_a_senseless_pull_is_refused(tmp_path, sources, reason):
+    version = make_version(tmp_path / "v1", num_buckets=1)
     with pytest.raises(WeightsError, match=reason):
-        asyncio.run(pull_as(manifest, holders, ticket, tmp_path / "pulled", node=NODE))
+        asyncio.run(pull(version, sources, tmp_path / "pulled"))
     assert not (tmp_path / "pulled.part").exists()
 
 
-def test_a_server_listens_on_the_port_it_is_told_or_says_why_not(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_bytes": 0}, "cannot have 0 bytes"),
+        ({"num_bytes": 1 << 49}, "cannot have"),
+        ({"manifest_bytes": 1 << 29}, "its manifest cannot have"),
+        ({"digest": "abc"}, "not a digest"),
+        ({"digest": "Z" * 64}, "not a digest"),
+    ],
+)
+def test_an_offer_that_cannot_be_is_refused(tmp_path, changes, reason):
+    version = make_version(tmp_path / "v1", num_buckets=1, bucket=64)
+    with pytest.raises(WeightsError, match=reason):
+        Pull(replace(wanted(version), **changes), NODE, tmp_path / "pulled")
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:0", "*:1", "a b:1", "host:65536"])
+def test_an_address_to_which_nobody_could_connect(address):
+    with pytest.raises(WeightsError, match="looks like host:port"):
+        parse_address(address)
+
+
+def test_a_disk_that_is_too_small_is_found_before_anything_is_transferred(tmp_path):
+    async def scenario() -> None:
+        version = make_version(tmp_path / "v1", num_buckets=1, bucket=64)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            free = os.statvfs(tmp_path)
+            asked = replace(wanted(version), num_bytes=min(1 << 47, free.f_bavail * free.f_frsize))
+            one = Pull(asked, NODE, tmp_path / "pulled")
+            one.add_sources([source(server)])
+            with pytest.raises(WeightsError, match="version 1: needs .* GB more in"):
+                await one.run()
+        assert not partial_path(tmp_path / "pulled").exists()
+
+    asyncio.run(scenario())
+
+
+LIES = {
+    "a gap": lambda m: replace(m, tensors=(m.tensors[0], replace(m.tensors[1], offset=1 << 30))),
+    "overlap": lambda m: replace(m, tensors=(m.tensors[0], replace(m.tensors[1], offset=0))),
+    "size": lambda m: replace(m, num_bytes=m.num_bytes + 1),
+    "huge": lambda m: replace(
+        m, tensors=(TensorSpec("a", "uint8", (1 << 47,), 0),), num_bytes=1 << 47
+    ),
+    "larger than any": lambda m: replace(
+        m, tensors=(TensorSpec("a", "int64", (1 << 50,), 0),), num_bytes=1 << 53
+    ),
+    "negative": lambda m: replace(m, tensors=(TensorSpec("a", "int64", (-1, -64), 0),)),
+    "too few digests": lambda m: replace(m, digests=m.digests[:-32]),
+    "half a digest": lambda m: replace(m, digests=m.digests[:-1]),
+    "no digests": lambda m: replace(m, digests=b""),
+    "nothing": lambda m: replace(m, tensors=(), num_bytes=0, digests=b""),
+    "twice": lambda m: replace(m, tensors=(m.tensors[0], m.tensors[0])),
+}
+
+
+@pytest.mark.parametrize("kind", [*LIES, "garbage", "another", "short"])
+def test_a_manifest_that_lies_is_refused_before_memory_is_taken(tmp_path, kind):
+    """Those of LIES as a trainer that has gone bad would publish them, digest and all."""
+    bad: list[tuple[str, str]] = []
+
+    async def scenario() -> None:
+        version = make_version(tmp_path / "v1", num_buckets=2)
+        encoded = Path(version.manifest_path).read_bytes()
+        asked = wanted(version)
+        if kind in LIES:
+            manifest: Manifest = decode(encoded, version.digest)
+            encoded = encode(LIES[kind](manifest))
+            digest = digest_version(encoded)
+            asked = replace(asked, digest=digest, manifest_bytes=len(encoded))
+            version = replace(version, digest=digest)
+        else:
+            encoded = {"garbage": os.urandom, "another": encoded.swapcase, "short": bytes}[kind](
+                *([len(encoded)] if kind != "another" else [])
+            )
+        Path(version.manifest_path).write_bytes(encoded)
+        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
+            one = Pull(
+                asked, NODE, tmp_path / "pulled",
+                on_bad=lambda node, reason: bad.append((node, reason)),
+            )  # fmt: skip
+            one.add_sources([source(server, name="liar")])
+            with pytest.raises(WeightsError, match="version 1: no source serves it; last .*: "):
+                await one.run()
+
+    asyncio.run(scenario())
+    assert [node for node, _ in bad] == ["liar"]
+    assert not partial_path(tmp_path / "pulled").exists()
+
+
+def test_a_wrong_manifest_is_fetched_again_from_another(tmp_path):
+    bad: list[str] = []
+
+    async def scenario() -> None:
+        version = make_version(tmp_path / "v1")
+        wrong = tmp_path / "wrong.manifest"
+        wrong.write_bytes(bytes(wanted(version).manifest_bytes))
+        lying = replace(version, manifest_path=str(wrong))
+        async with serving(lying) as liar, asyncio.timeout(DEADLINE_S):
+            one = Pull(
+                wanted(version), NODE, tmp_path / "pulled", on_bad=lambda node, _: bad.append(node)
+            )
+            one.add_sources([source(liar, name="liar"), slow_door(liar)])
+            running = asyncio.create_task(one.run())
+            while not bad:
+                await asyncio.sleep(0.01)
+            async with serving(version) as good:
+                one.add_sources([source(good)])  # comes while it runs
+                await running
+        assert bad == ["liar"]
+        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
+
+    def slow_door(server: WeightServer) -> WeightsSource:
+        """Keeps the pull alive until somebody better comes."""
+        sock = bound_socket()
+        return replace(source(server, name="late"), addresses=(address_of(sock),))
+
+    asyncio.run(scenario())
+
+
+def test_a_server_listens_where_it_is_told_or_says_why_not(tmp_path):
     async def scenario() -> None:
         with bound_socket() as free:
             port = free.getsockname()[1]
-        manifest = make_version(tmp_path / "v1", num_buckets=1)
+        version = make_version(tmp_path / "v1", num_buckets=1)
         first, second = WeightServer(), WeightServer()
-        assert await first.start("127.0.0.1", port) == f"127.0.0.1:{port}"
+        hosts = ("127.0.0.1", "127.0.0.2")
+        addresses = (f"127.0.0.1:{port}", f"127.0.0.2:{port}")
+        assert await first.start(hosts, port) == addresses == first.addresses
         with pytest.raises(
-            WeightsError, match=f"cannot serve weights on 127.0.0.1:{port}: Address already"
+            WeightsError, match=f"cannot serve weights on 127.0.0.2:{port}: Address already"
         ):
-            await second.start("127.0.0.1", port)
-        first.publish(manifest, tmp_path / "v1", SECRET)
-        await pull(manifest, [f"127.0.0.1:{port}"], SECRET, tmp_path / "pulled")
+            await second.start(("127.0.0.3", "127.0.0.2"), port)
+        first.publish(version)
+        for address in addresses:
+            await pull(version, [source(first, via=address)], tmp_path / address)
+        await pull(version, [source(first)], tmp_path / "both")
         await first.close()
-        assert await second.start("127.0.0.1", port)  # at once, whatever has just been closed there
+        # at once, whatever has just been closed there
+        assert await second.start("127.0.0.1", port)
         await second.close()
 
     asyncio.run(scenario())
 
 
 def test_publishing_a_file_that_is_not_the_version_is_refused(tmp_path):
-    manifest = make_version(tmp_path / "v1")
-    os.truncate(tmp_path / "v1", 5)
-    with pytest.raises(WeightsError, match="has 5 bytes, its manifest says"):
-        WeightServer().publish(manifest, tmp_path / "v1", SECRET)
-    with pytest.raises(WeightsError, match="cannot be served"):
-        WeightServer().publish(manifest, tmp_path / "nowhere", SECRET)
+    async def scenario() -> None:
+        version = make_version(tmp_path / "v1")
+        server = WeightServer()
+        os.truncate(tmp_path / "v1", 5)
+        with pytest.raises(WeightsError, match="has 5 bytes, its manifest says"):
+            server.publish(version)
+        with pytest.raises(WeightsError, match="nowhere: cannot be served: No such"):
+            server.publish(replace(version, path=str(tmp_path / "nowhere")))
+        await server.close()
+
+    asyncio.run(scenario())

@@ -11,12 +11,6 @@ from lightrl import messages as m
 from lightrl import wire
 from lightrl.errors import ProtocolError
 
-MANIFEST = m.Manifest(
-    4,
-    "9f3a",
-    (m.TensorSpec("w", "float32", (2, 3), 0, 64),),
-    (m.Bucket(88, "77"), m.Bucket(1, "78")),
-)
 EXAMPLES: list[m.Message] = [
     m.Hello(
         "rollout-0",
@@ -30,7 +24,7 @@ EXAMPLES: list[m.Message] = [
         running=(("p7@0#3", 1),),
     ),
     m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
-    m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu"),
+    m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu", m.WeightsProgress(4, 8 << 20, 15 << 30, 3)),
     m.Generate(
         4,
         m.Sampling(0.7, 0.9, 5, (1, 2)),
@@ -54,8 +48,18 @@ EXAMPLES: list[m.Message] = [
     m.ShardsTaken(4, 2),
     m.StepDone(4, 5, {"loss/policy": 0.1}),
     m.Checkpointed(20, 10),
-    m.PublishWeights(MANIFEST, ("10.0.0.1:41873",), "c0ffee", (3, 29)),
-    m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03),
+    m.WeightsEndpoint(("10.0.0.1:41873", "10.1.0.1:41873"), "c0ffee" * 6),
+    m.PublishWeights(
+        4,
+        "9f3a",
+        2112512,
+        8190,
+        deltas=(m.DeltaOffer("9f3a", "a01c", "77aa", 4210, 91022),),
+        canary=m.Canary(wire.pack_i32([5, 6]), wire.pack_f32([-0.5])),
+        portions=(3, 29),
+    ),
+    m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03, 1000, 91022, 0.001),
+    m.BadSource(4, "rollout-3", "bucket 7: digest differs"),
     m.WeightsFailed(4, "bucket 3: digest differs"),
     m.Drain("rollout-0", "SIGTERM"),
     m.Bye("drained", True),
@@ -105,10 +109,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_5_are_pinned():
+def test_bytes_of_protocol_6_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 5
+    assert m.PROTOCOL == 6
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))
@@ -122,6 +126,28 @@ def test_bytes_of_protocol_5_are_pinned():
         "92aa546f6b656e4368756e6b83ae706f6c6963795f76657273696f6e01a6646967657374a164a9726573706f6e736573"
         "9186a8726573706f6e7365a172a7617474656d707402a66f666673657400a9746f6b656e5f696473c40403000000a86c"
         "6f6770726f6273c404000080bfad66696e6973685f726561736f6ec0"
+    )
+
+
+def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
+    endpoint = wire.MESSAGES.encode(m.WeightsEndpoint(("h:1",), "s"))
+    assert endpoint.hex() == (
+        "92af57656967687473456e64706f696e7482a961646472657373657391a3683a31a6736563726574a173"
+    )
+    source = m.WeightsSource("n", ("h:1",), "t")
+    delta = m.DeltaOffer("a", "b", "c", 1, 2)
+    offer = m.PublishWeights(4, "b", 9, 8, (source,), (delta,), m.Canary(b"", b""), (3,))
+    assert wire.MESSAGES.decode(wire.MESSAGES.encode(offer)) == offer
+    assert wire.MESSAGES.encode(offer).hex() == (
+        "92ae5075626c6973685765696768747388ae706f6c6963795f76657273696f6e04a6646967657374a162a96e"
+        "756d5f627974657309ae6d616e69666573745f627974657308a7736f75726365739183a46e6f6465a16ea961"
+        "646472657373657391a3683a31a67469636b6574a174a664656c7461739185a462617365a161a67461726765"
+        "74a162a6646967657374a163ae6d616e69666573745f627974657301a96e756d5f627974657302a663616e61"
+        "727982a9746f6b656e5f696473c400a86c6f6770726f6273c400a8706f7274696f6e739103"
+    )
+    bad = wire.MESSAGES.encode(m.BadSource(4, "n", "r"))
+    assert bad.hex() == (
+        "92a9426164536f7572636583ae706f6c6963795f76657273696f6e04a46e6f6465a16ea6726561736f6ea172"
     )
 
 

@@ -1,0 +1,216 @@
+"""Where the published version of the weights is to be had, and what each node was told of it.
+
+Owns the endpoints of all nodes, which of them hold the version or are at it, and the message that
+tells a node so. Who it is assigned to as a source: `sources.py`. Moves no node and sends nothing;
+`fleet.py` does.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightrl.core.bad_sources import BadSources
+from lightrl.core.delta_chain import DeltaChain
+from lightrl.core.settings import Settings
+from lightrl.core.sources import Ring, choose
+from lightrl.core.state import Node, NodeState
+from lightrl.messages import (
+    BadSource,
+    Canary,
+    DeltaOffer,
+    PublishWeights,
+    WeightsEndpoint,
+    WeightsSource,
+)
+from lightrl.tickets import pull_ticket
+
+# nodes that still pull and are told of one that begins to: with the message to that one itself, a
+# fleet that joins together costs five messages a node
+TOLD_OF_EACH = 4
+FEW = 2  # sources that are left: less, and a node is told of others
+
+PULLING = {NodeState.LOADING, NodeState.UPDATING}
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    """The newest complete version of the weights."""
+
+    policy_version: int
+    digest: str
+    # of its file, and of its manifest; 0 in a journal of a release that did not write them down
+    num_bytes: int = 0
+    manifest_bytes: int = 0
+    canary: Canary | None = None
+
+    @property
+    def is_described(self) -> bool:
+        """Whether nodes can be told of it; else the trainer says it again when it is back."""
+        return self.manifest_bytes > 0
+
+
+class Offers:
+    def __init__(self, settings: Settings) -> None:
+        self.endpoints: dict[str, WeightsEndpoint] = {}  # by node
+        self.trainer: str | None = None  # which holds the published version
+        self.whole = Ring()  # rollout nodes with an endpoint that hold it,
+        self.partial = Ring()  # and those that are at it
+        # node that is at it -> the sources that it was told of, in any message
+        self.told: dict[str, dict[str, None]] = {}
+        self.waiting: dict[str, None] = {}  # nodes that were to be told, and there was no source
+        self.bad = BadSources()
+        self._published: PublishedVersion | None = None
+        self._deltas = DeltaChain()
+        self._has_deltas = settings.deltas
+
+    # What is there
+
+    def begin(self, published: PublishedVersion, deltas: Iterable[DeltaOffer] = ()) -> None:
+        """A version is published, or published again: nobody has been told of it so."""
+        before, self._published = self._published, published
+        self._deltas.add(published.digest, deltas)
+        self.told.clear()
+        self.waiting.clear()
+        if before is None or before.policy_version != published.policy_version:
+            self.whole.clear()
+            self.bad.begin_version()
+
+    def open(self, node: Node, endpoint: WeightsEndpoint) -> list[str]:
+        """A node serves there from now on; returns whom to tell, if it is news to them."""
+        name, before = node.name, self.endpoints.get(node.name)
+        if before == endpoint:
+            return []
+        self.endpoints[name] = endpoint
+        self.place(node)
+        if before is None:
+            return self._hearers(name)
+        # tickets for the one before are worth nothing
+        holders = [n for n, told in self.told.items() if told.pop(name, self) is None]
+        short = [n for n in holders if self.num_left(n) < FEW]
+        return list(dict.fromkeys([*self._hearers(name), *short]))
+
+    def place(self, node: Node) -> None:
+        """After all that changes what a node holds: its state, its version, its endpoint."""
+        published = self._published
+        serves = node.name in self.endpoints and "rollout" in node.roles and published is not None
+        holds = published is not None and node.policy_version == published.policy_version
+        may_hold = node.state in PULLING or node.state in {NodeState.READY, NodeState.DRAINING}
+        self.whole.put(node.name, serves and holds and may_hold)
+        self.partial.put(node.name, serves and not holds and node.state in PULLING)
+        if node.state not in PULLING:
+            self.told.pop(node.name, None)
+        if node.state not in PULLING and node.state is not NodeState.JOINING:
+            self.waiting.pop(node.name, None)
+
+    def forget(self, name: str) -> None:
+        """This node has gone."""
+        self.endpoints.pop(name, None)
+        self.whole.put(name, False)
+        self.partial.put(name, False)
+        self.told.pop(name, None)
+        self.waiting.pop(name, None)
+        if name == self.trainer:
+            self.trainer = None
+
+    # Who is to be told
+
+    def _hearers(self, name: str) -> list[str]:
+        """Whom to tell of this node, which serves from now on: those who wait; if it is the
+        trainer, all, else the next few of those who are at it."""
+        if name == self.trainer:
+            return list(dict.fromkeys([*self.waiting, *self.told]))
+        if name not in self.whole and name not in self.partial:
+            return []
+        names, pulling = dict.fromkeys(self.waiting), self.partial.names
+        place = self.partial.place(name, 0)
+        before = range(1, min(TOLD_OF_EACH, len(pulling)) + 1)
+        names |= dict.fromkeys(pulling[place - step] for step in before)
+        names.pop(name, None)
+        return list(names)
+
+    def short_of(self, name: str) -> list[str]:
+        """Nodes that were told of this one, which serves no more, and have few others."""
+        pulling = [n for n, told in self.told.items() if name in told]
+        return [n for n in pulling if self.num_left(n) < FEW]
+
+    def num_left(self, name: str) -> int:
+        """Sources that this node was told of, as far as it can still use them."""
+        return sum(
+            n == self.trainer
+            or ((n in self.whole or n in self.partial) and not self.bad.bars(name, n))
+            for n in self.told.get(name, ())
+        )
+
+    # What it is told
+
+    def message_for(self, node: Node, only_news: bool = False) -> PublishWeights | None:
+        """What to tell a node that shall have the published version; None while there is no source.
+        `only_news`: nor if it was told of all of them."""
+        published = self._published
+        if published is None or not published.is_described:
+            return None
+        names = self._choose(node)
+        told = self.told.get(node.name, {})
+        if only_news and all(n in told for n in names):
+            if not self.num_left(node.name):
+                self.waiting[node.name] = None
+            return None
+        # what nobody was told of, those who are at it do not have
+        is_there = self.trainer in self.endpoints or self.whole.names or self.told
+        holds_it = node.name == self.trainer or node.name in self.whole
+        if not holds_it and not (names and is_there):
+            self.waiting[node.name] = None
+            return None
+        self.waiting.pop(node.name, None)
+        self.told[node.name] = told | dict.fromkeys(names)
+        return PublishWeights(
+            published.policy_version,
+            published.digest,
+            published.num_bytes,
+            published.manifest_bytes,
+            tuple(self._source(n, node.name) for n in names),
+            self._deltas_for(node),
+            published.canary,
+        )
+
+    def _choose(self, node: Node) -> tuple[str, ...]:
+        receiver, trainer = node.name, self.trainer
+        if trainer not in self.endpoints or trainer == receiver:
+            trainer = None
+
+        def is_barred(name: str) -> bool:
+            return name in (receiver, trainer) or self.bad.bars(receiver, name)
+
+        index = self.partial.place(receiver, node.number)
+        return choose(index, self.whole.names, self.partial.names, trainer, is_barred)
+
+    def _source(self, name: str, receiver: str) -> WeightsSource:
+        assert self._published is not None
+        endpoint = self.endpoints[name]
+        ticket = pull_ticket(endpoint.secret, receiver, self._published.policy_version)
+        return WeightsSource(name, endpoint.addresses, ticket)
+
+    def _deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
+        """From the version that it holds; or, if it holds none, from the one that it began to
+        pull."""
+        published = self._published
+        assert published is not None
+        if not self._has_deltas:
+            return ()
+        links = self._deltas.between(node.base, published.digest, published.num_bytes)
+        if not links and node.policy_version is None:
+            node.base = published.digest
+        return links
+
+    # What nodes say of each other
+
+    def report(self, name: str, report: BadSource, source: Node | None) -> bool:
+        """Whether it is news that a source has sent this node wrong bytes: only of one that it was
+        told of and that is there, and of the version at hand."""
+        published = self._published
+        if published is None or report.policy_version != published.policy_version:
+            return False
+        if source is None or source.name not in self.told.get(name, ()):
+            return False
+        is_trainer = source.name == self.trainer
+        num_sources = 0 if is_trainer else len(self.whole) + len(self.partial)
+        return self.bad.report(name, source.name, source.incarnation, num_sources)

@@ -1,0 +1,59 @@
+"""What a daemon has for the weights, whatever its roles: the one server from which others pull, and
+the folder that it shares with the other nodes of this machine.
+
+Owns when both begin and end, how the coordinator hears of the server, and what room the versions
+of this run will need.
+"""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+from lightrl.config import Config
+from lightrl.devices import memory
+from lightrl.keys import coordinator_public_key
+from lightrl.messages import WeightsEndpoint
+from lightrl.system.threads import in_thread
+from lightrl.transport.link import own_address
+from lightrl.weights.serve import WeightServer
+from lightrl.weights.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class MachineWeights:
+    store: Store
+    server: WeightServer
+
+    @property
+    def endpoint(self) -> WeightsEndpoint:
+        """To be said after each welcome, before anything that presumes it."""
+        return WeightsEndpoint(self.server.addresses, self.server.secret)
+
+
+@contextlib.asynccontextmanager
+async def machine_weights(coordinator: str, key: str, port: int) -> AsyncIterator[MachineWeights]:
+    """Of a node of the run that `key` belongs to. Serves on `port`, 0 = any. Raises
+    WeightsError."""
+    server = WeightServer()
+    store = Store(coordinator_public_key(key))
+    try:
+        await server.start(own_address(coordinator), port)
+        await in_thread(store.open)
+        yield MachineWeights(store, server)
+    finally:
+        await server.close()
+        await in_thread(store.close)
+
+
+def version_bytes(config: Config, model_files: Mapping[str, bytes]) -> int:
+    """About the size of a version, by the model's config.json; 0 = not known."""
+    data = model_files.get("config.json", b"")
+    shape = memory.shape_of_file(data)
+    if shape is None:
+        return 0
+    dtype = config.model.dtype
+    if dtype == "auto":
+        stored = json.loads(data)
+        dtype = stored.get("dtype") or stored.get("torch_dtype") or "float32"
+    return shape.num_parameters * (4 if dtype == "float32" else 2)

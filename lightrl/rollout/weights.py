@@ -1,0 +1,308 @@
+"""The versions of the weights that one node has: the one that its engine holds, and the next.
+
+Owns what is pulled, proved, served to others and given back; the next version comes while the
+engine serves, and while it loads. What is loaded, and when, is `agent.py`'s business; where files
+lie `weights/store.py`'s. Never blocks the event loop: files are read and closed in threads.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightrl.errors import WeightsError
+from lightrl.messages import (
+    MAX_TEXT,
+    BadSource,
+    Message,
+    PublishWeights,
+    WeightsFailed,
+    WeightsProgress,
+    WeightsReady,
+    WeightsSource,
+)
+from lightrl.system.addresses import WILDCARD, join_address, split_address
+from lightrl.system.threads import in_thread
+from lightrl.weights.local import LocalVersion, open_version, prove
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.pull import Pull, PullStats, Wanted
+from lightrl.weights.serve import WeightServer
+from lightrl.weights.store import Claim, Store
+
+logger = logging.getLogger(__name__)
+
+NOTHING_PULLED = PullStats(0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A version that is proved and can be loaded. What it took to get it."""
+
+    offer: PublishWeights
+    version: LocalVersion
+    # the trainer in this process serves it, as long as it likes
+    is_own: bool
+    stats: PullStats = NOTHING_PULLED
+    seconds: float = 0.0
+
+    @property
+    def file(self) -> VersionFile:
+        return replace(self.version.file, policy_version=self.offer.policy_version)
+
+
+class NodeWeights:
+    """`run` in a task; `await close()` when that has ended."""
+
+    def __init__(
+        self,
+        node: str,
+        store: Store,
+        server: WeightServer,
+        coordinator_host: str,
+        send: Callable[[Message], None],
+        serves: Callable[[], tuple[int, str] | None],
+    ) -> None:
+        """`serves`: version and digest that the engine has loaded, if it serves now."""
+        self.wanted: PublishWeights | None = None  # the newest version offered
+        self.progress: WeightsProgress | None = None  # of the one that is pulled
+        self._node = node
+        self._store = store
+        self._server = server
+        self._coordinator_host = coordinator_host
+        self._send = send
+        self._serves = serves
+        self._is_offered = asyncio.Event()
+        self._pull: Pull | None = None
+        self._next: Fetched | None = None  # to be loaded
+        self._is_next = asyncio.Event()
+        self._held: Fetched | None = None  # loaded, or being loaded
+        self._chores: set[asyncio.Task[None]] = set()
+
+    def offer(self, message: PublishWeights) -> None:
+        self.wanted = message
+        self._is_offered.set()
+
+    async def next(self) -> Fetched:
+        """The newest version that is to be loaded, when it is here; from now on this one is held,
+        and the one before is neither served nor kept."""
+        await self._is_next.wait()
+        self._is_next.clear()
+        fetched, self._next = self._next, None
+        assert fetched is not None
+        before, self._held = self._held, fetched
+        if before is not None and before.version is not fetched.version:
+            self._give_back(before)
+        return fetched
+
+    def reject(self, fetched: Fetched) -> None:
+        """It could not be loaded: it is proved once more before it is tried again."""
+        if self._held is fetched:
+            self._held = None
+            self._give_back(fetched)
+
+    async def run(self) -> None:
+        """Fetches what is offered, the newest version first."""
+        while True:
+            await self._is_offered.wait()
+            self._is_offered.clear()
+            offer = self.wanted
+            assert offer is not None
+            if self._serves() == (offer.policy_version, offer.digest):
+                self._put(None)
+                self._send(WeightsReady(offer.policy_version, offer.digest))  # it did not know
+                continue
+            try:
+                fetched = await self._unless_overtaken(offer)
+            except (WeightsError, OSError) as e:
+                self._send(WeightsFailed(offer.policy_version, str(e)[:MAX_TEXT]))
+                continue
+            finally:
+                self.progress = None
+            if fetched is not None:
+                self._put(fetched)
+
+    async def close(self) -> None:
+        for task in self._chores:
+            task.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+        versions = {id(f.version): f.version for f in (self._next, self._held) if f is not None}
+        await in_thread(_close_all, list(versions.values()))
+
+    def _put(self, fetched: Fetched | None) -> None:
+        """What is to be loaded next; not what was to be until now."""
+        before, self._next = self._next, fetched
+        if fetched is not None:
+            self._is_next.set()
+        else:
+            self._is_next.clear()
+        kept = [f.version for f in (fetched, self._held) if f is not None]
+        if before is not None and all(before.version is not version for version in kept):
+            self._give_back(before)
+
+    async def _unless_overtaken(self, offer: PublishWeights) -> Fetched | None:
+        """None if another version was offered before this one was here."""
+        fetching = asyncio.create_task(self._fetch(offer), name="fetch weights")
+        try:
+            while True:
+                newer = asyncio.create_task(self._is_offered.wait(), name="newer weights")
+                try:
+                    await asyncio.wait({fetching, newer}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    newer.cancel()
+                if fetching.done():
+                    return fetching.result()
+                assert self.wanted is not None
+                if not self._goes_on(offer, self.wanted):
+                    return None
+                self._is_offered.clear()
+        finally:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+
+    def _goes_on(self, offer: PublishWeights, newer: PublishWeights) -> bool:
+        """Whether what is fetched is still of use. The coordinator takes the newest version only,
+        so another one is worth no byte more."""
+        if (newer.digest, newer.policy_version) != (offer.digest, offer.policy_version):
+            return False
+        if self._pull is not None:  # offered again: it is to be had elsewhere, too
+            self._pull.add_sources(self._reachable(newer.sources))
+        return True
+
+    async def _fetch(self, offer: PublishWeights) -> Fetched:
+        begin = time.monotonic()
+        for known in (self._next, self._held):
+            if known is not None and known.offer.digest == offer.digest:
+                if not known.is_own:
+                    self._server.publish(replace(known, offer=offer).file)  # for its tickets
+                return replace(known, offer=offer, stats=NOTHING_PULLED, seconds=0.0)
+        claim = await in_thread(self._store.claim, offer.digest, offer.num_bytes)
+        try:
+            fetched = await self._obtain(claim, offer)
+            fetched.version.on_close.append(claim.release)
+            return replace(fetched, offer=offer, seconds=time.monotonic() - begin)
+        except BaseException:
+            self._start(self._drop(claim))
+            raise
+
+    async def _obtain(self, claim: Claim, offer: PublishWeights) -> Fetched:
+        """From this machine or from others."""
+        if (found := await self._find(claim, offer)) is not None:
+            return found
+        async with claim.turn() as path:
+            if (found := await self._find(claim, offer)) is not None:
+                return found  # who was in turn before has pulled it
+            wanted = Wanted(
+                offer.policy_version, offer.digest, offer.num_bytes, offer.manifest_bytes
+            )
+            pull = Pull(
+                wanted,
+                self._node,
+                path,
+                server=self._server,
+                on_bad=lambda node, reason: self._send(
+                    BadSource(offer.policy_version, node, reason[:MAX_TEXT])
+                ),
+                on_progress=self._note_progress,
+            )
+            pull.add_sources(self._reachable(offer.sources))
+            self._pull = pull
+            try:
+                stats = await pull.run()
+            except BaseException:
+                self._start(self._retire(offer.digest))
+                raise
+            finally:
+                self._pull = None
+            version = await in_thread(open_version, pull.file)
+            if version is None:
+                raise WeightsError(f"{path}: gone")
+            return Fetched(offer, version, is_own=False, stats=stats)
+
+    async def _find(self, claim: Claim, offer: PublishWeights) -> Fetched | None:
+        """On this machine; proved."""
+        is_ended = threading.Event()
+        try:
+            found = await in_thread(_find_proved, claim, is_ended)
+        except asyncio.CancelledError:
+            is_ended.set()
+            raise
+        if found is None:
+            return None
+        fetched = Fetched(offer, *found)
+        if not fetched.is_own:
+            try:
+                self._server.publish(fetched.file)
+            except WeightsError as e:  # others have it from elsewhere
+                logger.warning("version %d is not served here: %s", offer.policy_version, e)
+        return fetched
+
+    def _note_progress(self, progress: WeightsProgress) -> None:
+        self.progress = progress
+
+    def _reachable(self, sources: tuple[WeightsSource, ...]) -> tuple[WeightsSource, ...]:
+        return tuple(
+            replace(s, addresses=tuple(map(self._reachable_address, s.addresses))) for s in sources
+        )
+
+    def _reachable_address(self, address: str) -> str:
+        """Who listens everywhere can be reached where the coordinator can."""
+        found = split_address(address)
+        if found is None or found[0] != WILDCARD:
+            return address
+        return join_address(self._coordinator_host, found[1])
+
+    def _give_back(self, fetched: Fetched) -> None:
+        self._start(self._release(fetched))
+
+    async def _release(self, fetched: Fetched) -> None:
+        """Peers have a moment to end; then its pages go, if no other node wants it."""
+        if not fetched.is_own:
+            await self._retire(fetched.offer.digest)
+        await in_thread(fetched.version.close)
+        await in_thread(self._store.sweep)
+
+    async def _retire(self, digest: str) -> None:
+        """Unless equal weights have come meanwhile."""
+        if all(f is None or f.offer.digest != digest for f in (self._next, self._held)):
+            await self._server.retire(digest)
+
+    async def _drop(self, claim: Claim) -> None:
+        """Of a version that did not come. What was pulled of it is a beginning, as long as it is
+        wanted."""
+        await in_thread(claim.release)
+        if self.wanted is not None and self.wanted.digest != claim.digest:
+            await in_thread(self._store.sweep)
+
+    def _start(self, chore: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(chore, name="give back weights")
+        self._chores.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._chores.discard(task)
+        if not task.cancelled() and (e := task.exception()) is not None:
+            logger.warning("weights were not given back: %s", e)
+
+
+def _find_proved(claim: Claim, is_ended: threading.Event) -> tuple[LocalVersion, bool] | None:
+    """In a thread."""
+    for version, is_own in claim.found():
+        try:
+            prove(version, is_ended)
+        except WeightsError as e:
+            version.close()
+            if is_ended.is_set():
+                return None
+            logger.warning("%s", e)
+            claim.reject(version)
+        else:
+            return version, is_own
+    return None
+
+
+def _close_all(versions: list[LocalVersion]) -> None:
+    for version in versions:
+        version.close()

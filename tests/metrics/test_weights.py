@@ -1,0 +1,82 @@
+"""What is recorded of versions on their way: sums of bytes, the slowest node, the worst canary."""
+
+from lightrl.messages import WeightsReady
+from lightrl.metrics.weights import WeightsMetrics
+from tests.core.conftest import Driver
+
+
+def ready(version: int = 0, **figures: float) -> WeightsReady:
+    return WeightsReady(version, f"digest-{version}", **figures)  # type: ignore[arg-type]
+
+
+def loaded(*messages: WeightsReady) -> WeightsMetrics:
+    """By nodes that have version 0, of 1000 bytes, on its way."""
+    d, metrics = Driver(), WeightsMetrics()
+    d.start()
+    for number, message in enumerate(messages):
+        d.join(f"n{number}")
+        metrics.heard(d.core.fleet, f"n{number}", message)
+        d.confirm(f"n{number}", 0)
+    return metrics
+
+
+def test_bytes_add_up_and_seconds_are_those_of_the_slowest():
+    figures = loaded(
+        ready(num_bytes=1000, pull_s=2.0, load_s=0.1, peer_bytes=400, canary_diff=0.001),
+        ready(num_bytes=1000, pull_s=1.0, load_s=0.3, peer_bytes=900, canary_diff=0.002),
+        ready(num_bytes=0),  # another node of the machine has pulled it
+    ).figures()
+    assert figures == {
+        "weights/bytes": 2000,
+        "weights/full_bytes": 3000,
+        "weights/from_peers": 1300,
+        "weights/pull_s": 2.0,
+        "weights/pause_s": 0.3,
+        "weights/canary": 0.002,
+    }
+
+
+def test_differences_are_compared_with_what_the_same_nodes_would_have_got():
+    figures = loaded(
+        ready(num_bytes=20, delta_bytes=20), ready(num_bytes=40, delta_bytes=30), ready()
+    ).figures()
+    assert figures["weights/delta_ratio"] == 50 / 2000
+    assert "weights/canary" not in figures
+
+
+def test_only_what_a_node_was_to_load_counts_and_once():
+    d, metrics = Driver(), WeightsMetrics()
+    d.start()
+    d.join("a")
+    metrics.heard(d.core.fleet, "a", ready(7, num_bytes=1))
+    metrics.heard(d.core.fleet, "a", WeightsReady(0, "another digest", 1))
+    metrics.heard(d.core.fleet, "stranger", ready(num_bytes=1))
+    d.confirm("a", 0)
+    metrics.heard(d.core.fleet, "a", ready(num_bytes=1))  # it has said so already
+    assert metrics.figures() == {}
+
+
+def test_figures_are_those_since_the_last_ones():
+    metrics = loaded(ready(num_bytes=1000))
+    assert metrics.figures()["weights/bytes"] == 1000
+    assert metrics.figures() == {}
+
+
+def test_whole_run_adds_bytes_up_and_keeps_the_worst():
+    metrics = WeightsMetrics()
+    assert metrics.whole() == {}
+    step = loaded(ready(num_bytes=20, delta_bytes=20, pull_s=1.0, canary_diff=0.0)).figures()
+    metrics.count(step | {"weights/publish_s": 0.5})
+    step = loaded(ready(num_bytes=1000, pull_s=3.0)).figures()
+    metrics.count(step | {"weights/publish_s": 0.25})
+    assert metrics.whole() == {
+        "bytes": 1020,
+        "full_bytes": 2000,
+        "delta_bytes": 20,
+        "delta_full_bytes": 1000,
+        "delta_ratio": 0.02,
+        "publish_s": 0.5,
+        "pull_s": 3.0,
+        "pause_s": 0.0,
+        "canary": 0.0,
+    }

@@ -71,11 +71,11 @@ class Transfer:
 
     def __post_init__(self) -> None:
         times = (self.load_s, self.start_s, self.lost_after_s, self.publish_s)
-        if not min(self.num_bytes, *times) >= 0:
+        if not all(value >= 0 for value in (self.num_bytes, *times)):
             raise SimError(f"transfer: {self}: sizes and times must not be negative")
-        if not min(self.receiver_bytes_per_s, self.sender_bytes_per_s) > 0:
+        if not (self.receiver_bytes_per_s > 0 and self.sender_bytes_per_s > 0):
             raise SimError(f"transfer: {self}: bandwidths must be positive")
-        if not min(self.relay_bytes_per_s, self.broadcast_bytes_per_s) >= 0:
+        if not (self.relay_bytes_per_s >= 0 and self.broadcast_bytes_per_s >= 0):
             raise SimError(f"transfer: {self}: bandwidths must not be negative")
         if not self.bucket_bytes > 0:
             raise SimError(f"transfer.bucket_bytes = {self.bucket_bytes}: must be positive")

@@ -10,6 +10,9 @@ nodes. What is approximated:
   nodes that have peers (the bounds of Kumar and Ross, Peer-assisted file distribution: the minimum
   distribution time, 2006). Behind it, any node has something for any other that takes it for a
   source.
+  Exact for many small buckets where all know each other (within 12 % for 512 buckets and up to 16
+  nodes, see tests/sim/test_swarm.py). Where 32 know 16 each, some buckets leave the trainer twice,
+  which is not seen here: 1.3 times as long for 477 buckets, 1.7 times for 120.
 - Rates hold for GRAIN of a pull, and who has all but half of that has all.
 - What a dead source owed is asked of others at once; what only nodes that are gone had got is new
   once more.

@@ -9,6 +9,8 @@ a line:
     {"base": "generic", "lengths": {"p1": [310, 512]}, "length_model": {...}, "num_prompts": 4096,
      "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "engine": {...}, "training": {...},
      "transfer": {...}, "prices": {...}, "speculation": {...}}
+
+What the keys of training, transfer and prices mean is said in `costs.py`.
 """
 
 import json

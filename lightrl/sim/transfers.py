@@ -72,6 +72,7 @@ class Transfers:
         self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
         self._group: _Group | None = None  # the newest
         self._next_at = math.inf  # of the newest entry in the world's heap
+        self._is_planning = False  # there is another one, to find out about the next
 
     def publish(self, version: int) -> None:
         """The trainer holds it from now on, and how it differs from the one before; it says so."""
@@ -187,6 +188,13 @@ class Transfers:
         self._swarm.pull(self._world.now, name, parcel, num_bytes, inbound.sources)
 
     def _plan(self) -> None:
+        """After anything that changes who sends what, once for all that happens now."""
+        if not self._is_planning and self._transfer.num_bytes:
+            self._is_planning = True
+            self._world.at(self._world.now, self._plan_next)
+
+    def _plan_next(self) -> None:
+        self._is_planning = False
         at = self._swarm.next_at()
         if at < self._next_at:
             self._next_at = at

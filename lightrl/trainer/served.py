@@ -5,7 +5,6 @@ which. Whether and when such a message is sent is `trainer.supervisor`'s busines
 version the coordinator's.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -29,11 +28,11 @@ class ServedVersions:
     take no file again that the server reads."""
 
     def __init__(
-        self, server: WeightServer, on_file: Callable[[VersionFile], None] | None = None
+        self, server: WeightServer, point_to: Callable[[VersionFile], None] | None = None
     ) -> None:
-        """`on_file`: called in a thread for each version that is served from now on."""
+        """`point_to` tells the nodes of this machine where a version lies; called in a thread."""
         self._server = server
-        self._on_file = on_file
+        self._point_to = point_to
         self._files: dict[int, VersionFile] = {}  # by version
 
     async def serve(self, published: Published, portions: tuple[int, ...] = ()) -> PublishWeights:
@@ -53,10 +52,15 @@ class ServedVersions:
             publish = partial(self._publish, file)
             await retry_on_resource_limit(publish, f"serving version {version}", logger.warning)
             self._files[version] = file
-            if self._on_file is not None:
-                with contextlib.suppress(OSError):  # it only saves others a pull
-                    await in_thread(self._on_file, file)
+            await self._tell_this_machine(file)
         return _message(published, portions)
+
+    async def _tell_this_machine(self, file: VersionFile) -> None:
+        if self._point_to is not None:
+            try:
+                await in_thread(self._point_to, file)
+            except OSError as e:
+                logger.warning("nodes of this machine pull version %d: %s", file.policy_version, e)
 
     async def make_room(self) -> None:
         """Only the newest version is served from now on: the ranks will need the other's file."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lightrl.config_sections import Weights
 from lightrl.messages import Message, PublishWeights, WeightsFailed
 from lightrl.rollout.weights import Fetched, NodeWeights
 from lightrl.weights import scratch, store
@@ -38,7 +39,13 @@ class Node:
         self.store, self.server = Store(str(folder).encode()), WeightServer()
         self.store.open()
         self.weights = NodeWeights(
-            name, self.store, self.server, "127.0.0.1", self.said.put_nowait, lambda: None
+            name,
+            Weights(),
+            self.store,
+            self.server,
+            "127.0.0.1",
+            self.said.put_nowait,
+            lambda: None,
         )
 
     def offer(self, file: VersionFile, *holders: WeightServer) -> PublishWeights:

@@ -301,6 +301,14 @@ class NodeSection(Section):
     )
 
 
+class Weights(Section):
+    canary: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="a node whose logprobs of a fixed text differ by more from the trainer's is "
+        "not used; 0 = no such check; default: what rounding explains in the engine's dtype",
+    )
+
+
 class Journal(Section):
     enabled: bool = Field(default=True, description="false: the run cannot be resumed")
     flush_ms: Positive = Field(

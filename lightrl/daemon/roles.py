@@ -115,7 +115,6 @@ class Roles:
                 self._send,
                 self._on_restart,
                 gpus.ranks,
-                weights.store.point,
             )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 

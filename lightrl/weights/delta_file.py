@@ -22,14 +22,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from blake3 import blake3
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.messages import MAX_BUCKETS, Count, DeltaOffer, Word
 from lightrl.weights.delta import OVERHEAD_BYTES, Bytes, Runs, apply_bucket, encode_bucket
 from lightrl.weights.layout import (
-    BUCKET_BYTES,
     MAX_BYTES,
     TensorSpec,
     bucket_range,
@@ -92,16 +90,23 @@ def pack(
 
     Raises OSError; then there is no file.
     """
-    with _removed_on_failure(out), out.open("wb") as file:
-        hashed = _Digests()
-        for part in (header(manifest), *parts):
-            file.write(part)
-            hashed.update(memoryview(part))
-    specs = plan([(TENSOR, "uint8", (hashed.size,))])
-    encoded = encode(Manifest(specs, hashed.size, hashed.finish()))
-    beside = manifest_path(out)
+    with _removed_on_failure(out):
+        with out.open("wb") as file:
+            file.writelines((header(manifest), *parts))
+        return seal(out, policy_version)
+
+
+def seal(path: Path, policy_version: int) -> VersionFile:
+    """Writes the manifest with which a delta travels beside its file, which is complete: for ranks
+    that wrote their parts to their places, behind `header`. Reads all of it. Raises OSError."""
+    size = path.stat().st_size
+    data = _mapped(path, size)
+    slices = [bucket_range(i, size) for i in range(num_buckets(size))]
+    digests = b"".join(hash_bucket(data[start:end]) for start, end in slices)
+    encoded = encode(Manifest(plan([(TENSOR, "uint8", (size,))]), size, digests))
+    beside = manifest_path(path)
     beside.write_bytes(encoded)
-    return VersionFile(policy_version, digest_version(encoded), hashed.size, str(out), str(beside))
+    return VersionFile(policy_version, digest_version(encoded), size, str(path), str(beside))
 
 
 def header(manifest: DeltaManifest) -> bytes:
@@ -148,30 +153,6 @@ def _check(manifest: DeltaManifest) -> None:
             raise WeightsError(
                 f"a delta of {encoded_bytes} bytes for bucket {i} of {end - start} bytes"
             )
-
-
-class _Digests:
-    """Of the buckets of a file that is written from its begin to its end."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._done: list[bytes] = []
-        self._begun = blake3()
-
-    def update(self, data: memoryview) -> None:
-        while data:
-            part = data[: BUCKET_BYTES - self.size % BUCKET_BYTES]
-            self._begun.update(part)
-            self.size += len(part)
-            data = data[len(part) :]
-            if self.size % BUCKET_BYTES == 0:
-                self._done.append(self._begun.digest())
-                self._begun = blake3()
-
-    def finish(self) -> bytes:
-        if self.size % BUCKET_BYTES:
-            self._done.append(self._begun.digest())
-        return b"".join(self._done)
 
 
 def element_runs(tensors: Sequence[TensorSpec], start: int, end: int) -> Runs:

@@ -270,7 +270,7 @@ class Fetch:
                 return sock
             if sign == BUSY:
                 sock.close()
-                self._note_busy(transfer.source)
+                self.note_busy(transfer.source)
             else:
                 self.keep(transfer.source, sock)
                 self._note_missing(transfer)
@@ -363,12 +363,12 @@ class Fetch:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
         return sock
 
-    def _note_busy(self, source: Source) -> None:
+    def note_busy(self, source: Source) -> None:
         """It has too many peers: that it says so counts as progress."""
         self.note_progress()
         with self.lock:
             source.max_streams = max(1, source.num_streams - 1)
-            if source.num_streams == 1:
+            if source.num_streams <= 1:
                 pause_s = min(BUSY_PAUSE_S, self._timeout_s / 2) * random.uniform(0.5, 1.0)
                 source.pause(time.monotonic(), pause_s)
 

@@ -291,13 +291,14 @@ def _dry_run(config: "Config | None") -> None:
     from lightrl.devices.plan import describe as describe_devices
     from lightrl.launch.plan import describe
     from lightrl.launch.preflight import require_files
+    from lightrl.launch.weights_plan import describe as describe_weights
     from lightrl.run_file import to_toml
 
     if config is None:
         raise typer.BadParameter("--dry-run needs a CONFIG")
     require_files(config)
-    devices = describe_devices(config)
-    show(f"{to_toml(config)}\n{describe(config, devices)}".split("\n"))
+    devices, weights = describe_devices(config), describe_weights(config)
+    show(f"{to_toml(config)}\n{describe(config, devices, weights)}".split("\n"))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -61,7 +61,9 @@ class Run(Section):
 class Model(Section):
     path: str = Field(description="HF model directory or hub id")
     dtype: Dtype = Field(
-        default="auto", description="of the engines; auto = as stored on CPU, bfloat16 on GPU"
+        default="auto",
+        description="of the engines and of what is published for them; auto = as stored on "
+        "CPU, bfloat16 on GPU",
     )
 
 

@@ -23,6 +23,7 @@ from lightrl.devices.plan import assigned
 from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.preflight import require_files
+from lightrl.launch.weights_plan import room
 from lightrl.system import open_files
 
 GIB = 1 << 30
@@ -65,6 +66,8 @@ def findings(config: Config | None) -> Iterator[Finding]:
             yield Finding(
                 "training", "warn", "train.engine = emulated: nothing is learnt, there is no model"
             )
+        if (found := room(config)) is not None:
+            yield Finding("weights", "ok" if found.folder is not None else "fail", found.text)
         yield _files(config)
 
 

@@ -22,9 +22,9 @@ BIAS = {
 }
 
 
-def describe(config: Config, devices: Sequence[str] = ()) -> str:
-    """Several lines, each with a label of twelve columns. `devices`: what is to be said of the
-    GPUs."""
+def describe(config: Config, devices: Sequence[str] = (), weights: Sequence[str] = ()) -> str:
+    """Several lines, each with a label of twelve columns. `devices`, `weights`: what is to be said
+    of the GPUs, and of moving a version (launch/weights_plan.py)."""
     rollout, train = config.rollout, config.train
     responses = train.prompts_per_step * rollout.group_size
     slots = rollout.nodes * rollout.slots
@@ -56,6 +56,7 @@ def describe(config: Config, devices: Sequence[str] = ()) -> str:
         ("speculation", _speculation(config)),
         ("training", _training(config, responses)),
         *(("" if i else "devices", line) for i, line in enumerate(devices)),
+        *(("" if i else "weights", line) for i, line in enumerate(weights)),
         ("evaluation", _evaluation(config)),
         ("checkpoints", _checkpoints(config)),
     ]

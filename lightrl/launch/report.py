@@ -14,7 +14,7 @@ from lightrl.client import ask
 from lightrl.client.find_run import OVER
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.messages import NodeRow, Snapshot
-from lightrl.metrics.display import count, duration, speculation
+from lightrl.metrics.display import count, duration, pulling, speculation, weights
 from lightrl.wire import from_json
 
 SNAPSHOT_EVERY_S = 0.5
@@ -177,6 +177,8 @@ def status_lines(s: Snapshot) -> list[str]:
         ),
         f"round     {_round(s)}",
         *(f"drafts    {line}" for line in [speculation(s.metrics)] if line),
+        *(f"weights   {line}" for line in [weights(s.metrics)] if line),
+        *(f"pulling   {n.name}: {line}" for n in s.nodes if (line := pulling(n.weights))),
         "",
     ]
     rows = [

@@ -6,6 +6,8 @@ Each function returns text of a known width. Knows nothing of runs but the names
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from lightrl.messages import WeightsProgress
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -40,6 +42,43 @@ def speculation(metrics: Mapping[str, float]) -> str:
     line = f"{kept} · {per_forward:.2f} tokens a forward"
     size = metrics.get("history/bytes")
     return line if size is None else f"{line} · history {count(size)}B"
+
+
+def pulling(progress: WeightsProgress | None) -> str:
+    """At most 38 characters; "" where nothing is pulled.
+
+    Example: v12 34% of 15.2GB from 3 sources
+    """
+    if progress is None:
+        return ""
+    share = progress.num_bytes / progress.total_bytes if progress.total_bytes else 0.0
+    sources = f"{progress.num_sources} source{'' if progress.num_sources == 1 else 's'}"
+    return (
+        f"v{progress.policy_version} {share:.0%} of {count(progress.total_bytes)}B from {sources}"
+    )
+
+
+def weights(metrics: Mapping[str, float]) -> str:
+    """How the newest version travelled; "" before the first one has.
+
+    Example: 15.2G moved, 62% from peers · published in 2.1 s · pulled in 3.4 s · paused 0.8 s
+    """
+    moved = metrics.get("weights/bytes")
+    if moved is None:
+        return ""
+    parts = [f"{count(moved)}B moved"]
+    if moved and (peers := metrics.get("weights/from_peers", 0.0)):
+        parts[0] += f", {min(1.0, peers / moved):.0%} from peers"
+    if (ratio := metrics.get("weights/delta_ratio")) is not None and ratio < 1:
+        parts.append(f"{ratio:.1%} of the whole")
+    for name, what in (
+        ("publish_s", "published in"),
+        ("pull_s", "pulled in"),
+        ("pause_s", "paused"),
+    ):
+        if (seconds := metrics.get(f"weights/{name}")) is not None:
+            parts.append(f"{what} {seconds:.2f} s")
+    return " · ".join(parts)
 
 
 def bar(share: float, width: int) -> str:

@@ -59,6 +59,7 @@ from lightrl.trainer.seal import damage
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
+from lightrl.weights.manifest import VersionFile
 from lightrl.weights.serve import WeightServer
 
 logger = logging.getLogger(__name__)
@@ -79,13 +80,13 @@ class Trainer:
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
         gpus: tuple[str, ...] = (),
+        point_to: Callable[[VersionFile], None] | None = None,
     ) -> None:
-        """`server`: this daemon's, which is running; what other nodes pull. `send` reaches the
-        coordinator.
+        """`server`: this daemon's, which is running; `send` reaches the coordinator.
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be
         told that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if
-        it is settled.
+        it is settled. `point_to`: see ServedVersions.
         """
         self._config = config
         self._run_dir = run_dir
@@ -93,7 +94,7 @@ class Trainer:
         self._gpus = gpus
         self._send = send
         self._on_restart = on_restart
-        self._versions = ServedVersions(server)
+        self._versions = ServedVersions(server, point_to)
         self.device = ""
         self._state = TrainerState.STARTING
         # asked for once, in any state, and never taken back: no state of its own

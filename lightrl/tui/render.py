@@ -19,8 +19,10 @@ from lightrl.metrics.display import (
     cut,
     duration,
     printable,
+    pulling,
     sparkline,
     speculation,
+    weights,
 )
 
 Page: TypeAlias = Literal["overview", "samples", "events"]
@@ -140,6 +142,8 @@ def _nodes(s: Snapshot, width: int, room: int) -> list[Text]:
     title = f" {'node':14} {'role':10} {'state':9} {'ver':>5} {'running/slots':>13}"
     title += f" {'tok/s':>6} {'kv':>4} {'heard':>6}"
     lines.append(Text(title + (f"  {'pid':>7}  {'host / device'}" if wide else ""), "dim"))
+    pulls = [f"{cut(n.name, 14)} {text}" for n in s.nodes if (text := pulling(n.weights))]
+    room -= bool(pulls)
     visible = s.nodes if len(s.nodes) <= room - 2 else s.nodes[: max(1, room - 3)]
     lines += [_node(n, wide) for n in visible]
     if len(visible) < len(s.nodes):
@@ -147,6 +151,9 @@ def _nodes(s: Snapshot, width: int, room: int) -> list[Text]:
         running = sum(n.running for n in rest)
         speed = count(sum(n.tokens_per_s for n in rest))
         lines.append(Text(f" … and {len(rest)} more: {running} running, {speed} tok/s", "dim"))
+    if pulls:
+        more = f" and {len(pulls) - 2} more" if len(pulls) > 2 else ""
+        lines.append(Text(f" pulling: {' · '.join(pulls[:2])}{more}", "cyan"))
     return lines
 
 
@@ -172,7 +179,7 @@ def _round(s: Snapshot, width: int) -> list[Text]:
     stale = f"at most {s.max_staleness} versions stale" if s.max_staleness else ""
     lines = [_rule(" · ".join(part for part in ("round", s.round_kind, stale) if part), width)]
     if not s.round_kind:
-        return [*lines, Text(" between rounds", "dim"), *_tail(s, width), *_drafts(s)]
+        return [*lines, Text(" between rounds", "dim"), *_tail(s, width), *_drafts(s), *_weights(s)]
     share = s.round_accepted / s.round_needed if s.round_needed else 0.0
     before = f" groups {s.round_accepted}/{s.round_needed} "
     after = (
@@ -185,7 +192,14 @@ def _round(s: Snapshot, width: int) -> list[Text]:
         Text.assemble(before, *_bar(share, room, "cyan"), after),
         *_tail(s, width),
         *_drafts(s),
+        *_weights(s),
     ]
+
+
+def _weights(s: Snapshot) -> list[Text]:
+    """One line on how the newest version travelled."""
+    line = weights(s.metrics)
+    return [Text(f" weights {line}")] if line else []
 
 
 def _tail(s: Snapshot, width: int) -> list[Text]:

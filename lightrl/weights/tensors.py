@@ -56,6 +56,15 @@ def write_tensors(
     return write_version(path, policy_version, tensors)
 
 
+def served_dtype(name: str, config: Any, device: str) -> torch.dtype:
+    """What `model.dtype` means for weights that are served. "auto": as the model's HF config says
+    on a CPU, float32 if it says nothing; bfloat16 on other devices."""
+    if name == "auto":
+        stored = getattr(config, "dtype", None)
+        return (stored or torch.float32) if device == "cpu" else torch.bfloat16
+    return getattr(torch, name)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Example: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from lightrl.journal.read import recut
 from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
 from lightrl.trainer.supervisor import Trainer
+from lightrl.weights.serve import WeightServer
 
 DEADLINE_S = 280
 TURNS = 20  # of the event loop between shards, so that some are computed while others wait
@@ -41,8 +42,9 @@ class Coordinator:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self.published = folder / "published"
         self.published.mkdir(exist_ok=True)
+        self.server = WeightServer()
         self.trainer = Trainer(
-            config, folder, self.published, "127.0.0.1", self.take, self.restarted
+            config, folder, self.published, self.server, self.take, self.restarted
         )
 
     def restarted(self):
@@ -115,6 +117,7 @@ class Coordinator:
 
     async def run(self):
         """The trainer, to its end."""
+        await self.server.start("127.0.0.1")
         running = asyncio.ensure_future(self.trainer.run())
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -129,7 +132,11 @@ class Coordinator:
         try:
             await self.run()
         finally:
-            await self.trainer.close()
+            await self.close()
+
+    async def close(self):
+        await self.trainer.close()
+        await self.server.close()
 
 
 def pid_of(rank):

@@ -25,6 +25,7 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.saved import SavedStep, latest, newest_sound, oldest_kept, point, remove, tidy
 from lightrl.trainer.seal import PIECE_BYTES, damage, sealed
 from lightrl.trainer.supervisor import Trainer
+from lightrl.weights.serve import WeightServer
 from lightrl.wire import to_json
 from tests.support.daemons import make_config
 
@@ -130,7 +131,7 @@ def test_what_a_killed_save_left_is_not_removed_in_the_event_loop(tmp_path, monk
 
     async def story():
         trainer = Trainer(
-            make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail
+            make_config(tmp_path), tmp_path, tmp_path, WeightServer(), pytest.fail, pytest.fail
         )
         try:
             assert await trainer._where_to_start() == 0
@@ -160,7 +161,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_one_line_and_stays_where_it_is(
 
     async def story():
         trainer = Trainer(
-            make_config(tmp_path), tmp_path, tmp_path, "127.0.0.1", pytest.fail, pytest.fail
+            make_config(tmp_path), tmp_path, tmp_path, WeightServer(), pytest.fail, pytest.fail
         )
         try:
             await trainer._where_to_start()

@@ -6,6 +6,8 @@ import socket
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from lightrl.system.child import ChildDied, Pipe
 from lightrl.trainer.batch import micro_batches
@@ -82,7 +84,7 @@ def test_two_ranks_train_like_one_and_take_over_its_checkpoint(
             begin, other = await started(ranks)
             assert other.published is None
             published, metrics = await step(ranks, samples, first)
-            await save(ranks, first + 1, checkpoints / f"step_{first + 1}")
+            await save(ranks, first + 1, checkpoints / f"step_{first + 1}", export=True)
             return begin.published.file.digest, published.file.digest, metrics
 
     def on_one_rank(rank, number):
@@ -97,14 +99,25 @@ def test_two_ranks_train_like_one_and_take_over_its_checkpoint(
     _, metrics = on_one_rank(alone, 1)
     expected = read(on_one_rank(alone, 2)[0])
 
+    async def on_three_ranks():
+        async with processes(start(start_step=1, **settings), world=3) as ranks:
+            return [event.published for event in await started(ranks)]
+
+    published, *others = asyncio.run(on_three_ranks())
+    assert published.file.digest == first.file.digest
+    assert others == [None, None]
     restored, after, found_metrics = asyncio.run(on_two_ranks(1))
-    assert restored == first.published.file.digest
+    assert restored == first.file.digest
     assert latest(checkpoints) == checkpoints / "step_2"
     for key in ("loss/policy", "loss/kl", "grad_norm", "entropy", "num_trained_tokens"):
         assert found_metrics[key] == pytest.approx(metrics[key], rel=1e-4), key
 
     rank = new_rank(start_step=2, **settings)
     assert rank.started.published.file.digest == after
+    exported = load_file(checkpoints / "step_2" / "hf" / "model.safetensors")
+    weights = read(rank.started.published)
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
     found = read(on_one_rank(rank, 2)[0])
     difference = math.sqrt(sum((found[n] - expected[n]).square().sum().item() for n in expected))
     assert difference <= 2e-6 * math.sqrt(sum(t.square().sum().item() for t in expected.values()))

@@ -3,6 +3,7 @@ ranks and a scripted coordinator. Whatever happens, every version has the bits t
 nothing happens."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import shutil
@@ -90,6 +91,16 @@ def undisturbed(rank, groups, portions, steps):
     return digests
 
 
+def full_pipe(path):
+    """One that takes nothing; its end."""
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(end, bytes(1 << 16))
+    return path, end
+
+
 def settings(config):
     return config.model_dump(include={"algorithm", "train", "run"})
 
@@ -118,21 +129,19 @@ def test_a_rank_killed_while_it_starts_computes_or_has_updated_is_as_if_it_had_n
             kill()
 
         async def publishing():
-            """The optimizer step is done when something is written to what will be the new
-            version."""
-            fifo = coordinator.published / ".draft"
-            os.mkfifo(fifo)
-            end = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-            written = asyncio.Event()
-            loop = asyncio.get_running_loop()
-            loop.add_reader(end, written.set)
+            """The optimizer step is done when another version's file is taken for the new one,
+            which cannot become complete: nobody reads what should be its manifest."""
+            folder = coordinator.published
+            keys = {path.name.split(".")[1] for path in folder.glob("*.bin")}
+            full = [full_pipe(folder / f"version_2.{key}.manifest") for key in keys]
+            assert not list(folder.glob("draft.*"))
             coordinator.feed(1)
-            await written.wait()
-            loop.remove_reader(end)
+            await until(lambda: list(folder.glob("draft.*")))
             killed.append("publishing")
             kill()
-            fifo.unlink()
-            os.close(end)
+            for fifo, end in full:
+                fifo.unlink()
+                os.close(end)
 
         async def told():
             killed.append("published, StepDone not yet said")
@@ -321,7 +330,7 @@ def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, group
         coordinator.rejoin()
         assert sent[-3:] == news
         assert len(sent) == sent.index(news[0]) + 6
-        await trainer.close()
+        await coordinator.close()
         return coordinator
 
     coordinator = asyncio.run(run())
@@ -330,7 +339,7 @@ def test_the_coordinator_may_come_back_at_any_moment(new_config, new_rank, group
     expected = undisturbed(rank, groups, coordinator.portions, 3)
     no_signal = len(groups[5].responses), sum(len(r.token_ids) // 4 for r in groups[5].responses)
     published, _ = rank.perform(FinishStep(3, *no_signal, 4))
-    assert coordinator.digests == expected | {4: published.digest}
+    assert coordinator.digests == expected | {4: published.file.digest}
 
 
 def test_a_trainer_that_is_preempted_saves_first_and_another_one_goes_on(

@@ -8,16 +8,18 @@ import pytest
 from rich.console import Console
 
 from lightrl.launch.report import status_lines
-from lightrl.messages import NodeRow, SampleText, Snapshot, TailRow
+from lightrl.messages import NodeRow, SampleText, Snapshot, TailRow, WeightsProgress
 from lightrl.metrics.display import (
     bar,
     columns,
     count,
     cut,
     duration,
+    pulling,
     shrink,
     sparkline,
     speculation,
+    weights,
 )
 from lightrl.system.output import plain
 from lightrl.tui.render import View, render
@@ -269,3 +271,42 @@ def test_names_and_states_that_others_have_said_neither_colour_nor_move_anything
     assert "\u202e" not in drawn
     assert re.sub(r"\x1b\[[0-9;]*m", "", drawn).count("\x1b") == 0
     assert not any("\x1b" in line for line in map(plain, status_lines(told)))
+
+
+GB = 10**9
+PULLING = WeightsProgress(12, int(5.2 * GB), int(15.2 * GB), 3)
+MOVED = {
+    "weights/bytes": 2e9,
+    "weights/from_peers": 1.2e9,
+    "weights/delta_ratio": 0.013,
+    "weights/publish_s": 2.1,
+    "weights/pull_s": 3.44,
+    "weights/pause_s": 0.8,
+}
+
+
+def test_a_pull_in_progress_is_one_line_of_who_and_how_far():
+    assert pulling(PULLING) == "v12 34% of 15.2GB from 3 sources"
+    assert pulling(None) == ""
+    assert pulling(WeightsProgress(1, 0, 0, 1)) == "v1 0% of 0B from 1 source"
+
+
+def test_how_a_version_travelled_is_one_line():
+    expected = (
+        "2.0GB moved, 60% from peers · 1.3% of the whole · published in 2.10 s · "
+        "pulled in 3.44 s · paused 0.80 s"
+    )
+    assert weights(MOVED) == expected
+    assert weights({}) == ""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nodes_that_pull_show_on_the_screen_and_in_status(size):
+    nodes = tuple(replace(n, weights=PULLING) for n in RUNNING.nodes[1:])
+    snapshot = replace(RUNNING, nodes=(RUNNING.nodes[0], *nodes), metrics=MOVED)
+    text = screen(snapshot, View(), *size)
+    assert "pulling: rollout-0 v12 34% of 15.2GB from 3 sources · rollout-1 v12" in text
+    assert " weights 2.0GB moved, 60% from peers" in text
+    status = status_lines(snapshot)
+    assert "pulling   rollout-1: v12 34% of 15.2GB from 3 sources" in status
+    assert any(line.startswith("weights   2.0GB moved") for line in status)

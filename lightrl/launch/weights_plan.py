@@ -1,0 +1,113 @@
+"""What moving the weights of a model takes: bytes, host memory, seconds on the line.
+
+Arithmetic for `lightrl up --dry-run` and `lightrl check`; moves nothing. Reads the headers of the
+model's files and no weights; must not import torch.
+"""
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightrl.config import Config
+from lightrl.devices import memory
+from lightrl.devices.driver import look
+
+GIB = 1 << 30
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+LINES_GBIT = (1, 10, 100)  # for which seconds are said
+VERSIONS_HELD = 2  # by the trainer, which writes them in turn, and by whoever pulls
+SPARE_BYTES = 1 << 30  # of shared memory, left for others
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSize:
+    """Of one version of the policy, as it is served."""
+
+    num_bytes: int
+    dtype: str
+
+
+def version_size(config: Config) -> VersionSize | None:
+    """None where the model's files are not on this machine, or nothing is trained."""
+    if config.train.engine == "emulated":
+        return None
+    folder = Path(config.model.path)
+    shape = memory.shape_of_folder(folder)
+    if shape is None:
+        return None
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if look().gpus else _stored_dtype(folder)
+    return VersionSize(shape.num_parameters * BYTES_OF.get(dtype, 4), dtype)
+
+
+def describe(config: Config) -> list[str]:
+    """Lines of the dry run; none where nothing is known of the model."""
+    size = version_size(config)
+    if size is None:
+        return []
+    held = VERSIONS_HELD * size.num_bytes
+    seconds = ", ".join(
+        f"{_seconds(size.num_bytes * 8 / (gbit * 1e9))} at {gbit} Gbit/s" for gbit in LINES_GBIT
+    )
+    return [
+        f"{_bytes(size.num_bytes)} a version in {size.dtype}; each machine that serves or trains "
+        f"holds up to {VERSIONS_HELD}, {_bytes(held)}, in shared memory or on disk",
+        f"a whole version on the line takes {seconds}; engines on the trainer's machine read its "
+        "file and move nothing",
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where the versions of a run find room on this machine, and what is to be said of that."""
+
+    folder: Path | None
+    text: str
+
+
+def room(config: Config) -> Room | None:
+    """None where nothing is known of the model."""
+    size = version_size(config)
+    if size is None:
+        return None
+    needed = VERSIONS_HELD * size.num_bytes
+    what = f"{VERSIONS_HELD} versions of {_bytes(size.num_bytes)}"
+    for folder, spare in ((Path("/dev/shm"), SPARE_BYTES), (Path(tempfile.gettempdir()), 0)):
+        if folder.is_dir() and shutil.disk_usage(folder).free >= needed + spare:
+            slower = "" if spare else ": shared memory is too small for them, and the disk slower"
+            return Room(folder, f"{what} fit into {folder}{slower}")
+    free = ", ".join(
+        f"{_bytes(shutil.disk_usage(folder).free)} in {folder}"
+        for folder in (Path("/dev/shm"), Path(tempfile.gettempdir()))
+        if folder.is_dir()
+    )
+    return Room(None, f"{what} need {_bytes(needed)}; free are {free}: set TMPDIR to a larger disk")
+
+
+def _stored_dtype(folder: Path) -> str:
+    """As config.json says; engines on a CPU serve it as it is stored."""
+    try:
+        config: Any = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return "float32"
+    if not isinstance(config, dict):
+        return "float32"
+    name = config.get("dtype") or config.get("torch_dtype")
+    return name if name in BYTES_OF else "float32"
+
+
+def _bytes(num: int) -> str:
+    """Example: 15.2 GB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if num >= size:
+            return f"{num / size:.1f} {unit}"
+    return f"{num / 1e3:.1f} kB"
+
+
+def _seconds(seconds: float) -> str:
+    """Example: 1.2 s."""
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"

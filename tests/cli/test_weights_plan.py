@@ -1,0 +1,80 @@
+"""What a dry run and a check say of moving the weights: of a 7B, without one being there."""
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from lightrl.devices.driver import NO_DRIVER
+from lightrl.launch import weights_plan
+from lightrl.run_file import load_config
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
+PARAMETERS = 7_615_616_512
+CONFIG = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "dtype": "bfloat16",
+}
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Of a run whose model has 7.6e9 parameters, as the header of its file says."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [PARAMETERS], "data_offsets": [0, 0]}})
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header.encode()
+    )
+    monkeypatch.setattr(weights_plan, "look", lambda: NO_DRIVER)
+    return load_config(QUICKSTART, [f"model.path={tmp_path}"])
+
+
+def test_bytes_memory_and_seconds_follow_from_the_model(config):
+    version, line = weights_plan.describe(config)
+    assert version.startswith("15.2 GB a version in bfloat16; ")
+    assert "holds up to 2, 30.5 GB, in shared memory or on disk" in version
+    assert "121.8 s at 1 Gbit/s, 12.2 s at 10 Gbit/s, 1.2 s at 100 Gbit/s" in line
+
+
+def test_a_dtype_that_is_asked_for_counts_and_not_the_stored_one(config):
+    wider = config.model_copy(
+        update={"model": config.model.model_copy(update={"dtype": "float32"})}
+    )
+    assert weights_plan.describe(wider)[0].startswith("30.5 GB a version in float32; ")
+
+
+@pytest.mark.parametrize(
+    ("shared_gb", "disk_gb", "folder", "text"),
+    [
+        (40, 1, "/dev/shm", "2 versions of 15.2 GB fit into /dev/shm"),
+        (31, 40, "disk", "fit into {disk}: shared memory is too small for them, and the disk"),
+        (1, 30, None, "need 30.5 GB; free are 1.0 GB in /dev/shm, 30.0 GB in {disk}: set TMPDIR"),
+    ],
+)
+def test_memory_and_disk_are_held_against_the_model(
+    config, tmp_path, monkeypatch, shared_gb, disk_gb, folder, text
+):
+    disk = str(tmp_path)
+    free = {"/dev/shm": shared_gb, disk: disk_gb}
+    monkeypatch.setattr(weights_plan.tempfile, "gettempdir", lambda: disk)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(free[str(path)] * 1e9)))
+    found = weights_plan.room(config)
+    assert found is not None
+    assert found.folder == (None if folder is None else Path(disk if folder == "disk" else folder))
+    assert text.format(disk=disk) in found.text
+
+
+def test_nothing_is_said_where_nothing_is_known(config):
+    elsewhere = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": "org/name"})}
+    )
+    assert weights_plan.describe(elsewhere) == []
+    assert weights_plan.room(elsewhere) is None

@@ -1,0 +1,221 @@
+"""What a version consists of, and that ranks make the same one however many they are."""
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+from lightrl.engine.checkpoint import build_model, check_fits, read_config, tensor_targets
+from lightrl.system.child import Pipe
+from lightrl.trainer import export
+from lightrl.trainer.model import load_policy, shards
+from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RankFailed, Save, Saved
+from lightrl.trainer.rank import main
+from lightrl.weights.layout import BUCKET_BYTES
+from lightrl.weights.manifest import read_manifest, wrong_buckets
+from lightrl.weights.publish import Shard
+from lightrl.weights.tensors import read_tensors, served_dtype, write_tensors
+
+DEADLINE_S = 110
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(scope="module")
+def routed_dir(save_model, tmp_path_factory):
+    """A mixture of experts with a router bias that is learnt by no gradient: a persistent
+    buffer. Its experts are joined by transformers when it is loaded."""
+    folder = save_model(tmp_path_factory.mktemp("routed"))  # for the tokenizer
+    torch.manual_seed(3)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "vocab_size": 24,
+    }
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+    }
+    dims = {
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = DeepseekV3Config(
+        **shape, **heads, **dims, **experts, **tokens, num_hidden_layers=2, first_k_dense_replace=1
+    )
+    module = DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+    module.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([1.0, 2, 3, 4.5]))
+    module.save_pretrained(folder)
+    return folder
+
+
+def test_a_version_has_all_that_the_engines_model_has_and_no_more(routed_dir, new_rank):
+    file = new_rank(routed_dir, model={"path": "unused", "dtype": "float16"}).started.published.file
+    manifest = read_manifest(file)
+    targets = tensor_targets(build_model(read_config(routed_dir), torch.float16, "meta"))
+    check_fits(targets, manifest.tensors, 0)
+    given = dict(read_tensors(file))
+    bias = given.pop("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert bias.tolist() == [1, 2, 3, 4.5]
+    stored = AutoModelForCausalLM.from_pretrained(routed_dir, dtype="auto").state_dict()
+    assert bias.dtype == stored["model.layers.1.mlp.gate.e_score_correction_bias"].dtype
+    assert {t.dtype for t in given.values()} == {torch.float16}
+    for name, tensor in given.items():
+        assert torch.equal(tensor, stored[name].to(torch.float16)), name
+
+
+@pytest.mark.parametrize(
+    ("stored", "name", "device", "served"),
+    [
+        (torch.bfloat16, "auto", "cpu", torch.bfloat16),
+        (torch.float32, "auto", "cpu", torch.float32),
+        (torch.float32, "auto", "cuda", torch.bfloat16),
+        (torch.bfloat16, "float32", "cuda", torch.float32),
+    ],
+)
+def test_what_is_served_has_the_dtype_of_the_engines(stored, name, device, served):
+    class Stored:
+        dtype = stored
+
+    assert served_dtype(name, Stored(), device) == served
+
+
+def test_weights_are_cast_where_they_are_written(model_dir):
+    """Nothing is copied before, on a CPU."""
+    policy = load_policy(model_dir, torch.device("cpu"), served="bfloat16")
+    places = {p.data_ptr() for p in policy.module.parameters()}
+    assert {s.values.data_ptr() for s in shards(policy)} == places
+    assert {s.dtype for s in shards(policy)} == {torch.bfloat16}
+
+
+def test_a_version_that_has_no_room_is_one_line(start, tmp_path):
+    start = start()
+    folder = Path(start.publish_dir)
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can make a small disk")
+    ours, theirs = socket.socketpair()
+    try:
+        with ours, theirs:
+            daemon = Pipe(ours, RANK_EVENTS, RANK_COMMANDS)
+            daemon.send(start)
+            with pytest.raises(SystemExit):
+                main(theirs)
+            [event] = daemon.receive(DEADLINE_S)
+        assert isinstance(event, RankFailed)
+        assert not event.is_final
+        assert event.reason.startswith("OSError: [Errno 28] No space left on device for "), (
+            event.reason
+        )
+        assert "\n" not in event.reason
+        assert not list(folder.iterdir())
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_an_export_by_parts_is_the_model_that_was_loaded(
+    routed_dir, new_rank, tmp_path, monkeypatch
+):
+    """With the names of its own files, though transformers has others in memory."""
+    monkeypatch.setattr(export, "PART_BYTES", 1)
+    path = tmp_path / "step_0"
+    assert list(new_rank(routed_dir).perform(Save(0, str(path), export=True))) == [Saved(str(path))]
+    parts = sorted((path / "hf").glob("*.safetensors"))
+    assert len(parts) == 5  # embedding, two layers, norm, head
+    expected, found = {}, {}
+    for files, tensors in ((routed_dir.glob("*.safetensors"), expected), (parts, found)):
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    loaded = AutoModelForCausalLM.from_pretrained(path / "hf", dtype="auto").state_dict()
+    original = AutoModelForCausalLM.from_pretrained(routed_dir, dtype="auto").state_dict()
+    assert all(torch.equal(loaded[name], original[name]) for name in original)
+
+
+RANKS = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from lightrl.weights import publish
+from lightrl.weights.buffers import Buffers
+from tests.trainer.test_publish import made, shards_of
+rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+torch.set_num_threads(1)
+store = dist.FileStore(str(folder / f"rendezvous-{world}"), world)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+publisher = publish.Publisher(Buffers(folder / "versions"), rank, world)
+for version in range(3):
+    file = publisher.publish(version, shards_of(made(version), rank, world))
+    publisher.allocate_second()
+    if rank == 0:
+        print(file.digest, flush=True)
+def die(file, pieces):
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == world - 1:
+    publish._copy = die
+try:
+    publisher.publish(3, shards_of(made(3), rank, world))
+except RuntimeError as e:
+    print("RuntimeError", flush=True)
+    os._exit(1)
+"""
+
+
+def made(version):
+    """Tensors of several buckets, fewer rows than ranks, odd sizes, none at all."""
+    torch.manual_seed(version)
+    shapes = {"a": (3, 5), "b": (1, 7), "c": (3001, 3000), "d": (2, 0), "e": (7, 1 << 20)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def shards_of(tensors, rank, world):
+    def cut(name, tensor):
+        stride = -(-tensor.shape[0] // world) * tensor[0].numel()
+        flat = tensor.reshape(-1)
+        first = min(rank * stride, len(flat))
+        values = flat[first : first + stride]
+        return Shard(name, torch.bfloat16, tuple(tensor.shape), values, first, stride)
+
+    scalar = torch.tensor([3.5] if rank == 0 else [])
+    return [*(cut(*item) for item in tensors.items()), Shard("s", torch.float32, (), scalar)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_path, world):
+    command = [sys.executable, "-c", RANKS]
+    children = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(world)
+    ]
+    said = [child.communicate(timeout=DEADLINE_S)[0] for child in children]
+    digests = []
+    for version in range(3):
+        tensors = {name: t.bfloat16() for name, t in made(version).items()}
+        whole = [*tensors.items(), ("s", torch.tensor(3.5))]
+        digests.append(write_tensors(tmp_path / f"v{version}.bin", version, whole))
+    assert said[0].split() == [*(file.digest for file in digests), "RuntimeError"]
+    assert [child.returncode for child in children] == [1] * (world - 1) + [-signal.SIGKILL]
+    names = sorted(p.name.split(".")[0] for p in (tmp_path / "versions").glob("*.bin"))
+    assert names == ["draft", "version_2"]
+    [published] = (tmp_path / "versions").glob("version_2.*.bin")
+    data = published.read_bytes()
+    assert len(data) > 2 * BUCKET_BYTES
+    assert list(wrong_buckets(memoryview(data), read_manifest(digests[2]))) == []

@@ -72,7 +72,7 @@ def test_eight_joiners_take_little_more_than_one_version_from_the_trainer_and_a_
     tmp_path,
 ):
     async def scenario() -> None:
-        async with joiners(tmp_path, num_buckets=24) as nodes:
+        async with joiners(tmp_path, num_buckets=16, pace=40e6) as nodes:
             names = [f"n{k}" for k in range(8)]
             await nodes.add(*names)
             stats = await asyncio.gather(*map(nodes.pull, names))

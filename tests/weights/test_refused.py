@@ -3,7 +3,6 @@
 import asyncio
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,7 @@ from lightrl.messages import WeightsSource
 from lightrl.weights.layout import TensorSpec
 from lightrl.weights.manifest import decode, digest_version, encode
 from lightrl.weights.pull import Pull, parse_address, partial_path
+from lightrl.weights.write import manifest_path
 from tests.support.relay import address_of, bound_socket
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted
 
@@ -65,7 +65,7 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_transferred(tmp_pa
             asked = replace(wanted(version), num_bytes=min(1 << 47, free.f_bavail * free.f_frsize))
             one = Pull(asked, NODE, tmp_path / "pulled")
             one.add_sources([source(server)])
-            with pytest.raises(WeightsError, match="version 1: needs .* GB more in"):
+            with pytest.raises(WeightsError, match=r"version 1: needs .* GB more in"):
                 await one.run()
         assert not partial_path(tmp_path / "pulled").exists()
 
@@ -98,11 +98,11 @@ def test_a_manifest_that_lies_is_refused_before_memory_is_taken(tmp_path, kind):
 
     async def scenario() -> None:
         version = make_version(tmp_path / "v1", num_buckets=2)
-        encoded = Path(version.manifest_path).read_bytes()
+        beside = manifest_path(tmp_path / "v1")
+        encoded = beside.read_bytes()
         asked = wanted(version)
         if kind in LIES:
-            manifest: Manifest = decode(encoded, version.digest)
-            encoded = encode(LIES[kind](manifest))
+            encoded = encode(LIES[kind](decode(encoded, version.digest)))
             digest = digest_version(encoded)
             asked = replace(asked, digest=digest, manifest_bytes=len(encoded))
             version = replace(version, digest=digest)
@@ -110,14 +110,14 @@ def test_a_manifest_that_lies_is_refused_before_memory_is_taken(tmp_path, kind):
             encoded = {"garbage": os.urandom, "another": encoded.swapcase, "short": bytes}[kind](
                 *([len(encoded)] if kind != "another" else [])
             )
-        Path(version.manifest_path).write_bytes(encoded)
+        beside.write_bytes(encoded)
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
             one = Pull(
                 asked, NODE, tmp_path / "pulled",
                 on_bad=lambda node, reason: bad.append((node, reason)),
             )  # fmt: skip
             one.add_sources([source(server, name="liar")])
-            with pytest.raises(WeightsError, match="version 1: no source serves it; last .*: "):
+            with pytest.raises(WeightsError, match=r"version 1: no source serves it; last .*: "):
                 await one.run()
 
     asyncio.run(scenario())
@@ -125,31 +125,26 @@ def test_a_manifest_that_lies_is_refused_before_memory_is_taken(tmp_path, kind):
     assert not partial_path(tmp_path / "pulled").exists()
 
 
-def test_a_wrong_manifest_is_fetched_again_from_another(tmp_path):
-    bad: list[str] = []
-
+def test_a_wrong_manifest_is_fetched_again_from_another_that_comes_later(tmp_path):
     async def scenario() -> None:
         version = make_version(tmp_path / "v1")
         wrong = tmp_path / "wrong.manifest"
         wrong.write_bytes(bytes(wanted(version).manifest_bytes))
-        lying = replace(version, manifest_path=str(wrong))
+        lying, told = replace(version, manifest_path=str(wrong)), asyncio.Queue[str]()
         async with serving(lying) as liar, asyncio.timeout(DEADLINE_S):
             one = Pull(
-                wanted(version), NODE, tmp_path / "pulled", on_bad=lambda node, _: bad.append(node)
-            )
-            one.add_sources([source(liar, name="liar"), slow_door(liar)])
-            running = asyncio.create_task(one.run())
-            while not bad:
-                await asyncio.sleep(0.01)
-            async with serving(version) as good:
-                one.add_sources([source(good)])  # comes while it runs
-                await running
-        assert bad == ["liar"]
+                wanted(version), NODE, tmp_path / "pulled",
+                on_bad=lambda node, _: told.put_nowait(node),
+            )  # fmt: skip
+            with bound_socket() as closed:  # keeps the pull alive until somebody better comes
+                late = source(liar, name="late", via=address_of(closed))
+                one.add_sources([source(liar, name="liar"), late])
+                running = asyncio.create_task(one.run())
+                assert await told.get() == "liar"
+                async with serving(version) as good:
+                    one.add_sources([source(good)])
+                    await running
+        assert told.empty()
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
-
-    def slow_door(server: WeightServer) -> WeightsSource:
-        """Keeps the pull alive until somebody better comes."""
-        sock = bound_socket()
-        return replace(source(server, name="late"), addresses=(address_of(sock),))
 
     asyncio.run(scenario())

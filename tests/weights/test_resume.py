@@ -1,11 +1,16 @@
 """What was proved is not pulled again: not by a daemon that starts again after it was killed."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from lightrl.errors import WeightsError
 from lightrl.weights.layout import BUCKET_BYTES
 from lightrl.weights.pull import partial_path
 from lightrl.weights.write import manifest_path
@@ -80,3 +85,35 @@ def test_nothing_is_asked_of_the_network_when_all_is_there(tmp_path):
             assert (stats.num_bytes, path.exists()) == (0, True)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_a_disk_that_fills_up_meanwhile_ends_the_pull_with_one_line(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m", "none", disk], check=True)
+    try:
+        asyncio.run(fill_up(tmp_path, disk))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+async def fill_up(tmp_path: Path, disk: Path) -> None:
+    version = make_version(tmp_path / "v1", num_buckets=10)
+    moving = asyncio.Event()
+    async with serving(version, max_bytes_per_s=20e6) as server, asyncio.timeout(DEADLINE_S):
+        pulling = asyncio.create_task(
+            pull(version, [source(server)], disk / "pulled", on_progress=lambda _: moving.set())
+        )
+        await moving.wait()
+        filler = disk / "filler"
+        with filler.open("wb") as file, contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, 1 << 30)
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+        with pytest.raises(WeightsError, match="version 1: cannot write: No space left"):
+            await pulling
+        assert not (disk / "pulled").exists()
+        filler.unlink()
+        await pull(version, [source(server)], disk / "pulled")

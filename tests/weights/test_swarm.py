@@ -76,11 +76,8 @@ def test_a_swarm_takes_one_stream_of_the_origin_for_each_puller():
 
 def test_the_least_busy_peer_is_asked_first_and_the_rare_bucket():
     everywhere = bits(0, 1, 2)
-    peers = [
-        a_source("a", everywhere | bits(7)),
-        a_source("b", everywhere),
-        a_source("c", everywhere),
-    ]
+    peers = [a_source(node, everywhere) for node in ("a", "b", "c")]
+    peers[0].has |= bits(7)
     swarm = a_swarm(*peers, a_source("trainer", 0))
     first = take(swarm)
     assert first is not None

@@ -29,6 +29,7 @@ from lightrl.config_sections import (
     Section,
     Speculation,
     Train,
+    Weights,
 )
 from lightrl.config_values import not_plain
 
@@ -49,6 +50,7 @@ class Config(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     node: NodeSection = NodeSection()
+    weights: Weights = Weights()
     journal: Journal = Journal()
     logging: Logging = Logging()
 

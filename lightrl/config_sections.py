@@ -61,7 +61,9 @@ class Run(Section):
 class Model(Section):
     path: str = Field(description="HF model directory or hub id")
     dtype: Dtype = Field(
-        default="auto", description="of the engines; auto = as stored on CPU, bfloat16 on GPU"
+        default="auto",
+        description="of the engines and of what is published for them; auto = as stored on "
+        "CPU, bfloat16 on GPU",
     )
 
 
@@ -298,6 +300,25 @@ class NodeSection(Section):
         ge=0,
         lt=1 << 16,
         description="where the trainer node serves weights; 0 = any free port",
+    )
+
+
+class Weights(Section):
+    addresses: Names = Field(
+        default=(),
+        description="hosts on which each node serves weights, one for each network card; default: "
+        "the one by which it reaches the coordinator",
+    )
+    streams: Positive = Field(
+        default=4, le=16, description="connections of a node that pulls a version"
+    )
+    timeout_s: Seconds = Field(
+        default=60.0, description="without a byte, after which a transfer has failed"
+    )
+    canary: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="a node whose logprobs of a fixed text differ by more from the trainer's is "
+        "not used; 0 = no such check; default: what rounding explains in the engine's dtype",
     )
 
 

@@ -24,6 +24,7 @@ from lightrl.messages import (
     WeightsProgress,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
+from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 
 
@@ -110,7 +111,7 @@ class Roles:
                 config,
                 run_dir,
                 published,
-                weights.server,
+                ServedVersions(weights.server, weights.store.point),
                 self._send,
                 self._on_restart,
                 gpus.ranks,

@@ -71,6 +71,7 @@ def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: P
         prefer=speculation.prefer,
         gpu_memory=gpus.memory,
         is_deterministic=config.run.deterministic,
+        canary=config.weights.canary,
     )
 
 
@@ -103,7 +104,9 @@ class RolloutAgent:
         self._kind: Kind | None = None  # of the engine, once it is settled
         self._send = send
         host, _ = host_and_port(coordinator)
-        self._weights = NodeWeights(node, store, server, host, send, lambda: self.serves)
+        self._weights = NodeWeights(
+            node, config.weights, store, server, host, send, lambda: self.serves
+        )
         self._state = EngineState.STARTING
         # the process; whether it takes commands yet, or any more, is in the state
         self._engine: Child[EngineCommand, EngineEvent] | None = None

@@ -6,12 +6,14 @@ version the coordinator's.
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from lightrl.errors import WeightsError
 from lightrl.messages import PublishWeights
 from lightrl.system.child import LACKING, retry_on_resource_limit
+from lightrl.system.threads import in_thread
 from lightrl.trainer.protocol import Published
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.serve import WeightServer
@@ -25,8 +27,12 @@ class ServedVersions:
     """At most two: the newest, and the one before until it is in the way. Files are the ranks', who
     take no file again that the server reads."""
 
-    def __init__(self, server: WeightServer) -> None:
+    def __init__(
+        self, server: WeightServer, point_to: Callable[[VersionFile], None] | None = None
+    ) -> None:
+        """`point_to` tells the nodes of this machine where a version lies; called in a thread."""
         self._server = server
+        self._point_to = point_to
         self._files: dict[int, VersionFile] = {}  # by version
 
     async def serve(self, published: Published, portions: tuple[int, ...] = ()) -> PublishWeights:
@@ -46,7 +52,15 @@ class ServedVersions:
             publish = partial(self._publish, file)
             await retry_on_resource_limit(publish, f"serving version {version}", logger.warning)
             self._files[version] = file
+            await self._tell_this_machine(file)
         return _message(published, portions)
+
+    async def _tell_this_machine(self, file: VersionFile) -> None:
+        if self._point_to is not None:
+            try:
+                await in_thread(self._point_to, file)
+            except OSError as e:
+                logger.warning("nodes of this machine pull version %d: %s", file.policy_version, e)
 
     async def make_room(self) -> None:
         """Only the newest version is served from now on: the ranks will need the other's file."""

@@ -59,7 +59,6 @@ from lightrl.trainer.seal import damage
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
-from lightrl.weights.serve import WeightServer
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +74,12 @@ class Trainer:
         config: Config,
         run_dir: Path,
         scratch: Path,
-        server: WeightServer,
+        versions: ServedVersions,
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
         gpus: tuple[str, ...] = (),
     ) -> None:
-        """`server`: this daemon's, which is running; what other nodes pull. `send` reaches the
+        """`versions` are served by this daemon's server, which is running. `send` reaches the
         coordinator.
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be
@@ -93,7 +92,7 @@ class Trainer:
         self._gpus = gpus
         self._send = send
         self._on_restart = on_restart
-        self._versions = ServedVersions(server)
+        self._versions = versions
         self.device = ""
         self._state = TrainerState.STARTING
         # asked for once, in any state, and never taken back: no state of its own

@@ -29,14 +29,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from lightrl.errors import WeightsError
+from lightrl.errors import ProtocolError, WeightsError
 from lightrl.system.threads import in_thread
 from lightrl.weights import scratch
 from lightrl.weights.local import LocalVersion, open_version
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.write import manifest_path
+from lightrl.wire import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class Store:
         """Other nodes find the version where this one has it; no more than `kept` at a time."""
         path = self._control / f"{file.digest}.json"
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(msgspec.json.encode(Pointer(os.getpid(), file)))
+        draft.write_bytes(to_json(Pointer(os.getpid(), file)))
         draft.replace(path)
         self._pointers = [*(p for p in self._pointers if p != path), path]
         while len(self._pointers) > kept:
@@ -170,9 +169,8 @@ class Store:
 
     def _found(self, digest: str, num_bytes: int) -> Iterator[tuple[VersionFile, bool]]:
         """What may be this version, and whether it belongs to this process's trainer."""
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            data = (self._control / f"{digest}.json").read_bytes()
-            pointer = msgspec.json.decode(data, type=Pointer)
+        with contextlib.suppress(OSError, ProtocolError):
+            pointer = from_json((self._control / f"{digest}.json").read_bytes(), Pointer)
             if (pointer.file.digest, pointer.file.num_bytes) == (digest, num_bytes):
                 yield pointer.file, pointer.pid == os.getpid()
         for folder, _ in list(self._folders.values()):
@@ -186,6 +184,7 @@ class Claim:
     def __init__(self, store: Store, digest: str, num_bytes: int, lock: int) -> None:
         self._store, self._lock = store, lock
         self.digest, self.num_bytes = digest, num_bytes
+        self._rejected: set[str] = set()
 
     def release(self) -> None:
         """Twice does nothing."""
@@ -198,6 +197,8 @@ class Claim:
         """What is said to be this version, locked, yet to be proved; and whether it is that of the
         trainer in this very process, which serves it already."""
         for file, is_own in self._store._found(self.digest, self.num_bytes):
+            if file.path in self._rejected:
+                continue
             if (version := open_version(file)) is not None:
                 yield version, is_own
 
@@ -206,6 +207,8 @@ class Claim:
         path = Path(version.file.path)
         if any(path.parent == folder for folder, _ in self._store._folders.values()):
             path.unlink(missing_ok=True)
+        else:
+            self._rejected.add(str(path))
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[Path]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -379,6 +380,24 @@ def test_a_group_without_signal_counts_as_well(new_config, groups, tmp_path):
     one, other = trained(config, tmp_path / "a", groups), trained(config, tmp_path / "b", changed)
     assert one.digests[0] == other.digests[0]
     assert one.digests[1] != other.digests[1]
+
+
+def test_a_version_goes_before_its_file_is_needed_for_another_one(new_config, groups, tmp_path):
+    """The newest two are there to be pulled; a third file would be made if one that the server
+    reads were needed."""
+    seen = []
+
+    def watch(coordinator):
+        def look(version):
+            files = coordinator.published.glob("*.bin")
+            seen.append(sorted(f.name.split(".")[0] for f in files))
+            coordinator.feed(version)
+
+        for version in range(STEPS):
+            coordinator.on["published", version] = partial(look, version)
+
+    trained(new_config(), tmp_path / "run", groups, watch)
+    assert seen == [["version_0"], *([f"version_{v - 1}", f"version_{v}"] for v in range(1, STEPS))]
 
 
 def test_a_damaged_checkpoint_costs_one_interval(new_config, groups, tmp_path, caplog):

@@ -71,6 +71,7 @@ def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: P
         prefer=speculation.prefer,
         gpu_memory=gpus.memory,
         is_deterministic=config.run.deterministic,
+        canary=config.weights.canary,
     )
 
 

@@ -205,8 +205,8 @@ def test_what_was_packed_is_read_back(tmp_path):
         b"abc",
         b"de",
     )
+    (tmp_path / "short").write_bytes(b"short")
     with pytest.raises(WeightsError, match="has 5 bytes, not 6"):
-        (tmp_path / "short").write_bytes(b"short")
         open_packed(tmp_path / "short", 6)
 
 

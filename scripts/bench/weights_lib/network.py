@@ -25,8 +25,8 @@ class Switch:
     def up(self) -> Iterator["Switch"]:
         try:
             _ip("netns", "add", self._switch)
-            _ip("-n", self._switch, "link", "add", "br", "type", "bridge")
-            _ip("-n", self._switch, "link", "set", "br", "mtu", str(MTU), "up")
+            _ip("-n", self._switch, "link", "add", "sw0", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "sw0", "mtu", str(MTU), "up")
             for k, space in enumerate(self.spaces):
                 self._lay(k, space)
             yield self
@@ -45,7 +45,7 @@ class Switch:
         _ip("netns", "add", space)
         peer = ("peer", "name", "eth0", "netns", space)
         _ip("-n", self._switch, "link", "add", port, "type", "veth", *peer)
-        _ip("-n", self._switch, "link", "set", port, "mtu", str(MTU), "master", "br", "up")
+        _ip("-n", self._switch, "link", "set", port, "mtu", str(MTU), "master", "sw0", "up")
         _ip("-n", space, "addr", "add", f"{self.hosts[k]}/24", "dev", "eth0")
         _ip("-n", space, "link", "set", "eth0", "mtu", str(MTU), "up")
         _ip("-n", space, "link", "set", "lo", "up")

@@ -304,6 +304,17 @@ class NodeSection(Section):
 
 
 class Weights(Section):
+    addresses: Names = Field(
+        default=(),
+        description="hosts on which each node serves weights, one for each network card; default: "
+        "the one by which it reaches the coordinator",
+    )
+    streams: Positive = Field(
+        default=4, le=16, description="connections of a node that pulls a version"
+    )
+    timeout_s: Seconds = Field(
+        default=60.0, description="without a byte, after which a transfer has failed"
+    )
     canary: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
         description="a node whose logprobs of a fixed text differ by more from the trainer's is "

@@ -508,8 +508,8 @@ MUTATIONS = [
     Mutation(
         "trainer is asked before those who have the version",
         "core/sources.py",
-        "(*peers, trainer) if trainer",
-        "(trainer, *peers) if trainer",
+        "return (*holders, *others, trainer)",
+        "return (trainer, *holders, *others)",
     ),
     Mutation(
         "all pull from the same nodes",

@@ -20,15 +20,18 @@ def choose(
     is_barred: Callable[[str], bool],
 ) -> tuple[str, ...]:
     """Nodes in the order in which a node should ask them: those that hold all of the version, those
-    that are still at it and serve what they have, the trainer.
+    that are still at it and serve what they have, the trainer. While that is away, one that has all
+    of the version comes last instead: whoever is last is spared by those who can help each other.
 
     `index` is the place of the node that asks, in `partial` if it is there: each begins elsewhere,
     so that no source is the first of all. `is_barred`: who it must not be sent to, itself included;
     never the trainer.
     """
-    peers = _take(whole, index, MAX_PEERS, is_barred)
-    peers += _take(partial, index, MAX_PEERS - len(peers), is_barred)
-    return (*peers, trainer) if trainer is not None else tuple(peers)
+    holders = _take(whole, index, MAX_PEERS, is_barred)
+    others = _take(partial, index, MAX_PEERS - len(holders), is_barred)
+    if trainer is not None:
+        return (*holders, *others, trainer)
+    return (*holders[1:], *others, *holders[:1])
 
 
 def _take(

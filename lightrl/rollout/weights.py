@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from lightrl.errors import WeightsError
 from lightrl.messages import (
@@ -25,12 +26,16 @@ from lightrl.messages import (
     WeightsSource,
 )
 from lightrl.system.addresses import WILDCARD, join_address, split_address
+from lightrl.system.child import is_for_lack, retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.weights.local import LocalVersion, open_version, prove
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.pull import Pull, PullStats, Wanted
 from lightrl.weights.serve import WeightServer
 from lightrl.weights.store import Claim, Store
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +121,9 @@ class NodeWeights:
                 continue
             try:
                 fetched = await self._unless_overtaken(offer)
-            except (WeightsError, OSError) as e:
+            except (WeightsError, OSError, RuntimeError) as e:
+                if isinstance(e, RuntimeError) and not is_for_lack(e):
+                    raise
                 self._send(WeightsFailed(offer.policy_version, str(e)[:MAX_TEXT]))
                 continue
             finally:
@@ -178,7 +185,7 @@ class NodeWeights:
                 if not known.is_own:
                     self._server.publish(replace(known, offer=offer).file)  # for its tickets
                 return replace(known, offer=offer, stats=NOTHING_PULLED, seconds=0.0)
-        claim = await in_thread(self._store.claim, offer.digest, offer.num_bytes)
+        claim = await _patiently(self._store.claim, offer.digest, offer.num_bytes)
         try:
             fetched = await self._obtain(claim, offer)
             fetched.version.on_close.append(claim.release)
@@ -216,7 +223,7 @@ class NodeWeights:
                 raise
             finally:
                 self._pull = None
-            version = await in_thread(open_version, pull.file)
+            version = await _patiently(open_version, pull.file)
             if version is None:
                 raise WeightsError(f"{path}: gone")
             return Fetched(offer, version, is_own=False, stats=stats)
@@ -225,7 +232,7 @@ class NodeWeights:
         """On this machine; proved."""
         is_ended = threading.Event()
         try:
-            found = await in_thread(_find_proved, claim, is_ended)
+            found = await _patiently(_find_proved, claim, is_ended)
         except asyncio.CancelledError:
             is_ended.set()
             raise
@@ -261,8 +268,8 @@ class NodeWeights:
         """Peers have a moment to end; then its pages go, if no other node wants it."""
         if not fetched.is_own:
             await self._retire(fetched.offer.digest)
-        await in_thread(fetched.version.close)
-        await in_thread(self._store.sweep)
+        await _patiently(fetched.version.close)
+        await _patiently(self._store.sweep)
 
     async def _retire(self, digest: str) -> None:
         """Unless equal weights have come meanwhile."""
@@ -272,9 +279,9 @@ class NodeWeights:
     async def _drop(self, claim: Claim) -> None:
         """Of a version that did not come. What was pulled of it is a beginning, as long as it is
         wanted."""
-        await in_thread(claim.release)
+        await _patiently(claim.release)
         if self.wanted is not None and self.wanted.digest != claim.digest:
-            await in_thread(self._store.sweep)
+            await _patiently(self._store.sweep)
 
     def _start(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(chore, name="give back weights")
@@ -285,6 +292,12 @@ class NodeWeights:
         self._chores.discard(task)
         if not task.cancelled() and (e := task.exception()) is not None:
             logger.warning("weights were not given back: %s", e)
+
+
+async def _patiently(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    """In a thread; again and again while this machine lacks one."""
+    call = partial(in_thread, partial(act, *args, **kwargs))
+    return await retry_on_resource_limit(call, "a thread for the weights", logger.warning)
 
 
 def _find_proved(claim: Claim, is_ended: threading.Event) -> tuple[LocalVersion, bool] | None:

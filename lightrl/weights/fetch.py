@@ -15,14 +15,15 @@ import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from blake3 import blake3
 
 from lightrl.errors import WeightsError
 from lightrl.system.addresses import join_address
+from lightrl.weights import leftovers
 from lightrl.weights.held import Partial
 from lightrl.weights.layout import bucket_range
+from lightrl.weights.leftovers import Provable
 from lightrl.weights.request import ASK_DATA, BUSY, DATA, MISSING, QUEUED, Request
 from lightrl.weights.swarm import EVERYTHING, Source, Swarm, Transfer
 
@@ -35,16 +36,6 @@ _REFUSAL = "closed the connection (wrong ticket, or it no longer holds the versi
 _PORTION = 256 << 10  # fits a core's cache, where it is hashed and written
 _TICK_S = 0.25  # a thread looks up so often
 _TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))  # struct timeval
-
-
-class Provable(Protocol):
-    """What a manifest says of a file, whatever is in it."""
-
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def num_buckets(self) -> int: ...
-    def digest_of(self, bucket: int) -> bytes: ...
 
 
 @dataclass(slots=True)
@@ -86,12 +77,12 @@ class Fetch:
         self._partial: Partial | None = None
 
     def open(
-        self, manifest: Provable, file: int, leftovers: list[int], partial: Partial | None
+        self, manifest: Provable, file: int, written: list[int], partial: Partial | None
     ) -> None:
-        """Before the first `run`. Owns `file` from now on; `leftovers` are proved first."""
+        """Before the first `run`. Owns `file` from now on; what was `written` is proved first."""
         self._manifest, self._file, self._partial = manifest, file, partial
-        self._leftovers.extend(leftovers)
-        for bucket in leftovers:
+        self._leftovers.extend(written)
+        for bucket in written:
             self.swarm.todo &= ~(1 << bucket)
 
     def run(self) -> None:
@@ -270,7 +261,7 @@ class Fetch:
                 return sock
             if sign == BUSY:
                 sock.close()
-                self._note_busy(transfer.source)
+                self.note_busy(transfer.source)
             else:
                 self.keep(transfer.source, sock)
                 self._note_missing(transfer)
@@ -363,12 +354,12 @@ class Fetch:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
         return sock
 
-    def _note_busy(self, source: Source) -> None:
+    def note_busy(self, source: Source) -> None:
         """It has too many peers: that it says so counts as progress."""
         self.note_progress()
         with self.lock:
             source.max_streams = max(1, source.num_streams - 1)
-            if source.num_streams == 1:
+            if source.num_streams <= 1:
                 pause_s = min(BUSY_PAUSE_S, self._timeout_s / 2) * random.uniform(0.5, 1.0)
                 source.pause(time.monotonic(), pause_s)
 
@@ -381,32 +372,24 @@ class Fetch:
                 source.has = 0
                 self.doubted.append(source)
 
+    def _goes_on(self) -> bool:
+        self.note_progress()
+        return not self._is_over
+
     def _prove_leftovers(self, buffer: memoryview) -> None:
+        assert self._manifest is not None
         while True:
             with self.lock:
                 if self._is_over or not self._leftovers:
                     return
                 bucket = self._leftovers.popleft()
-            is_right = self._is_right(bucket, buffer)
+            is_right = leftovers.is_right(self._file, bucket, self._manifest, buffer, self._goes_on)
             with self.lock:
                 if not is_right:
                     self.swarm.todo |= 1 << bucket
                 self._count(bucket, is_right)
             if is_right and self._partial is not None:
                 self._partial.proved(bucket)
-
-    def _is_right(self, bucket: int, buffer: memoryview) -> bool:
-        assert self._manifest is not None
-        position, end = bucket_range(bucket, self._num_bytes)
-        digest = blake3()
-        while position < end and not self._is_over:
-            n = os.preadv(self._file, [buffer[: end - position]], position)
-            if n == 0:
-                return False
-            digest.update(buffer[:n])
-            position += n
-            self.note_progress()
-        return digest.digest() == self._manifest.digest_of(bucket)
 
 
 def _shut(sock: socket.socket | None) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator
 
 from lightrl.errors import ProtocolError
-from lightrl.weights.fetch import BUSY_PAUSE_S, CONNECT_LIMIT_S, MAX_PAUSE_S, Fetch
+from lightrl.weights.fetch import CONNECT_LIMIT_S, MAX_PAUSE_S, Fetch
 from lightrl.weights.layout import num_buckets
 from lightrl.weights.request import (
     ALL,
@@ -81,6 +81,7 @@ class Follower:
             if sign not in (DATA, MISSING, BUSY):
                 raise ProtocolError("does not serve weights as this version does")
             if sign == BUSY:
+                self._fetch.note_busy(source)
                 return None
             data = await self._read_manifest(sock) if sign == DATA else None
             self._fetch.keep(source, socket.socket(fileno=sock.detach()))
@@ -98,9 +99,7 @@ class Follower:
                 self._note(source, has=int.from_bytes(bitmap, "little"), is_followed=True)
                 await self._read_changes(sock, source)
             elif sign == BUSY:  # where many are, everything is
-                self._fetch.note_progress()
-                with self._fetch.lock:
-                    source.pause(time.monotonic(), BUSY_PAUSE_S * random.uniform(0.2, 1.0))
+                self._fetch.note_busy(source)
                 self._note(source, has=EVERYTHING, is_followed=False)
                 return True
             elif sign != ALL:

@@ -9,7 +9,6 @@ Must not import torch; decides neither what to pull nor from whom. The other sid
 import asyncio
 import contextlib
 import hashlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,8 @@ from lightrl.messages import MAX_SOURCES, WeightsProgress, WeightsSource
 from lightrl.system.addresses import split_address
 from lightrl.weights.fetch import Fetch
 from lightrl.weights.follow import Follower
-from lightrl.weights.layout import BUCKET_BYTES, MAX_BYTES, num_buckets
+from lightrl.weights.layout import MAX_BYTES, num_buckets
+from lightrl.weights.leftovers import open_partial
 from lightrl.weights.manifest import (
     DIGEST_BYTES,
     MAX_MANIFEST_BYTES,
@@ -201,7 +201,7 @@ class Pull:
         manifest = await self._find_manifest()
         part = partial_path(self._path)
         try:
-            file, leftovers = await asyncio.to_thread(_open, part, manifest.num_bytes)
+            file, written = await asyncio.to_thread(open_partial, part, manifest.num_bytes)
         except OSError as e:
             raise WeightsError(f"{self._about}: {part}: cannot be written: {e.strerror}") from e
         partial = None
@@ -212,7 +212,7 @@ class Pull:
                 growing = VersionFile(w.policy_version, w.digest, w.num_bytes, str(part), beside)
                 partial = self._server.serve_partial(growing)
         finally:
-            self._fetch.open(manifest, file, leftovers, partial)
+            self._fetch.open(manifest, file, written, partial)
         await self._run_streams()
         if self._fetch.failure is None:
             part.replace(self._path)
@@ -356,26 +356,6 @@ class Pull:
                 f"{self._about}: needs {needed / 1e9:.3g} GB more in {part.parent}, "
                 f"where {free / 1e9:.3g} GB are free"
             )
-
-
-def _open(part: Path, size: int) -> tuple[int, list[int]]:
-    """The file, and which of its buckets were written by an earlier pull."""
-    file = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.ftruncate(file, size)
-        found, position = list[int](), 0
-        while position < size:
-            try:
-                data = os.lseek(file, position, os.SEEK_DATA)
-            except OSError:  # nothing but holes
-                break
-            bucket = data // BUCKET_BYTES
-            found.append(bucket)
-            position = (bucket + 1) * BUCKET_BYTES
-    except BaseException:
-        os.close(file)
-        raise
-    return file, found
 
 
 def _read(path: Path) -> bytes:

@@ -186,6 +186,7 @@ class Claim:
     def __init__(self, store: Store, digest: str, num_bytes: int, lock: int) -> None:
         self._store, self._lock = store, lock
         self.digest, self.num_bytes = digest, num_bytes
+        self._rejected: set[str] = set()
 
     def release(self) -> None:
         """Twice does nothing."""
@@ -198,6 +199,8 @@ class Claim:
         """What is said to be this version, locked, yet to be proved; and whether it is that of the
         trainer in this very process, which serves it already."""
         for file, is_own in self._store._found(self.digest, self.num_bytes):
+            if file.path in self._rejected:
+                continue
             if (version := open_version(file)) is not None:
                 yield version, is_own
 
@@ -206,6 +209,8 @@ class Claim:
         path = Path(version.file.path)
         if any(path.parent == folder for folder, _ in self._store._folders.values()):
             path.unlink(missing_ok=True)
+        else:
+            self._rejected.add(str(path))
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[Path]:

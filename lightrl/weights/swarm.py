@@ -17,7 +17,8 @@ EVERYTHING = -1  # all bits
 PATIENCE_S = 1.0  # for what others are getting, and for news of them
 STALL_S = 0.6  # without a byte, after which others are asked for what a source owes
 RATED_S = 5.0  # a rate measured longer ago says nothing
-SLOW = 4.0  # so many times slower than the best is slow
+SLOW = 4.0  # so many times slower than another would be: it shall have the rest of a bucket
+USELESS = 16.0  # so many times slower than the best is not asked; lines are shared by many at times
 DEFAULT_RATE = 16e6  # bytes/s of a stream, of a source that has not been asked yet
 MAX_PENALTY_S = 8.0
 MAX_REFUSALS = 3  # in a row, before a source is given up
@@ -101,7 +102,7 @@ class Swarm:
         usable = [s for s in self.sources if s.can_be_asked(now)]
         best = max((s.rate_at(now) for s in usable), default=0.0)
         peers = [s for s in usable if s is not origin]
-        quick = [s for s in peers if not 0 < s.rate_at(now) < best / SLOW]
+        quick = [s for s in peers if not 0 < s.rate_at(now) < best / USELESS]
         fresh = self.todo & origin.has & ~self._spoken_for(quick, now)
         if fresh and origin in usable and origin.num_streams < self._share(now):
             return origin, self._first(fresh)
@@ -202,7 +203,7 @@ class Swarm:
         """A line that is slow for us is slow for others."""
         origin = self.sources[-1]
         begun_at = min((t.begun_at for t in self._transfers if t.source is origin), default=now)
-        return max(PATIENCE_S, 2 * self._origin_s, 2 * (now - begun_at))
+        return max(PATIENCE_S, 2 * self._origin_s, 2 * (now - begun_at), 4 * self._typical_s)
 
     def _first(self, buckets: int) -> int:
         """The next one from where this puller has begun."""

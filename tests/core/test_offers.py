@@ -7,6 +7,7 @@ from lightrl.core.events import (
     NodeDraining,
     NodeHeard,
     NodeJoined,
+    NodeLeft,
     NodeLost,
     SourceReported,
     StepTrained,
@@ -261,6 +262,37 @@ def test_coordinator_resumed_while_nodes_pull_tells_them_again():
     told = offers(d.publish(0))
     assert set(told) == {"a", "b"}
     assert all(sources[-1] == "t" for sources in told.values())
+
+
+def test_version_that_is_overtaken_is_not_asked_for_and_not_counted():
+    d = Driver(num_steps=5, max_staleness=1, prompts_per_step=1, group_size=1)
+    d.start("a", "b")
+    d.finish_round()
+    first = offers(d.train(0))
+    d.finish_round()
+    second = offers(d.train(1))
+    assert first == second == {"a": ["b", "t"], "b": ["a", "t"]}
+    d.confirm("a", 1)  # it had loaded it when it heard of the other one
+    assert d.core.fleet.nodes["a"].state == "updating"
+    assert bad(d, "b", "a", version=1) == []
+    d.confirm("a", 2)
+    assert offers(d.join("c"))["c"] == ["a", "b", "t"]
+
+
+def test_member_that_drains_in_the_middle_is_replaced_where_few_are_left():
+    d = Driver()
+    d.start("a")
+    d.feed(NodeLost("t", "gone"))
+    d.join("b")
+    d.join("c")  # knows a and b
+    assert offers(d.feed(NodeDraining("b", "SIGTERM"))) == {}  # a still serves
+    assert d.core.fleet.offers.num_left("c") == 1
+    d.feed(NodeLeft("b", "drained", ok=True))
+    d.feed(NodeDraining("a", "SIGTERM"))
+    assert d.core.fleet.offers.num_left("c") == 1  # it holds the version, until it is gone
+    d.feed(NodeLeft("a", "drained", ok=True))
+    assert list(d.core.fleet.offers.waiting) == ["c"]
+    assert offers(d.join("d", serves=0)) == {"c": ["d"]}
 
 
 # Wrong bytes

@@ -23,7 +23,7 @@ def assigned(index: int, ring: list[str]) -> tuple[str, ...]:
 def test_who_has_it_comes_before_who_is_at_it_and_the_trainer_comes_last():
     got = choose(0, ["a", "b"], ["c", "d"], "t", lambda _: False)
     assert got == ("a", "b", "c", "d", "t")
-    assert choose(1, ["a", "b"], ["c", "d"], None, lambda _: False) == ("b", "a", "d", "c")
+    assert choose(1, ["a", "b"], ["c", "d"], None, lambda _: False) == ("a", "d", "c", "b")
     assert choose(0, [], [], "t", lambda _: False) == ("t",)
     assert choose(0, [], [], None, lambda _: False) == ()
 

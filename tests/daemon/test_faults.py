@@ -238,7 +238,7 @@ def no_descriptors() -> Iterator[None]:
 def test_without_descriptors_nobody_comes_and_then_they_do(tmp_path: Path):
     async def scenario():
         async with a_run(tmp_path, **SLOW) as run:
-            await until(lambda: bool(run.trainer.manifests) and len(workers(run)) == 1)
+            await until(lambda: bool(run.trainer.files) and len(workers(run)) == 1)
             await until(lambda: (run.config.run_dir / "address").exists())
             await run.add_rollout("a")
             [worker] = workers(run)

@@ -62,7 +62,7 @@ def test_after_a_broken_connection_no_token_is_missing_and_nothing_had_to_be_mov
             proxy.cut()
             hello = await head.hello()
             assert hello.incarnation == incarnation
-            assert hello.serves == (0, head.manifests[0].digest)
+            assert hello.serves == (0, head.files[0].digest)
             assert sorted(hello.running) == sorted((n, 1) for n in NAMES)
             since = len(head.heard)
             head.generate("late")  # as if ordered before the hello was read: it is not claimed
@@ -119,7 +119,7 @@ def test_coordinator_that_comes_back_as_another_process_is_told_what_finished_me
             await head.come_back()
             hello = await head.hello()
             assert hello.incarnation == head.heard[0].incarnation  # type: ignore[union-attr]
-            assert hello.serves == (0, head.manifests[0].digest)
+            assert hello.serves == (0, head.files[0].digest)
             assert sorted(hello.running) == sorted((n, 1) for n in NAMES)
             head.send(head.welcome)
             await head.until_finished(*NAMES, since=since)
@@ -163,7 +163,7 @@ def test_version_offered_once_more_is_confirmed_without_being_loaded_again(tmp_p
             await welcome(head)
             head.offer("a", 0)
             again = await head.expect(WeightsReady)
-            assert again == WeightsReady(0, head.manifests[0].digest)
+            assert again == WeightsReady(0, head.files[0].digest)
             head.generate(*NAMES)
             await head.until_finished(*NAMES)
 

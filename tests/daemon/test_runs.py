@@ -33,12 +33,11 @@ def require_exact(run: Running, tmp_path: Path) -> int:
     there were."""
     count = 0
     for shard in run.trainer.shards:
-        manifest = run.trainer.manifests[shard.step]
-        weights = tmp_path / f"version_{shard.step}.bin"
+        weights = run.trainer.files[shard.step]
         for group in shard.groups:
             for r in group.responses:
                 seed = sample_seed(run.config.run.seed, r.response)
-                expected = expected_tokens(run.config, manifest, weights, seed, group.prompt)
+                expected = expected_tokens(run.config, weights, seed, group.prompt)
                 assert unpack_i32(r.token_ids) == expected, r.response
                 assert len(unpack_f32(r.rollout_logprobs)) == len(expected)
                 count += 1

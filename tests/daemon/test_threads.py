@@ -21,7 +21,7 @@ from lightrl.model_files import model_files
 from lightrl.system import child
 from tests.rollout.test_pulls import pulling
 from tests.support.daemons import DEADLINE_S, a_run, make_config
-from tests.support.versions import SECRET, make_version, pull, serving
+from tests.support.versions import make_version, pull, serving, source
 
 pytestmark = pytest.mark.usefixtures("warm_daemons")
 
@@ -50,36 +50,36 @@ def lack(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return begin
 
 
-def test_a_node_that_cannot_remove_old_versions_serves_the_new_one(tmp_path: Path, lack):
-    manifests = {v: make_version(tmp_path / f"v{v}", v) for v in (1, 2)}
+def test_a_node_that_has_no_thread_for_a_while_serves_all_versions(tmp_path: Path, lack):
+    files = [make_version(tmp_path / f"v{v}.bin", v, 2, 1 << 20) for v in (1, 2)]
 
     async def scenario() -> None:
-        one, two = (serving(manifest, tmp_path / f"v{v}") for v, manifest in manifests.items())
-        async with one as first, two as second, pulling(tmp_path) as node:
-            refused = lack(*OF_CALLS)
-            for (v, manifest), address in zip(manifests.items(), (first, second), strict=True):
-                node.offer(manifest, address)
+        async with serving(*files) as trainer, pulling(tmp_path) as node:
+            for file in files:
+                refused = lack(*OF_CALLS, times=2)
+                node.offer(file, trainer)
                 said: Message | None = None
                 while not isinstance(said, WeightsReady):
                     said = await node.said.get()
-                assert said.policy_version == v
-            assert refused
+                assert said.policy_version == file.policy_version
+                assert len(refused) == 2
 
     asyncio.run(scenario())
 
 
 def test_a_pull_without_threads_is_a_failed_pull(tmp_path: Path, lack):
-    manifest = make_version(tmp_path / "v1")
+    file = make_version(tmp_path / "v1.bin")
 
     async def scenario() -> None:
-        async with serving(manifest, tmp_path / "v1") as address:
+        async with serving(file) as trainer:
+            sources = [source(trainer)]
             for num_given in (0, 2):
                 refused = lack(*(f"weights-pull_{k}" for k in range(num_given, 9)))
                 with pytest.raises(WeightsError, match=NO_THREAD):
-                    await pull(manifest, [address], SECRET, tmp_path / "got")
+                    await pull(file, sources, tmp_path / "got.bin")
                 assert refused
                 lack("nothing")
-            await pull(manifest, [address], SECRET, tmp_path / "got")
+            await pull(file, sources, tmp_path / "got.bin")
 
     asyncio.run(scenario())
 

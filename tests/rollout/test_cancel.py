@@ -7,6 +7,8 @@ import pytest
 
 from lightrl.rollout.agent import RolloutAgent
 from lightrl.system.child import ChildDied
+from lightrl.weights.serve import WeightServer
+from lightrl.weights.store import Store
 from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config
 
 
@@ -29,11 +31,14 @@ class Dying(RolloutAgent):
 
 
 def test_a_cancel_in_the_turn_in_which_the_engine_dies_is_not_lost(tmp_path: Path):
-    places = (QUICKSTART / "model", tmp_path, None)
+    places = (QUICKSTART / "model", None)
     address = "tcp://127.0.0.1:1"
 
     async def scenario() -> int:
-        role = Dying("a", make_config(tmp_path), 4, *places, address, lambda message: None)
+        weights = (Store(b"unused"), WeightServer())
+        role = Dying(
+            "a", make_config(tmp_path), 4, *places, address, lambda message: None, *weights
+        )
         async with asyncio.timeout(DEADLINE_S):
             role.task = asyncio.create_task(role.run())
             with pytest.raises(asyncio.CancelledError):

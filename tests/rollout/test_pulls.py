@@ -1,44 +1,58 @@
-"""What a rollout node keeps of its pulls: the version that it serves, and what it can go on
-with."""
+"""What a rollout node does with the versions that it is offered: with an engine."""
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from lightrl.messages import Manifest, Message, PublishWeights, WeightsFailed, WeightsReady
+from lightrl.messages import Message, WeightsReady
 from lightrl.rollout.agent import RolloutAgent
-from lightrl.tickets import pull_ticket
-from lightrl.weights.request import DATA, Request
-from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config
-from tests.support.holder import holder, part
-from tests.support.versions import BUCKET, SECRET, make_version, serving
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.serve import WeightServer
+from lightrl.weights.store import Store
+from tests.rollout.test_weights import until
+from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config, published
+from tests.support.versions import make_version, serving, source
+
+SIZE = (2, 1 << 20)  # tensors, bytes of each
+SLOW = 200_000  # bytes a second: a pull that takes as long as a test needs
 
 
 class Pulling:
     """A rollout role whose node is offered versions; what it says is kept."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        self.scratch = tmp_path / "scratch"
-        self.scratch.mkdir()
+    def __init__(self, tmp_path: Path, store: Store, server: WeightServer) -> None:
         self.said: asyncio.Queue[Message] = asyncio.Queue()
+        self.store, self.server = store, server
         config, model_dir = make_config(tmp_path), QUICKSTART / "model"
-        places = (model_dir, self.scratch, None)
+        address = "tcp://127.0.0.1:1"
         self.rollout = RolloutAgent(
-            "a", config, 4, *places, "tcp://127.0.0.1:1", self.said.put_nowait
+            "a", config, 4, model_dir, None, address, self.said.put_nowait, store, server
         )
 
-    def offer(self, manifest: Manifest, holder: str) -> None:
-        ticket = pull_ticket(SECRET, "a", manifest.policy_version)
-        self.rollout.handle(PublishWeights(manifest, (holder,), ticket))
+    def offer(self, file: VersionFile, holder: WeightServer) -> None:
+        self.rollout.handle(published(file, (source(holder, "a", file.policy_version),)))
 
-    def files(self) -> list[str]:
-        return sorted(file.name for file in self.scratch.iterdir())
+    async def ready(self) -> WeightsReady:
+        said = await self.said.get()
+        assert isinstance(said, WeightsReady), said
+        return said
+
+    def files(self) -> set[str]:
+        """Digests of the versions that are here, with ".part" behind those that are not whole."""
+        names = [p.name for p in self.store._control.iterdir() if ".bin" in p.name]
+        return {name.replace(".bin", "") for name in names}
+
+    async def until_files(self, *wanted: str) -> None:
+        await until(lambda: self.files() == set(wanted))
 
 
 @contextlib.asynccontextmanager
 async def pulling(tmp_path: Path) -> AsyncIterator[Pulling]:
-    node = Pulling(tmp_path)
+    store, server = Store(str(tmp_path).encode()), WeightServer()
+    store.open()
+    await server.start("127.0.0.1")
+    node = Pulling(tmp_path, store, server)
     running = asyncio.create_task(node.rollout.run())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -46,74 +60,69 @@ async def pulling(tmp_path: Path) -> AsyncIterator[Pulling]:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        await server.close()
+        store.close()
 
 
 def test_pulls_that_are_overtaken_leave_nothing(tmp_path: Path):
     """Of the last of them nothing either, when its successor is what the node serves already."""
-    manifests = {v: make_version(tmp_path / f"v{v}", v) for v in range(1, 8)}
-    stalled: asyncio.Queue[int] = asyncio.Queue()
-
-    async def answer(request: Request, writer: asyncio.StreamWriter) -> None:
-        """Half a bucket, no more."""
-        data = part((tmp_path / f"v{request.policy_version}").read_bytes(), request)
-        writer.write(DATA + data[: BUCKET // 2])
-        await writer.drain()
-        stalled.put_nowait(request.policy_version)
-        await asyncio.Event().wait()
+    files = {v: make_version(tmp_path / f"v{v}.bin", v, *SIZE) for v in range(1, 6)}
 
     async def scenario() -> None:
         async with (
-            holder(answer) as slow,
-            serving(manifests[6], tmp_path / "v6") as good,
+            serving(*files.values(), max_bytes_per_s=SLOW) as slow,
+            serving(files[4]) as good,
             pulling(tmp_path) as node,
         ):
-            for version in range(1, 6):
-                node.offer(manifests[version], slow)
-                while await stalled.get() != version:
-                    pass
-                assert node.files() == [f"version_{version}.bin.part"]
-            node.offer(manifests[6], good)
-            ready = await node.said.get()
-            assert isinstance(ready, WeightsReady)
-            assert ready.policy_version == 6
-            assert node.files() == ["version_6.bin"]
-            node.offer(manifests[7], slow)
-            while await stalled.get() != 7:
-                pass
-            node.offer(manifests[6], good)
-            assert await node.said.get() == WeightsReady(6, manifests[6].digest)
-            assert node.files() == ["version_6.bin"]
+            for version in range(1, 4):
+                node.offer(files[version], slow)
+                await node.until_files(f"{files[version].digest}.part")
+            node.offer(files[4], good)
+            ready = await node.ready()
+            assert (ready.policy_version, ready.num_bytes) == (4, files[4].num_bytes)
+            await node.until_files(files[4].digest)
+            node.offer(files[5], slow)
+            await node.until_files(files[4].digest, f"{files[5].digest}.part")
+            await until(lambda: node.rollout.pulls is not None)
+            progress = node.rollout.pulls
+            assert progress is not None
+            assert (progress.policy_version, progress.total_bytes) == (5, files[5].num_bytes)
+            node.offer(files[4], good)
+            assert await node.ready() == WeightsReady(4, files[4].digest)
+            await node.until_files(files[4].digest)
+            assert node.rollout.pulls is None
 
     asyncio.run(scenario())
 
 
-def test_a_pull_that_failed_goes_on_where_it_was_when_its_version_is_offered_again(tmp_path: Path):
-    manifest = make_version(tmp_path / "v1")
-    data = (tmp_path / "v1").read_bytes()
-    asked: list[int] = []
-
-    async def until_the_last_bucket(request: Request, writer: asyncio.StreamWriter) -> None:
-        if request.offset == 3 * BUCKET:
-            writer.close()
-        else:
-            writer.write(DATA + part(data, request))
-
-    async def all_of_it(request: Request, writer: asyncio.StreamWriter) -> None:
-        asked.append(request.offset)
-        writer.write(DATA + part(data, request))
+def test_a_node_serves_the_version_that_it_holds_until_it_holds_the_next(tmp_path: Path):
+    one, two = (make_version(tmp_path / f"v{v}.bin", v, *SIZE) for v in (1, 2))
 
     async def scenario() -> None:
-        async with (
-            holder(until_the_last_bucket) as bad,
-            holder(all_of_it) as good,
-            pulling(tmp_path) as node,
-        ):
-            node.offer(manifest, bad)
-            assert isinstance(await node.said.get(), WeightsFailed)
-            assert node.files() == ["version_1.bin.part"]
-            node.offer(manifest, good)
-            assert isinstance(await node.said.get(), WeightsReady)
-            assert node.files() == ["version_1.bin"]
-        assert set(asked) == {3 * BUCKET}
+        async with serving(one, two) as good, pulling(tmp_path) as node:
+            for file in (one, two):
+                node.offer(file, good)
+                await node.ready()
+                async with pulling(tmp_path / "other") as other:
+                    other.offer(file, node.server)
+                    assert (await other.ready()).num_bytes == file.num_bytes
+            await node.until_files(two.digest)  # the first one is given back
+
+    (tmp_path / "other").mkdir()
+    asyncio.run(scenario())
+
+
+def test_equal_weights_are_loaded_under_their_new_number_and_not_pulled(tmp_path: Path):
+    one = make_version(tmp_path / "v1.bin", 1, *SIZE)
+    again = VersionFile(2, one.digest, one.num_bytes, one.path, one.manifest_path)
+
+    async def scenario() -> None:
+        async with serving(one, again) as good, pulling(tmp_path) as node:
+            node.offer(one, good)
+            assert (await node.ready()).num_bytes == one.num_bytes
+            node.offer(again, good)
+            ready = await node.ready()
+            assert (ready.policy_version, ready.num_bytes) == (2, 0)
+            await node.until_files(one.digest)
 
     asyncio.run(scenario())

@@ -156,7 +156,9 @@ def puller(holder: str, rng: random.Random, count: int) -> int:
     for _ in range(count):
         node, ticket = garbage.random_bytes(rng, 255), garbage.random_bytes(rng, 128)
         numbers = [rng.choice([0, 1, 2, 1000, 2**32, 2**63, 2**64 - 1]) for _ in range(3)]
-        request = REQUEST.pack(MAGIC, *numbers, len(node), len(ticket)) + node + ticket
+        what, digest = rng.choice([b"m", b"d", b"h", b"?"]), rng.randbytes(32)
+        lengths = len(node), len(ticket)
+        request = REQUEST.pack(MAGIC, what, digest, *numbers, *lengths) + node + ticket
         match rng.randrange(4):
             case 0:
                 request = garbage.random_bytes(rng, 300)

@@ -21,8 +21,9 @@ from lightrl.transport.link import Link
 from lightrl.transport.router import Router
 from lightrl.transport.validate import check_bounds
 from lightrl.transport.zeromq import HANDSHAKE_MS
-from lightrl.weights.manifest import digest_version, verify
-from lightrl.weights.pull import parse_address, pull
+from lightrl.weights.layout import TensorSpec
+from lightrl.weights.manifest import DIGEST_BYTES, Manifest, decode, digest_version, encode
+from lightrl.weights.pull import Pull, Wanted, parse_address
 from lightrl.wire import MESSAGES
 from tests.security import garbage
 from tests.support.daemons import make_config
@@ -226,79 +227,85 @@ def test_config_arrives_whole(tmp_path: Path):
 
 # Weights
 
-GOOD = m.TensorSpec("w", "float32", (2, 3), 0, 64)
+GOOD = TensorSpec("w", "float32", (2, 3), 0)
 
 
 def manifest_of(
-    *tensors: m.TensorSpec, sizes: tuple[int, ...] = (88,), version: int = 1
-) -> m.Manifest:
-    """With the digest that belongs to it."""
-    buckets = tuple(m.Bucket(s, "77") for s in sizes)
-    return m.Manifest(
-        version, digest_version(tensors, [b.digest for b in buckets]), tensors, buckets
-    )
+    *tensors: TensorSpec, num_bytes: int = 24, digests: bytes = bytes(DIGEST_BYTES)
+) -> tuple[bytes, str]:
+    """Its bytes, and the digest that belongs to them."""
+    encoded = encode(Manifest(tensors, num_bytes, digests))
+    return encoded, digest_version(encoded)
 
 
 @pytest.mark.parametrize(
     "manifest",
     [
         manifest_of(),
-        manifest_of(GOOD, sizes=()),
-        manifest_of(GOOD, version=-1),
-        manifest_of(GOOD, version=1 << 63),
-        manifest_of(GOOD, sizes=(0,)),
-        manifest_of(GOOD, sizes=(-88,)),
-        manifest_of(GOOD, sizes=(1 << 60,)),
-        manifest_of(GOOD, sizes=(88,) * (m.MAX_BUCKETS + 1)),
+        manifest_of(GOOD, digests=b""),
+        manifest_of(GOOD, digests=bytes(DIGEST_BYTES + 1)),
+        manifest_of(GOOD, digests=bytes(2 * DIGEST_BYTES)),
+        manifest_of(GOOD, digests=bytes(DIGEST_BYTES * (m.MAX_BUCKETS + 1))),
+        manifest_of(GOOD, num_bytes=0),
+        manifest_of(GOOD, num_bytes=-24),
+        manifest_of(GOOD, num_bytes=25),
+        manifest_of(GOOD, num_bytes=1 << 60),
+        manifest_of(GOOD, GOOD),
         manifest_of(dataclasses.replace(GOOD, offset=-64)),
         manifest_of(dataclasses.replace(GOOD, offset=128)),
         manifest_of(dataclasses.replace(GOOD, offset=1)),
-        manifest_of(dataclasses.replace(GOOD, bucket=1)),
-        manifest_of(dataclasses.replace(GOOD, bucket=-1)),
+        manifest_of(dataclasses.replace(GOOD, dtype="object")),
         manifest_of(dataclasses.replace(GOOD, shape=(-1, -1))),
-        manifest_of(dataclasses.replace(GOOD, shape=(1 << 62, 1 << 62))),
+        manifest_of(dataclasses.replace(GOOD, shape=(0,)), num_bytes=0, digests=b""),
+        manifest_of(dataclasses.replace(GOOD, shape=(1 << 30, 1 << 30)), num_bytes=1 << 62),
         manifest_of(dataclasses.replace(GOOD, shape=(1,) * 100)),
         manifest_of(dataclasses.replace(GOOD, name="w" * 5000)),
-        dataclasses.replace(manifest_of(GOOD), digest="00"),
+        (manifest_of(GOOD)[0], "00"),
+        (manifest_of(GOOD)[0][:-1], digest_version(manifest_of(GOOD)[0][:-1])),
+        (b"", digest_version(b"")),
     ],
-    ids=range(18),
+    ids=range(22),
 )
-def test_impossible_manifest_is_refused_before_anything_is_transferred(
-    tmp_path: Path, manifest: m.Manifest
-):
-    verify(manifest_of(GOOD))
-    with pytest.raises(WeightsError, match="manifest of version"):
-        asyncio.run(pull(manifest, ["127.0.0.1:1"], "ticket", tmp_path / "w", node="n"))
-    assert list(tmp_path.iterdir()) == []
+def test_impossible_manifest_is_refused(manifest: tuple[bytes, str]):
+    decode(*manifest_of(GOOD))
+    with pytest.raises(WeightsError):
+        decode(*manifest)
 
 
-def test_version_that_does_not_fit_on_the_disk_is_refused_before_anything_is_transferred(
-    tmp_path: Path,
-):
-    huge = manifest_of(GOOD, sizes=(1 << 47,) * 8)
-    with pytest.raises(WeightsError, match=r"needs .* GB more in .* GB are free"):
-        asyncio.run(pull(huge, ["127.0.0.1:1"], "ticket", tmp_path / "w", node="n"))
-    assert list(tmp_path.iterdir()) == []
+SOURCE = m.WeightsSource("n", ("127.0.0.1:1",), "ticket")
+DIGEST = "ab" * 32
 
 
 @pytest.mark.parametrize(
-    "address",
+    ("wanted", "source", "reason"),
     [
-        "",
-        ":1",
-        "h",
-        "h:",
-        "h:0",
-        "h:65536",
-        "h:99999999",
-        "h:１",
-        "a..b:1",
-        f"{'x' * 64}:1",
-        "a b:1",
-        "h\0:1",
-        "ä:1",
+        (Wanted(1, "d", 24, 100), SOURCE, "not a digest"),
+        (Wanted(1, DIGEST, 1 << 60, 100), SOURCE, "bytes"),
+        (Wanted(1, DIGEST, 0, 100), SOURCE, "bytes"),
+        (Wanted(1, DIGEST, 24, 0), SOURCE, "bytes"),
+        (Wanted(1, DIGEST, 24, 1 << 40), SOURCE, "bytes"),
+        (Wanted(1, DIGEST, 1 << 47, 100), SOURCE, r"needs .* GB more in .* GB are free"),
+        (Wanted(1, DIGEST, 24, 100), dataclasses.replace(SOURCE, addresses=()), "no address"),
+        (Wanted(1, DIGEST, 24, 100), dataclasses.replace(SOURCE, ticket=""), "not a ticket"),
+        (Wanted(1, DIGEST, 24, 100), dataclasses.replace(SOURCE, ticket="t" * 999), "not a ticket"),
+        (Wanted(1, DIGEST, 24, 100), dataclasses.replace(SOURCE, addresses=("h",)), "host:port"),
     ],
+    ids=range(10),
 )
+def test_impossible_version_is_refused_before_anything_is_transferred(
+    tmp_path: Path, wanted: Wanted, source: m.WeightsSource, reason: str
+):
+    async def pull() -> None:
+        one = Pull(wanted, "n", tmp_path / "w")
+        one.add_sources([source])
+        await one.run()
+
+    with pytest.raises(WeightsError, match=reason):
+        asyncio.run(pull())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
 def test_holder_that_is_none_is_refused(address: str):
     with pytest.raises(WeightsError, match="host:port"):
         parse_address(address)

@@ -24,7 +24,6 @@ from lightrl.messages import (
     Drain,
     Heartbeat,
     Hello,
-    Manifest,
     PublishWeights,
     ResponseRequest,
     Sampling,
@@ -32,13 +31,16 @@ from lightrl.messages import (
     Snapshot,
     StepDone,
     TrainShard,
+    WeightsEndpoint,
+    WeightsSource,
     Welcome,
 )
 from lightrl.run_file import parse_config
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.link import Link
-from lightrl.weights.manifest import TensorBytes, write_version
+from lightrl.weights.manifest import VersionFile
 from lightrl.weights.serve import WeightServer
+from lightrl.weights.write import TensorBytes, write_version
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 DEADLINE_S = 120.0  # generous: the machine may be busy; nothing waits that long when all is well
@@ -66,24 +68,45 @@ def make_config(tmp_path: Path, **changes: dict[str, Any]) -> Config:
     return parse_config(tree)
 
 
+def uniform_version(folder: Path, version: int) -> VersionFile:
+    """One small tensor, other bytes for each version."""
+    tensor = TensorBytes("w", "uint8", (1000,), memoryview(bytes([version]) * 1000))
+    return write_version(folder / f"version_{version}.bin", version, [tensor])
+
+
+def published(
+    file: VersionFile,
+    sources: tuple[WeightsSource, ...] = (),
+    portions: tuple[int, ...] = (),
+) -> PublishWeights:
+    """From a trainer, or, with sources, to a node."""
+    return PublishWeights(
+        file.policy_version,
+        file.digest,
+        file.num_bytes,
+        Path(file.manifest_path).stat().st_size,
+        sources,
+        portions=portions,
+    )
+
+
 class ScriptedTrainer:
     """A trainer node that publishes arbitrary bytes as weights and keeps every shard it is sent."""
 
     def __init__(self, scratch: Path) -> None:
         self.shards: list[TrainShard] = []
-        self.manifests: list[Manifest] = []
+        self.files: list[VersionFile] = []
         self.scratch = scratch
         self.may_publish = asyncio.Event()  # a test may hold the end of a step back
         self.may_publish.set()
         self.holds_at = -1  # the end of this step is held back
         self.begins_at = 0  # steps done, as if from a checkpoint
         self.kept: dict[int, int] = {}  # step of a checkpoint -> that of the oldest one kept then
-        self.holder = ""
         self._server = WeightServer()
 
     async def run(self, address: str, key: str) -> None:
         link = await Link.connect(address, "trainer", key)
-        self.holder = await self._server.start("127.0.0.1")
+        await self._server.start("127.0.0.1")
         link.send(Hello("trainer", 1, ("trainer",), PROTOCOL, pid=0, host="test"))
         beating = asyncio.create_task(self._beat(link))
         try:
@@ -93,6 +116,8 @@ class ScriptedTrainer:
                         case Welcome(refused=why) if why:
                             raise AssertionError(f"the trainer was refused: {why}")
                         case Welcome():
+                            server = self._server
+                            link.send(WeightsEndpoint(server.addresses, server.secret))
                             self._publish(link, self.begins_at)
                         case TrainShard():
                             self.shards.append(message)
@@ -121,12 +146,13 @@ class ScriptedTrainer:
             await self._server.close()
 
     def _publish(self, link: Link, version: int, portions: tuple[int, ...] = ()) -> None:
-        path = self.scratch / f"version_{version}.bin"
-        tensor = TensorBytes("w", "uint8", (1000,), memoryview(bytes([version]) * 1000))
-        manifest = write_version(path, version, [tensor])
-        self.manifests.append(manifest)
-        self._server.publish(manifest, path, "ab" * 16)
-        link.send(PublishWeights(manifest, (self.holder,), "ab" * 16, portions))
+        file = uniform_version(self.scratch, version)
+        for old in self.files[:-1]:
+            if old.digest != file.digest:
+                self._server.retire(old.digest)
+        self.files.append(file)
+        self._server.publish(file)
+        link.send(published(file, portions=portions))
 
     async def _beat(self, link: Link) -> None:
         while True:
@@ -266,9 +292,7 @@ async def a_run(
             )
 
 
-def expected_tokens(
-    config: Config, manifest: Manifest, weights: Path, seed: int, prompt: bytes
-) -> list[int]:
+def expected_tokens(config: Config, weights: VersionFile, seed: int, prompt: bytes) -> list[int]:
     """What the emulated engine samples when nothing ever disturbs it."""
     r = config.rollout
     args = {**r.engine_args, "t0_ms": 0.0}
@@ -282,7 +306,7 @@ def expected_tokens(
             engine_args=args,
         )
     )
-    engine.load_weights(weights, manifest)
+    engine.load_weights(weights)
     request = ResponseRequest("r", 1, seed, prompt, b"", r.max_response_length)
     engine.add(request, Sampling(r.temperature, r.top_p, r.top_k, (1,)))
     tokens: list[int] = []

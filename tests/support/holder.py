@@ -54,11 +54,13 @@ async def holder(answer: Answer) -> AsyncIterator[str]:
 def of(version: VersionFile, answer: Answer) -> Answer:
     """Has all of this version and says so; `answer` is called for its data."""
 
+    manifest = Path(version.manifest_path).read_bytes()
+
     async def respond(request: Request, writer: asyncio.StreamWriter) -> None:
         if request.what == ASK_HAVE:
             writer.write(ALL)
         elif request.what == ASK_MANIFEST:
-            writer.write(DATA + Path(version.manifest_path).read_bytes())
+            writer.write(DATA + manifest)
         else:
             assert request.what == ASK_DATA
             await answer(request, writer)

@@ -16,9 +16,7 @@ from lightrl.messages import (
     Generate,
     Heartbeat,
     Hello,
-    Manifest,
     Message,
-    PublishWeights,
     ResponseRequest,
     ResponseTokens,
     Sampling,
@@ -26,16 +24,15 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.model_files import model_files
-from lightrl.tickets import pull_ticket
 from lightrl.transport.router import Peer, Router
-from lightrl.weights.manifest import TensorBytes, write_version
+from lightrl.weights.manifest import VersionFile
 from lightrl.weights.serve import WeightServer
 from lightrl.wire import pack_i32, unpack_i32
-from tests.support.daemons import DEADLINE_S, expected_tokens
+from tests.support.daemons import DEADLINE_S, expected_tokens, published, uniform_version
+from tests.support.versions import source
 
 M = TypeVar("M", bound=Message)
 PROMPT = pack_i32([5, 6, 7])
-SECRET = "ab" * 16
 
 
 class ScriptedHead:
@@ -48,16 +45,15 @@ class ScriptedHead:
         write_keys(folder)
         self.heard: list[Message] = []
         self.node: Peer | None = None  # heard last
-        self.manifests: list[Manifest] = []
+        self.files: list[VersionFile] = []
         self.welcome = Welcome("r", config.model_dump_json(), model_files(config.model.path))
         self._position = 0  # in `heard`, of what was not expected yet
         self._news = asyncio.Event()
         self._server = WeightServer()
-        self._holder = ""
         self.listen("tcp://127.0.0.1:*")
 
     async def __aenter__(self) -> Self:
-        self._holder = await self._server.start("127.0.0.1")
+        await self._server.start("127.0.0.1")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -132,15 +128,12 @@ class ScriptedHead:
         self.send(Welcome("r", refused=REJOIN))
         return await self.hello()
 
-    def offer(self, node: str, version: int) -> Manifest:
-        path = self.folder / f"version_{version}.bin"
-        manifest = write_version(
-            path, version, [TensorBytes("w", "uint8", (1000,), memoryview(bytes([version]) * 1000))]
-        )
-        self.manifests.append(manifest)
-        self._server.publish(manifest, path, SECRET)
-        self.send(PublishWeights(manifest, (self._holder,), pull_ticket(SECRET, node, version)))
-        return manifest
+    def offer(self, node: str, version: int) -> VersionFile:
+        file = uniform_version(self.folder, version)
+        self.files.append(file)
+        self._server.publish(file)
+        self.send(published(file, (source(self._server, node, version),)))
+        return file
 
     def generate(self, *names: str, version: int = 0, attempt: int = 1, prefix: int = 0) -> None:
         """Orders responses whose first `prefix` tokens are held already."""
@@ -162,10 +155,7 @@ class ScriptedHead:
         """The first tokens of a response under version 0."""
         rollout = self.config.rollout.model_copy(update={"max_response_length": max(1, num_tokens)})
         config = self.config.model_copy(update={"rollout": rollout})
-        weights = self.folder / "version_0.bin"
-        return expected_tokens(config, self.manifests[0], weights, seed_of(name), PROMPT)[
-            :num_tokens
-        ]
+        return expected_tokens(config, self.files[0], seed_of(name), PROMPT)[:num_tokens]
 
     def items(self, name: str, since: int = 0) -> list[ResponseTokens]:
         """What was heard of a response, from a position in `heard` on."""

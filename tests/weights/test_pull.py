@@ -5,8 +5,10 @@ import contextlib
 import gc
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +16,12 @@ from lightrl.errors import WeightsError
 from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
-from lightrl.weights.manifest import Manifest, decode, digest_version, encode
-from lightrl.weights.layout import BUCKET_BYTES, TensorSpec
-from lightrl.weights.pull import Pull, parse_address, partial_path
+from lightrl.weights.layout import BUCKET_BYTES
+from lightrl.weights.manifest import VersionFile, read_manifest
+from lightrl.weights.pull import Pull, partial_path
 from lightrl.weights.request import ASK_DATA, ASK_MANIFEST, BUSY, DATA, Request
 from lightrl.weights.send import IDLE_LIMIT_S
 from lightrl.weights.serve import MAX_HELD, MAX_OF_A_NODE, TURNS_AT_ONCE, WeightServer
-from tests.support.holder import holder, of, part
 from tests.support.relay import EVERYTHING, Relay, address_of, bound_socket
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted
 
@@ -48,8 +49,7 @@ def test_a_pulled_version_equals_the_served_one(tmp_path):
         assert stats.by_source == {"trainer": version.num_bytes}
         assert stats.peer_bytes == 0
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
-        encoded = Path(one.file.manifest_path).read_bytes()
-        assert decode(encoded, version.digest) == one.manifest
+        assert read_manifest(one.file) == one.manifest
         assert not partial_path(tmp_path / "pulled").exists()
         assert {(p.policy_version, p.total_bytes) for p in told} == {(1, version.num_bytes)}
 
@@ -119,7 +119,7 @@ def test_who_sends_wrong_bytes_is_named_and_asked_no_more(tmp_path):
     asyncio.run(scenario())
 
 
-def make_wrong(version, buckets):
+def make_wrong(version: VersionFile, buckets: Iterable[int]) -> VersionFile:
     """The same version as it says, with other bytes."""
     path = Path(version.path)
     wrong = path
@@ -135,7 +135,7 @@ def test_a_version_corrupted_everywhere_never_appears_and_its_good_buckets_are_k
             serving(make_wrong(version, [3])) as server,
             asyncio.timeout(DEADLINE_S),
         ):
-            with pytest.raises(WeightsError, match="version 1: no source .* bucket 3: digest diff"):
+            with pytest.raises(WeightsError, match=r"no source .* bucket 3: digest differs"):
                 await pull(version, [source(server)], tmp_path / "pulled", streams=1, order=0)
         assert not (tmp_path / "pulled").exists()
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
@@ -267,8 +267,8 @@ def test_a_ticket_of_another_holder_or_of_what_is_held_no_more_gets_nothing(tmp_
             with pytest.raises(WeightsError, match="nothing arrived for 1 s"):
                 await pull(version, [source(one)], tmp_path / "pulled", timeout_s=1)
             # a ticket for the old version does not get the new one
+            asked = replace(newer, policy_version=1)
             with pytest.raises(WeightsError, match="nothing arrived for 1 s"):
-                asked = replace(newer, policy_version=1)
                 await pull(asked, [source(one)], tmp_path / "pulled", timeout_s=1)
 
     asyncio.run(scenario())
@@ -285,9 +285,11 @@ def test_equal_weights_of_two_versions_are_one_thing_with_two_tickets(tmp_path):
     asyncio.run(scenario())
 
 
-def ask(server: WeightServer, version, offset: int, size: int, **changes) -> bytes:
+def ask(
+    server: WeightServer, version: VersionFile, offset: int, size: int, **changes: Any
+) -> bytes:
     ticket = source(server, changes.get("node", NODE), changes.get("policy_version", 1)).ticket
-    given = {
+    given: dict[str, Any] = {
         "what": ASK_DATA,
         "digest": bytes.fromhex(version.digest),
         "policy_version": 1,
@@ -336,7 +338,7 @@ def test_what_is_served_may_lose_its_name(tmp_path):
         asked = wanted(version)
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
             for path in (version.path, version.manifest_path):
-                Path(path).unlink()
+                os.unlink(path)
             one = Pull(asked, NODE, tmp_path / "pulled")
             one.add_sources([source(server)])
             await one.run()
@@ -402,8 +404,8 @@ def test_a_silent_source_costs_no_more_than_the_time_limit(tmp_path):
         with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, never answers
             address = join_address("127.0.0.1", silent.getsockname()[1])
             async with asyncio.timeout(IDLE_LIMIT_S / 2):
+                sources = [WeightsSource("silent", (address,), "t")]
                 with pytest.raises(WeightsError, match=r"nothing arrived for 0.2 s"):
-                    sources = [WeightsSource("silent", (address,), "t")]
                     await pull(version, sources, tmp_path / "pulled", timeout_s=0.2)
 
     asyncio.run(scenario())
@@ -440,143 +442,6 @@ def test_a_server_that_closes_while_a_peer_connects_leaves_no_socket_open(turns)
 
     asyncio.run(scenario())
     gc.collect()  # which would find it, and warn
-
-
-@pytest.mark.parametrize(
-    ("sources", "reason"),
-    [
-        ((), "nobody holds it"),
-        ((WeightsSource("a", ("host",), "t"),), "host:port"),
-        ((WeightsSource("a", (), "t"),), "no address"),
-        ((WeightsSource("a", ("a:1",), ""),), "not a ticket"),
-        ((WeightsSource("a", ("a:1",), "t" * 129),), "not a ticket"),
-    ],
-)
-def test_a_senseless_pull_is_refused(tmp_path, sources, reason):
-    version = make_version(tmp_path / "v1", num_buckets=1)
-    with pytest.raises(WeightsError, match=reason):
-        asyncio.run(pull(version, sources, tmp_path / "pulled"))
-    assert not (tmp_path / "pulled.part").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"num_bytes": 0}, "cannot have 0 bytes"),
-        ({"num_bytes": 1 << 49}, "cannot have"),
-        ({"manifest_bytes": 1 << 29}, "its manifest cannot have"),
-        ({"digest": "abc"}, "not a digest"),
-        ({"digest": "Z" * 64}, "not a digest"),
-    ],
-)
-def test_an_offer_that_cannot_be_is_refused(tmp_path, changes, reason):
-    version = make_version(tmp_path / "v1", num_buckets=1, bucket=64)
-    with pytest.raises(WeightsError, match=reason):
-        Pull(replace(wanted(version), **changes), NODE, tmp_path / "pulled")
-
-
-@pytest.mark.parametrize("address", ["", "host", "host:0", "*:1", "a b:1", "host:65536"])
-def test_an_address_to_which_nobody_could_connect(address):
-    with pytest.raises(WeightsError, match="looks like host:port"):
-        parse_address(address)
-
-
-def test_a_disk_that_is_too_small_is_found_before_anything_is_transferred(tmp_path):
-    async def scenario() -> None:
-        version = make_version(tmp_path / "v1", num_buckets=1, bucket=64)
-        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
-            free = os.statvfs(tmp_path)
-            asked = replace(wanted(version), num_bytes=min(1 << 47, free.f_bavail * free.f_frsize))
-            one = Pull(asked, NODE, tmp_path / "pulled")
-            one.add_sources([source(server)])
-            with pytest.raises(WeightsError, match="version 1: needs .* GB more in"):
-                await one.run()
-        assert not partial_path(tmp_path / "pulled").exists()
-
-    asyncio.run(scenario())
-
-
-LIES = {
-    "a gap": lambda m: replace(m, tensors=(m.tensors[0], replace(m.tensors[1], offset=1 << 30))),
-    "overlap": lambda m: replace(m, tensors=(m.tensors[0], replace(m.tensors[1], offset=0))),
-    "size": lambda m: replace(m, num_bytes=m.num_bytes + 1),
-    "huge": lambda m: replace(
-        m, tensors=(TensorSpec("a", "uint8", (1 << 47,), 0),), num_bytes=1 << 47
-    ),
-    "larger than any": lambda m: replace(
-        m, tensors=(TensorSpec("a", "int64", (1 << 50,), 0),), num_bytes=1 << 53
-    ),
-    "negative": lambda m: replace(m, tensors=(TensorSpec("a", "int64", (-1, -64), 0),)),
-    "too few digests": lambda m: replace(m, digests=m.digests[:-32]),
-    "half a digest": lambda m: replace(m, digests=m.digests[:-1]),
-    "no digests": lambda m: replace(m, digests=b""),
-    "nothing": lambda m: replace(m, tensors=(), num_bytes=0, digests=b""),
-    "twice": lambda m: replace(m, tensors=(m.tensors[0], m.tensors[0])),
-}
-
-
-@pytest.mark.parametrize("kind", [*LIES, "garbage", "another", "short"])
-def test_a_manifest_that_lies_is_refused_before_memory_is_taken(tmp_path, kind):
-    """Those of LIES as a trainer that has gone bad would publish them, digest and all."""
-    bad: list[tuple[str, str]] = []
-
-    async def scenario() -> None:
-        version = make_version(tmp_path / "v1", num_buckets=2)
-        encoded = Path(version.manifest_path).read_bytes()
-        asked = wanted(version)
-        if kind in LIES:
-            manifest: Manifest = decode(encoded, version.digest)
-            encoded = encode(LIES[kind](manifest))
-            digest = digest_version(encoded)
-            asked = replace(asked, digest=digest, manifest_bytes=len(encoded))
-            version = replace(version, digest=digest)
-        else:
-            encoded = {"garbage": os.urandom, "another": encoded.swapcase, "short": bytes}[kind](
-                *([len(encoded)] if kind != "another" else [])
-            )
-        Path(version.manifest_path).write_bytes(encoded)
-        async with serving(version) as server, asyncio.timeout(DEADLINE_S):
-            one = Pull(
-                asked, NODE, tmp_path / "pulled",
-                on_bad=lambda node, reason: bad.append((node, reason)),
-            )  # fmt: skip
-            one.add_sources([source(server, name="liar")])
-            with pytest.raises(WeightsError, match="version 1: no source serves it; last .*: "):
-                await one.run()
-
-    asyncio.run(scenario())
-    assert [node for node, _ in bad] == ["liar"]
-    assert not partial_path(tmp_path / "pulled").exists()
-
-
-def test_a_wrong_manifest_is_fetched_again_from_another(tmp_path):
-    bad: list[str] = []
-
-    async def scenario() -> None:
-        version = make_version(tmp_path / "v1")
-        wrong = tmp_path / "wrong.manifest"
-        wrong.write_bytes(bytes(wanted(version).manifest_bytes))
-        lying = replace(version, manifest_path=str(wrong))
-        async with serving(lying) as liar, asyncio.timeout(DEADLINE_S):
-            one = Pull(
-                wanted(version), NODE, tmp_path / "pulled", on_bad=lambda node, _: bad.append(node)
-            )
-            one.add_sources([source(liar, name="liar"), slow_door(liar)])
-            running = asyncio.create_task(one.run())
-            while not bad:
-                await asyncio.sleep(0.01)
-            async with serving(version) as good:
-                one.add_sources([source(good)])  # comes while it runs
-                await running
-        assert bad == ["liar"]
-        assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
-
-    def slow_door(server: WeightServer) -> WeightsSource:
-        """Keeps the pull alive until somebody better comes."""
-        sock = bound_socket()
-        return replace(source(server, name="late"), addresses=(address_of(sock),))
-
-    asyncio.run(scenario())
 
 
 def test_a_server_listens_where_it_is_told_or_says_why_not(tmp_path):

@@ -4,6 +4,7 @@ failure."""
 import asyncio
 import sys
 
+from lightrl.weights.serve import WeightServer
 from tests.support.pullers import SHAPE
 from tests.support.versions import make_version, serving
 
@@ -14,9 +15,17 @@ def test_six_hundred_pullers_on_a_narrow_line_all_get_the_version(tmp_path):
     """Most of them wait for longer than they bear silence, and there are places for every tenth."""
     num_pullers, processes, places, timeout_s, line_s = 600, 3, 60, 4, 8
 
-    async def start(address: str, number: int) -> asyncio.subprocess.Process:
+    async def start(server: WeightServer, number: int) -> asyncio.subprocess.Process:
         count = num_pullers // processes
-        arguments = (address, tmp_path, number * count, count, timeout_s, 1)
+        arguments = (
+            server.addresses[0],
+            server.secret,
+            tmp_path,
+            number * count,
+            count,
+            timeout_s,
+            1,
+        )
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.support.pullers", *map(str, arguments)),
@@ -28,15 +37,13 @@ def test_six_hundred_pullers_on_a_narrow_line_all_get_the_version(tmp_path):
         return process
 
     async def scenario() -> list[list[str]]:
-        manifest = make_version(tmp_path / "v1", 1, *SHAPE)
+        version = make_version(tmp_path / "v1", 1, *SHAPE)
         pace = num_pullers * SHAPE[0] * SHAPE[1] / line_s
         async with (
-            serving(
-                manifest, tmp_path / "v1", max_connections=places, max_bytes_per_s=pace
-            ) as address,
+            serving(version, max_connections=places, max_bytes_per_s=pace) as server,
             asyncio.timeout(DEADLINE_S),
         ):
-            pullers = await asyncio.gather(*(start(address, number) for number in range(processes)))
+            pullers = await asyncio.gather(*(start(server, number) for number in range(processes)))
             said = await asyncio.gather(*(process.communicate(b"go\n") for process in pullers))
         return [output.decode().splitlines() for output, _ in said]
 

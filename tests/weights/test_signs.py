@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
+from lightrl.messages import WeightsSource
+from lightrl.weights.layout import BUCKET_BYTES
 from lightrl.weights.request import BUSY, DATA, QUEUED, Request
-from tests.support.holder import Answer, holder, part
-from tests.support.versions import BUCKET, SECRET, make_version, pull
+from tests.support.holder import Answer, holder, of, part
+from tests.support.versions import make_version, pull
 
 DEADLINE_S = 60
 TIMEOUT_S = 2.0
@@ -23,8 +25,8 @@ def run(tmp_path: Path, answer: Callable[[bytes], Answer], streams: int = 4) -> 
     writers: set[asyncio.StreamWriter] = set()
 
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1")
-        respond = answer((tmp_path / "v1").read_bytes())
+        version = make_version(tmp_path / "v1")
+        respond = of(version, answer((tmp_path / "v1").read_bytes()))
 
         async def noted(request: Request, writer: asyncio.StreamWriter) -> None:
             writers.add(writer)
@@ -32,7 +34,8 @@ def run(tmp_path: Path, answer: Callable[[bytes], Answer], streams: int = 4) -> 
 
         async with holder(noted) as address, asyncio.timeout(DEADLINE_S):
             limits = {"streams": streams, "timeout_s": TIMEOUT_S}
-            await pull(manifest, [address], SECRET, tmp_path / "pulled", **limits)
+            sources = [WeightsSource("trainer", (address,), "t")]
+            await pull(version, sources, tmp_path / "pulled", **limits)
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
     asyncio.run(scenario())
@@ -94,11 +97,11 @@ def test_a_transfer_that_stalls_is_a_failure_however_often_it_is_queued(tmp_path
 def test_a_holder_that_speaks_otherwise_is_not_understood(tmp_path):
     def answer(data: bytes) -> Answer:
         async def respond(request: Request, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"\x00" + part(data, request)[: BUCKET // 2])
+            writer.write(b"\x00" + part(data, request)[: BUCKET_BYTES // 2])
 
         return respond
 
     with pytest.raises(
-        WeightsError, match=r"no holder serves it; last .*: does not serve weights as this"
+        WeightsError, match=r"no source serves it; last .*: does not serve weights as this"
     ):
         run(tmp_path, answer)

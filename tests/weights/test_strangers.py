@@ -12,10 +12,14 @@ import pytest
 import uvloop
 
 from lightrl.weights.door import FEW_PLACES, Door
-from lightrl.weights.request import Request
-from tests.support.versions import SECRET, make_version, pull, serving
+from lightrl.weights.request import ASK_DATA, Request
+from tests.support.versions import make_version, pull, serving, source
 
 DEADLINE_S = 60
+
+
+def request(node: bytes) -> Request:
+    return Request(ASK_DATA, bytes(32), 1, 0, 1, node, b"t")
 
 
 @contextlib.asynccontextmanager
@@ -48,14 +52,14 @@ def waited_for_a_core_s() -> float:
 @pytest.mark.parametrize("num_sources", [1, 2000])
 def test_silent_peers_that_always_come_back_keep_nobody_out(tmp_path, num_sources):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1")
+        version = make_version(tmp_path / "v1")
         async with (
-            serving(manifest, tmp_path / "v1") as address,
-            silent_peers(address, 2000, num_sources),
+            serving(version) as server,
+            silent_peers(server.addresses[0], 2000, num_sources),
             asyncio.timeout(DEADLINE_S),
         ):
             waited_s = waited_for_a_core_s()
-            stats = await pull(manifest, [address], SECRET, tmp_path / "pulled")
+            stats = await pull(version, [source(server)], tmp_path / "pulled")
             assert stats.seconds - (waited_for_a_core_s() - waited_s) < 5
         assert (tmp_path / "pulled").read_bytes() == (tmp_path / "v1").read_bytes()
 
@@ -64,14 +68,14 @@ def test_silent_peers_that_always_come_back_keep_nobody_out(tmp_path, num_source
 
 def test_who_says_too_little_is_cut_off_soon(tmp_path):
     async def scenario() -> None:
-        manifest = make_version(tmp_path / "v1", num_buckets=1)
+        version = make_version(tmp_path / "v1", num_buckets=1)
         # Two seconds, and a busy machine. Not by the server's own constant: that may be what is
         # wrong.
-        async with serving(manifest, tmp_path / "v1") as address, asyncio.timeout(10):
-            host, _, port = address.rpartition(":")
+        async with serving(version) as server, asyncio.timeout(10):
+            host, _, port = server.addresses[0].rpartition(":")
             begun = time.monotonic()
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(Request(1, 0, 1, b"n", b"t").pack()[:-1])
+            writer.write(request(b"n").pack()[:-1])
             with pytest.raises(ConnectionResetError):  # and not as one whose ticket is wrong
                 await reader.read()
             assert time.monotonic() - begun > 1  # a slow line has time to say it
@@ -110,9 +114,9 @@ def test_the_address_that_has_most_makes_room_and_who_has_asked_is_let_in():
                     cut.setblocking(False)
                     with pytest.raises(ConnectionResetError):
                         await loop.sock_recv(cut, 1)
-                honest.sendall(Request(1, 0, 1, b"honest", b"t").pack())
+                honest.sendall(request(b"honest").pack())
                 assert await let_in.get() == b"honest"
-                attackers[3].sendall(Request(1, 0, 1, b"oldest", b"t").pack())
+                attackers[3].sendall(request(b"oldest").pack())
                 # not read before it is its turn to go
                 attackers += [connect("127.0.0.3") for _ in range(2)]
                 assert await let_in.get() == b"oldest"

@@ -115,6 +115,7 @@ class Roles:
                 self._send,
                 self._on_restart,
                 gpus.ranks,
+                weights.store.point,
             )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 

@@ -32,13 +32,15 @@ class MachineWeights:
 
 
 @contextlib.asynccontextmanager
-async def machine_weights(coordinator: str, key: str, port: int) -> AsyncIterator[MachineWeights]:
+async def machine_weights(
+    config: Config, coordinator: str, key: str, port: int
+) -> AsyncIterator[MachineWeights]:
     """Of a node of the run that `key` belongs to. Serves on `port`, 0 = any. Raises
     WeightsError."""
     server = WeightServer()
     store = Store(coordinator_public_key(key))
     try:
-        await server.start(own_address(coordinator), port)
+        await server.start(config.weights.addresses or own_address(coordinator), port)
         await in_thread(store.open)
         yield MachineWeights(store, server)
     finally:

@@ -298,7 +298,7 @@ class Worker:
         port = config.node.weights_port if is_trainer else 0
         async with (
             scratch_dir_in_thread(self._name, need_bytes) as scratch,
-            machine_weights(self._address, self._key, port) as self._weights,
+            machine_weights(config, self._address, self._key, port) as self._weights,
         ):
             self._send(self._weights.endpoint)
             await self._serve(link, config, model_files, early, scratch, force, gpus)

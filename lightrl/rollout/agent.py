@@ -104,7 +104,9 @@ class RolloutAgent:
         self._kind: Kind | None = None  # of the engine, once it is settled
         self._send = send
         host, _ = host_and_port(coordinator)
-        self._weights = NodeWeights(node, store, server, host, send, lambda: self.serves)
+        self._weights = NodeWeights(
+            node, config.weights, store, server, host, send, lambda: self.serves
+        )
         self._state = EngineState.STARTING
         # the process; whether it takes commands yet, or any more, is in the state
         self._engine: Child[EngineCommand, EngineEvent] | None = None

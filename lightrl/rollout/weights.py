@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from lightrl.config_sections import Weights
 from lightrl.errors import WeightsError
 from lightrl.messages import (
     MAX_TEXT,
@@ -64,6 +65,7 @@ class NodeWeights:
     def __init__(
         self,
         node: str,
+        settings: Weights,
         store: Store,
         server: WeightServer,
         coordinator_host: str,
@@ -74,6 +76,7 @@ class NodeWeights:
         self.wanted: PublishWeights | None = None  # the newest version offered
         self.progress: WeightsProgress | None = None  # of the one that is pulled
         self._node = node
+        self._settings = settings
         self._store = store
         self._server = server
         self._coordinator_host = coordinator_host
@@ -209,6 +212,8 @@ class NodeWeights:
                 self._node,
                 path,
                 server=self._server,
+                streams=self._settings.streams,
+                timeout_s=self._settings.timeout_s,
                 on_bad=lambda node, reason: self._send(
                     BadSource(offer.policy_version, node, reason[:MAX_TEXT])
                 ),

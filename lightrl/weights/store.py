@@ -29,14 +29,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from lightrl.errors import WeightsError
+from lightrl.errors import ProtocolError, WeightsError
 from lightrl.system.threads import in_thread
 from lightrl.weights import scratch
 from lightrl.weights.local import LocalVersion, open_version
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.write import manifest_path
+from lightrl.wire import from_json, to_json
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class Store:
         """Other nodes find the version where this one has it; no more than `kept` at a time."""
         path = self._control / f"{file.digest}.json"
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(msgspec.json.encode(Pointer(os.getpid(), file)))
+        draft.write_bytes(to_json(Pointer(os.getpid(), file)))
         draft.replace(path)
         self._pointers = [*(p for p in self._pointers if p != path), path]
         while len(self._pointers) > kept:
@@ -170,9 +169,8 @@ class Store:
 
     def _found(self, digest: str, num_bytes: int) -> Iterator[tuple[VersionFile, bool]]:
         """What may be this version, and whether it belongs to this process's trainer."""
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            data = (self._control / f"{digest}.json").read_bytes()
-            pointer = msgspec.json.decode(data, type=Pointer)
+        with contextlib.suppress(OSError, ProtocolError):
+            pointer = from_json((self._control / f"{digest}.json").read_bytes(), Pointer)
             if (pointer.file.digest, pointer.file.num_bytes) == (digest, num_bytes):
                 yield pointer.file, pointer.pid == os.getpid()
         for folder, _ in list(self._folders.values()):

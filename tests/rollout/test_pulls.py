@@ -21,10 +21,10 @@ SLOW = 200_000  # bytes a second: a pull that takes as long as a test needs
 class Pulling:
     """A rollout role whose node is offered versions; what it says is kept."""
 
-    def __init__(self, tmp_path: Path, store: Store, server: WeightServer) -> None:
+    def __init__(self, tmp_path: Path, store: Store, server: WeightServer, **node: float) -> None:
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         self.store, self.server = store, server
-        config, model_dir = make_config(tmp_path), QUICKSTART / "model"
+        config, model_dir = make_config(tmp_path, node=node), QUICKSTART / "model"
         address = "tcp://127.0.0.1:1"
         self.rollout = RolloutAgent(
             "a", config, 4, model_dir, None, address, self.said.put_nowait, store, server
@@ -48,11 +48,12 @@ class Pulling:
 
 
 @contextlib.asynccontextmanager
-async def pulling(tmp_path: Path) -> AsyncIterator[Pulling]:
+async def pulling(tmp_path: Path, **settings: float) -> AsyncIterator[Pulling]:
+    """`settings` of the section `node`."""
     store, server = Store(str(tmp_path).encode()), WeightServer()
     store.open()
     await server.start("127.0.0.1")
-    node = Pulling(tmp_path, store, server)
+    node = Pulling(tmp_path, store, server, **settings)
     running = asyncio.create_task(node.rollout.run())
     try:
         async with asyncio.timeout(DEADLINE_S):

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lightrl.config_sections import Weights
 from lightrl.messages import Message, PublishWeights, WeightsFailed
 from lightrl.rollout.weights import Fetched, NodeWeights
 from lightrl.weights import scratch, store
@@ -38,7 +39,13 @@ class Node:
         self.store, self.server = Store(str(folder).encode()), WeightServer()
         self.store.open()
         self.weights = NodeWeights(
-            name, self.store, self.server, "127.0.0.1", self.said.put_nowait, lambda: None
+            name,
+            Weights(),
+            self.store,
+            self.server,
+            "127.0.0.1",
+            self.said.put_nowait,
+            lambda: None,
         )
 
     def offer(self, file: VersionFile, *holders: WeightServer) -> PublishWeights:
@@ -149,7 +156,7 @@ async def main():
         a.weights.offer(msgspec.json.decode(sys.argv[2], type=PublishWeights))
         while not (a.weights.progress and a.weights.progress.num_bytes):
             await asyncio.sleep(0.01)
-        print("begun", flush=True)
+        print("begun", *a.server.addresses, a.server.secret, flush=True)
         await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -185,7 +192,7 @@ def test_a_daemon_that_pulls_for_its_machine_dies_or_hangs(
             offer = published(file, (source(trainer, "a", 1),))
             with pulling_process(tmp_path, offer) as process:
                 assert process.stdout is not None
-                assert await asyncio.to_thread(process.stdout.readline) == "begun\n"
+                assert (await asyncio.to_thread(process.stdout.readline)).startswith("begun")
                 process.send_signal(how)
                 b.offer(file, trainer)
                 fetched = await b.got(file)

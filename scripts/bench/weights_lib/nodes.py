@@ -1,0 +1,99 @@
+"""Nodes of the benchmark as their parent sees them."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightrl.tickets import pull_ticket
+from lightrl.weights.manifest import VersionFile
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Node:
+    """A process that serves and pulls, in a network namespace if it is given one."""
+
+    def __init__(self, name: str, host: str, namespace: str = "") -> None:
+        self.name = name
+        prefix = ["ip", "netns", "exec", namespace] if namespace else []
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "scripts.bench.weights_lib.node", name, host],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        said = self.hear()
+        self.addresses: list[str] = said["addresses"]
+        self.secret: str = said["secret"]
+
+    def tell(self, **order: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} has ended")
+        return json.loads(line)
+
+    def publish(self, version: VersionFile) -> None:
+        self.tell(publish=asdict(version))
+        self.hear()
+
+    def source(self, receiver: str) -> dict[str, Any]:
+        ticket = pull_ticket(self.secret, receiver, 1)
+        return {"node": self.name, "addresses": self.addresses, "ticket": ticket}
+
+    def pull(self, version: VersionFile, to: Path, sources: list["Node"], streams: int) -> None:
+        size = Path(version.manifest_path).stat().st_size
+        wanted = {
+            "policy_version": 1,
+            "digest": version.digest,
+            "num_bytes": version.num_bytes,
+            "manifest_bytes": size,
+        }
+        whom = [s.source(self.name) for s in sources]
+        self.tell(pull=wanted, to=str(to), sources=whom, streams=streams)
+
+    def until_proved(self, num_bytes: int) -> None:
+        while self.hear().get("proved", 0) < num_bytes:
+            pass
+
+    def stats(self) -> dict[str, Any]:
+        while "stats" not in (said := self.hear()):
+            pass
+        return said
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self.kill()
+
+
+@contextlib.contextmanager
+def nodes(*given: tuple[str, str, str]) -> Iterator[list[Node]]:
+    """(name, host, namespace) of each."""
+    with contextlib.ExitStack() as stack:
+        started: list[Node] = []
+        for name, host, namespace in given:
+            node = Node(name, host, namespace)
+            stack.callback(node.close)
+            started.append(node)
+        yield started

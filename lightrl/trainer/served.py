@@ -5,13 +5,9 @@ which. Whether and when such a message is sent is `trainer.supervisor`'s busines
 version the coordinator's.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable
-<<<<<<< HEAD
 from dataclasses import replace
-=======
->>>>>>> w/pull
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +15,7 @@ from lightrl.errors import WeightsError
 from lightrl.messages import DeltaOffer, PublishWeights
 from lightrl.system.child import LACKING, retry_on_resource_limit
 from lightrl.system.threads import in_thread
-<<<<<<< HEAD
 from lightrl.trainer.protocol import DeltaMade, Published
-=======
-from lightrl.trainer.protocol import Published
->>>>>>> w/pull
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.serve import WeightServer
 
@@ -40,19 +32,11 @@ class ServedVersions:
     """
 
     def __init__(
-<<<<<<< HEAD
-        self, server: WeightServer, on_file: Callable[[VersionFile], None] | None = None
-    ) -> None:
-        """`on_file`: called in a thread for each version that is served from now on."""
-        self._server = server
-        self._on_file = on_file
-=======
         self, server: WeightServer, point_to: Callable[[VersionFile], None] | None = None
     ) -> None:
         """`point_to` tells the nodes of this machine where a version lies; called in a thread."""
         self._server = server
         self._point_to = point_to
->>>>>>> w/pull
         self._files: dict[int, VersionFile] = {}  # by version
         self._deltas: list[VersionFile] = []  # oldest first
 
@@ -73,13 +57,17 @@ class ServedVersions:
             publish = partial(self._publish, file)
             await retry_on_resource_limit(publish, f"serving version {version}", logger.warning)
             self._files[version] = file
-<<<<<<< HEAD
             for delta in self._deltas:  # for those whose tickets are for this version
                 self._server.publish(replace(delta, policy_version=version))
-            if self._on_file is not None:
-                with contextlib.suppress(OSError):  # it only saves others a pull
-                    await in_thread(self._on_file, file)
+            await self._tell_this_machine(file)
         return _message(published, portions)
+
+    async def _tell_this_machine(self, file: VersionFile) -> None:
+        if self._point_to is not None:
+            try:
+                await in_thread(self._point_to, file)
+            except OSError as e:
+                logger.warning("nodes of this machine pull version %d: %s", file.policy_version, e)
 
     async def serve_delta(self, made: DeltaMade) -> DeltaOffer | None:
         """What to say of it, if it leads to the newest version. It is served for as long as those
@@ -106,17 +94,6 @@ class ServedVersions:
         if gone:
             await in_thread(_remove, gone)
         return _offer(made, file)
-=======
-            await self._tell_this_machine(file)
-        return _message(published, portions)
-
-    async def _tell_this_machine(self, file: VersionFile) -> None:
-        if self._point_to is not None:
-            try:
-                await in_thread(self._point_to, file)
-            except OSError as e:
-                logger.warning("nodes of this machine pull version %d: %s", file.policy_version, e)
->>>>>>> w/pull
 
     async def make_room(self) -> None:
         """Only the newest version is served from now on: the ranks will need the other's file."""

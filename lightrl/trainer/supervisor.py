@@ -51,11 +51,8 @@ from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.trainer.start_point import where_to_start
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
-<<<<<<< HEAD
-=======
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.serve import WeightServer
->>>>>>> w/pull
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +68,13 @@ class Trainer:
         config: Config,
         run_dir: Path,
         scratch: Path,
-        versions: ServedVersions,
+        server: WeightServer,
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
         gpus: tuple[str, ...] = (),
         point_to: Callable[[VersionFile], None] | None = None,
     ) -> None:
-<<<<<<< HEAD
-        """`versions` are served by this daemon's server, which is running. `send` reaches the
-        coordinator.
-=======
         """`server`: this daemon's, which is running; `send` reaches the coordinator.
->>>>>>> w/pull
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be
         told that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if
@@ -94,11 +86,7 @@ class Trainer:
         self._gpus = gpus
         self._send = send
         self._on_restart = on_restart
-<<<<<<< HEAD
-        self._versions = versions
-=======
         self._versions = ServedVersions(server, point_to)
->>>>>>> w/pull
         self.device = ""
         self._state = TrainerState.STARTING
         # asked for once, in any state, and never taken back: no state of its own

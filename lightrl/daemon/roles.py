@@ -24,7 +24,6 @@ from lightrl.messages import (
     WeightsProgress,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
-from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 
 
@@ -111,10 +110,11 @@ class Roles:
                 config,
                 run_dir,
                 published,
-                ServedVersions(weights.server, weights.store.point),
+                weights.server,
                 self._send,
                 self._on_restart,
                 gpus.ranks,
+                weights.store.point,
             )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 

@@ -170,10 +170,11 @@ class Offers:
         # what nobody was told of, those who are at it do not have
         is_there = self.trainer in self.endpoints or self.whole.names or self.told
         holds_it = node.name == self.trainer or node.name in self.whole
-        if not holds_it and not (names and is_there):
-            self.waiting[node.name] = None
-            return None
         self.waiting.pop(node.name, None)
+        if not (names and is_there):
+            self.waiting[node.name] = None
+            if not holds_it:
+                return None
         self.told[node.name] = told | dict.fromkeys(names)
         return PublishWeights(
             published.policy_version,

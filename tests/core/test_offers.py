@@ -214,6 +214,7 @@ def test_engine_that_died_loads_what_its_node_has_while_nobody_else_is_there():
     d.feed(NodeLost("t", "gone"))
     commands = d.feed(WeightsRefused("a", WeightsFailed(0, "killed")))
     assert offers(commands) == {"a": []}
+    assert offers(d.join("b", serves=0)) == {"a": ["b"]}
 
 
 def test_node_that_cannot_pull_while_the_trainer_is_away_is_not_sent_away():

@@ -51,8 +51,6 @@ from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.trainer.start_point import where_to_start
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
 
 logger = logging.getLogger(__name__)
 
@@ -68,17 +66,17 @@ class Trainer:
         config: Config,
         run_dir: Path,
         scratch: Path,
-        server: WeightServer,
+        versions: ServedVersions,
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
         gpus: tuple[str, ...] = (),
-        point_to: Callable[[VersionFile], None] | None = None,
     ) -> None:
-        """`server`: this daemon's, which is running; `send` reaches the coordinator.
+        """`versions` are served by this daemon's server, which is running. `send` reaches the
+        coordinator.
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be
         told that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if
-        it is settled. `point_to`: see ServedVersions.
+        it is settled.
         """
         self._config = config
         self._run_dir = run_dir
@@ -86,7 +84,7 @@ class Trainer:
         self._gpus = gpus
         self._send = send
         self._on_restart = on_restart
-        self._versions = ServedVersions(server, point_to)
+        self._versions = versions
         self.device = ""
         self._state = TrainerState.STARTING
         # asked for once, in any state, and never taken back: no state of its own

@@ -14,10 +14,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightrl.weights.delta_file import PAYS_BELOW, DeltaManifest, encode, encode_buckets, pays
+from lightrl.weights.delta_file import (
+    PAYS_BELOW,
+    DeltaManifest,
+    encode_buckets,
+    header,
+    pays,
+    seal,
+)
 from lightrl.weights.layout import TensorSpec, num_buckets
-from lightrl.weights.manifest import DIGEST_BYTES, VersionFile, digest_version, hash_bucket
-from lightrl.weights.write import manifest_path
+from lightrl.weights.manifest import VersionFile
 
 _NOT_WORTH = 1 << 50  # in place of a bucket's size
 
@@ -45,7 +51,6 @@ class DeltaWriter:
         count = num_buckets(len(target))
         share = range(count * self._rank // self._world, count * (self._rank + 1) // self._world)
         sizes = torch.zeros(count, dtype=torch.int64)
-        digests = bytearray(DIGEST_BYTES * count)
         most = int(PAYS_BELOW * len(target))
         parts: list[bytes] = []
         total = 0
@@ -53,7 +58,6 @@ class DeltaWriter:
         for bucket, part in zip(share, encoded, strict=True):
             parts.append(part)
             sizes[bucket] = len(part)
-            digests[bucket * DIGEST_BYTES : (bucket + 1) * DIGEST_BYTES] = hash_bucket(part)
             total += len(part)
             if total > most:
                 sizes[bucket] = _NOT_WORTH
@@ -61,29 +65,35 @@ class DeltaWriter:
         self._sum(sizes)
         if not 0 < int(sizes.sum()) <= most:
             return None
-        self._sum(torch.frombuffer(digests, dtype=torch.uint8))
-        path = self._place(parts, sizes, share)
+        begin = b""
+        if files is not None:
+            digests = files[0].digest, files[1].digest
+            begin = header(DeltaManifest(*digests, len(target), tuple(sizes.tolist())))
+        path = self._place(begin, parts, sizes, share)
         if path is None or files is None:
             return None
-        manifest = DeltaManifest(
-            files[0].digest, files[1].digest, len(target), tuple(sizes.tolist()), bytes(digests)
-        )
         with contextlib.suppress(OSError):
-            return _finish(path, encode(manifest), files[1].policy_version)
+            return _finish(path, files[1].policy_version)
         return None
 
-    def _place(self, parts: list[bytes], sizes: torch.Tensor, share: range) -> Path | None:
-        """The file, when all ranks have written to it; None if there is no room for one."""
-        key = self._new_file(int(sizes.sum())) if self._rank == 0 else 0
-        chosen = torch.tensor(key)
+    def _place(
+        self, begin: bytes, parts: list[bytes], sizes: torch.Tensor, share: range
+    ) -> Path | None:
+        """The file, when all ranks have written to it; None if there is no room for one. `begin`,
+        on rank 0: what comes before all parts."""
+        key = -1
+        if self._rank == 0:
+            key = self._new_file(len(begin) + int(sizes.sum()), begin)
+        told = torch.tensor([key, len(begin)])
         if self._world > 1:
-            dist.broadcast(chosen, 0)
-        if int(chosen) < 0:
+            dist.broadcast(told, 0)
+        key, length = (int(value) for value in told)
+        if key < 0:
             return None
-        path = self._draft(int(chosen))
+        path = self._draft(key)
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            offset = int(sizes[: share.start].sum())
+            offset = length + int(sizes[: share.start].sum())
             for part in parts:
                 os.pwrite(descriptor, part, offset)
                 offset += len(part)
@@ -92,7 +102,7 @@ class DeltaWriter:
         self._sum(torch.zeros(1))  # all have come so far
         return path
 
-    def _new_file(self, size: int) -> int:
+    def _new_file(self, size: int, begin: bytes) -> int:
         """Its key; -1 if there is no room for it: a delta is not worth a run."""
         for left in self._folder.glob("draft.*.delta"):  # by others, who died
             left.unlink()
@@ -101,6 +111,7 @@ class DeltaWriter:
         try:
             with path.open("xb") as file:
                 os.posix_fallocate(file.fileno(), 0, size)
+                file.write(begin)
         except OSError:
             path.unlink(missing_ok=True)
             return -1
@@ -114,10 +125,7 @@ class DeltaWriter:
             dist.all_reduce(values)
 
 
-def _finish(draft: Path, encoded: bytes, policy_version: int) -> VersionFile:
+def _finish(draft: Path, policy_version: int) -> VersionFile:
     path = draft.with_name(draft.name.replace("draft", f"to_{policy_version}", 1))
-    manifest = manifest_path(path)
-    manifest.write_bytes(encoded)
     draft.rename(path)
-    size = path.stat().st_size
-    return VersionFile(policy_version, digest_version(encoded), size, str(path), str(manifest))
+    return seal(path, policy_version)

@@ -17,9 +17,9 @@ from lightrl.trainer import export
 from lightrl.trainer.model import load_policy, shards
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RankFailed, Save, Saved
 from lightrl.trainer.rank import main
-from lightrl.weights.delta_file import DeltaFile, apply_delta, decode
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import digest_version, read_manifest, wrong_buckets
+from lightrl.weights.delta_file import open_packed, patch_bucket
+from lightrl.weights.layout import BUCKET_BYTES, bucket_range
+from lightrl.weights.manifest import read_manifest, wrong_buckets
 from lightrl.weights.publish import Shard
 from lightrl.weights.tensors import read_tensors, served_dtype, write_tensors
 
@@ -204,11 +204,6 @@ def shards_of(tensors, rank, world):
     return [*(cut(*item) for item in tensors.items()), Shard("s", torch.float32, (), scalar)]
 
 
-def delta_file(manifest):
-    encoded = manifest.read_bytes()
-    return DeltaFile(decode(encoded, digest_version(encoded)), manifest.with_suffix(".delta"))
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_path, world):
     command = [sys.executable, "-c", RANKS]
@@ -229,15 +224,17 @@ def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_
     names = sorted(p.name.split(".")[0] for p in (tmp_path / "versions").iterdir())
     deltas = ["to_1", "to_1", "to_2", "to_2"]  # each with its manifest
     assert names == ["draft", *deltas, "version_2", "version_2"]
-    manifests = sorted((tmp_path / "versions").glob("to_*.manifest"))
-    found = [delta_file(path) for path in manifests]
-    one, other = (d.manifest for d in found)
+    paths = sorted((tmp_path / "versions").glob("to_*.delta"))
+    deltas = [open_packed(path, path.stat().st_size) for path in paths]
+    one, other = (delta.manifest for delta in deltas)
     assert [one.base, one.target, other.target] == [file.digest for file in digests]
     assert one.num_bytes + other.num_bytes < digests[0].num_bytes // 100
-    apply_delta(
-        Path(digests[0].path), found, read_manifest(digests[2]), tmp_path / "patched", threads=1
-    )
-    assert (tmp_path / "patched").read_bytes() == Path(digests[2].path).read_bytes()
+    patched = bytearray(Path(digests[0].path).read_bytes())
+    target = read_manifest(digests[2])
+    for i in range(target.num_buckets):
+        start, end = bucket_range(i, target.num_bytes)
+        view, parts = memoryview(patched)[start:end], [delta.bucket(i) for delta in deltas]
+        patch_bucket(view, parts, view, target.digest_of(i), i)  # which proves it
     [published] = (tmp_path / "versions").glob("version_2.*.bin")
     data = published.read_bytes()
     assert len(data) > 2 * BUCKET_BYTES

@@ -33,6 +33,8 @@ from lightrl.trainer.protocol import (
     Accumulated,
     Cleared,
     ClearStep,
+    DeltaMade,
+    EncodeDelta,
     FinishStep,
     MicroBatch,
     Published,
@@ -117,6 +119,9 @@ class EmulatedRank:
                 metrics |= {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
                 self.step += 1
                 yield StepFinished(step, metrics)
+            case EncodeDelta(step):
+                self._expect(step, command)
+                yield DeltaMade()  # its weights are a digest: all of it is another one
             case Save(step, path):
                 self._expect(step, command)
                 problem = self._save(Path(path))

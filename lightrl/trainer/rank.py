@@ -40,6 +40,8 @@ from lightrl.trainer.protocol import (
     Accumulated,
     Cleared,
     ClearStep,
+    DeltaMade,
+    EncodeDelta,
     FinishStep,
     MicroBatch,
     Published,
@@ -154,6 +156,9 @@ class Rank:
                 metrics |= {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
                 self.step += 1
                 yield StepFinished(step, metrics)
+            case EncodeDelta(step):
+                self._expect(step, command)
+                yield self._publish_delta()
             case Save(step, path, export):
                 self._expect(step, command)
                 try:
@@ -318,6 +323,13 @@ class Rank:
         """All ranks write their shards of it; on rank 0 the file appears when all have."""
         self.policy_version = policy_version
         self.file = self._publisher.publish(policy_version, shards(self.policy))
+
+    def _publish_delta(self) -> DeltaMade:
+        made = self._publisher.publish_delta()
+        if made is None or self.file is None:
+            return DeltaMade()
+        base, delta = made
+        return DeltaMade(base.digest, self.file.digest, delta)
 
     def _canary_text(self) -> list[int]:
         """None for engines that run no model."""

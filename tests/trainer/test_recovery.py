@@ -474,3 +474,43 @@ def test_what_lacks_a_descriptor_waits_for_one(new_config, groups, tmp_path, cap
 
     asyncio.run(run())
     assert caplog.text.count("Too many open files") == 1
+
+
+def test_a_version_is_followed_by_its_difference_to_the_one_before(new_config, groups, tmp_path):
+    """And what is served of both is what was said of them."""
+    config = new_config(steps=4)
+    model = config.model.model_copy(update={"dtype": "bfloat16"})
+    train = config.train.model_copy(
+        update={"optim": config.train.optim.model_copy(update={"lr": 1e-6})}
+    )
+    config = config.model_copy(update={"model": model, "train": train})
+
+    async def run():
+        coordinator = Coordinator(config, tmp_path / "run", groups)
+        served = []
+
+        def look():
+            held = coordinator.server._held
+            served.append({digest.hex(): v.size for digest, v in held.items()})
+
+        for step in range(4):
+            coordinator.on["done", step] = look
+        await coordinator.run_and_close()
+        return coordinator, served
+
+    coordinator, served = asyncio.run(run())
+    published = [m for m in coordinator.sent if isinstance(m, PublishWeights)]
+    assert [(m.policy_version, len(m.deltas)) for m in published] == [
+        (0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0)
+    ]  # fmt: skip
+    whole = {m.policy_version: m for m in published if not m.deltas}
+    for message in published:
+        for offer in message.deltas:
+            assert (offer.base, offer.target) == (
+                whole[message.policy_version - 1].digest,
+                whole[message.policy_version].digest,
+            )
+            assert 0 < offer.num_bytes < message.num_bytes / 5
+    # of the first difference on, all are served as long as they are small
+    assert served[-1].keys() >= {offer.digest for m in published for offer in m.deltas}
+    assert not list(coordinator.published.glob("draft.*.delta"))

@@ -346,6 +346,7 @@ class RolloutAgent:
                         fetched.seconds,
                         load_s,
                         stats.peer_bytes,
+                        fetched.delta_bytes,
                         canary_diff=canary_diff,
                     )
                     self._send(ready)

@@ -202,6 +202,11 @@ class Claim:
             if (version := open_version(file)) is not None:
                 yield version, is_own
 
+    def partials(self) -> list[Path]:
+        """What pulls of this version have begun, of this machine: yet to be proved."""
+        folders = [folder for folder, _ in list(self._store._folders.values())]
+        return [p for f in folders for p in sorted(f.glob(f"{self.digest}*.bin.part"))]
+
     def reject(self, version: LocalVersion) -> None:
         """It is not what it is said to be: nobody shall find it again."""
         path = Path(version.file.path)

@@ -24,45 +24,13 @@ from lightrl.weights.delta_file import (
 )
 from lightrl.weights.layout import BUCKET_BYTES, ITEMSIZES, bucket_range, num_bytes, plan
 from lightrl.weights.manifest import VersionFile, read_manifest, wrong_buckets
-from lightrl.weights.write import TensorBytes, write_version
-
-# A tensor across two buckets, small ones of several dtypes between, a head that is tied to the
-# embedding and therefore not here, a router's bias, a counter, an odd end.
-SHAPES = {
-    "embed.weight": ("bfloat16", (4500, 1000)),
-    "layers.0.bias": ("float32", (3,)),
-    "layers.0.experts": ("float16", (5, 7)),
-    "layers.0.router.correction": ("float32", (999,)),
-    "layers.0.router.count": ("int64", (9,)),
-    "layers.1.weight": ("float32", (3000, 700)),
-    "norm.scale": ("float8_e4m3fn", (37,)),
-}
-
-
-def write(path: Path, seed: int, changed: float = 0.01) -> VersionFile:
-    """The version `seed`: that before it with about this share of all elements changed by one."""
-    random = np.random.default_rng(0)
-    tensors = []
-    for name, (dtype, shape) in SHAPES.items():
-        kind = f"u{ITEMSIZES[dtype]}"
-        data = random.integers(0, 1 << 8, (*shape, ITEMSIZES[dtype]), np.uint8).view(kind)
-        for s in range(seed):
-            steps = np.random.default_rng(s + 1).random(data.shape) < changed
-            data = data + steps.astype(kind)
-        tensors.append(TensorBytes(name, dtype, shape, memoryview(data).cast("B")))
-    return write_version(path, seed, tensors)
+from tests.support.changing import delta_of, write_changed
 
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory) -> list[VersionFile]:
     folder = tmp_path_factory.mktemp("versions")
-    return [write(folder / f"{i}.bin", i) for i in range(3)]
-
-
-def delta_of(base: VersionFile, target: VersionFile, path: Path, threads: int = 2) -> VersionFile:
-    written = write_delta(base, target, read_manifest(target).tensors, path, threads)
-    assert written is not None
-    return written[0]
+    return [write_changed(folder / f"{i}.bin", i) for i in range(3)]
 
 
 def opened(delta: VersionFile) -> PackedDelta:

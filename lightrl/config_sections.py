@@ -315,6 +315,16 @@ class Weights(Section):
     timeout_s: Seconds = Field(
         default=60.0, description="without a byte, after which a transfer has failed"
     )
+    canary: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="a node whose logprobs of a fixed text differ by more from the trainer's is "
+        "not used; 0 = no such check; default: what rounding explains in the engine's dtype",
+    )
+    delta: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: nodes that have the version before get the difference, where that is "
+        "smaller; off: always the whole version",
+    )
 
 
 class Journal(Section):

@@ -39,4 +39,5 @@ def settings_of(
         max_staleness=config.async_.max_staleness,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         deterministic=config.run.deterministic,
+        deltas=config.weights.delta == "auto",
     )

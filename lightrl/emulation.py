@@ -1,11 +1,13 @@
-"""How long that takes which is only emulated: the arguments of the emulated engine and training
-rank.
+"""What the emulated engine and training rank have in common: how long their work takes, and the
+logprobs of a text by weights that are but a digest.
 
-They stand in `rollout.engine_args`, where a resumed run may change them. Owns their names and
-defaults.
+The arguments stand in `rollout.engine_args`, where a resumed run may change them. Owns their names
+and defaults.
 """
 
-from collections.abc import Mapping
+import math
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 DEFAULTS = {
@@ -16,6 +18,8 @@ DEFAULTS = {
     "runaway_share": 0.0,
     "train_token_ms": 0.0,  # of a trained token, on its rank
     "train_step_ms": 0.0,  # of an optimizer step
+    # by which an engine's logprobs of a text are wrong, as if it served other weights
+    "score_error": 0.0,
 }
 
 
@@ -29,3 +33,9 @@ def arguments(engine_args: Mapping[str, Any]) -> dict[str, float]:
             )
         args[key] = float(value)
     return args
+
+
+def logprobs(digest: str, token_ids: Sequence[int]) -> list[float]:
+    """Of each token but the first, given those before: arbitrary, and others for other weights."""
+    chance = random.Random(f"{digest} {token_ids}")
+    return [math.log1p(-chance.random()) for _ in token_ids[1:]]

@@ -405,6 +405,8 @@ class Canary:
     token_ids: Tokens
     # float32, of each token but the first, given those before
     logprobs: Tokens
+    # in which they were computed
+    dtype: Word = "float32"
 
 
 @dataclass(frozen=True, slots=True)

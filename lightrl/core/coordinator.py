@@ -160,8 +160,11 @@ class Coordinator:
         """The trainer has a version: a new one, or after it has come (back) where it stands."""
         version, digest = message.policy_version, message.digest
         published, stood_at = self.fleet.published, self.trainer_feed.stands_at
-        if name != self.fleet.trainer or version == stood_at:
-            return  # not the trainer, or it came twice
+        if name != self.fleet.trainer:
+            return
+        if version == stood_at:  # it came twice, maybe with more
+            self.fleet.offer_deltas(message)
+            return
         if stood_at is not None and version != stood_at + 1:
             self.outbox.warn(
                 f"{name} published version {version}, expected {stood_at + 1}: ignored"
@@ -179,15 +182,9 @@ class Coordinator:
             return
         self.trainer_feed.stands_at = version
         if published is None or version > published.policy_version:
+            sizes = message.num_bytes, message.manifest_bytes
             self.outbox.record(
-                VersionPublished(
-                    version,
-                    digest,
-                    message.portions,
-                    message.num_bytes,
-                    message.manifest_bytes,
-                    message.canary,
-                )
+                VersionPublished(version, digest, message.portions, *sizes, message.canary)
             )
             self.fleet.publish(message)
             self.steps.published(now)

@@ -16,15 +16,17 @@ class DeltaChain:
     def __init__(self) -> None:
         self._leading_to: dict[str, DeltaOffer] = {}  # by the version's digest, oldest first
 
-    def add(self, version: str, offers: Iterable[DeltaOffer]) -> None:
+    def add(self, version: str, offers: Iterable[DeltaOffer]) -> bool:
         """What the trainer has announced with this version; of what leads elsewhere nobody is
-        told."""
+        told. Whether one of them is news."""
+        is_news = False
         for offer in offers:
             if offer.target == version != offer.base:
-                self._leading_to.pop(version, None)
+                is_news |= self._leading_to.pop(version, None) != offer
                 self._leading_to[version] = offer
         while len(self._leading_to) > MAX_CHAIN:
             del self._leading_to[next(iter(self._leading_to))]
+        return is_news
 
     def between(self, base: str, version: str, num_bytes: int) -> tuple[DeltaOffer, ...]:
         """Oldest first; none where one is missing or the whole version, of `num_bytes`, is about as

@@ -207,6 +207,18 @@ class Fleet:
                 node.weights_failures = 0
                 self._offer(node)
 
+    def offer_deltas(self, message: PublishWeights) -> None:
+        """The trainer has found the difference to the newest version after it had announced it;
+        nodes that are at it are told if it is of use to them."""
+        published = self.published
+        if published is None or message.digest != published.digest:
+            return
+        if not self.offers.add_deltas(message.deltas):
+            return
+        for node in self.nodes.values():
+            if node.state in PULLING and self.offers.has_deltas_for(node):
+                self._offer(node)
+
     def _announce(self, message: PublishWeights) -> None:
         self.know(
             PublishedVersion(

@@ -74,6 +74,19 @@ class Offers:
             self.whole.clear()
             self.bad.begin_version()
 
+    def add_deltas(self, deltas: Iterable[DeltaOffer]) -> bool:
+        """Of the published version, after it was; whether one of them is news."""
+        assert self._published is not None
+        return self._deltas.add(self._published.digest, deltas)
+
+    def has_deltas_for(self, node: Node) -> bool:
+        published = self._published
+        return (
+            self._has_deltas
+            and published is not None
+            and bool(self._deltas.between(node.base, published.digest, published.num_bytes))
+        )
+
     def open(self, node: Node, endpoint: WeightsEndpoint) -> list[str]:
         """A node serves there from now on; returns whom to tell, if it is news to them."""
         name, before = node.name, self.endpoints.get(node.name)
@@ -157,10 +170,11 @@ class Offers:
         # what nobody was told of, those who are at it do not have
         is_there = self.trainer in self.endpoints or self.whole.names or self.told
         holds_it = node.name == self.trainer or node.name in self.whole
-        if not holds_it and not (names and is_there):
-            self.waiting[node.name] = None
-            return None
         self.waiting.pop(node.name, None)
+        if not (names and is_there):
+            self.waiting[node.name] = None
+            if not holds_it:
+                return None
         self.told[node.name] = told | dict.fromkeys(names)
         return PublishWeights(
             published.policy_version,

@@ -24,6 +24,7 @@ from lightrl.messages import (
     WeightsProgress,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
+from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 
 
@@ -110,11 +111,10 @@ class Roles:
                 config,
                 run_dir,
                 published,
-                weights.server,
+                ServedVersions(weights.server, weights.store.point),
                 self._send,
                 self._on_restart,
                 gpus.ranks,
-                weights.store.point,
             )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 

@@ -54,6 +54,8 @@ class EngineSpec:
     gpu_memory: float = 0.0
     # the same tokens whatever runs beside them, at the price of speed
     is_deterministic: bool = False
+    # largest difference of a logprob of a version's canary; None = by dtype
+    canary: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class Engine(Protocol):
     """
 
     device: str
+    # in which it computes: "float32", "bfloat16"; another word for what rounds more than these
+    dtype: str
     # what it cannot do of what was asked, one line each
     notes: tuple[str, ...]
 
@@ -154,6 +158,12 @@ class Engine(Protocol):
         or shapes do not match; the engine then keeps or loses its old weights but must not be
         served from until a load succeeds.
         """
+        ...
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Logprobs at temperature 1 of every token but the first, given those before it, by the
+        weights that are served. What runs gets the tokens that it would have got without. Raises
+        EngineError for a text that is too long or not of this vocabulary."""
         ...
 
     def load(self) -> Load: ...

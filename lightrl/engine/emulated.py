@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lightrl.emulation import arguments
+from lightrl.emulation import arguments, logprobs
 from lightrl.engine.base import Delta, EngineSpec
-from lightrl.engine.requests import Running, accept, vocabulary_size
+from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
 from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
@@ -29,6 +29,7 @@ class EmulatedEngine:
     """Implements `base.Engine`. The weights matter too: their digest shifts every token."""
 
     device = "emulated"
+    dtype = "float32"
     notes = ()
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -40,7 +41,8 @@ class EmulatedEngine:
         self._mean_length, self._runaway_share = args["mean_length"], args["runaway_share"]
         self._vocabulary = vocabulary_size(Path(spec.model_dir))
         self._max_length, self._slots = spec.max_model_length, spec.slots
-        self._salt = 0
+        self._score_error = args["score_error"]
+        self._digest, self._salt = "", 0
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
 
@@ -84,7 +86,11 @@ class EmulatedEngine:
         size = Path(file.path).stat().st_size
         if size != manifest.num_bytes:
             raise WeightsError(f"{file.path}: {size} bytes, not {manifest.num_bytes}")
-        self._salt = int(file.digest[:15], 16)
+        self._digest, self._salt = file.digest, int(file.digest[:15], 16)
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        check_text(token_ids, self._vocabulary, self._max_length)
+        return [lp - self._score_error for lp in logprobs(self._digest, token_ids)]
 
     def load(self) -> Load:
         used = sum(len(r.tokens) for r in self._running)

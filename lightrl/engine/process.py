@@ -32,11 +32,12 @@ from lightrl.engine.base import (
 )
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
 from lightrl.log import environment as log_environment
-from lightrl.messages import Abort, FinishReason, Generate, Load, ResponseTokens, TokenChunk
+from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.system.child import Child, Pipe
 from lightrl.system.imports import importing
+from lightrl.weights.canary import compare, tolerance
 from lightrl.weights.manifest import VersionFile
-from lightrl.wire import Codec, pack_f32, pack_i32
+from lightrl.wire import Codec, pack_f32, pack_i32, unpack_f32, unpack_i32
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,7 @@ class Server:
     def __init__(self, engine: Engine, spec: EngineSpec, pipe: EnginePipe) -> None:
         self._engine = engine
         self._pipe = pipe
+        self._canary = spec.canary
         self._chunk_tokens = spec.chunk_tokens
         self._chunk_s = spec.chunk_ms / 1000
         self._version: tuple[int, str] | None = None  # confirmed version and digest
@@ -181,8 +183,8 @@ class Server:
                 self._generate(command)
             case Abort(attempts):
                 self._abort(attempts)
-            case LoadWeights(file):
-                self._load_weights(file)
+            case LoadWeights(file, canary):
+                self._load_weights(file, canary)
             case EngineSpec():
                 self._pipe.send(EngineFailed("the engine is built already"))
             case _:
@@ -222,7 +224,7 @@ class Server:
                 aborted.append(response)
         self._send(aborted)
 
-    def _load_weights(self, file: VersionFile) -> None:
+    def _load_weights(self, file: VersionFile, canary: Canary | None) -> None:
         """Running responses go on under the new version; after a failure there are none left."""
         self._send(self._outboxes)
         version = file.policy_version
@@ -230,6 +232,7 @@ class Server:
         started = time.perf_counter()
         try:
             self._engine.load_weights(file)
+            difference = self._compare(canary) if canary else None
         except (LightRLError, OSError) as e:
             for response in self._outboxes:
                 self._engine.abort(response)
@@ -237,7 +240,15 @@ class Server:
             self._pipe.send(EngineFailed(f"version {version} was not loaded: {e}", version))
             return
         self._version = (version, file.digest)
-        self._pipe.send(EngineLoaded(version, file.digest, time.perf_counter() - started))
+        load_s = time.perf_counter() - started
+        self._pipe.send(EngineLoaded(version, file.digest, load_s, difference))
+
+    def _compare(self, canary: Canary) -> float:
+        """By how much its logprobs differ from the trainer's. Raises WeightsError if that is too
+        much."""
+        found = self._engine.score(unpack_i32(canary.token_ids))
+        most = tolerance(self._canary, canary.dtype, self._engine.dtype)
+        return compare(unpack_f32(canary.logprobs), found, most)
 
     def _step(self, now: float) -> None:
         full = False

@@ -70,6 +70,14 @@ def accept(
     )
 
 
+def check_text(token_ids: list[int], vocabulary: int, max_model_length: int) -> None:
+    """Raises EngineError, one line, for a text that cannot be scored."""
+    if not 2 <= len(token_ids) <= max_model_length:
+        raise EngineError(f"a text of {len(token_ids)} tokens: must be 2 to {max_model_length}")
+    if min(token_ids) < 0 or max(token_ids) >= vocabulary:
+        raise EngineError(f"a text's token ids must be in 0..{vocabulary - 1}")
+
+
 def vocabulary_size(model_dir: Path) -> int:
     """From config.json. Raises EngineError if there is none or it names no vocabulary."""
     try:

@@ -28,7 +28,7 @@ from lightrl.engine.checkpoint import (
 )
 from lightrl.engine.gpu_room import DRAFT_LOGITS, fitting
 from lightrl.engine.kv import Placement, RowCache
-from lightrl.engine.requests import Running, accept
+from lightrl.engine.requests import Running, accept, check_text
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.errors import EngineError
 from lightrl.history.draft import Drafter
@@ -57,6 +57,7 @@ class TorchEngine:
             self.notes = (UNEVEN,)
         config = read_config(Path(spec.model_dir))
         dtype = resolve_dtype(spec.dtype, config, self.device)
+        self.dtype = str(dtype).removeprefix("torch.")
         self._model = build_model(config, dtype, self.device).requires_grad_(False)
         self._targets = tensor_targets(self._model)
         self._layouts = Layouts(self._targets)
@@ -158,6 +159,15 @@ class TorchEngine:
             self._targets[name].copy_(tensor)
         if self.device == "cuda":  # the time is that of the load
             torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def score(self, token_ids: list[int]) -> list[float]:
+        check_text(token_ids, self._vocabulary, self._max_length)
+        ids = torch.tensor([token_ids], device=self.device)
+        # Without the cache, all of which may belong to responses.
+        logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+        logprobs = torch.log_softmax(logits.float(), -1)
+        return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
     def close(self) -> None:
         self._waiting.clear()

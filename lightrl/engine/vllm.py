@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
 from lightrl.engine.base import Delta, EngineSpec
-from lightrl.engine.requests import accept
+from lightrl.engine.requests import accept, check_text
+from lightrl.engine.vllm_score import computing_dtype, score
 from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, torch_mismatch
 from lightrl.errors import EngineError, EngineUnusable
 from lightrl.log import environment as log_environment
 from lightrl.messages import FinishReason, Load, PromptHistory, ResponseRequest, Sampling
 from lightrl.system.imports import importing
+from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.manifest import VersionFile
 
 if TYPE_CHECKING:
@@ -90,10 +92,13 @@ class VllmEngine:
             args |= shared_memory_args(spec, config, self._targets, args)
         args["trust_remote_code"] = False
         self._core = self._api.build(args)
+        self.dtype = computing_dtype(self._core.vllm_config)
         self.notes: tuple[str, ...] = ()  # for the daemon to say
         self._speculation = self._speculate(spec) if spec.max_window else None
         self._num_preemptions = 0
         self._count_preemptions()
+        if self.device == "cuda":  # what vLLM compiles for a score is compiled before anybody waits
+            self.score(arbitrary_text(self._vocabulary, self._max_length))
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
         if self._speculation is not None:
@@ -177,8 +182,18 @@ class VllmEngine:
     def load_weights(self, file: VersionFile) -> None:
         self._layouts.read(file)  # vLLM itself is silent about a missing tensor
         self._core.collective_rpc("lightrl_load", args=(file,))
+        self._requeue()
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        check_text(token_ids, self._vocabulary, self._max_length)
+        self._requeue()  # after a load nothing runs yet
+        self._num_added += 1
+        return score(self._core, self._api, str(self._num_added), token_ids)
+
+    def _requeue(self) -> None:
+        """Moves what runs back to the queue, so that its KV is recomputed under the weights that
+        are there now."""
         before = self._num_preemptions
-        # Moves what runs back to the queue, so that its KV is recomputed under the new weights.
         self._core.reset_prefix_cache(reset_running_requests=True)
         self._num_preemptions = before
         if self._speculation is not None:

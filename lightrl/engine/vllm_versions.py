@@ -99,7 +99,7 @@ ARGUMENTS = (
 )
 SAMPLING = (
     *("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs"),
-    *("detokenize", "extra_args"),
+    *("prompt_logprobs", "detokenize", "extra_args"),
 )
 REQUEST = (
     *(
@@ -122,7 +122,10 @@ ENGINE: tuple[Part, ...] = (
     Call("vllm.v1.engine:EngineCoreRequest", keywords=REQUEST),
     Has(
         "vllm.v1.engine:EngineCoreOutput",
-        ("request_id", "new_token_ids", "new_logprobs", "finish_reason"),
+        (
+            *("request_id", "new_token_ids", "new_logprobs", "new_prompt_logprobs_tensors"),
+            "finish_reason",
+        ),
     ),
     Has("vllm.v1.engine:EngineCoreOutputs", ("outputs",)),
     Has("vllm.v1.engine:FinishReason", ("STOP", "LENGTH")),
@@ -139,7 +142,10 @@ ENGINE: tuple[Part, ...] = (
     Has(f"{_CORE}.__init__#names", ("step_fn", "scheduler", "batch_queue", "async_scheduling")),
     Call(f"{_SCHEDULER}._preempt_request", positional=2),
     Call(f"{_SCHEDULER}.get_request_counts"),
-    Has(f"{_SCHEDULER}.__init__#names", ("kv_cache_manager", "max_num_scheduled_tokens")),
+    Has(
+        f"{_SCHEDULER}.__init__#names",
+        ("kv_cache_manager", "max_num_scheduled_tokens", "waiting"),
+    ),
     Call("vllm.v1.core.kv_cache_manager:KVCacheManager.usage"),
     Replaced(f"{_RUNNER}._sample", ("self", "logits", "spec_decode_metadata")),
     Call(f"{_RUNNER}.reload_weights", keywords=("weights_iterator",)),

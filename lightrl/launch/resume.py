@@ -43,7 +43,7 @@ from lightrl.trainer.seal import damage
 MAY_CHANGE = (
     *("train.steps", "checkpoint.", "node.", "journal.", "logging.", "run.bind"),
     *("rollout.nodes", "rollout.slots", "rollout.engine_args", "rollout.devices"),
-    *("train.devices", "speculation.", "reward.env", "reward.command"),
+    *("train.devices", "speculation.", "weights.", "reward.env", "reward.command"),
 )
 FIXED = ("journal.enabled",)  # a run that stops to be recorded could not be resumed again
 

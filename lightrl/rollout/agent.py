@@ -39,7 +39,7 @@ from lightrl.messages import (
 )
 from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
-from lightrl.rollout.weights import NodeWeights
+from lightrl.rollout.weights import Fetched, NodeWeights
 from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
@@ -71,6 +71,7 @@ def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: P
         prefer=speculation.prefer,
         gpu_memory=gpus.memory,
         is_deterministic=config.run.deterministic,
+        canary=config.weights.canary,
     )
 
 
@@ -327,27 +328,39 @@ class RolloutAgent:
         await started.wait()
         while True:
             fetched = await self._weights.next()
-            offer, stats = fetched.offer, fetched.stats
-            self._move(EngineChange.LOAD_ORDERED)
-            engine.send(LoadWeights(fetched.file, offer.canary))
-            match await answers.get():
-                case EngineLoaded(version, digest, load_s, canary_diff):
-                    logger.debug(
-                        "version %d: %.2f s until it was here, loaded in %.2f s",
-                        version,
-                        fetched.seconds,
-                        load_s,
-                    )
-                    ready = WeightsReady(
-                        version,
-                        digest,
-                        stats.num_bytes,
-                        fetched.seconds,
-                        load_s,
-                        stats.peer_bytes,
-                        canary_diff=canary_diff,
-                    )
-                    self._send(ready)
-                case EngineFailed(reason):
-                    self._weights.reject(fetched)  # the file may be what is wrong
-                    self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
+            try:
+                await self._load(engine, fetched, answers)
+            finally:
+                self._weights.loaded()
+
+    async def _load(
+        self,
+        engine: Child[EngineCommand, EngineEvent],
+        fetched: Fetched,
+        answers: asyncio.Queue[EngineLoaded | EngineFailed],
+    ) -> None:
+        offer, stats = fetched.offer, fetched.stats
+        self._move(EngineChange.LOAD_ORDERED)
+        engine.send(LoadWeights(fetched.file, offer.canary))
+        match await answers.get():
+            case EngineLoaded(version, digest, load_s, canary_diff):
+                logger.debug(
+                    "version %d: %.2f s until it was here, loaded in %.2f s",
+                    version,
+                    fetched.seconds,
+                    load_s,
+                )
+                ready = WeightsReady(
+                    version,
+                    digest,
+                    stats.num_bytes,
+                    fetched.seconds,
+                    load_s,
+                    stats.peer_bytes,
+                    fetched.delta_bytes,
+                    canary_diff=canary_diff,
+                )
+                self._send(ready)
+            case EngineFailed(reason):
+                self._weights.reject(fetched)  # the file may be what is wrong
+                self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))

@@ -7,11 +7,13 @@ lie `weights/store.py`'s. Never blocks the event loop: files are read and closed
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from lightrl.config_sections import Weights
@@ -26,6 +28,7 @@ from lightrl.messages import (
     WeightsReady,
     WeightsSource,
 )
+from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, Gain
 from lightrl.system.addresses import WILDCARD, join_address, split_address
 from lightrl.system.child import is_for_lack, retry_on_resource_limit
 from lightrl.system.threads import in_thread
@@ -53,6 +56,7 @@ class Fetched:
     is_own: bool
     stats: PullStats = NOTHING_PULLED
     seconds: float = 0.0
+    delta_bytes: int = 0  # of what was pulled
 
     @property
     def file(self) -> VersionFile:
@@ -84,9 +88,11 @@ class NodeWeights:
         self._serves = serves
         self._is_offered = asyncio.Event()
         self._pull: Pull | None = None
+        self._deltas = Deltas(store, server, partial(self._make_pull, timeout_s=DELTA_TIMEOUT_S))
         self._next: Fetched | None = None  # to be loaded
         self._is_next = asyncio.Event()
         self._held: Fetched | None = None  # loaded, or being loaded
+        self._loading: Fetched | None = None
         self._chores: set[asyncio.Task[None]] = set()
 
     def offer(self, message: PublishWeights) -> None:
@@ -95,15 +101,20 @@ class NodeWeights:
 
     async def next(self) -> Fetched:
         """The newest version that is to be loaded, when it is here; from now on this one is held,
-        and the one before is neither served nor kept."""
+        and the one before is neither served nor kept. `loaded` must follow."""
         await self._is_next.wait()
         self._is_next.clear()
         fetched, self._next = self._next, None
         assert fetched is not None
+        self._loading = fetched
         before, self._held = self._held, fetched
         if before is not None and before.version is not fetched.version:
             self._give_back(before)
         return fetched
+
+    def loaded(self) -> None:
+        """Or it could not be, or the engine has died."""
+        self._loading = None
 
     def reject(self, fetched: Fetched) -> None:
         """It could not be loaded: it is proved once more before it is tried again."""
@@ -122,6 +133,9 @@ class NodeWeights:
                 self._put(None)
                 self._send(WeightsReady(offer.policy_version, offer.digest))  # it did not know
                 continue
+            if self._loading is not None and _are_same(self._loading.offer, offer):
+                self._put(None)  # offered again: what there is to say is said when it is loaded
+                continue
             try:
                 fetched = await self._unless_overtaken(offer)
             except (WeightsError, OSError, RuntimeError) as e:
@@ -133,6 +147,7 @@ class NodeWeights:
                 self.progress = None
             if fetched is not None:
                 self._put(fetched)
+                self._start(self._tidy())
 
     async def close(self) -> None:
         for task in self._chores:
@@ -140,6 +155,7 @@ class NodeWeights:
         await asyncio.gather(*self._chores, return_exceptions=True)
         versions = {id(f.version): f.version for f in (self._next, self._held) if f is not None}
         await in_thread(_close_all, list(versions.values()))
+        await self._deltas.close()
 
     def _put(self, fetched: Fetched | None) -> None:
         """What is to be loaded next; not what was to be until now."""
@@ -175,10 +191,11 @@ class NodeWeights:
     def _goes_on(self, offer: PublishWeights, newer: PublishWeights) -> bool:
         """Whether what is fetched is still of use. The coordinator takes the newest version only,
         so another one is worth no byte more."""
-        if (newer.digest, newer.policy_version) != (offer.digest, offer.policy_version):
+        if not _are_same(newer, offer):
             return False
         if self._pull is not None:  # offered again: it is to be had elsewhere, too
             self._pull.add_sources(self._reachable(newer.sources))
+            self._deltas.offered(newer)
         return True
 
     async def _fetch(self, offer: PublishWeights) -> Fetched:
@@ -207,22 +224,12 @@ class NodeWeights:
             wanted = Wanted(
                 offer.policy_version, offer.digest, offer.num_bytes, offer.manifest_bytes
             )
-            pull = Pull(
-                wanted,
-                self._node,
-                path,
-                server=self._server,
-                streams=self._settings.streams,
-                timeout_s=self._settings.timeout_s,
-                on_bad=lambda node, reason: self._send(
-                    BadSource(offer.policy_version, node, reason[:MAX_TEXT])
-                ),
-                on_progress=self._note_progress,
-            )
-            pull.add_sources(self._reachable(offer.sources))
+            pull = self._make_pull(offer, wanted, path, self._note_progress)
             self._pull = pull
+            gain = Gain()
             try:
-                stats = await pull.run()
+                async with self._deltas.helping(pull, offer, gain):
+                    stats = await pull.run()
             except BaseException:
                 self._start(self._retire(offer.digest))
                 raise
@@ -231,7 +238,31 @@ class NodeWeights:
             version = await _patiently(open_version, pull.file)
             if version is None:
                 raise WeightsError(f"{path}: gone")
-            return Fetched(offer, version, is_own=False, stats=stats)
+            return Fetched(offer, version, False, gain.added_to(stats), delta_bytes=gain.num_bytes)
+
+    def _make_pull(
+        self,
+        offer: PublishWeights,
+        wanted: Wanted,
+        path: Path,
+        on_progress: Callable[[WeightsProgress], None] | None = None,
+        timeout_s: float = math.inf,
+    ) -> Pull:
+        """From the sources of the offer."""
+        pull = Pull(
+            wanted,
+            self._node,
+            path,
+            server=self._server,
+            streams=self._settings.streams,
+            timeout_s=min(timeout_s, self._settings.timeout_s),
+            on_bad=lambda node, reason: self._send(
+                BadSource(offer.policy_version, node, reason[:MAX_TEXT])
+            ),
+            on_progress=on_progress,
+        )
+        pull.add_sources(self._reachable(offer.sources))
+        return pull
 
     async def _find(self, claim: Claim, offer: PublishWeights) -> Fetched | None:
         """On this machine; proved."""
@@ -281,10 +312,17 @@ class NodeWeights:
         if all(f is None or f.offer.digest != digest for f in (self._next, self._held)):
             await self._server.retire(digest)
 
+    async def _tidy(self) -> None:
+        await self._deltas.drop_overtaken()
+        await _patiently(self._store.sweep)
+
     async def _drop(self, claim: Claim) -> None:
         """Of a version that did not come. What was pulled of it is a beginning, as long as it is
-        wanted."""
-        await _patiently(claim.release)
+        wanted; if another version is, it may be what that one is made of."""
+        if self.wanted is None or self.wanted.digest == claim.digest:
+            await _patiently(claim.release)
+        else:
+            await self._deltas.keep_overtaken(claim)
         if self.wanted is not None and self.wanted.digest != claim.digest:
             await _patiently(self._store.sweep)
 
@@ -297,6 +335,10 @@ class NodeWeights:
         self._chores.discard(task)
         if not task.cancelled() and (e := task.exception()) is not None:
             logger.warning("weights were not given back: %s", e)
+
+
+def _are_same(one: PublishWeights, other: PublishWeights) -> bool:
+    return (one.digest, one.policy_version) == (other.digest, other.policy_version)
 
 
 async def _patiently(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:

@@ -1,12 +1,14 @@
 """The messages that simulated nodes send. Owns the constant token buffer that all of them are
 slices of."""
 
+import math
 from functools import lru_cache
 from typing import cast
 
 from lightrl.core.events import EndpointOpened
 from lightrl.messages import (
     PROTOCOL,
+    DeltaOffer,
     FinishReason,
     Hello,
     PublishWeights,
@@ -45,8 +47,17 @@ def digest_of(policy_version: int) -> str:
     return f"version-{policy_version}"
 
 
-def publication(policy_version: int) -> PublishWeights:
-    return PublishWeights(policy_version, digest_of(policy_version), 1, 1)
+def version_of(digest: str) -> int:
+    return int(digest.rpartition("-")[2])
+
+
+def publication(policy_version: int, num_bytes: float, delta_bytes: float) -> PublishWeights:
+    """`delta_bytes`: of the difference to the version before; 0 = there is none."""
+    digest, deltas = digest_of(policy_version), ()
+    if delta_bytes and policy_version:
+        base = digest_of(policy_version - 1)
+        deltas = (DeltaOffer(base, digest, f"{base}-{digest}", 0, math.ceil(delta_bytes)),)
+    return PublishWeights(policy_version, digest, math.ceil(num_bytes), 1, deltas=deltas)
 
 
 def endpoint(name: str) -> EndpointOpened:

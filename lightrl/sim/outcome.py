@@ -69,6 +69,41 @@ class LengthSums:
 
 
 @dataclass(slots=True)
+class WeightsSums:
+    """Sums over transfers of weights to machines."""
+
+    num_pulls: int = 0
+    pull_s: float = 0.0
+    longest_pull_s: float = 0.0
+    # pulled
+    num_bytes: float = 0.0
+    # of these: from other rollout nodes; as differences
+    peer_bytes: float = 0.0
+    delta_bytes: float = 0.0
+    # that the trainer sent to those who pulled
+    trainer_bytes: float = 0.0
+    # machines that got a version by broadcast
+    num_broadcast: int = 0
+    broadcast_s: float = 0.0
+    # broadcasts that ended with the loss of a member
+    num_broken: int = 0
+
+    def add_pull(
+        self, seconds: float, num_bytes: float, peer_bytes: float, delta_bytes: float
+    ) -> None:
+        self.num_pulls += 1
+        self.pull_s += seconds
+        self.longest_pull_s = max(self.longest_pull_s, seconds)
+        self.num_bytes += num_bytes
+        self.peer_bytes += peer_bytes
+        self.delta_bytes += delta_bytes
+
+    def add_broadcast(self, seconds: float) -> None:
+        self.num_broadcast += 1
+        self.broadcast_s += seconds
+
+
+@dataclass(slots=True)
 class Outcome:
     """A whole simulation."""
 
@@ -80,6 +115,7 @@ class Outcome:
     kept: LengthSums = field(default_factory=LengthSums)
     # Of the prompts that were trained: all that they launched first, also what was given up.
     launched: LengthSums = field(default_factory=LengthSums)
+    weights: WeightsSums = field(default_factory=WeightsSums)
     # by all engines
     sampled_tokens: int = 0
     trained_tokens: int = 0

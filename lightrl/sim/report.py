@@ -37,6 +37,25 @@ class RoundFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsFigures:
+    """How new weights came to the nodes. Seconds are means where nothing else is said."""
+
+    pulls: int
+    pull_s: float
+    longest_pull_s: float
+    # of the pulled bytes: from other rollout nodes; as differences to an older version
+    from_peers: float
+    as_deltas: float
+    # what the trainer sent to those who pulled: whole versions for each that it published
+    trainer_versions: float
+    # nodes that got a version by broadcast
+    broadcasts: int
+    broadcast_s: float
+    # that ended with the loss of a member
+    broken_broadcasts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """All of one simulation. Shares are between 0 and 1, costs in dollars."""
 
@@ -55,6 +74,7 @@ class Figures:
     # class -> state -> share of its time
     devices: dict[str, dict[str, float]]
     device_hours: dict[str, float]
+    weights: WeightsFigures
     migrations: int
     responses_moved: int
     nodes_lost: int
@@ -110,8 +130,7 @@ def figures(
             mean_tokens=fmean(s.kept_tokens / max(1, s.kept) for s in mine),
         )
     hours = {kind: seconds / HOUR_S for kind, seconds in outcome.device_s.items()}
-    prices = scenario.prices
-    cost = sum(h * prices.of(kind) for kind, h in hours.items())
+    cost = sum(h * scenario.prices.of(kind) for kind, h in hours.items())
     kept, true = outcome.kept, outcome.launched
     return Figures(
         workload=scenario.workload.name,
@@ -127,6 +146,7 @@ def figures(
             kind: _shares(t, outcome.device_s[kind]) for kind, t in outcome.device_times.items()
         },
         device_hours=hours,
+        weights=_weights(outcome, scenario),
         migrations=outcome.counters["migrations"],
         responses_moved=outcome.counters["responses_moved"],
         nodes_lost=outcome.counters["nodes_lost"],
@@ -144,6 +164,22 @@ def figures(
         cost=cost,
         cost_per_step=cost / len(steps),
         tokens_per_dollar=outcome.trained_tokens / cost if cost else None,
+    )
+
+
+def _weights(outcome: Outcome, scenario: Scenario) -> WeightsFigures:
+    sums, num_bytes = outcome.weights, scenario.transfer.num_bytes
+    published = (len(outcome.steps) + 1) * num_bytes
+    return WeightsFigures(
+        pulls=sums.num_pulls,
+        pull_s=sums.pull_s / max(1, sums.num_pulls),
+        longest_pull_s=sums.longest_pull_s,
+        from_peers=sums.peer_bytes / sums.num_bytes if sums.num_bytes else 0.0,
+        as_deltas=sums.delta_bytes / sums.num_bytes if sums.num_bytes else 0.0,
+        trainer_versions=sums.trainer_bytes / published if published else 0.0,
+        broadcasts=sums.num_broadcast,
+        broadcast_s=sums.broadcast_s / max(1, sums.num_broadcast),
+        broken_broadcasts=sums.num_broken,
     )
 
 
@@ -194,6 +230,19 @@ def _lines(f: Figures) -> list[str]:
         f"{100 * f.true_at_limit:.1f} %"
         + (f"; {f.prompts_waiting} prompts wait" if f.prompts_waiting else ""),
     ]
+    w = f.weights
+    if w.pulls:
+        lines.append(
+            f"weights    {w.pulls} pulls, {w.pull_s:.3g} s on average, {w.longest_pull_s:.3g} s at "
+            f"most; {100 * w.from_peers:.0f} % of the bytes from peers, the trainer sent each "
+            f"version {w.trainer_versions:.1f} times"
+            + (f"; {100 * w.as_deltas:.0f} % as differences" if w.as_deltas else "")
+        )
+    if w.broadcasts or w.broken_broadcasts:
+        lines.append(
+            f"broadcast  to {w.broadcasts} nodes, {w.broadcast_s:.3g} s each; "
+            f"{w.broken_broadcasts} broken off"
+        )
     if f.cost:
         lines.append(f"cost       ${f.cost:,.2f}, ${f.cost_per_step:.3f} a step")
     return lines

@@ -9,15 +9,18 @@ a line:
     {"base": "generic", "lengths": {"p1": [310, 512]}, "length_model": {...}, "num_prompts": 4096,
      "prompt_tokens": 200, "same_again": 0.5, "reward": {...}, "engine": {...}, "training": {...},
      "transfer": {...}, "prices": {...}, "speculation": {...}}
+
+What the keys of training, transfer and prices mean is said in `costs.py`.
 """
 
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from lightrl.errors import SimError
+from lightrl.sim.costs import Prices, Training, Transfer
 from lightrl.sim.engine_profile import EngineProfile, SimSpeculation
 from lightrl.sim.measured import measured
 from lightrl.sim.workload import (
@@ -36,75 +39,6 @@ from lightrl.sim.workload import (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """The trainer: seconds for each token of prompt and response, each response, and each optimizer
-    step.
-
-    A response costs by itself where samples are padded, or launched one by one.
-    """
-
-    token_s: float = 2e-5
-    step_s: float = 2.0
-    response_s: float = 0.0
-    # of a rollout node that turns to training
-    switch_s: float = 0.0
-    # colocated = on the GPUs of the rollout nodes, those that are not spot nodes
-    placement: Literal["dedicated", "colocated"] = "dedicated"
-
-    def __post_init__(self) -> None:
-        if not min(self.token_s, self.step_s, self.response_s, self.switch_s) >= 0:
-            raise SimError(f"training: {self}: times must not be negative")
-        if self.placement not in {"dedicated", "colocated"}:
-            raise SimError(f"training.placement = {self.placement!r}: dedicated or colocated")
-
-    def seconds(self, responses: int, tokens: int) -> float:
-        """Of `responses` that have so many tokens together, prompts included."""
-        return self.response_s * responses + self.token_s * tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """New weights at a node: pulled while it still works, then loaded."""
-
-    num_bytes: float = 0.0
-    receiver_bytes_per_s: float = 6.25e9
-    # of all holders together
-    sender_bytes_per_s: float = 25e9
-    load_s: float = 1.0
-    # of an engine on a node that comes
-    start_s: float = 0.0
-    # until a node that dies is missed
-    lost_after_s: float = 0.5
-
-    def __post_init__(self) -> None:
-        if min(self.num_bytes, self.load_s, self.start_s, self.lost_after_s) < 0:
-            raise SimError(f"transfer: {self}: sizes and times must not be negative")
-        if min(self.receiver_bytes_per_s, self.sender_bytes_per_s) <= 0:
-            raise SimError(f"transfer: {self}: bandwidths must be positive")
-
-    def pull_s(self, receivers: int) -> float:
-        return self.num_bytes / min(
-            self.receiver_bytes_per_s, self.sender_bytes_per_s / max(1, receivers)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Dollars per hour; 0 = not counted."""
-
-    node: float = 0.0
-    trainer: float = 0.0
-    spot: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not min(self.node, self.trainer, self.spot) >= 0:
-            raise SimError(f"prices: {self}: must not be negative")
-
-    def of(self, kind: str) -> float:
-        return {"trainer": self.trainer, "spot": self.spot}.get(kind, self.node)
-
-
 @dataclass(frozen=True)
 class Scenario:
     """All that a simulation needs beside the run's config."""
@@ -113,9 +47,9 @@ class Scenario:
     # By how many times the parallelism of the smallest engine; the planner may go from one to the
     # next.
     engines: Mapping[int, EngineProfile] = field(default_factory=lambda: {1: EngineProfile()})
-    training: Training = Training()
-    transfer: Transfer = Transfer()
-    prices: Prices = Prices()
+    training: Training = field(default_factory=Training)
+    transfer: Transfer = field(default_factory=Transfer)
+    prices: Prices = field(default_factory=Prices)
     # what switching it on would bring
     speculation: SimSpeculation = field(default_factory=SimSpeculation)
     # and it is not assumed: the run that this is a workload of measured it

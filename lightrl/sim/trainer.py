@@ -30,7 +30,11 @@ class TrainerModel:
     rate: float
     now: float = 0.0
     jobs: deque[TrainingJob] = field(default_factory=deque[TrainingJob])
-    times: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "wait": 0.0})
+    times: dict[str, float] = field(
+        default_factory=lambda: {"train": 0.0, "publish": 0.0, "wait": 0.0}
+    )
+    # a version; no step is trained meanwhile
+    publishing_until: float = 0.0
 
     def add_work(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
         """More work of a step; `last` = all of it is there."""
@@ -54,12 +58,14 @@ class TrainerModel:
         if elapsed <= 0:
             return
         job = self.jobs[0] if self.jobs else None
-        trained = 0.0
+        trained, publishing = 0.0, max(0.0, min(now, self.publishing_until) - self.now)
         if job is not None and self.rate > 0 and (self.streaming or job.closed):
-            trained = min(max(0.0, now - max(self.now, job.ready_at)), job.work_s / self.rate)
+            begin = max(self.now, job.ready_at, self.publishing_until)
+            trained = min(max(0.0, now - begin), job.work_s / self.rate)
             job.work_s -= trained * self.rate
         self.times["train"] += trained
-        self.times["wait"] += elapsed - trained
+        self.times["publish"] += publishing
+        self.times["wait"] += elapsed - trained - publishing
         self.now = now
 
     def done_at(self) -> float:
@@ -67,7 +73,12 @@ class TrainerModel:
         job = self.jobs[0] if self.jobs else None
         if job is None or not job.closed or self.rate <= 0:
             return math.inf
-        return max(self.now, job.ready_at) + job.work_s / self.rate
+        begin = max(self.now, job.ready_at, self.publishing_until)
+        return begin + job.work_s / self.rate
+
+    def publish(self, now: float, seconds: float) -> None:
+        self.advance(now)
+        self.publishing_until = now + seconds
 
     def finish(self, now: float) -> int:
         """The step in front is trained; returns which it is."""

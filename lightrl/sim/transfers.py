@@ -1,67 +1,297 @@
-"""New weights on their way to the machines of a simulated fleet: pulled together, then loaded.
+"""New weights on their way to the machines of a simulated fleet: published, pulled or broadcast,
+loaded.
 
-Owns which machines wait for which version and how many pull at a time. Decides nothing: the core
-says who gets which version, a scenario's `Transfer` how long that takes.
+Owns which machine is at which version and what that has cost. Decides nothing: the core says who
+gets which version from which sources and over which differences, a scenario's `Transfer` how long
+that takes. How bytes get from one to another: `swarm.py` for few machines, `fluid.py` for many.
+
+A broadcast has lines of its own, as fast as `broadcast_bytes_per_s`. Who takes part in one: those
+that served a version before, are idle and are not preemptible.
 """
 
+import math
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from lightrl.core.events import TokensArrived
-from lightrl.sim.machines import SimMachine
+from lightrl.core.events import TokensArrived, WeightsPublished
+from lightrl.messages import PublishWeights, WeightsReady
+from lightrl.sim.fluid import FluidSwarm
+from lightrl.sim.machines import SPOT, SimMachine
 from lightrl.sim.mechanism import Simulation
+from lightrl.sim.messages import TRAINER, digest_of, publication, version_of
+from lightrl.sim.swarm import Arrived, BucketSwarm, Parcel, Swarm
+
+FEW = 16  # machines whose pulls are simulated bucket by bucket
+VERSIONS_HELD = 8  # as many as a chain of differences may span
+
+
+@dataclass(slots=True)
+class _Inbound:
+    """A version on its way to a machine."""
+
+    machine: SimMachine
+    version: int
+    began_at: float
+    sources: tuple[str, ...] = ()
+    # and their bytes: still to be pulled, in this order
+    parcels: deque[tuple[Parcel, float]] = field(default_factory=deque[tuple[Parcel, float]])
+    # transferred
+    num_bytes: float = 0.0
+    peer_bytes: float = 0.0
+    delta_bytes: float = 0.0
+    pull_s: float = 0.0
+
+    @property
+    def is_pulled(self) -> bool:
+        return not self.parcels
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Machines that get a version by broadcast, and what they would be told if it fails."""
+
+    version: int
+    offers: dict[str, PublishWeights]
+    is_over: bool = False
 
 
 class Transfers:
     def __init__(self, world: Simulation) -> None:
         self._world = world
-        self._offered: list[SimMachine] = []  # a version, by the event at hand
-        self._num_pulling = 0
+        self._transfer = transfer = world.scenario.transfer
+        is_small = len(world.machines) <= FEW
+        self._swarm: Swarm = (
+            BucketSwarm(TRAINER, transfer.bucket_bytes) if is_small else FluidSwarm(TRAINER)
+        )
+        self._swarm.add_node(TRAINER, transfer.sender_bytes_per_s, math.inf)
+        for name in world.machines:
+            down = transfer.receiver_bytes_per_s
+            self._swarm.add_node(name, transfer.relay_bytes_per_s or down, down)
+        self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the event at hand
+        self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
+        self._group: _Group | None = None  # the newest
+        self._next_at = math.inf  # of the newest entry in the world's heap
+        self._is_planning = False  # there is another one, to find out about the next
 
-    def offer(self, machine: SimMachine, version: int) -> None:
-        if machine.loading == version:
-            return  # it is told of more sources
-        machine.loading = version
-        self._offered.append(machine)
+    def publish(self, version: int) -> None:
+        """The trainer holds it from now on, and how it differs from the one before; it says so."""
+        now, swarm, transfer = self._world.now, self._swarm, self._transfer
+        swarm.forget(version - VERSIONS_HELD)
+        swarm.hold(now, TRAINER, Parcel(version))
+        swarm.hold(now, TRAINER, Parcel(version, version - 1))
+        message = publication(version, transfer.num_bytes, transfer.delta_bytes)
+        self._world.feed(WeightsPublished(TRAINER, message))
+
+    def offer(self, machine: SimMachine, message: PublishWeights) -> None:
+        machine.loading = message.policy_version
+        self._offered.append((machine, message))
 
     def begin(self) -> None:
-        """All that were told of a version in one breath pull it together."""
+        """All that were told of a version in one breath begin together."""
         if not self._offered:
             return
-        world = self._world
-        machines, self._offered = self._offered, []
-        self._num_pulling += len(machines)
-        seconds = world.scenario.transfer.pull_s(self._num_pulling)
-        for machine in machines:
-            version = machine.loading
+        offered, self._offered = self._offered, []
+        group: dict[str, PublishWeights] = {}
+        for machine, message in offered:
+            inbound = self._inbound.get(machine.spec.name)
+            if inbound is not None and inbound.version == message.policy_version:
+                self._hear(inbound, message)
+                continue
             if not machine.engine.running:
-                machine.engine.hold(world.now, "weights")
-            world.at(world.now + seconds, self._loader(machine, version))
+                machine.engine.hold(self._world.now, "weights")
+            if self._takes_part(machine):
+                group[machine.spec.name] = message
+            self._begin(machine, message, is_broadcast=machine.spec.name in group)
+        if group:
+            self._broadcast(group)
+        self._plan()
 
-    def _loader(self, machine: SimMachine, version: int) -> Callable[[], None]:
-        incarnation = machine.incarnation
+    def lose(self, machine: SimMachine, missed_after_s: float) -> None:
+        """It is gone, and those who pull from it find out after a while."""
+        world, name = self._world, machine.spec.name
+        self._inbound.pop(name, None)
+        self._swarm.lose(world.now, name, missed_after_s)
+        group = self._group
+        if group is not None and not group.is_over and name in group.offers:
+            group.is_over = True
+            world.at(world.now + missed_after_s, lambda: self._break_up(group))
+        self._plan()
 
-        def pulled() -> None:
-            self._num_pulling -= 1
-            if machine.incarnation == incarnation:
-                self._load(machine, version)
+    def confirm(self, machine: SimMachine, version: int) -> WeightsReady:
+        """Its engine serves this version; what it says of that."""
+        name, now = machine.spec.name, self._world.now
+        inbound = self._inbound.pop(name, None) or _Inbound(machine, version, now)
+        self._swarm.end_pull(now, name)
+        self._swarm.hold(now, name, Parcel(version))
+        self._plan()
+        return WeightsReady(
+            version,
+            digest_of(version),
+            num_bytes=round(inbound.num_bytes),
+            pull_s=inbound.pull_s,
+            load_s=self._transfer.load_s,
+            peer_bytes=round(inbound.peer_bytes),
+            delta_bytes=round(inbound.delta_bytes),
+        )
 
-        return pulled
+    def end(self) -> None:
+        """What the trainer has sent to those who pulled."""
+        self._swarm.advance(self._world.now)
+        self._world.outcome.weights.trainer_bytes += self._swarm.sent[TRAINER]
 
-    def _load(self, machine: SimMachine, version: int) -> None:
-        """The engine stops for it; what it was at resumes under the new version."""
-        world = self._world
-        if not machine.present or machine.loading != version:
+    # Pull
+
+    def _begin(self, machine: SimMachine, message: PublishWeights, is_broadcast: bool) -> None:
+        name, version = machine.spec.name, message.policy_version
+        parcels = self._parcels(machine, message)
+        inbound = _Inbound(machine, version, self._world.now, parcels=parcels)
+        self._inbound[name] = inbound
+        if is_broadcast:
+            self._swarm.end_pull(self._world.now, name)
+        elif self._transfer.num_bytes:
+            self._hear(inbound, message)
+        else:
+            parcels.clear()
+            self._world.at(self._world.now, lambda: self._load(inbound))
+
+    def _parcels(self, machine: SimMachine, message: PublishWeights) -> deque[tuple[Parcel, float]]:
+        """The differences to what it holds or has begun to pull, else the whole version."""
+        whole = Parcel(message.policy_version), float(message.num_bytes)
+        chain = deque(
+            (Parcel(version_of(d.target), version_of(d.base)), float(d.num_bytes))
+            for d in message.deltas
+        )
+        if not chain:
+            return deque((whole,))
+        base = chain[0][0].base
+        if base == machine.serves:
+            return chain
+        left = self._swarm.left(self._world.now, machine.spec.name, Parcel(base))
+        if left is None or left + sum(size for _, size in chain) >= message.num_bytes:
+            return deque((whole,))
+        chain.appendleft((Parcel(base), float(message.num_bytes)))
+        return chain
+
+    def _hear(self, inbound: _Inbound, message: PublishWeights) -> None:
+        """Its sources; or more of them, while it pulls."""
+        sources = tuple(s.node for s in message.sources)
+        if not self._transfer.relays:
+            sources = tuple(s for s in sources if s == TRAINER) or (TRAINER,)
+        inbound.sources = tuple(dict.fromkeys((*inbound.sources, *sources)))
+        if not inbound.is_pulled and not self._is_in_group(inbound):
+            self._pull(inbound)
+
+    def _pull(self, inbound: _Inbound) -> None:
+        parcel, num_bytes = inbound.parcels[0]
+        name = inbound.machine.spec.name
+        self._swarm.pull(self._world.now, name, parcel, num_bytes, inbound.sources)
+
+    def _plan(self) -> None:
+        """After anything that changes who sends what, once for all that happens now."""
+        if not self._is_planning and self._transfer.num_bytes:
+            self._is_planning = True
+            self._world.at(self._world.now, self._plan_next)
+
+    def _plan_next(self) -> None:
+        self._is_planning = False
+        at = self._swarm.next_at()
+        if at < self._next_at:
+            self._next_at = at
+            self._world.at(at, self._advance)
+
+    def _advance(self) -> None:
+        now = self._world.now
+        if now < self._next_at:
+            return  # superseded
+        self._next_at = math.inf
+        for arrived in self._swarm.advance(now):
+            self._take(self._inbound[arrived.node], arrived)
+        self._plan()
+
+    def _take(self, inbound: _Inbound, arrived: Arrived) -> None:
+        inbound.parcels.popleft()
+        inbound.num_bytes += arrived.num_bytes
+        inbound.peer_bytes += arrived.peer_bytes
+        if arrived.parcel.is_delta:
+            inbound.delta_bytes += arrived.num_bytes
+        if inbound.parcels:
+            self._pull(inbound)
             return
+        inbound.pull_s = self._world.now - inbound.began_at
+        self._world.outcome.weights.add_pull(
+            inbound.pull_s, inbound.num_bytes, inbound.peer_bytes, inbound.delta_bytes
+        )
+        self._load(inbound)
+
+    def _load(self, inbound: _Inbound) -> None:
+        """The engine stops for it; what it was at resumes under the new version."""
+        world, machine = self._world, inbound.machine
+        if not self._is_wanted(inbound):
+            return
+        # Those who can have it from here need not wait until it is loaded.
+        self._swarm.hold(world.now, machine.spec.name, Parcel(inbound.version))
         deltas = machine.engine.give_up(world.now)
         chunk = machine.chunk(deltas) if deltas else None
         machine.engine.hold(world.now, "weights")
-        incarnation = machine.incarnation
-
-        def loaded() -> None:
-            is_same = machine.present and machine.incarnation == incarnation
-            if is_same and machine.loading == version:
-                world.confirm(machine, version)
-
-        world.at(world.now + world.scenario.transfer.load_s, loaded)
+        world.at(world.now + self._transfer.load_s, self._confirmer(inbound))
         if chunk is not None:
             world.feed(TokensArrived(machine.spec.name, chunk))
+
+    def _confirmer(self, inbound: _Inbound) -> Callable[[], None]:
+        def loaded() -> None:
+            if self._is_wanted(inbound):
+                self._world.confirm(inbound.machine, inbound.version)
+
+        return loaded
+
+    def _is_wanted(self, inbound: _Inbound) -> bool:
+        """Neither has the machine gone, nor is there a newer version on its way to it."""
+        return self._inbound.get(inbound.machine.spec.name) is inbound
+
+    # Broadcast
+
+    def _takes_part(self, machine: SimMachine) -> bool:
+        return (
+            self._transfer.broadcast_bytes_per_s > 0
+            and machine.serves >= 0
+            and machine.spec.kind != SPOT
+            and not (machine.engine.running or machine.engine.waiting)
+        )
+
+    def _is_in_group(self, inbound: _Inbound) -> bool:
+        group, name = self._group, inbound.machine.spec.name
+        return (
+            group is not None
+            and not group.is_over
+            and group.version == inbound.version
+            and name in group.offers
+        )
+
+    def _broadcast(self, offers: dict[str, PublishWeights]) -> None:
+        world, transfer = self._world, self._transfer
+        version = next(iter(offers.values())).policy_version
+        self._group = group = _Group(version, offers)
+        seconds = transfer.num_bytes / transfer.broadcast_bytes_per_s
+
+        def received() -> None:
+            if group.is_over:
+                return
+            group.is_over = True
+            for name in offers:
+                inbound = self._inbound.get(name)
+                if inbound is not None and inbound.version == version:
+                    inbound.parcels.clear()
+                    world.outcome.weights.add_broadcast(seconds)
+                    world.confirm(inbound.machine, version)
+
+        world.at(world.now + seconds, received)
+
+    def _break_up(self, group: _Group) -> None:
+        """Somebody in it was lost: all others pull."""
+        self._world.outcome.weights.num_broken += 1
+        for name, message in group.offers.items():
+            inbound = self._inbound.get(name)
+            if inbound is not None and inbound.version == group.version:
+                self._hear(inbound, message)
+        self._plan()

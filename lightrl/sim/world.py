@@ -37,7 +37,6 @@ from lightrl.core.events import (
     TimerFired,
     TokensArrived,
     WeightsConfirmed,
-    WeightsPublished,
 )
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, Response
@@ -51,7 +50,6 @@ from lightrl.messages import (
     ShardsTaken,
     StepDone,
     TrainShard,
-    WeightsReady,
 )
 from lightrl.sim.colocation import Colocation
 from lightrl.sim.deferred_rewards import DeferredRewards
@@ -59,7 +57,7 @@ from lightrl.sim.engine import Attempt
 from lightrl.sim.engine_profile import SimSpeculation
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine, new_machine
 from lightrl.sim.mechanism import Mechanism
-from lightrl.sim.messages import TRAINER, blank, digest_of, endpoint, hello, publication
+from lightrl.sim.messages import TRAINER, blank, endpoint, hello
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome, StepRecord
 from lightrl.sim.scenario import DEFAULT, Scenario, Switches
@@ -123,7 +121,6 @@ class World:
         self._prompt = blank(workload.prompt_tokens)
         self._trained_at = math.inf  # of the newest entry in the heap
         self._first_step: dict[str, int] = {}  # in which a response was generated
-        self._transfers = Transfers(self)
         self._finished = False
         self._has_history = False  # responses of an earlier epoch to draft from
         for spec in nodes:
@@ -132,6 +129,7 @@ class World:
         for event in trace:
             if event.node not in self.machines:
                 self._add_machine(NodeSpec(event.node, spot_slots, kind=SPOT))
+        self._transfers = Transfers(self)
         self._set_out(nodes, trace)
 
     def _add_machine(self, spec: NodeSpec) -> None:
@@ -147,7 +145,7 @@ class World:
     def _set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
         self.at(0.0, lambda: self.feed(NodeJoined(hello(TRAINER, 1, "trainer"))))
         self.at(0.0, lambda: self.feed(endpoint(TRAINER)))
-        self.at(0.0, lambda: self.feed(WeightsPublished(TRAINER, publication(0))))
+        self.at(0.0, lambda: self._transfers.publish(0))
         for spec in nodes:
             self.at(0.0, lambda name=spec.name: self.join(self.machines[name]))
         for event in trace:
@@ -160,6 +158,10 @@ class World:
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (max(when, self.now), next(self._order), act))
+
+    def _soon(self, seconds: float, act: Callable[[], None]) -> None:
+        """Before anything else that happens now, if it takes no time."""
+        self.at(self.now + seconds, act) if seconds else act()
 
     def run(self) -> Outcome:
         """Until the core says that the run is over. Raises SimError if nothing happens any more."""
@@ -179,6 +181,7 @@ class World:
             timers = 0
             self.now, _, act = heapq.heappop(heap)
             act()
+        self._transfers.end()
         self.observer.end()
         return self.outcome
 
@@ -245,8 +248,8 @@ class World:
                 for response, number in attempts:
                     if not self.deferred.goes_on(machine, response, number):
                         self.abort(machine, response, number)
-            case PublishWeights(version):
-                self._transfers.offer(machine, version)
+            case PublishWeights():
+                self._transfers.offer(machine, message)
             case Drain(_, reason):
                 todo.extend(self.leave(machine, reason))
             case _:
@@ -254,20 +257,15 @@ class World:
 
     def _generate(self, machine: SimMachine, message: Generate) -> None:
         responses = self.core.table.responses
-        limit, prompt_tokens = (
-            self.settings.max_response_tokens,
-            self.scenario.workload.prompt_tokens,
-        )
+        limit = self.settings.max_response_tokens
+        prompt_tokens = self.scenario.workload.prompt_tokens
         attempts: list[Attempt] = []
         for request in message.requests:
             response = responses[request.response]
             final = self.final_tokens(response, self._noise(response))
-            held, prompt = len(request.prefix) // 4, response.group.prompt.id
-            attempts.append(
-                Attempt(
-                    response.id, request.attempt, prompt, prompt_tokens, held, final, final >= limit
-                )
-            )
+            id, prompt, held = response.id, response.group.prompt.id, len(request.prefix) // 4
+            ends = final, final >= limit
+            attempts.append(Attempt(id, request.attempt, prompt, prompt_tokens, held, *ends))
         machine.engine.add(self.now, attempts)
         self._schedule(machine)
 
@@ -337,7 +335,12 @@ class World:
         step = self.trainer.finish(self.now)
         for mechanism in self.mechanisms:
             mechanism.step_trained()
-        self.feed(WeightsPublished(TRAINER, publication(step + 1)))
+        publish_s = self.scenario.transfer.publish_s
+        self.trainer.publish(self.now, publish_s)
+        self._soon(publish_s, lambda: self._step_done(step))
+
+    def _step_done(self, step: int) -> None:
+        self._transfers.publish(step + 1)
         self.feed(StepTrained(TRAINER, StepDone(step, step + 1, {})))
         self.plan_training()
 
@@ -345,7 +348,8 @@ class World:
         machine.loading, machine.serves = -1, version
         machine.engine.hold(self.now, None)
         machine.engine.idle_label = "idle"
-        self.feed(WeightsConfirmed(machine.spec.name, WeightsReady(version, digest_of(version))))
+        ready = self._transfers.confirm(machine, version)
+        self.feed(WeightsConfirmed(machine.spec.name, ready))
 
     # Membership
 
@@ -354,12 +358,9 @@ class World:
             return
         self.observer.fleet_changes(machine, 0 if machine.released else 1)
         machine.come(self.now)
-        self.feed(
-            NodeJoined(
-                hello(machine.spec.name, machine.incarnation, "rollout", machine.engine.slots)
-            )
-        )
-        self.feed(endpoint(machine.spec.name))
+        name = machine.spec.name
+        self.feed(NodeJoined(hello(name, machine.incarnation, "rollout", machine.engine.slots)))
+        self.feed(endpoint(name))
 
     def _boot(self, machine: SimMachine) -> None:
         """A machine of the trace is there; its engine starts."""
@@ -375,13 +376,14 @@ class World:
             return
         self.observer.fleet_changes(machine, -1)
         machine.go(self.now)
+        self._transfers.lose(machine, lost_after_s := self.scenario.transfer.lost_after_s)
         incarnation = machine.incarnation
 
         def missed() -> None:
             if machine.incarnation == incarnation:
                 self.feed(NodeLost(machine.spec.name, "connection lost"))
 
-        self.at(self.now + self.scenario.transfer.lost_after_s, missed)
+        self.at(self.now + lost_after_s, missed)
 
     def leave(self, machine: SimMachine, reason: str, released: bool = False) -> list[Event]:
         """What a node says that leaves in peace: its last tokens, then good-bye."""
@@ -392,4 +394,5 @@ class World:
         deltas = machine.engine.give_up(self.now)
         last = [TokensArrived(name, machine.chunk(deltas))] if deltas else []
         machine.go(self.now, released)
+        self._transfers.lose(machine, 0.0)
         return [NodeDraining(name, reason), *last, NodeLeft(name, reason, ok=True)]

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import assert_never
 
 from lightrl.config import Config
-from lightrl.emulation import arguments
+from lightrl.emulation import arguments, logprobs
 from lightrl.errors import ProtocolError, TrainerError
+from lightrl.messages import Canary
 from lightrl.system import files
 from lightrl.trainer.batch import trainable
 from lightrl.trainer.meeting import Meeting
@@ -32,6 +33,8 @@ from lightrl.trainer.protocol import (
     Accumulated,
     Cleared,
     ClearStep,
+    DeltaMade,
+    EncodeDelta,
     FinishStep,
     MicroBatch,
     Published,
@@ -49,9 +52,10 @@ from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, STEP_FILE, SavedStep, checkpoint_path, put_in_place
 from lightrl.trainer.seal import sealed
 from lightrl.weights.buffers import Buffers
+from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.write import TensorBytes, flatten
-from lightrl.wire import from_json, to_json
+from lightrl.wire import from_json, pack_f32, pack_i32, to_json
 
 STATE = Path("state", "digest")  # in a checkpoint
 TENSOR = "emulated.weight"  # no model has one of that name
@@ -91,8 +95,7 @@ class EmulatedRank:
         self._publish(start.start_step)
         if saved and self.file:
             saved.require_digest(self.file.digest, DTYPE)
-        published = Published(self.file) if self.file else None
-        self.started = RankStarted("emulated", time.monotonic() - begun, published)
+        self.started = RankStarted("emulated", time.monotonic() - begun, self._published())
 
     def perform(self, command: RankCommand) -> Iterator[RankEvent]:
         match command:
@@ -109,13 +112,16 @@ class EmulatedRank:
                 metrics = self._update(command)
                 begun = time.monotonic()
                 self._publish(command.policy_version)
-                if self.file:  # first of all: rollout nodes wait for it
-                    yield Published(self.file)
-                    metrics["weights/full_bytes"] = float(self.file.num_bytes)
+                if published := self._published():  # first of all: rollout nodes wait for it
+                    yield published
+                    metrics["weights/full_bytes"] = float(published.file.num_bytes)
                 publish_s = time.monotonic() - begun
                 metrics |= {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
                 self.step += 1
                 yield StepFinished(step, metrics)
+            case EncodeDelta(step):
+                self._expect(step, command)
+                yield DeltaMade()  # its weights are a digest: all of it is another one
             case Save(step, path):
                 self._expect(step, command)
                 problem = self._save(Path(path))
@@ -184,6 +190,15 @@ class EmulatedRank:
             draft = self._buffers.take(len(flat))
             os.pwrite(draft.descriptor, flat, 0)
             self.file = self._buffers.finish(draft, policy_version, manifest)
+
+    def _published(self) -> Published | None:
+        """On rank 0 the version with what engines are held against. Every vocabulary has token
+        0."""
+        if self.file is None or self.config.weights.canary == 0:
+            return Published(self.file) if self.file else None
+        text = arbitrary_text(1, self.config.max_model_length)
+        scored = pack_f32(logprobs(self.file.digest, text))
+        return Published(self.file, Canary(pack_i32(text), scored))
 
     def _save(self, path: Path) -> str:
         """Why there is no such checkpoint, on all ranks; "" if there is. Nothing can be

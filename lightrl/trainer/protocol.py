@@ -2,9 +2,9 @@
 
 Owns only the vocabulary. Must not import torch: the daemon imports this file.
 
-    daemon -> rank   StartRank Accumulate ClearStep FinishStep Save
-    rank -> daemon   RankStarted Accumulated Cleared Published StepFinished Saved SaveFailed
-                     RankFailed
+    daemon -> rank   StartRank Accumulate ClearStep FinishStep EncodeDelta Save
+    rank -> daemon   RankStarted Accumulated Cleared Published StepFinished DeltaMade Saved
+                     SaveFailed RankFailed
 
 All ranks get the same commands in the same order, so that their collectives line up.
 """
@@ -100,6 +100,15 @@ class FinishStep:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeDelta:
+    """Find the difference between the last two versions; answered by DeltaMade. Example:
+    EncodeDelta(5)."""
+
+    # of the newer one, which `step` updates have made
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """Write a checkpoint to the directory `path`, `step` updates being done; answered by Saved or
     SaveFailed.
@@ -113,7 +122,7 @@ class Save:
     export: bool = False
 
 
-RankCommand: TypeAlias = StartRank | Accumulate | ClearStep | FinishStep | Save
+RankCommand: TypeAlias = StartRank | Accumulate | ClearStep | FinishStep | EncodeDelta | Save
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +167,17 @@ class StepFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaMade:
+    """From rank 0 with the file, if the difference pays: it belongs to the daemon."""
+
+    # of the version before, and of the newer one
+    base: str = ""
+    target: str = ""
+    # has the digest of the difference itself
+    file: VersionFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """The checkpoint is complete and durable. Example: Saved("runs/a/checkpoints/step_5")."""
 
@@ -186,7 +206,15 @@ class RankFailed:
 
 
 RankEvent: TypeAlias = (
-    RankStarted | Accumulated | Cleared | Published | StepFinished | Saved | SaveFailed | RankFailed
+    RankStarted
+    | Accumulated
+    | Cleared
+    | Published
+    | StepFinished
+    | DeltaMade
+    | Saved
+    | SaveFailed
+    | RankFailed
 )
 
 RANK_COMMANDS: Codec[RankCommand] = Codec(RankCommand)

@@ -24,7 +24,7 @@ from lightrl.config import Config
 from lightrl.devices.cuda import Stopwatch, has_cuda, now
 from lightrl.errors import TrainerError
 from lightrl.model_files import weights_folder
-from lightrl.trainer import checkpoint, loss
+from lightrl.trainer import canary, checkpoint, loss
 from lightrl.trainer.group import join
 from lightrl.trainer.model import (
     Batch,
@@ -40,6 +40,8 @@ from lightrl.trainer.protocol import (
     Accumulated,
     Cleared,
     ClearStep,
+    DeltaMade,
+    EncodeDelta,
     FinishStep,
     MicroBatch,
     Published,
@@ -105,6 +107,8 @@ class Rank:
         if start.world > 1:
             join(start, self.device)
         self.policy = self._load(self.config.train.activation_checkpointing)
+        # Before a checkpoint is restored: the same for the whole run.
+        self._text = self._canary_text()
         self.reference = freeze(self._load(False)) if self.algorithm.kl_coef > 0 else None
         self.parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
         optim = self.config.train.optim
@@ -123,7 +127,7 @@ class Rank:
         if saved and self.file:
             saved.require_digest(self.file.digest, dtype_name(self.policy.served))
         self._publisher.allocate_second()
-        published = Published(self.file) if self.file else None
+        published = self._published()
         self.started = RankStarted(str(self.device), time.monotonic() - begun, published)
 
     def perform(self, command: RankCommand) -> Iterator[RankEvent]:
@@ -145,13 +149,16 @@ class Rank:
                 metrics = self._update(command)
                 begun = time.monotonic()
                 self._publish(command.policy_version)
-                if self.file:  # first of all: rollout nodes wait for it
-                    yield Published(self.file)
-                    metrics["weights/full_bytes"] = float(self.file.num_bytes)
+                if published := self._published():  # first of all: rollout nodes wait for it
+                    yield published
+                    metrics["weights/full_bytes"] = float(published.file.num_bytes)
                 publish_s = time.monotonic() - begun
                 metrics |= {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
                 self.step += 1
                 yield StepFinished(step, metrics)
+            case EncodeDelta(step):
+                self._expect(step, command)
+                yield self._publish_delta()
             case Save(step, path, export):
                 self._expect(step, command)
                 try:
@@ -316,6 +323,24 @@ class Rank:
         """All ranks write their shards of it; on rank 0 the file appears when all have."""
         self.policy_version = policy_version
         self.file = self._publisher.publish(policy_version, shards(self.policy))
+
+    def _publish_delta(self) -> DeltaMade:
+        made = self._publisher.publish_delta()
+        if made is None or self.file is None:
+            return DeltaMade()
+        base, delta = made
+        return DeltaMade(base.digest, self.file.digest, delta)
+
+    def _canary_text(self) -> list[int]:
+        """None for engines that run no model."""
+        if self.config.weights.canary == 0 or self.config.rollout.engine == "emulated":
+            return []
+        return canary.drawn_text(self.policy, self.config.max_model_length)
+
+    def _published(self) -> Published | None:
+        """The version with what engines are held against; none but on rank 0. A collective."""
+        known = canary.score(self.policy, self._text) if self._text else None
+        return Published(self.file, known) if self.file else None
 
     def _restore(self) -> SavedStep:
         """All that makes the next steps exact: no random number is drawn, rates follow from the

@@ -7,25 +7,29 @@ version the coordinator's.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from lightrl.errors import WeightsError
-from lightrl.messages import PublishWeights
+from lightrl.messages import DeltaOffer, PublishWeights
 from lightrl.system.child import LACKING, retry_on_resource_limit
 from lightrl.system.threads import in_thread
-from lightrl.trainer.protocol import Published
+from lightrl.trainer.protocol import DeltaMade, Published
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.serve import WeightServer
 
 logger = logging.getLogger(__name__)
 
+MAX_DELTAS = 8  # as many as the coordinator makes a chain of
 GRACE_S = 0.5  # for a bucket that a node is just being sent of a version that goes
 
 
 class ServedVersions:
     """At most two: the newest, and the one before until it is in the way. Files are the ranks', who
-    take no file again that the server reads."""
+    take no file again that the server reads. Differences between the last versions beside them,
+    whose files are removed here.
+    """
 
     def __init__(
         self, server: WeightServer, point_to: Callable[[VersionFile], None] | None = None
@@ -34,6 +38,7 @@ class ServedVersions:
         self._server = server
         self._point_to = point_to
         self._files: dict[int, VersionFile] = {}  # by version
+        self._deltas: list[VersionFile] = []  # oldest first
 
     async def serve(self, published: Published, portions: tuple[int, ...] = ()) -> PublishWeights:
         """The message that publishes this version. One that was computed again with the same result
@@ -52,6 +57,8 @@ class ServedVersions:
             publish = partial(self._publish, file)
             await retry_on_resource_limit(publish, f"serving version {version}", logger.warning)
             self._files[version] = file
+            for delta in self._deltas:  # for those whose tickets are for this version
+                self._server.publish(replace(delta, policy_version=version))
             await self._tell_this_machine(file)
         return _message(published, portions)
 
@@ -62,6 +69,32 @@ class ServedVersions:
             except OSError as e:
                 logger.warning("nodes of this machine pull version %d: %s", file.policy_version, e)
 
+    async def serve_delta(self, made: DeltaMade) -> DeltaOffer | None:
+        """What to say of it, if it leads to the newest version. It is served for as long as those
+        that follow on it are no larger together than a version."""
+        newest, file = self._files[max(self._files)], made.file
+        if file is None:
+            return None
+        known = next((delta for delta in self._deltas if delta.digest == file.digest), None)
+        if known is not None or made.target != newest.digest:
+            await in_thread(_remove, [file])
+            return _offer(made, known) if known is not None else None
+        try:
+            publish = partial(self._publish, file)
+            await retry_on_resource_limit(publish, "serving a difference", logger.warning)
+        except WeightsError as e:  # the version itself is served
+            logger.warning("%s", e)
+            await in_thread(_remove, [file])
+            return None
+        self._deltas.append(file)
+        gone: list[VersionFile] = []
+        while len(self._deltas) > MAX_DELTAS or _size(self._deltas) > newest.num_bytes:
+            gone.append(self._deltas.pop(0))
+            await self._server.retire(gone[-1].digest, GRACE_S)
+        if gone:
+            await in_thread(_remove, gone)
+        return _offer(made, file)
+
     async def make_room(self) -> None:
         """Only the newest version is served from now on: the ranks will need the other's file."""
         for version in sorted(self._files)[:-1]:
@@ -70,6 +103,9 @@ class ServedVersions:
     async def close(self) -> None:
         for version in list(self._files):
             await self._retire(version)
+        for delta in self._deltas:
+            await self._server.retire(delta.digest, 0.0)
+        self._deltas.clear()
 
     async def _retire(self, version: int) -> None:
         file = self._files.pop(version)
@@ -82,6 +118,22 @@ class ServedVersions:
         except WeightsError as e:
             lacks = isinstance(e.__cause__, OSError) and e.__cause__.errno in LACKING
             raise (e.__cause__ if lacks and e.__cause__ else e) from None
+
+
+def _size(files: list[VersionFile]) -> int:
+    return sum(file.num_bytes for file in files)
+
+
+def _remove(files: list[VersionFile]) -> None:
+    """Frees memory, which takes a while."""
+    for file in files:
+        for path in (file.path, file.manifest_path):
+            Path(path).unlink(missing_ok=True)
+
+
+def _offer(made: DeltaMade, file: VersionFile) -> DeltaOffer:
+    manifest_bytes = Path(file.manifest_path).stat().st_size
+    return DeltaOffer(made.base, made.target, file.digest, manifest_bytes, file.num_bytes)
 
 
 def _message(published: Published, portions: tuple[int, ...]) -> PublishWeights:

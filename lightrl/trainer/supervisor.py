@@ -12,13 +12,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightrl.config import Config
 from lightrl.errors import TrainerError
-from lightrl.log import reporter
 from lightrl.messages import (
     Checkpointed,
     Message,
@@ -29,14 +28,14 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.state_machine import next_state
-from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.system.threads import in_thread
 from lightrl.trainer.advantage import train_samples
 from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.protocol import (
     Cleared,
     ClearStep,
+    DeltaMade,
+    EncodeDelta,
     FinishStep,
     Published,
     RankStarted,
@@ -47,20 +46,11 @@ from lightrl.trainer.protocol import (
     TrainSample,
 )
 from lightrl.trainer.rank_processes import Ranks, RanksLost
-from lightrl.trainer.saved import (
-    CHECKPOINTS,
-    checkpoint_path,
-    newest_sound,
-    oldest_kept,
-    step_of,
-    tidy,
-)
-from lightrl.trainer.seal import damage
+from lightrl.trainer.saved import CHECKPOINTS, checkpoint_path, oldest_kept
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
+from lightrl.trainer.start_point import where_to_start
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
 
 logger = logging.getLogger(__name__)
 
@@ -76,17 +66,17 @@ class Trainer:
         config: Config,
         run_dir: Path,
         scratch: Path,
-        server: WeightServer,
+        versions: ServedVersions,
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
         gpus: tuple[str, ...] = (),
-        point_to: Callable[[VersionFile], None] | None = None,
     ) -> None:
-        """`server`: this daemon's, which is running; `send` reaches the coordinator.
+        """`versions` are served by this daemon's server, which is running. `send` reaches the
+        coordinator.
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be
         told that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if
-        it is settled. `point_to`: see ServedVersions.
+        it is settled.
         """
         self._config = config
         self._run_dir = run_dir
@@ -94,7 +84,7 @@ class Trainer:
         self._gpus = gpus
         self._send = send
         self._on_restart = on_restart
-        self._versions = ServedVersions(server, point_to)
+        self._versions = versions
         self.device = ""
         self._state = TrainerState.STARTING
         # asked for once, in any state, and never taken back: no state of its own
@@ -178,26 +168,7 @@ class Trainer:
         return step
 
     async def _where_to_start(self) -> int:
-        """Steps done in the newest checkpoint that is as it was saved; 0 if there is none: in the
-        model.
-
-        Raises TrainerError if it cannot be told: one that cannot be read may be sound.
-        """
-        find = partial(damage, is_wanted=lambda: not self._is_stopping)
-
-        def look() -> Path | None:
-            tidy(self._checkpoints)  # of many gigabytes, maybe
-            return newest_sound(self._checkpoints, find, reporter(logger))
-
-        try:
-            looking = partial(in_thread, look)
-            path = await retry_on_resource_limit(looking, "the trainer", logger.warning)
-        except OSError as e:
-            where = e.filename or self._checkpoints
-            raise TrainerError(
-                f"{where}: cannot look for a checkpoint: {e.strerror or e}"
-            ) from None
-        return 0 if path is None else step_of(path)
+        return await where_to_start(self._checkpoints, lambda: not self._is_stopping)
 
     async def _live(self, step: int) -> None:
         """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly
@@ -344,6 +315,20 @@ class Trainer:
         self._move(TrainerEvent.UPDATE_ENDED)
         if was_welcomed:
             self._announce()
+        if self._config.weights.delta == "auto" and not self.all_steps_done:
+            await self._offer_delta(ranks)
+
+    async def _offer_delta(self, ranks: Ranks) -> None:
+        """The version is known: what is said now saves those bytes who are not far with it. The
+        ranks find the difference before they compute again, which takes about as long as publishing
+        did; most often there is nothing to be computed yet.
+        """
+        ranks.tell(EncodeDelta(self._done))
+        made, *_ = await ranks.replies(DeltaMade)
+        offer = await self._versions.serve_delta(made)
+        if offer is not None and self._standing is not None:
+            self._standing = replace(self._standing, deltas=(offer,))
+            self._say(self._standing)
 
     async def _save(self, ranks: Ranks) -> str:
         """A checkpoint of the steps done. Returns why there is none, in one line; "" when it is

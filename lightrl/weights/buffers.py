@@ -22,6 +22,10 @@ from pathlib import Path
 from lightrl.weights.manifest import VersionFile, digest_version
 from lightrl.weights.write import manifest_path
 
+# So often in a row a file may be too many before it goes: engines on this machine that read the
+# version before the last, now and then, need it.
+SPARED = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -45,18 +49,28 @@ class Buffers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._newest: Path | None = None  # published last: it may not have found its reader yet
+        self._num_spared = 0  # in a row: so often there was a file too many
 
     def take(self, size: int) -> Draft:
         """A file of `size` bytes that nobody reads. Raises OSError, with its name, if there is no
         room for another one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         taken: Draft | None = None
+        spare: list[Path] = []
         for path, descriptor in self._unread():
-            if taken is None and os.fstat(descriptor).st_size == size:
+            fits = os.fstat(descriptor).st_size == size
+            if taken is None and fits:
                 taken = self._as_draft(path, descriptor)
-            else:  # what was made when others were read is not needed any more
+                continue
+            os.close(descriptor)
+            if fits:
+                spare.append(path)
+            else:
                 _remove(path)
-                os.close(descriptor)
+        self._num_spared = self._num_spared + 1 if spare else 0
+        if self._num_spared > SPARED:  # what was made when others were read is not needed any more
+            for path in spare:
+                _remove(path)
         return taken or self._new(size)
 
     def keys(self) -> set[int]:

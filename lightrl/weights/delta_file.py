@@ -1,10 +1,13 @@
-"""The difference between two versions as a file, its manifest, and what both are proved by.
+"""The difference between two versions as a file: what is in it, and how it is read.
 
-A delta file holds the encoded buckets (`delta.py`) back to back, in order; where each begins
-follows from the sizes in the manifest. Ranks may encode shares of the buckets, nodes apply single
-buckets as they come; whole files are for those that have both versions, or the delta, complete. The
-digests of the target's manifest prove the result, whatever base and delta were. Must not import
-torch.
+A delta travels as an ordinary version with one tensor (`TENSOR`), whose manifest proves it as it
+proves any other, so that it is pulled, resumed and relayed like one. Its file is
+
+    length of the manifest (8 bytes, little-endian), DeltaManifest, encoded buckets (`delta.py`)
+
+The DeltaManifest says which versions they lie between; where each bucket begins follows from the
+sizes. Ranks may encode shares of the buckets, nodes apply them in any order; the digests of the
+target's manifest prove the result, whatever base and delta were. Must not import torch.
 """
 
 import mmap
@@ -15,27 +18,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
-from threading import local
-from typing import Annotated, BinaryIO, TypeVar
+from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.messages import MAX_BUCKETS, Count, Word
+from lightrl.messages import MAX_BUCKETS, Count, DeltaOffer, Word
 from lightrl.weights.delta import OVERHEAD_BYTES, Bytes, Runs, apply_bucket, encode_bucket
 from lightrl.weights.layout import (
-    BUCKET_BYTES,
     MAX_BYTES,
     TensorSpec,
     bucket_range,
     num_buckets,
     num_bytes,
+    plan,
 )
-from lightrl.weights.manifest import DIGEST_BYTES, Manifest, digest_version, hash_bucket
+from lightrl.weights.manifest import Manifest, VersionFile, digest_version, encode, hash_bucket
+from lightrl.weights.write import manifest_path
 from lightrl.wire import from_bytes, to_bytes
 
+TENSOR = "delta"  # the one tensor of the file, "uint8"
+LENGTH_BYTES = 8
 PAYS_BELOW = 0.5  # of the version's bytes; a larger delta is not worth its work
 PROBES = 64  # slices that are encoded first, to see whether the whole may pay
 PROBE_BYTES = 64 << 10
@@ -47,7 +52,7 @@ T = TypeVar("T")
 class DeltaManifest:
     """What makes the version `target` of the version `base`, bucket by bucket.
 
-    Example: DeltaManifest("9f3a...", "a01c...", 2112512, sizes=(310,), digests=<32 bytes>)
+    Example: DeltaManifest("9f3a...", "a01c...", version_bytes=2112512, sizes=(310,))
     """
 
     # digests of the versions, hex
@@ -57,60 +62,97 @@ class DeltaManifest:
     version_bytes: Count
     # bytes of each encoded bucket; 0 = unchanged
     sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_BUCKETS)]
-    # DIGEST_BYTES for each encoded bucket, in order
-    digests: Annotated[bytes, Meta(max_length=MAX_BUCKETS * DIGEST_BYTES)]
 
     @property
     def num_bytes(self) -> int:
-        """Of the delta's file."""
+        """Of the encoded buckets."""
         return sum(self.sizes)
-
-    @property
-    def offsets(self) -> list[int]:
-        """Where each encoded bucket begins in the delta's file."""
-        return [0, *accumulate(self.sizes)][:-1]
-
-    def digest_of(self, bucket: int) -> bytes:
-        return self.digests[bucket * DIGEST_BYTES : (bucket + 1) * DIGEST_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaFile:
-    """A delta that is complete on this machine, and where."""
+class PackedDelta:
+    """A delta's file, open. `bucket(i)` are views into the mapped file."""
 
     manifest: DeltaManifest
-    path: Path
+    data: memoryview
+    # where each bucket begins in `data`, and where the last one ends
+    offsets: tuple[int, ...]
+
+    def bucket(self, index: int) -> memoryview:
+        return self.data[self.offsets[index] : self.offsets[index + 1]]
 
 
-def encode(manifest: DeltaManifest) -> bytes:
-    """The same bytes for equal manifests; `digest_version` of them is the delta's digest."""
-    return to_bytes(manifest)
+def pack(
+    out: Path, policy_version: int, manifest: DeltaManifest, parts: Iterable[Bytes]
+) -> VersionFile:
+    """Writes a delta's file to `out`, and beside it the manifest with which it travels: `parts` are
+    the encoded buckets, in order. To be offered by `offer_of`.
+
+    Raises OSError; then there is no file.
+    """
+    with _removed_on_failure(out):
+        with out.open("wb") as file:
+            file.writelines((header(manifest), *parts))
+        return seal(out, policy_version)
 
 
-def decode(encoded: bytes, digest: str) -> DeltaManifest:
-    """The manifest of the delta with this digest. Raises WeightsError if it is that of another one,
-    or none that a trainer could have made."""
-    if digest_version(encoded) != digest:
-        raise WeightsError("the delta's manifest has another digest than was said")
+def seal(path: Path, policy_version: int) -> VersionFile:
+    """Writes the manifest with which a delta travels beside its file, which is complete: for ranks
+    that wrote their parts to their places, behind `header`. Reads all of it. Raises OSError."""
+    size = path.stat().st_size
+    data = _mapped(path, size)
+    slices = [bucket_range(i, size) for i in range(num_buckets(size))]
+    digests = b"".join(hash_bucket(data[start:end]) for start, end in slices)
+    encoded = encode(Manifest(plan([(TENSOR, "uint8", (size,))]), size, digests))
+    beside = manifest_path(path)
+    beside.write_bytes(encoded)
+    return VersionFile(policy_version, digest_version(encoded), size, str(path), str(beside))
+
+
+def header(manifest: DeltaManifest) -> bytes:
+    """What a delta's file begins with; the encoded buckets follow."""
+    encoded = to_bytes(manifest)
+    return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
+
+
+def offer_of(file: VersionFile, manifest: DeltaManifest) -> DeltaOffer:
+    """How nodes are told of a delta that `pack` has written."""
+    size = os.stat(file.manifest_path).st_size
+    return DeltaOffer(manifest.base, manifest.target, file.digest, size, file.num_bytes)
+
+
+def open_packed(path: Path, size: int) -> PackedDelta:
+    """A delta's file of `size` bytes, mapped; given back with the last view of it.
+
+    Raises WeightsError for what no trainer could have made, before memory of a size that it states
+    is taken; OSError. What is encoded in it is `apply_bucket`'s to check, which version it leads
+    to its caller's.
+    """
+    data = _mapped(path, size)
+    length = int.from_bytes(data[:LENGTH_BYTES], "little")
+    begin = LENGTH_BYTES + length
+    if size < LENGTH_BYTES or begin > size:
+        raise WeightsError(f"a delta of {size} bytes with a manifest of {length}")
     try:
-        manifest = from_bytes(encoded, DeltaManifest)
+        manifest = from_bytes(bytes(data[LENGTH_BYTES:begin]), DeltaManifest)
     except ProtocolError as e:
         raise WeightsError(f"the delta's manifest cannot be read: {e}") from None
-    size = manifest.version_bytes
-    count = len(manifest.sizes)
+    _check(manifest)
+    if manifest.num_bytes != size - begin:
+        raise WeightsError(f"a delta with {size - begin} bytes for {manifest.num_bytes}")
+    return PackedDelta(manifest, data, tuple(accumulate(manifest.sizes, initial=begin)))
+
+
+def _check(manifest: DeltaManifest) -> None:
+    size, count = manifest.version_bytes, len(manifest.sizes)
     if not 0 < size <= MAX_BYTES or count != num_buckets(size):
         raise WeightsError(f"a delta of {count} buckets for a version of {size} bytes")
-    if len(manifest.digests) != DIGEST_BYTES * count:
-        raise WeightsError(
-            f"a delta with {len(manifest.digests)} bytes of digests for {count} buckets"
-        )
     for i, encoded_bytes in enumerate(manifest.sizes):
         start, end = bucket_range(i, size)
         if encoded_bytes > end - start + OVERHEAD_BYTES:
             raise WeightsError(
                 f"a delta of {encoded_bytes} bytes for bucket {i} of {end - start} bytes"
             )
-    return manifest
 
 
 def element_runs(tensors: Sequence[TensorSpec], start: int, end: int) -> Runs:
@@ -157,76 +199,31 @@ def pays(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) ->
 
 
 def write_delta(
-    base: Path,
-    target: Path,
-    digests: tuple[str, str],
+    base: VersionFile,
+    target: VersionFile,
     tensors: tuple[TensorSpec, ...],
     out: Path,
     threads: int,
-) -> DeltaManifest | None:
-    """Writes to `out` what makes the version in `target` of the one in `base`, which have these
-    `digests`.
+) -> tuple[VersionFile, DeltaManifest] | None:
+    """Writes to `out` what makes `target` of `base`, which both have these tensors: for one process
+    that has both.
 
     None, and no file, as soon as it is clear that it does not pay (PAYS_BELOW). Raises
-    WeightsError if a file is not such a version, OSError; then there is no file, either.
+    WeightsError if a file is not of that size, OSError; then there is no file, either.
     """
     size = num_bytes(tensors)
-    before, after = _mapped(base, size), _mapped(target, size)
+    before, after = _mapped(Path(base.path), size), _mapped(Path(target.path), size)
     if not pays(before, after, tensors):
         return None
-    sizes: list[int] = []
-    proofs: list[bytes] = []
+    parts: list[bytes] = []
     total = 0
-    with _removed_on_failure(out), out.open("wb") as file:
-        for data in encode_buckets(before, after, tensors, range(num_buckets(size)), threads):
-            total += len(data)
-            if total > PAYS_BELOW * size:
-                break
-            file.write(data)
-            sizes.append(len(data))
-            proofs.append(hash_bucket(data))
-    if total > PAYS_BELOW * size:
-        out.unlink()
-        return None
-    return DeltaManifest(*digests, size, tuple(sizes), b"".join(proofs))
-
-
-def apply_delta(
-    base: Path, deltas: Sequence[DeltaFile], target: Manifest, out: Path, threads: int
-) -> None:
-    """Writes to `out` the version with the manifest `target`, from `base` and a chain of deltas,
-    oldest first. Every bucket is proved by the target's digests.
-
-    Raises WeightsError if a delta or the result is not what it should be, OSError; then there is no
-    file.
-    """
-    check_chain([d.manifest for d in deltas], target)
-    encoded = [_mapped(d.path, d.manifest.num_bytes) for d in deltas]
-    offsets = [d.manifest.offsets for d in deltas]
-    scratch = local()
-
-    def apply_one(index: int) -> None:
-        start, end = bucket_range(index, target.num_bytes)
-        if not hasattr(scratch, "bucket"):
-            scratch.bucket = bytearray(BUCKET_BYTES)
-        new = memoryview(scratch.bucket)[: end - start]
-        parts: list[Bytes] = []
-        for delta, data, at in zip(deltas, encoded, offsets, strict=True):
-            part = data[at[index] : at[index] + delta.manifest.sizes[index]]
-            if hash_bucket(part) != delta.manifest.digest_of(index):
-                raise WeightsError(f"{delta.path}: bucket {index}: digest differs")
-            parts.append(part)
-        _read_at(source.fileno(), new, start)
-        patch_bucket(new, parts, new, target.digest_of(index), index)
-        _write_at(file, new, start)
-
-    with _opened(base, target.num_bytes) as source, _removed_on_failure(out):
-        file = os.open(out, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        try:
-            for _ in _in_order(apply_one, range(target.num_buckets), threads):
-                pass
-        finally:
-            os.close(file)
+    for data in encode_buckets(before, after, tensors, range(num_buckets(size)), threads):
+        total += len(data)
+        if total > PAYS_BELOW * size:
+            return None
+        parts.append(data)
+    manifest = DeltaManifest(base.digest, target.digest, size, tuple(map(len, parts)))
+    return pack(out, target.policy_version, manifest, parts), manifest
 
 
 def patch_bucket(
@@ -241,19 +238,20 @@ def patch_bucket(
         raise WeightsError(f"bucket {bucket}, patched: digest differs")
 
 
-def check_chain(chain: Sequence[DeltaManifest], target: Manifest) -> None:
-    """Raises WeightsError unless each delta follows on the one before, and all are of versions of
-    the target's size."""
-    for older, newer in pairwise(chain):
-        if older.target != newer.base:
-            raise WeightsError(
-                f"a delta to {older.target[:12]} is followed by one from {newer.base[:12]}"
-            )
+def check_chain(chain: Sequence[DeltaManifest], base: str, target: str, size: int) -> None:
+    """Raises WeightsError unless these deltas, oldest first, lead from `base` to `target` over
+    versions of `size` bytes."""
+    at = base
     for delta in chain:
-        if delta.version_bytes != target.num_bytes:
+        if delta.base != at:
+            raise WeightsError(f"a delta to {at[:12]} is followed by one from {delta.base[:12]}")
+        if delta.version_bytes != size:
             raise WeightsError(
-                f"a delta of versions of {delta.version_bytes} bytes for one of {target.num_bytes}"
+                f"a delta of versions of {delta.version_bytes} bytes for one of {size}"
             )
+        at = delta.target
+    if at != target:
+        raise WeightsError(f"deltas that lead to {at[:12]}, not to {target[:12]}")
 
 
 def _encode_slice(
@@ -263,18 +261,12 @@ def _encode_slice(
     return encode_bucket(base[start:end], target[start:end], runs)
 
 
-def _opened(path: Path, size: int) -> BinaryIO:
-    file = path.open("rb")
-    found = os.fstat(file.fileno()).st_size
-    if found != size:
-        file.close()
-        raise WeightsError(f"{path}: has {found} bytes, not {size}")
-    return file
-
-
 def _mapped(path: Path, size: int) -> memoryview:
     """A file of this size, to be read. Given back with the last view of it."""
-    with _opened(path, size) as file:
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise WeightsError(f"{path}: has {found} bytes, not {size}")
         if not size:
             return memoryview(b"")
         return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
@@ -295,21 +287,6 @@ def _in_order(work: Callable[[int], T], items: Iterable[int], threads: int) -> I
         finally:
             for future in pending:
                 future.cancel()
-
-
-def _read_at(file: int, out: memoryview, offset: int) -> None:
-    """Into memory that is warm already: a new mapping would cost a fault for each page."""
-    while out:
-        count = os.preadv(file, [out], offset)
-        if not count:
-            raise WeightsError(f"a version ends at byte {offset}")
-        out, offset = out[count:], offset + count
-
-
-def _write_at(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
 
 
 @contextmanager

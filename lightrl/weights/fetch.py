@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -71,6 +72,8 @@ class Fetch:
         self._begun: dict[int, _Begun] = {}
         self._num_missing = swarm.num_buckets
         self._is_over = False
+        self._is_on_hold = False
+        self._num_filling = 0  # buckets
         self._manifest: Provable | None = None
         self._file = -1
         self._leftovers: deque[int] = deque()  # buckets that may be right already
@@ -107,6 +110,9 @@ class Fetch:
 
     def close(self) -> None:
         """When no stream runs any more."""
+        with self.lock:
+            while self._num_filling:
+                self.lock.wait()
         for sockets in self._idle.values():
             for sock in sockets:
                 sock.close()
@@ -114,6 +120,52 @@ class Fetch:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def hold(self, *, is_on_hold: bool) -> None:
+        """While on hold nothing is asked of anybody, and what was under way is left: buckets come
+        from `take_bucket` and `put_bucket`."""
+        self.note_progress()
+        with self.lock:
+            self._is_on_hold = is_on_hold
+            for transfer, sock in self._transfers.items():
+                transfer.is_left |= is_on_hold
+                if is_on_hold:
+                    _shut(sock)
+            self.lock.notify_all()
+
+    def take_bucket(self, buckets: int, lacking: Set[int]) -> int | None:
+        """One of these (bits) that is missing, but none of `lacking`, while on hold; None: no more.
+        `put_bucket` must follow."""
+        with self.lock:
+            while not self._is_over and (self._transfers or self._leftovers):
+                self.lock.wait(_TICK_S)
+            found = self.swarm.todo & buckets & ~sum(1 << bucket for bucket in lacking)
+            if self._is_over or not found:
+                return None
+            self._num_filling += 1
+            self.swarm.todo ^= found & -found
+            return (found & -found).bit_length() - 1
+
+    def size_of(self, bucket: int) -> int:
+        start, end = bucket_range(bucket, self._num_bytes)
+        return end - start
+
+    def put_bucket(self, bucket: int, data: memoryview | None) -> None:
+        """The bucket that was taken, proved; None = it has to be pulled. Raises WeightsError."""
+        is_whole = False
+        try:
+            if data is not None:
+                self._write(data, bucket_range(bucket, self._num_bytes)[0])
+                is_whole = True
+        finally:
+            with self.lock:
+                self._num_filling -= 1
+                if not is_whole:
+                    self.swarm.todo |= 1 << bucket
+                self._count(bucket, is_whole)
+                self.lock.notify_all()
+        if is_whole and self._partial is not None:
+            self._partial.proved(bucket)
 
     def look_after(self) -> None:
         """Now and then: takes from slow sources what they owe, ends what has waited too long."""
@@ -171,6 +223,8 @@ class Fetch:
             return idle.pop() if idle else None
 
     def _why_hopeless(self, now: float) -> str:
+        if self._is_on_hold:
+            return ""
         sources = self.swarm.sources
         last = f"; last {self.trouble}" if self.trouble else ""
         if sources and all(s.is_lost for s in sources) and not self._transfers:
@@ -186,7 +240,7 @@ class Fetch:
                 if self._is_over:
                     return None
                 now = time.monotonic()
-                if (chosen := self.swarm.choose(now)) is not None:
+                if not self._is_on_hold and (chosen := self.swarm.choose(now)) is not None:
                     break
                 self.lock.wait(_TICK_S)
             source, bucket = chosen
@@ -247,6 +301,8 @@ class Fetch:
             try:
                 with self.lock:
                     self._transfers[transfer] = sock
+                    if transfer.is_left:
+                        raise TimeoutError
                 sign = self._ask_on(sock, transfer)
             except (OSError, EOFError):
                 sock.close()

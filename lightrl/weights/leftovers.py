@@ -30,13 +30,14 @@ def open_partial(path: Path, size: int) -> tuple[int, list[int]]:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(file, size)
-        return file, _written(file, size)
+        return file, written_buckets(file, size)
     except BaseException:
         os.close(file)
         raise
 
 
-def _written(file: int, size: int) -> list[int]:
+def written_buckets(file: int, size: int) -> list[int]:
+    """Those of which something was written."""
     found, position = list[int](), 0
     while position < size:
         try:

@@ -31,6 +31,7 @@ from lightrl.weights.layout import (
     plan,
 )
 from lightrl.weights.manifest import DIGEST_BYTES, Manifest, VersionFile, encode, hash_bucket
+from lightrl.weights.publish_delta import DeltaWriter
 from lightrl.weights.tensors import dtype_name
 
 # So many times the ranks say how far they are, unless the version is so small that each would have
@@ -78,6 +79,9 @@ class Publisher:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         num_threads = max(1, min(MAX_THREADS, (cores or 1) // world))
         self._threads = ThreadPoolExecutor(num_threads, "weights-publish")
+        self._deltas = DeltaWriter(buffers.folder, rank, world, num_threads)
+        # the last two that were published: their keys, and on rank 0 their files
+        self._published: list[tuple[int, VersionFile | None]] = []
         self._mapped: dict[int, Tensor] = {}  # uint8, by the key of the file
         self._specs: tuple[TensorSpec, ...] = ()
 
@@ -93,16 +97,29 @@ class Publisher:
         size = num_bytes(self._specs)
         draft = self._buffers.take(size) if self._rank == 0 else None
         try:
-            file = self._map(draft, size)
-            digests = self._write(file, shards)
+            key = self._map(draft, size)
+            digests = self._write(self._mapped[key], shards)
         except BaseException:
             if draft is not None:
                 self._buffers.give_back(draft)
             raise
-        if draft is None:
+        file: VersionFile | None = None
+        if draft is not None:
+            encoded = encode(Manifest(self._specs, size, digests))
+            file = self._buffers.finish(draft, policy_version, encoded)
+        self._published = [*self._published[-1:], (key, file)]
+        return file
+
+    def publish_delta(self) -> tuple[VersionFile, VersionFile] | None:
+        """On rank 0, if it pays: the version before the last, and what makes the last one of it,
+        which is the caller's file."""
+        if len(self._published) < 2:
             return None
-        encoded = encode(Manifest(self._specs, size, digests))
-        return self._buffers.finish(draft, policy_version, encoded)
+        (base, old), (target, new) = self._published
+        views = [memoryview(_array(self._mapped[key])) for key in (base, target)]
+        files = (old, new) if old and new else None
+        delta = self._deltas.write(views[0], views[1], self._specs, files)
+        return (old, delta) if old and delta else None
 
     def allocate_second(self) -> None:
         """The next version's file, after the first version, so that the first step need not.
@@ -123,21 +140,19 @@ class Publisher:
         self._threads.shutdown()
         self._mapped.clear()
 
-    def _map(self, draft: Draft | None, size: int) -> Tensor:
-        """The file that rank 0 has taken, mapped; nothing if it has none."""
+    def _map(self, draft: Draft | None, size: int) -> int:
+        """The key of the file that rank 0 has taken, now mapped; -1 if it has none."""
         chosen = torch.tensor(-1 if draft is None else draft.key)
         if self._world > 1:
             dist.broadcast(chosen, 0)
         key = int(chosen)
         self._forget_removed()
-        if key < 0:
-            return torch.empty(0, dtype=torch.uint8)
-        if key not in self._mapped:
+        if key >= 0 and key not in self._mapped:
             with draft_path(self._buffers.folder, key).open("r+b") as file:
                 mapped = mmap.mmap(file.fileno(), size)
             self._touch(mapped)
             self._mapped[key] = torch.frombuffer(mapped, dtype=torch.uint8)
-        return self._mapped[key]
+        return key
 
     def _forget_removed(self) -> None:
         """The memory of a file that is gone is there until the last rank gives it back, which takes
@@ -254,9 +269,13 @@ def _copy(file: Tensor, pieces: list[_Piece]) -> None:
 
 def _hash(file: Tensor, bucket: int, digests: bytearray) -> None:
     start, end = bucket_range(bucket, len(file))
-    data: Any = file[start:end].numpy()
     place = bucket * DIGEST_BYTES
-    digests[place : place + DIGEST_BYTES] = hash_bucket(memoryview(data))
+    digests[place : place + DIGEST_BYTES] = hash_bucket(memoryview(_array(file[start:end])))
+
+
+def _array(data: Tensor) -> Any:
+    """Something that has a buffer of the same bytes."""
+    return data.numpy()
 
 
 def _finish(futures: list[Future[None]]) -> None:

@@ -19,7 +19,9 @@ from pathlib import Path
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.messages import MAX_SOURCES, WeightsProgress, WeightsSource
 from lightrl.system.addresses import split_address
+from lightrl.system.threads import in_thread
 from lightrl.weights.fetch import Fetch
+from lightrl.weights.fill import Make, fill
 from lightrl.weights.follow import Follower
 from lightrl.weights.layout import MAX_BYTES, num_buckets
 from lightrl.weights.leftovers import open_partial
@@ -40,6 +42,7 @@ __all__ = ["Pull", "PullStats", "Wanted", "WeightServer", "parse_address", "part
 SPARE_BYTES = 64 << 20  # of disk, left for others
 TICK_S = 0.1  # sources are looked after so often
 PROGRESS_S = 0.25
+RATED_AFTER_S = 0.1
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -128,6 +131,39 @@ class Pull:
         self._is_running = False
         self._manifest: Manifest | None = None
         self._progress_due = 0.0
+        self._begun_at = time.monotonic()
+        self._is_open = asyncio.Event()
+
+    @property
+    def missing_bytes(self) -> int:
+        """That are not proved yet."""
+        return self._wanted.num_bytes - self._fetch.proved_bytes
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s that have come so far; 0 while it is too early to say."""
+        seconds = time.monotonic() - self._begun_at
+        return self._fetch.received.total() / seconds if seconds >= RATED_AFTER_S else 0.0
+
+    async def opened(self) -> Manifest:
+        """As soon as `fill` may be called."""
+        await self._is_open.wait()
+        return self.manifest
+
+    def hold(self, *, is_on_hold: bool = True) -> None:
+        """While on hold it asks nobody for anything, but serves what it has and waits as long as it
+        takes: somebody is about to `fill` it."""
+        self._fetch.hold(is_on_hold=is_on_hold)
+
+    async def fill(self, make: Make, buckets: int) -> int:
+        """While on hold: has these buckets (bits) made by `make(bucket, out)`, in threads, as far
+        as they are missing; the others are pulled. Returns the bytes that were made and proved.
+        Raises what `make` raises, but WeightsError also for a disk that is full."""
+        working = asyncio.ensure_future(in_thread(fill, self._fetch, make, buckets))
+        try:
+            return await asyncio.shield(working)
+        finally:
+            await asyncio.wait({working})  # it uses what belongs to the caller
 
     @property
     def file(self) -> VersionFile:
@@ -137,7 +173,7 @@ class Pull:
 
     @property
     def manifest(self) -> Manifest:
-        """Proved. Once `run` has returned."""
+        """Proved. Once `run` has returned, or `opened`."""
         assert self._manifest is not None
         return self._manifest
 
@@ -177,6 +213,7 @@ class Pull:
         start = time.monotonic()
         self._require_space()
         self._is_running = True
+        self._begun_at = start
         self._fetch.note_progress()
         self._follow()
         work = asyncio.get_running_loop().create_task(self._work())
@@ -213,6 +250,7 @@ class Pull:
                 partial = self._server.serve_partial(growing)
         finally:
             self._fetch.open(manifest, file, written, partial)
+            self._is_open.set()
         await self._run_streams()
         if self._fetch.failure is None:
             part.replace(self._path)

@@ -214,6 +214,7 @@ def test_engine_that_died_loads_what_its_node_has_while_nobody_else_is_there():
     d.feed(NodeLost("t", "gone"))
     commands = d.feed(WeightsRefused("a", WeightsFailed(0, "killed")))
     assert offers(commands) == {"a": []}
+    assert offers(d.join("b", serves=0)) == {"a": ["b"]}
 
 
 def test_node_that_cannot_pull_while_the_trainer_is_away_is_not_sent_away():
@@ -421,3 +422,19 @@ def test_endpoints_that_change_all_the_time_cost_others_little():
         changed = EndpointOpened("late-3", WeightsEndpoint(("h:1",), f"{k}" * 16))
         num_told += len(sent(core.handle(changed, d.now), PublishWeights))
     assert num_told <= 20 * TOLD_OF_EACH
+
+
+def test_differences_that_are_found_later_are_told_to_those_who_are_at_it_and_have_the_base():
+    d = Driver(num_steps=5)
+    d.start("a", "slow")
+    step(d, 1)
+    assert publish(d, 1, delta(0, 1)) == {"slow": (delta(0, 1),)}  # a has it already
+    assert publish(d, 1, delta(0, 1)) == {}  # that is no news
+    assert publish(d, 1, delta(0, 2)) == {}
+    d.join("new")
+    assert publish(d, 1, delta(0, 1, 9)) == {"slow": (delta(0, 1, 9),)}
+    d = Driver(num_steps=5, deltas=False)
+    d.start("a")
+    d.finish_round()
+    publish(d, 1)
+    assert publish(d, 1, delta(0, 1)) == {}

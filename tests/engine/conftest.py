@@ -16,7 +16,15 @@ from lightrl.devices.cuda import has_cuda
 from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSpec, EngineStarted, LoadWeights
 from lightrl.engine.process import start_engine
 from lightrl.engine.sampling import sample, uniforms
-from lightrl.messages import Abort, Generate, Load, ResponseRequest, Sampling, TokenChunk
+from lightrl.messages import (
+    Abort,
+    Canary,
+    Generate,
+    Load,
+    ResponseRequest,
+    Sampling,
+    TokenChunk,
+)
 from lightrl.system.child import ChildDied
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.tensors import write_tensors
@@ -170,8 +178,8 @@ class EngineClient:
     def load(self, version: int) -> EngineLoaded:
         return self.load_file(self.tiny.files[version])
 
-    def load_file(self, file: VersionFile) -> Any:
-        self.child.send(LoadWeights(file))
+    def load_file(self, file: VersionFile, canary: Canary | None = None) -> Any:
+        self.child.send(LoadWeights(file, canary))
         while True:
             event = self.receive()
             if isinstance(event, EngineLoaded) or (

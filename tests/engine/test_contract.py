@@ -1,12 +1,18 @@
 """What every engine must do, asked of each through its process."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from lightrl.engine.base import EngineFailed
-from lightrl.messages import Sampling
+from lightrl.emulation import logprobs
+from lightrl.engine.base import EngineFailed, EngineLoaded
+from lightrl.messages import Canary, Sampling
+from lightrl.weights.canary import arbitrary_text
+from lightrl.wire import pack_f32, pack_i32
+from tests.engine.conftest import MAX_LENGTH, VOCABULARY
 
 KINDS_OF_SAMPLING = [
     pytest.param(Sampling(1.0), id="T=1"),
@@ -206,3 +212,64 @@ def test_a_repeated_generate_does_not_start_a_response_twice(engine, ask):
     engine.generate(1, Sampling(1.0), request, request)
     (outcome,) = engine.finished("twice")
     assert len(outcome.tokens) == 60
+
+
+def canary_of(engine, version):
+    """What the trainer says of a version."""
+    text = arbitrary_text(VOCABULARY, MAX_LENGTH)
+    if engine.kind == "emulated":
+        expected = logprobs(engine.tiny.files[version].digest, text)
+    else:
+        with torch.inference_mode():
+            every = engine.tiny.models[version](torch.tensor([text[:-1]])).logits[0].log_softmax(-1)
+        expected = every[range(len(text) - 1), text[1:]].tolist()
+    return Canary(pack_i32(text), pack_f32(expected))
+
+
+def test_what_is_served_is_held_against_what_the_trainer_says(engine, ask):
+    loaded = engine.load_file(engine.tiny.files[2], canary_of(engine, 2))
+    assert isinstance(loaded, EngineLoaded)
+    assert loaded.canary_diff < 1e-4
+    assert engine.load(2).canary_diff is None
+    refused = while_running(
+        engine,
+        ask("victim", [4, 5, 6], 400),
+        lambda: engine.load_file(engine.tiny.files[1], canary_of(engine, 2)),
+    )
+    assert isinstance(refused, EngineFailed)
+    assert refused.policy_version == 1
+    assert "\n" not in refused.reason
+    by = re.search(r"differ by up to (\S+) from the trainer's, more than 0.001", refused.reason)
+    assert float(by[1]) > 0.1
+    engine.failures.clear()
+    engine.generate(1, Sampling(1.0), ask("refused", [4, 5, 6], 5))
+    engine.until(lambda: engine.failures)
+    assert "loaded is none" in engine.failures[0].reason
+    engine.load_file(engine.tiny.files[1], canary_of(engine, 1))
+    assert len(engine.run(1, Sampling(1.0), ask("ok", [4, 5, 6], 5))[0].tokens) == 5
+
+
+def test_a_running_response_goes_on_although_a_canary_is_scored_between(engine, ask):
+    canary = canary_of(engine, 2)
+    while_running(
+        engine,
+        ask("long", [4, 5, 6], 200),
+        lambda: engine.load_file(engine.tiny.files[2], canary),
+    )
+    (outcome,) = engine.finished("long")
+    cut = outcome.versions.count(1)
+    assert (len(outcome.tokens), outcome.versions) == (200, [1] * cut + [2] * (200 - cut))
+    (fresh,) = engine.run(
+        2, Sampling(1.0), ask("f", [4, 5, 6], 200 - cut, prefix=outcome.tokens[:cut])
+    )
+    assert fresh.tokens == outcome.tokens[cut:]
+
+
+def test_a_canary_of_another_model_is_a_failure_not_a_crash(engine, ask):
+    for text in ([3, 99], [3] * 513, [3]):
+        canary = Canary(pack_i32(text), pack_f32([-1.0] * (len(text) - 1)))
+        failed = engine.load_file(engine.tiny.files[1], canary)
+        assert isinstance(failed, EngineFailed)
+        assert "a text" in failed.reason
+    engine.load(1)
+    assert len(engine.run(1, Sampling(1.0), ask("ok", [4], 3))[0].tokens) == 3

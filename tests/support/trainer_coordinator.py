@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightrl.journal.read import recut
 from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
+from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve import WeightServer
 
@@ -43,9 +44,8 @@ class Coordinator:
         self.published = folder / "published"
         self.published.mkdir(exist_ok=True)
         self.server = WeightServer()
-        self.trainer = Trainer(
-            config, folder, self.published, self.server, self.take, self.restarted
-        )
+        versions = ServedVersions(self.server)
+        self.trainer = Trainer(config, folder, self.published, versions, self.take, self.restarted)
 
     def restarted(self):
         self.num_hellos += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.weights.buffers import Buffers
+from lightrl.weights.buffers import SPARED, Buffers
 
 SIZE = 1 << 16
 
@@ -54,8 +54,11 @@ def test_a_file_that_is_read_stays_as_it_is_and_the_third_one_goes_when_it_is_fr
         assert names(tmp_path) == ["version_0", "version_1", "version_2"]
         publish(buffers, 3)
         assert reader.read() == b"\0" * SIZE
-    publish(buffers, 4)
-    assert names(tmp_path) == ["version_3", "version_4"]
+    for version in range(4, 4 + SPARED):
+        publish(buffers, version)
+        assert len(buffers.keys()) == 3
+    publish(buffers, 8)
+    assert names(tmp_path) == ["version_7", "version_8"]
     assert len(buffers.keys()) == 2
 
 
@@ -89,8 +92,9 @@ def test_what_a_killed_writer_left_is_no_version_and_is_used_by_the_next_one(tmp
         publish(buffers, 7)
         assert names(tmp_path) == ["version_7", "version_7"]
         publish(buffers, 8)
-    publish(buffers, 9)
-    assert names(tmp_path) == ["version_8", "version_9"]
+    for version in range(9, 10 + SPARED):
+        publish(buffers, version)
+    assert names(tmp_path) == ["version_12", "version_13"]
 
 
 def test_files_of_another_size_are_not_used(tmp_path):

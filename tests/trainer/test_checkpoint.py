@@ -24,6 +24,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.trainer.saved import SavedStep, latest, newest_sound, oldest_kept, point, remove, tidy
 from lightrl.trainer.seal import PIECE_BYTES, damage, sealed
+from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve import WeightServer
 from lightrl.wire import to_json
@@ -130,9 +131,9 @@ def test_what_a_killed_save_left_is_not_removed_in_the_event_loop(tmp_path, monk
         remove(path, ignore_errors=ignore_errors)
 
     async def story():
-        trainer = Trainer(
-            make_config(tmp_path), tmp_path, tmp_path, WeightServer(), pytest.fail, pytest.fail
-        )
+        versions = ServedVersions(WeightServer())
+        config = make_config(tmp_path)
+        trainer = Trainer(config, tmp_path, tmp_path, versions, pytest.fail, pytest.fail)
         try:
             assert await trainer._where_to_start() == 0
         finally:
@@ -160,9 +161,9 @@ def test_a_checkpoint_that_cannot_be_read_now_is_one_line_and_stays_where_it_is(
         return read(file)
 
     async def story():
-        trainer = Trainer(
-            make_config(tmp_path), tmp_path, tmp_path, WeightServer(), pytest.fail, pytest.fail
-        )
+        versions = ServedVersions(WeightServer())
+        config = make_config(tmp_path)
+        trainer = Trainer(config, tmp_path, tmp_path, versions, pytest.fail, pytest.fail)
         try:
             await trainer._where_to_start()
         finally:

@@ -17,7 +17,8 @@ from lightrl.trainer import export
 from lightrl.trainer.model import load_policy, shards
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RankFailed, Save, Saved
 from lightrl.trainer.rank import main
-from lightrl.weights.layout import BUCKET_BYTES
+from lightrl.weights.delta_file import open_packed, patch_bucket
+from lightrl.weights.layout import BUCKET_BYTES, bucket_range
 from lightrl.weights.manifest import read_manifest, wrong_buckets
 from lightrl.weights.publish import Shard
 from lightrl.weights.tensors import read_tensors, served_dtype, write_tensors
@@ -165,6 +166,8 @@ for version in range(3):
     publisher.allocate_second()
     if rank == 0:
         print(file.digest, flush=True)
+    delta = publisher.publish_delta()
+    assert (delta is not None) == (rank == 0 and version > 0), delta
 def die(file, pieces):
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == world - 1:
@@ -178,10 +181,15 @@ except RuntimeError as e:
 
 
 def made(version):
-    """Tensors of several buckets, fewer rows than ranks, odd sizes, none at all."""
-    torch.manual_seed(version)
+    """Tensors of several buckets, fewer rows than ranks, odd sizes, none at all; each version
+    differs from the one before in few places, the last one everywhere."""
+    torch.manual_seed(version // 3)
     shapes = {"a": (3, 5), "b": (1, 7), "c": (3001, 3000), "d": (2, 0), "e": (7, 1 << 20)}
-    return {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    for i in range(version):
+        tensors["a"][i, 2] += 1
+        tensors["c"].view(-1)[i + torch.arange(0, 9_000_000, 997)] += 1
+    return tensors
 
 
 def shards_of(tensors, rank, world):
@@ -213,8 +221,20 @@ def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_
         digests.append(write_tensors(tmp_path / f"v{version}.bin", version, whole))
     assert said[0].split() == [*(file.digest for file in digests), "RuntimeError"]
     assert [child.returncode for child in children] == [1] * (world - 1) + [-signal.SIGKILL]
-    names = sorted(p.name.split(".")[0] for p in (tmp_path / "versions").glob("*.bin"))
-    assert names == ["draft", "version_2"]
+    names = sorted(p.name.split(".")[0] for p in (tmp_path / "versions").iterdir())
+    deltas = ["to_1", "to_1", "to_2", "to_2"]  # each with its manifest
+    assert names == ["draft", *deltas, "version_2", "version_2"]
+    paths = sorted((tmp_path / "versions").glob("to_*.delta"))
+    deltas = [open_packed(path, path.stat().st_size) for path in paths]
+    one, other = (delta.manifest for delta in deltas)
+    assert [one.base, one.target, other.target] == [file.digest for file in digests]
+    assert one.num_bytes + other.num_bytes < digests[0].num_bytes // 100
+    patched = bytearray(Path(digests[0].path).read_bytes())
+    target = read_manifest(digests[2])
+    for i in range(target.num_buckets):
+        start, end = bucket_range(i, target.num_bytes)
+        view, parts = memoryview(patched)[start:end], [delta.bucket(i) for delta in deltas]
+        patch_bucket(view, parts, view, target.digest_of(i), i)  # which proves it
     [published] = (tmp_path / "versions").glob("version_2.*.bin")
     data = published.read_bytes()
     assert len(data) > 2 * BUCKET_BYTES

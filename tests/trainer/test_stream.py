@@ -15,6 +15,7 @@ from lightrl.run_file import parse_config
 from lightrl.trainer.advantage import train_samples
 from lightrl.trainer.batch import streamed
 from lightrl.trainer.protocol import Accumulate, FinishStep
+from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve import WeightServer
 
@@ -127,7 +128,7 @@ async def run_trainer(config, folder, next_shards, pause, digests):
 
     def send(message):
         match message:
-            case PublishWeights(version, digest):
+            case PublishWeights(version, digest, deltas=()):
                 digests.append(digest)
                 published.put_nowait(version)
             case StepDone():
@@ -142,7 +143,8 @@ async def run_trainer(config, folder, next_shards, pause, digests):
 
     server = WeightServer()
     await server.start("127.0.0.1")
-    trainer = Trainer(config, folder, folder / "weights", server, send, on_restart=lambda: None)
+    versions = ServedVersions(server)
+    trainer = Trainer(config, folder, folder / "weights", versions, send, on_restart=lambda: None)
     feeding = asyncio.ensure_future(feed())
     try:
         async with asyncio.timeout(DEADLINE_S):

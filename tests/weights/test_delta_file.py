@@ -1,4 +1,3 @@
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,156 +9,125 @@ from hypothesis import strategies as st
 from lightrl.errors import WeightsError
 from lightrl.weights.delta_file import (
     PAYS_BELOW,
-    DeltaFile,
     DeltaManifest,
-    apply_delta,
-    decode,
+    PackedDelta,
+    check_chain,
     element_runs,
-    encode,
     encode_buckets,
+    header,
+    offer_of,
+    open_packed,
+    pack,
     patch_bucket,
     pays,
     write_delta,
 )
 from lightrl.weights.layout import BUCKET_BYTES, ITEMSIZES, bucket_range, num_bytes, plan
-from lightrl.weights.manifest import VersionFile, digest_version, hash_bucket, read_manifest
-from lightrl.weights.write import TensorBytes, write_version
-
-# A tensor across two buckets, small ones of several dtypes between, a head that is tied to the
-# embedding and therefore not here, a router's bias, a counter, an odd end.
-SHAPES = {
-    "embed.weight": ("bfloat16", (4500, 1000)),
-    "layers.0.bias": ("float32", (3,)),
-    "layers.0.experts": ("float16", (5, 7)),
-    "layers.0.router.correction": ("float32", (999,)),
-    "layers.0.router.count": ("int64", (9,)),
-    "layers.1.weight": ("float32", (3000, 700)),
-    "norm.scale": ("float8_e4m3fn", (37,)),
-}
-
-
-def write(path: Path, seed: int, changed: float = 0.01) -> VersionFile:
-    """The version `seed`: that before it with about this share of all elements changed by one."""
-    random = np.random.default_rng(0)
-    tensors = []
-    for name, (dtype, shape) in SHAPES.items():
-        kind = f"u{ITEMSIZES[dtype]}"
-        data = random.integers(0, 1 << 8, (*shape, ITEMSIZES[dtype]), np.uint8).view(kind)
-        for s in range(seed):
-            steps = np.random.default_rng(s + 1).random(data.shape) < changed
-            data = data + steps.astype(kind)
-        tensors.append(TensorBytes(name, dtype, shape, memoryview(data).cast("B")))
-    return write_version(path, seed, tensors)
+from lightrl.weights.manifest import VersionFile, read_manifest, wrong_buckets
+from tests.support.changing import delta_of, write_changed
 
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory) -> list[VersionFile]:
     folder = tmp_path_factory.mktemp("versions")
-    return [write(folder / f"{i}.bin", i) for i in range(3)]
+    return [write_changed(folder / f"{i}.bin", i) for i in range(3)]
 
 
-def delta_of(base: VersionFile, target: VersionFile, path: Path, threads: int = 2) -> DeltaFile:
-    tensors = read_manifest(target).tensors
-    files, digests = (Path(base.path), Path(target.path)), (base.digest, target.digest)
-    manifest = write_delta(*files, digests, tensors, path, threads)
-    assert manifest is not None
-    return DeltaFile(manifest, path)
+def opened(delta: VersionFile) -> PackedDelta:
+    return open_packed(Path(delta.path), delta.num_bytes)
+
+
+def patched(base: VersionFile, chain: list[VersionFile], target: VersionFile) -> bytes:
+    """What a node makes of its version and a chain of deltas."""
+    deltas, manifest = [opened(d) for d in chain], read_manifest(target)
+    check_chain([d.manifest for d in deltas], base.digest, target.digest, target.num_bytes)
+    out = bytearray(Path(base.path).read_bytes())
+    for i in range(manifest.num_buckets):
+        start, end = bucket_range(i, target.num_bytes)
+        new = memoryview(out)[start:end]
+        patch_bucket(new, [d.bucket(i) for d in deltas], new, manifest.digest_of(i), i)
+    return bytes(out)
 
 
 def test_a_delta_leads_from_one_version_to_the_next(versions, tmp_path):
     base, target, _ = versions
-    delta = delta_of(base, target, tmp_path / "delta")
-    assert delta.path.stat().st_size == delta.manifest.num_bytes < target.num_bytes / 20
-    assert (delta.manifest.base, delta.manifest.target) == (base.digest, target.digest)
-    out = tmp_path / "out"
-    apply_delta(Path(base.path), [delta], read_manifest(target), out, threads=2)
-    assert out.read_bytes() == Path(target.path).read_bytes()
+    delta = delta_of(base, target, tmp_path / "delta.bin")
+    assert Path(delta.path).stat().st_size == delta.num_bytes < target.num_bytes / 20
+    assert patched(base, [delta], target) == Path(target.path).read_bytes()
+
+
+def test_a_delta_travels_as_an_ordinary_version(versions, tmp_path):
+    base, target, _ = versions
+    delta = delta_of(base, target, tmp_path / "delta.bin")
+    manifest = read_manifest(delta)
+    assert [(t.name, t.dtype, t.shape) for t in manifest.tensors] == [
+        ("delta", "uint8", (delta.num_bytes,))
+    ]
+    assert not list(wrong_buckets(memoryview(Path(delta.path).read_bytes()), manifest))
+    offer = offer_of(delta, opened(delta).manifest)
+    assert (offer.base, offer.target, offer.digest) == (base.digest, target.digest, delta.digest)
+    assert offer.manifest_bytes == Path(delta.manifest_path).stat().st_size
+
+
+def test_a_delta_of_more_than_a_bucket_has_the_digests_of_its_file(tmp_path):
+    parts = [bytes([i]) * (BUCKET_BYTES + 1) for i in range(3)]
+    sizes = tuple(map(len, parts))
+    manifest = DeltaManifest("a" * 64, "b" * 64, 3 * BUCKET_BYTES, sizes)
+    packed = pack(tmp_path / "delta.bin", 4, manifest, parts)
+    assert not list(
+        wrong_buckets(memoryview(Path(packed.path).read_bytes()), read_manifest(packed))
+    )
+    assert opened(packed).manifest == manifest
+    assert [bytes(opened(packed).bucket(i)) for i in range(3)] == parts
 
 
 def test_a_chain_leads_over_several_versions_but_without_a_link_is_none(versions, tmp_path):
-    first = delta_of(versions[0], versions[1], tmp_path / "1")
-    second = delta_of(versions[1], versions[2], tmp_path / "2")
-    out = tmp_path / "out"
-    target = read_manifest(versions[2])
-    apply_delta(Path(versions[0].path), [first, second], target, out, threads=2)
-    assert out.read_bytes() == Path(versions[2].path).read_bytes()
+    first = delta_of(versions[0], versions[1], tmp_path / "1.bin")
+    second = delta_of(versions[1], versions[2], tmp_path / "2.bin")
+    whole = Path(versions[2].path).read_bytes()
+    assert patched(versions[0], [first, second], versions[2]) == whole
     with pytest.raises(WeightsError, match="is followed by one from"):
-        apply_delta(Path(versions[0].path), [second, first], target, tmp_path / "none", threads=1)
+        patched(versions[0], [second, first], versions[2])
+    with pytest.raises(WeightsError, match="deltas that lead to"):
+        patched(versions[0], [first], versions[2])
+    with pytest.raises(WeightsError, match="a delta of versions of"):
+        check_chain([opened(first).manifest], versions[0].digest, versions[1].digest, 5)
 
 
 def test_equal_versions_have_a_delta_of_no_bytes(versions, tmp_path):
-    delta = delta_of(versions[0], versions[0], tmp_path / "delta")
-    assert delta.manifest.num_bytes == 0
-    manifest = read_manifest(versions[0])
-    apply_delta(Path(versions[0].path), [delta], manifest, tmp_path / "out", threads=1)
-    assert (tmp_path / "out").read_bytes() == Path(versions[0].path).read_bytes()
+    delta = delta_of(versions[0], versions[0], tmp_path / "delta.bin")
+    assert opened(delta).manifest.num_bytes == 0
+    assert patched(versions[0], [delta], versions[0]) == Path(versions[0].path).read_bytes()
 
 
 def test_shares_of_several_ranks_are_what_one_writes(versions, tmp_path):
     base, target, _ = versions
     tensors = read_manifest(target).tensors
-    whole = delta_of(base, target, tmp_path / "delta", threads=1)
+    whole = opened(delta_of(base, target, tmp_path / "delta.bin", threads=1))
     before, after = (memoryview(Path(v.path).read_bytes()) for v in (base, target))
     shares = [list(encode_buckets(before, after, tensors, range(r, 3, 2), 2)) for r in (0, 1)]
-    encoded = [shares[i % 2][i // 2] for i in range(3)]
-    assert b"".join(encoded) == whole.path.read_bytes()
-    # and a node applies one bucket of them, as it came
-    start, end = bucket_range(1, target.num_bytes)
-    out = memoryview(bytearray(end - start))
-    at = whole.manifest.offsets[1]
-    part = whole.path.read_bytes()[at : at + whole.manifest.sizes[1]]
-    patch_bucket(before[start:end], [part], out, read_manifest(target).digest_of(1), 1)
-    assert out == after[start:end]
+    assert [shares[i % 2][i // 2] for i in range(3)] == [whole.bucket(i) for i in range(3)]
 
 
-def test_a_wrong_base_is_noticed_and_nothing_left(versions, tmp_path):
-    delta = delta_of(versions[0], versions[1], tmp_path / "delta")
-    target, out = read_manifest(versions[1]), tmp_path / "out"
+def test_a_wrong_base_is_noticed(versions, tmp_path):
+    delta = opened(delta_of(versions[0], versions[1], tmp_path / "delta.bin"))
+    start, end = bucket_range(0, versions[1].num_bytes)
+    wrong = bytearray(Path(versions[2].path).read_bytes()[start:end])
+    digest = read_manifest(versions[1]).digest_of(0)
     with pytest.raises(WeightsError, match="bucket 0, patched: digest differs"):
-        apply_delta(Path(versions[2].path), [delta], target, out, threads=2)
-    assert not out.exists()
+        patch_bucket(wrong, [delta.bucket(0)], memoryview(wrong), digest, 0)
 
 
-def test_a_damaged_delta_is_noticed_and_nothing_left(versions, tmp_path):
-    delta = delta_of(versions[0], versions[1], tmp_path / "delta")
-    target, base, out = read_manifest(versions[1]), Path(versions[0].path), tmp_path / "out"
-    data = bytearray(delta.path.read_bytes())
-    data[delta.manifest.offsets[1] + 100] ^= 1
-    delta.path.write_bytes(data)
-    with pytest.raises(WeightsError, match="delta: bucket 1: digest differs"):
-        apply_delta(base, [delta], target, out, threads=2)
-    os.truncate(delta.path, len(data) - 1)
-    with pytest.raises(WeightsError, match=f"has {len(data) - 1} bytes, not {len(data)}"):
-        apply_delta(base, [delta], target, out, threads=2)
-    assert not out.exists()
-
-
-def test_a_base_of_another_size_is_refused(versions, tmp_path):
-    delta = delta_of(versions[0], versions[1], tmp_path / "delta")
-    (tmp_path / "short").write_bytes(b"short")
-    target = read_manifest(versions[1])
-    with pytest.raises(WeightsError, match="short: has 5 bytes"):
-        apply_delta(tmp_path / "short", [delta], target, tmp_path / "out", threads=1)
-    small = DeltaFile(replace(delta.manifest, version_bytes=5), delta.path)
-    with pytest.raises(WeightsError, match="a delta of versions of 5 bytes"):
-        apply_delta(Path(versions[0].path), [small], target, tmp_path / "out", threads=1)
-
-
-@pytest.mark.parametrize(
-    ("size", "place"),
-    [
-        (3 * BUCKET_BYTES, "delta"),  # found while it is written
-        (10 * BUCKET_BYTES, "no/such/folder/delta"),  # before
-    ],
-)
-def test_a_delta_that_does_not_pay_is_given_up(tmp_path, size, place):
+@pytest.mark.parametrize("num_buckets", [3, 10])  # found while it is encoded; before
+def test_a_delta_that_does_not_pay_is_given_up(tmp_path, num_buckets):
     random = np.random.default_rng(0)
+    size = num_buckets * BUCKET_BYTES
     tensors = plan([("w", "float32", (size // 4,))])
-    (tmp_path / "base").write_bytes(bytes(size))
-    (tmp_path / "target").write_bytes(random.bytes(size))
-    files = tmp_path / "base", tmp_path / "target"
-    assert write_delta(*files, ("a", "b"), tensors, tmp_path / place, threads=2) is None
-    assert not (tmp_path / place).exists()
+    files = [VersionFile(i, str(i) * 64, size, str(tmp_path / f"{i}.bin"), "") for i in range(2)]
+    for file, data in zip(files, (bytes(size), random.bytes(size)), strict=True):
+        Path(file.path).write_bytes(data)
+    assert write_delta(*files, tensors, tmp_path / "delta.bin", threads=2) is None
+    assert not (tmp_path / "delta.bin").exists()
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, True), (0.02, True), (1.0, False)])
@@ -190,20 +158,41 @@ def test_element_runs_are_those_of_the_tensors(entries):
             assert sizes[at] in (0, found)  # 0: between two tensors
 
 
-MANIFEST = DeltaManifest(
-    "a" * 64, "b" * 64, BUCKET_BYTES + 10, (BUCKET_BYTES + 1, 11), hash_bucket(b"") * 2
+MANIFEST = DeltaManifest("a" * 64, "b" * 64, BUCKET_BYTES + 10, (3, 2))
+
+
+def written(path: Path, data: bytes) -> PackedDelta:
+    path.write_bytes(data)
+    return open_packed(path, len(data))
+
+
+def test_what_was_packed_is_read_back(tmp_path):
+    found = written(tmp_path / "delta", header(MANIFEST) + b"abcde")
+    assert (found.manifest, bytes(found.bucket(0)), bytes(found.bucket(1))) == (
+        MANIFEST,
+        b"abc",
+        b"de",
+    )
+    (tmp_path / "short").write_bytes(b"short")
+    with pytest.raises(WeightsError, match="has 5 bytes, not 6"):
+        open_packed(tmp_path / "short", 6)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "a delta of 0 bytes"),
+        (b"\x01", "a delta of 1 bytes"),
+        (b"\xff" * 8, "a delta of 8 bytes with a manifest of 18446744073709551615"),
+        (header(MANIFEST)[:-1], "with a manifest of"),
+        (bytes([3]) + bytes(20), "cannot be read"),
+        (header(MANIFEST) + b"abcd", "a delta with 4 bytes for 5"),
+        (header(MANIFEST) + b"abcdef", "a delta with 6 bytes for 5"),
+    ],
 )
-
-
-def test_a_manifest_is_read_back_and_proved():
-    encoded = encode(MANIFEST)
-    assert decode(encoded, digest_version(encoded)) == MANIFEST
-    assert MANIFEST.offsets == [0, BUCKET_BYTES + 1]
-    assert MANIFEST.num_bytes == BUCKET_BYTES + 12
-    with pytest.raises(WeightsError, match="another digest"):
-        decode(encoded, digest_version(encoded + b" "))
-    with pytest.raises(WeightsError, match="cannot be read"):
-        decode(encoded[:-1], digest_version(encoded[:-1]))
+def test_a_file_that_is_no_delta_is_refused(tmp_path, data, reason):
+    with pytest.raises(WeightsError, match=reason):
+        written(tmp_path / "delta", data)
 
 
 @pytest.mark.parametrize(
@@ -211,16 +200,14 @@ def test_a_manifest_is_read_back_and_proved():
     [
         ({"sizes": (1,)}, "a delta of 1 buckets for a version of"),
         ({"sizes": (1, 2, 3)}, "a delta of 3 buckets for a version of"),
-        ({"version_bytes": 0, "sizes": (), "digests": b""}, "for a version of 0 bytes"),
+        ({"version_bytes": 0, "sizes": ()}, "for a version of 0 bytes"),
         ({"version_bytes": 1 << 50}, "for a version of 1125899906842624 bytes"),
         ({"sizes": (BUCKET_BYTES + 2, 1)}, "a delta of 8388610 bytes for bucket 0 of 8388608"),
         ({"sizes": (1, 12)}, "a delta of 12 bytes for bucket 1 of 10 bytes"),
-        ({"digests": bytes(63)}, "a delta with 63 bytes of digests for 2 buckets"),
         ({"sizes": (-1, 1)}, "cannot be read"),
         ({"base": "a" * 1000}, "cannot be read"),
     ],
 )
-def test_an_impossible_manifest_is_refused(changes, reason):
-    encoded = encode(replace(MANIFEST, **changes))
+def test_an_impossible_manifest_is_refused(tmp_path, changes, reason):
     with pytest.raises(WeightsError, match=reason):
-        decode(encoded, digest_version(encoded))
+        written(tmp_path / "delta", header(replace(MANIFEST, **changes)) + b"a")

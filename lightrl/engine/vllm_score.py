@@ -1,0 +1,63 @@
+"""Logprobs of a given text from vLLM: a request of its own through the engine core that serves.
+
+All that LightRL knows of how vLLM scores prompts is in this file. What runs or waits meanwhile is
+hidden from the scheduler, so that the text runs alone: in a batch of its own, at once, and without
+a token for anybody else.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lightrl.errors import EngineError
+
+MAX_STEPS = 64  # of one text; it is put into the KV cache by pieces of max_num_batched_tokens
+
+
+def score(core: Any, api: Any, request_id: str, token_ids: Sequence[int]) -> list[float]:
+    """Logprobs of all tokens but the first, at temperature 1. Nothing may be running; what waits
+    goes on waiting. Raises EngineError if vLLM does not come to an end with it."""
+    scheduler = core.scheduler
+    hidden, scheduler.waiting = scheduler.waiting, type(scheduler.waiting)()
+    try:
+        core.add_request(*core.preprocess_add_request(_request(api, request_id, token_ids)))
+        for _ in range(MAX_STEPS):
+            outputs, executed = core.step_fn()
+            core.post_step(executed)
+            for out in outputs[0].outputs if outputs and 0 in outputs else ():
+                if out.request_id == request_id and out.new_prompt_logprobs_tensors is not None:
+                    return out.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
+        core.abort_requests([request_id])
+        raise EngineError(f"vLLM has not scored {len(token_ids)} tokens in {MAX_STEPS} steps")
+    finally:
+        scheduler.waiting = hidden
+
+
+def computing_dtype(config: Any) -> str:
+    """As `base.Engine.dtype` has it."""
+    keys_and_values = config.cache_config.cache_dtype
+    if keys_and_values not in ("auto", "float16", "bfloat16", "float32"):
+        return f"{keys_and_values} keys and values"
+    model = config.model_config
+    return model.quantization or str(model.dtype).removeprefix("torch.")
+
+
+def _request(api: Any, request_id: str, token_ids: Sequence[int]) -> Any:
+    params = api.SamplingParams(
+        max_tokens=1,  # it samples one, which nobody reads
+        ignore_eos=True,
+        prompt_logprobs=0,  # those of the prompt's own tokens, and of no others
+        detokenize=False,
+        extra_args={api.seed_key: 0},
+    )
+    return api.EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(token_ids),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=request_id,  # neither finds keys and values of others, nor do they find its own
+        data_parallel_rank=None,
+    )

@@ -1,0 +1,104 @@
+"""What a simulated run pays: training, getting new weights to the nodes, devices by the hour.
+
+Owns these parts of a scenario and which values they may have. Computes nothing that depends on what
+happens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightrl.errors import SimError
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The trainer: seconds for each token of prompt and response, each response, and each optimizer
+    step.
+
+    A response costs by itself where samples are padded, or launched one by one.
+    """
+
+    token_s: float = 2e-5
+    step_s: float = 2.0
+    response_s: float = 0.0
+    # of a rollout node that turns to training
+    switch_s: float = 0.0
+    # colocated = on the GPUs of the rollout nodes, those that are not spot nodes
+    placement: Literal["dedicated", "colocated"] = "dedicated"
+
+    def __post_init__(self) -> None:
+        if not min(self.token_s, self.step_s, self.response_s, self.switch_s) >= 0:
+            raise SimError(f"training: {self}: times must not be negative")
+        if self.placement not in {"dedicated", "colocated"}:
+            raise SimError(f"training.placement = {self.placement!r}: dedicated or colocated")
+
+    def seconds(self, responses: int, tokens: int) -> float:
+        """Of `responses` that have so many tokens together, prompts included."""
+        return self.response_s * responses + self.token_s * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """New weights at a node: pulled while it still works, then loaded; or broadcast into idle ones.
+
+    From whom a node pulls, the core says. Each line is shared fairly, in each direction by itself.
+    """
+
+    # of a version, in the dtype that engines serve
+    num_bytes: float = 0.0
+    # what is asked for at a time; whoever has got it serves it
+    bucket_bytes: float = 8 << 20
+    # of a rollout node's line, towards it
+    receiver_bytes_per_s: float = 6.25e9
+    # and away from it; 0 = as much
+    relay_bytes_per_s: float = 0.0
+    # of the trainer's line, away from it
+    sender_bytes_per_s: float = 25e9
+    # else all pull from the trainer alone; for comparison
+    relays: bool = True
+    # to nodes that served the version before, are idle and not preemptible; 0 = they pull, too
+    broadcast_bytes_per_s: float = 0.0
+    # bytes of the difference between two versions, of those of a version; 1 = there is none
+    delta_ratio: float = 1.0
+    # the trainer's, from the end of a step until its version can be had
+    publish_s: float = 0.0
+    # an engine stands still so long for weights that it has pulled
+    load_s: float = 1.0
+    # of an engine on a node that comes
+    start_s: float = 0.0
+    # until a node that dies is missed, by the coordinator and by those who pull from it
+    lost_after_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        times = (self.load_s, self.start_s, self.lost_after_s, self.publish_s)
+        if not all(value >= 0 for value in (self.num_bytes, *times)):
+            raise SimError(f"transfer: {self}: sizes and times must not be negative")
+        if not (self.receiver_bytes_per_s > 0 and self.sender_bytes_per_s > 0):
+            raise SimError(f"transfer: {self}: bandwidths must be positive")
+        if not (self.relay_bytes_per_s >= 0 and self.broadcast_bytes_per_s >= 0):
+            raise SimError(f"transfer: {self}: bandwidths must not be negative")
+        if not self.bucket_bytes > 0:
+            raise SimError(f"transfer.bucket_bytes = {self.bucket_bytes}: must be positive")
+        if not 0 < self.delta_ratio <= 1:
+            raise SimError(f"transfer.delta_ratio = {self.delta_ratio}: above 0, at most 1")
+
+    @property
+    def delta_bytes(self) -> float:
+        """0 = there are no differences."""
+        return self.delta_ratio * self.num_bytes if self.delta_ratio < 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Dollars per hour; 0 = not counted."""
+
+    node: float = 0.0
+    trainer: float = 0.0
+    spot: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not min(self.node, self.trainer, self.spot) >= 0:
+            raise SimError(f"prices: {self}: must not be negative")
+
+    def of(self, kind: str) -> float:
+        return {"trainer": self.trainer, "spot": self.spot}.get(kind, self.node)

@@ -1,0 +1,244 @@
+"""Nodes that pull weights from several sources at once, bucket by bucket, and serve what they have.
+
+Owns who holds which buckets of what, and who is asked for which. Decides nothing that the core
+decides: the sources of each node are given. Exact but for this: a version has at most MAX_BUCKETS
+of them, larger ones where it is large; a request takes no time of its own, nor does proving; and a
+node asks each source for one bucket at a time. For many nodes there is `fluid.FluidSwarm`.
+
+As the real ones do, each node has its own order of buckets, peers come before the last resort (the
+trainer), which is asked only for what none of a node's peers holds or is getting from somebody who
+has all, and what a dead source owed is asked of others after a while.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple, Protocol
+
+from lightrl.sim.lines import Lines
+
+MAX_BUCKETS = 512
+NOTHING = -1  # was asked for
+_NONE: set[int] = set()
+
+
+class Parcel(NamedTuple):
+    """What can be pulled: a version, or how it differs from its base."""
+
+    version: int
+    # -1 = the whole
+    base: int = -1
+
+    @property
+    def is_delta(self) -> bool:
+        return self.base >= 0
+
+
+class Arrived(NamedTuple):
+    """A node has all of it now. Bytes: those that this pull transferred, from others than the last
+    resort."""
+
+    node: str
+    parcel: Parcel
+    num_bytes: float
+    peer_bytes: float
+
+
+class Swarm(Protocol):
+    """What a transfer needs of one. Times never go back; `next_at` is when to `advance` next."""
+
+    # Bytes that each node has sent.
+    sent: dict[str, float]
+
+    def add_node(self, node: str, up: float, down: float) -> None:
+        """Bytes per second of its line, in each direction."""
+        ...
+
+    def hold(self, now: float, node: str, parcel: Parcel) -> None:
+        """It holds all of this and serves it."""
+        ...
+
+    def pull(
+        self, now: float, node: str, parcel: Parcel, num_bytes: float, sources: Sequence[str]
+    ) -> None:
+        """From now on, instead of another parcel, or from these sources too; it keeps what it
+        has."""
+        ...
+
+    def left(self, now: float, node: str, parcel: Parcel) -> float | None:
+        """Bytes of what it pulls, None if that is something else."""
+        ...
+
+    def end_pull(self, now: float, node: str) -> None: ...
+
+    def lose(self, now: float, node: str, missed_after_s: float) -> None:
+        """It serves and holds nothing any more; those who pull from it find out after a while."""
+        ...
+
+    def forget(self, before: int) -> None:
+        """Nobody will ask for parcels of versions before this one."""
+        ...
+
+    def next_at(self) -> float: ...
+
+    def advance(self, now: float) -> list[Arrived]: ...
+
+
+@dataclass(slots=True)
+class _Pull:
+    parcel: Parcel
+    bucket_bytes: float
+    # neither held nor asked for, in this node's order
+    missing: dict[int, None]
+    sources: dict[str, None] = field(default_factory=dict[str, None])
+    num_bytes: float = 0.0
+    peer_bytes: float = 0.0
+    # what each source is at
+    asked: dict[str, int] = field(default_factory=dict[str, int])
+
+
+class BucketSwarm:
+    def __init__(self, last_resort: str, bucket_bytes: float) -> None:
+        self.sent: dict[str, float] = {}
+        self._last_resort = last_resort
+        self._bucket_bytes = bucket_bytes
+        self._lines: Lines[tuple[str, str]] = Lines()  # (source, destination)
+        self._pulls: dict[str, _Pull] = {}  # by node
+        self._held: dict[tuple[str, Parcel], set[int]] = {}  # of those who hold a part
+        self._whole: set[tuple[str, Parcel]] = set()
+        self._missed: list[tuple[float, str, str, int]] = []  # heap: when, node, source, bucket
+
+    def add_node(self, node: str, up: float, down: float) -> None:
+        self._lines.add_node(node, up, down)
+        self.sent.setdefault(node, 0.0)
+
+    def hold(self, now: float, node: str, parcel: Parcel) -> None:
+        self._lines.advance(now)  # what is through there is told by the next `advance`
+        self._whole.add((node, parcel))
+        self._held.pop((node, parcel), None)
+        self._ask_of(node)
+
+    def pull(
+        self, now: float, node: str, parcel: Parcel, num_bytes: float, sources: Sequence[str]
+    ) -> None:
+        pull = self._pulls.get(node)
+        if pull is None or pull.parcel != parcel:
+            self.end_pull(now, node)
+            num = max(1, min(MAX_BUCKETS, math.ceil(num_bytes / self._bucket_bytes)))
+            held = self._held.setdefault((node, parcel), set())
+            is_whole = (node, parcel) in self._whole
+            order = [k for k in range(num) if not is_whole and k not in held]
+            if not order:
+                heappush(self._missed, (now, node, node, NOTHING))  # the next `advance` sees it
+            random.Random(f"{node} {parcel}").shuffle(order)
+            pull = self._pulls[node] = _Pull(parcel, num_bytes / num, missing=dict.fromkeys(order))
+        self._lines.advance(now)
+        pull.sources |= dict.fromkeys(sources)
+        for source in pull.sources:
+            self._ask(node, pull, source)
+
+    def left(self, now: float, node: str, parcel: Parcel) -> float | None:
+        pull = self._pulls.get(node)
+        if pull is None or pull.parcel != parcel:
+            return None
+        return (len(pull.missing) + len(pull.asked)) * pull.bucket_bytes
+
+    def end_pull(self, now: float, node: str) -> None:
+        self._lines.advance(now)
+        pull = self._pulls.pop(node, None)
+        for source in pull.asked if pull is not None else ():
+            self._lines.close((source, node))
+
+    def lose(self, now: float, node: str, missed_after_s: float) -> None:
+        self.end_pull(now, node)
+        self._whole = {(n, p) for n, p in self._whole if n != node}
+        self._held = {(n, p): b for (n, p), b in self._held.items() if n != node}
+        for name, pull in self._pulls.items():
+            if node in pull.sources:
+                self._lines.close((node, name))
+                del pull.sources[node]
+                bucket = pull.asked.get(node, NOTHING)
+                heappush(self._missed, (now + missed_after_s, name, node, bucket))
+
+    def forget(self, before: int) -> None:
+        self._whole = {(n, p) for n, p in self._whole if p.version >= before}
+        self._held = {(n, p): b for (n, p), b in self._held.items() if p.version >= before}
+
+    def next_at(self) -> float:
+        missed_at = self._missed[0][0] if self._missed else math.inf
+        return min(missed_at, self._lines.next_at())
+
+    def advance(self, now: float) -> list[Arrived]:
+        for source, node in self._lines.advance(now):
+            self._take(node, self._pulls[node], source)
+        while self._missed and self._missed[0][0] <= now:
+            _, node, source, bucket = heappop(self._missed)
+            if (pull := self._pulls.get(node)) is None:
+                continue
+            if pull.asked.get(source) == bucket:
+                del pull.asked[source]
+                pull.missing[bucket] = None
+            for other in pull.sources:
+                self._ask(node, pull, other)
+        arrived: list[Arrived] = []
+        for node, pull in list(self._pulls.items()):
+            if not pull.missing and not pull.asked:
+                del self._pulls[node]
+                self.hold(now, node, pull.parcel)
+                arrived.append(Arrived(node, pull.parcel, pull.num_bytes, pull.peer_bytes))
+        return arrived
+
+    def _take(self, node: str, pull: _Pull, source: str) -> None:
+        """A bucket is there; the source is asked for another one."""
+        self._held[node, pull.parcel].add(pull.asked.pop(source))
+        self.sent[source] += pull.bucket_bytes
+        pull.num_bytes += pull.bucket_bytes
+        pull.peer_bytes += pull.bucket_bytes if source != self._last_resort else 0.0
+        bucket = self._choose(pull, source)
+        if bucket is None:
+            self._lines.close((source, node))
+        else:
+            pull.asked[source] = bucket
+            del pull.missing[bucket]
+            self._lines.go_on((source, node), pull.bucket_bytes)
+        self._ask_of(node)
+
+    def _ask_of(self, source: str) -> None:
+        """Those who wait for something new there."""
+        for node, pull in self._pulls.items():
+            if source in pull.sources and source not in pull.asked:
+                self._ask(node, pull, source)
+
+    def _ask(self, node: str, pull: _Pull, source: str) -> None:
+        if source not in pull.asked and (bucket := self._choose(pull, source)) is not None:
+            pull.asked[source] = bucket
+            del pull.missing[bucket]
+            self._lines.open((source, node), source, node, pull.bucket_bytes)
+
+    def _choose(self, pull: _Pull, source: str) -> int | None:
+        """The first that it holds; of the last resort none that peers have or will have soon."""
+        is_whole = (source, pull.parcel) in self._whole
+        held = self._held.get((source, pull.parcel), _NONE)
+        elsewhere: list[set[int]] = []
+        if source == self._last_resort:
+            if any((s, pull.parcel) in self._whole for s in pull.sources if s != source):
+                return None
+            elsewhere = [self._held.get((s, pull.parcel), _NONE) for s in pull.sources]
+            elsewhere.append(self._coming(pull))
+        for bucket in pull.missing:
+            if (is_whole or bucket in held) and not any(bucket in e for e in elsewhere):
+                return bucket
+        return None
+
+    def _coming(self, pull: _Pull) -> set[int]:
+        """What its peers are getting from somebody who has all."""
+        peers = (self._pulls.get(s) for s in pull.sources)
+        return {
+            bucket
+            for peer in peers
+            if peer is not None and peer.parcel == pull.parcel
+            for source, bucket in peer.asked.items()
+            if (source, pull.parcel) in self._whole
+        }

@@ -1,0 +1,61 @@
+"""The canary: a text, the same for all versions of a run, of which the trainer sends logprobs with
+each of them, for every engine to be held against once it has loaded it.
+
+The digest proves what arrived; this shows what is served: a head that was left as it was, a layer
+that a reload missed. Pure: what computes logprobs are the engines and the ranks.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+from lightrl.errors import WeightsError
+
+NUM_TOKENS = 32
+
+# By how much the logprob of a token may differ, by the dtype that rounds most. With texts that the
+# model itself writes, on CPU, the largest differences of nine models (the smallest of half a million
+# parameters; trained and random ones of Qwen2, Qwen3 and Llama) were, to the trainer's own pass:
+#   float32   vLLM 9e-5 (of all but one model 2e-5), torch engine 0
+#   bfloat16  vLLM 0.13, torch engine 0; in a model made to be chaotic (logits of hundreds) 0.77
+# A decoder layer of dummy weights instead of its own: 0.4 to 19 (so that some pass in bfloat16), one
+# of the quickstart's trained model at least 3.9. What is a step or two old instead shows in float32 only.
+TOLERANCES = {"float32": 1e-3, "bfloat16": 1.0, "float16": 1.0}
+
+
+def noise(i: int) -> float:
+    """In [0, 1): the same for every model and on every machine."""
+    digest = hashlib.blake2b(i.to_bytes(4, "little"), digest_size=4).digest()
+    return int.from_bytes(digest, "little") / 2**32
+
+
+def arbitrary_text(vocabulary: int, max_length: int) -> list[int]:
+    """For what has no model to write one."""
+    return [int(noise(i) * vocabulary) for i in range(min(NUM_TOKENS, max_length))]
+
+
+def tolerance(wanted: float | None, *dtypes: str) -> float:
+    """`wanted` is weights.canary; without it, infinite where somebody computes in what was never
+    measured, as in quantized weights."""
+    if wanted is not None:
+        return wanted
+    return max(TOLERANCES.get(dtype, math.inf) for dtype in dtypes)
+
+
+def compare(expected: Sequence[float], found: Sequence[float], tolerance: float) -> float:
+    """The largest difference of a token's logprob. Raises WeightsError, one line that says by how
+    much, if it is more than `tolerance`."""
+    difference = max(map(_difference, expected, found), default=0.0)
+    if len(expected) != len(found) or not difference <= tolerance:
+        raise WeightsError(
+            "the engine does not serve these weights: its logprobs of the canary differ by up to "
+            f"{difference:.4g} from the trainer's, more than {tolerance:g} (weights.canary)"
+        )
+    return difference
+
+
+def _difference(expected: float, found: float) -> float:
+    """Infinite where one of them is no number; weights that have become NaN are those, in both."""
+    if math.isfinite(expected) and math.isfinite(found):
+        return abs(expected - found)
+    return 0.0 if math.isfinite(expected) == math.isfinite(found) else math.inf

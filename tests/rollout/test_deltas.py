@@ -1,0 +1,434 @@
+"""A node that uses differences: of real versions, from real sockets, with real files. `got`
+compares what comes of it byte by byte, and so proves what either engine would load."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightrl.messages import BadSource, PublishWeights
+from lightrl.weights.delta import ZSTD
+from lightrl.weights.delta_file import DeltaManifest, pack
+from lightrl.weights.layout import BUCKET_BYTES, num_buckets
+from lightrl.weights.manifest import VersionFile
+from lightrl.weights.pull import Pull
+from lightrl.weights.serve import WeightServer
+from tests.rollout.test_weights import Node, node, until
+from tests.support.changing import (
+    LARGER,
+    delta_of,
+    link_of,
+    manifest_of,
+    with_deltas,
+    write_changed,
+)
+from tests.support.daemons import published
+from tests.support.versions import serving, source
+
+
+async def until_pulling(one: Node) -> Pull:
+    await until(lambda: one.weights.progress and one.weights.progress.num_bytes)
+    pull = one.weights._pull
+    assert pull is not None
+    return pull
+
+
+OTHERWISE = "pulled as it is, not by differences: "
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory) -> list[VersionFile]:
+    folder = tmp_path_factory.mktemp("versions")
+    return [write_changed(folder / f"{i}.bin", i) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def deltas(versions, tmp_path_factory) -> list[VersionFile]:
+    """deltas[i] leads from versions[i] to the next one."""
+    folder = tmp_path_factory.mktemp("deltas")
+    return [delta_of(versions[i], versions[i + 1], folder / f"{i}.bin") for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory) -> list[VersionFile]:
+    folder = tmp_path_factory.mktemp("larger")
+    return [write_changed(folder / f"{i}.bin", i, shapes=LARGER) for i in range(3)]
+
+
+@contextlib.asynccontextmanager
+async def trainer_of(
+    target: VersionFile, *things: VersionFile, **settings: float
+) -> AsyncIterator[WeightServer]:
+    """It serves all of this for tickets of the target."""
+    version = target.policy_version
+    async with serving(*(replace(t, policy_version=version) for t in things), **settings) as one:
+        one.publish(target)
+        yield one
+
+
+def offer_to(
+    one: Node, target: VersionFile, *holders: WeightServer, deltas: tuple[VersionFile, ...] = ()
+) -> PublishWeights:
+    sources = tuple(
+        source(h, one.name, target.policy_version, name=f"holder-{i}")
+        for i, h in enumerate(holders)
+    )
+    offer = with_deltas(published(target, sources), *deltas)
+    one.weights.offer(offer)
+    return offer
+
+
+async def hold(one: Node, version: VersionFile) -> None:
+    """It has this version, pulled whole."""
+    async with serving(version) as server:
+        one.offer(version, server)
+        await one.got(version)
+
+
+def test_a_chain_of_three_is_pulled_instead_of_a_version(tmp_path, versions, deltas, caplog):
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            trainer_of(versions[3], *deltas) as trainer,
+        ):
+            await hold(a, versions[0])
+            offer_to(a, versions[3], trainer, deltas=tuple(deltas))
+            fetched = await a.got(versions[3])
+            assert fetched.delta_bytes == fetched.stats.num_bytes
+            assert fetched.delta_bytes == sum(d.num_bytes for d in deltas)
+            assert fetched.delta_bytes < versions[3].num_bytes / 5
+
+    asyncio.run(scenario())
+    assert not caplog.messages
+
+
+def test_of_a_chain_only_what_leads_from_the_newest_version_here_is_pulled(
+    tmp_path, versions, deltas
+):
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            trainer_of(versions[3], *deltas) as trainer,
+        ):
+            await hold(a, versions[2])
+            offer_to(a, versions[3], trainer, deltas=tuple(deltas))
+            assert (await a.got(versions[3])).delta_bytes == deltas[2].num_bytes
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("held", [None, 0])
+def test_without_the_base_the_version_is_pulled(tmp_path, versions, deltas, held, caplog):
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a, trainer_of(versions[2], deltas[1]) as trainer:
+            if held is not None:
+                await hold(a, versions[held])
+            offer_to(a, versions[2], trainer, deltas=(deltas[1],))
+            fetched = await a.got(versions[2])
+            assert (fetched.delta_bytes, fetched.stats.num_bytes) == (0, versions[2].num_bytes)
+
+    asyncio.run(scenario())
+    assert not caplog.messages
+
+
+def forged(kind: str, versions, deltas, folder: Path) -> VersionFile:
+    """It says that it leads from version 0 to version 1."""
+    size = versions[1].num_bytes
+    honest = manifest_of(deltas[0])
+    match kind:
+        case "of another base":  # as it says itself
+            return deltas[1]
+        case "made with another base":
+            parts = [b"" for _ in range(num_buckets(size))]
+        case "no delta":
+            parts = [b"\x07" * 100 for _ in range(num_buckets(size))]
+        case "bomb":  # says that it becomes 2^60 bytes
+            frame = b"\x28\xb5\x2f\xfd\xe0" + (1 << 60).to_bytes(8, "little")
+            parts = [bytes([ZSTD]) + frame + bytes(20) for _ in range(num_buckets(size))]
+        case "of a larger version":
+            size *= 2
+            parts = [b"" for _ in range(num_buckets(size))]
+        case _:
+            raise AssertionError(kind)
+    manifest = DeltaManifest(honest.base, honest.target, size, tuple(map(len, parts)))
+    return pack(folder / "forged.bin", 1, manifest, parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("of another base", "is one between other versions"),
+        ("made with another base", "patched: digest differs"),
+        ("no delta", "a delta of unknown kind 7"),
+        ("bomb", "a delta whose compressed part is not one of 8388608 bytes"),
+        ("of a larger version", "a delta of versions of"),
+    ],
+)
+def test_a_delta_that_is_none_costs_a_line_and_the_version_is_pulled(
+    tmp_path, versions, deltas, caplog, kind, reason
+):
+    false = forged(kind, versions, deltas, tmp_path)
+
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a, trainer_of(versions[1], false) as trainer:
+            await hold(a, versions[0])
+            link = replace(link_of(false), base=versions[0].digest, target=versions[1].digest)
+            offer = published(versions[1], (source(trainer, "a", 1),))
+            a.weights.offer(replace(offer, deltas=(link,)))
+            fetched = await a.got(versions[1])
+            assert fetched.stats.num_bytes - fetched.delta_bytes == versions[1].num_bytes
+            assert a.said.empty()
+
+    asyncio.run(scenario())
+    [line] = caplog.messages
+    assert line.startswith("version 1: " + OTHERWISE)
+    assert reason in line
+
+
+def test_who_sends_a_damaged_delta_is_named(tmp_path, versions, deltas, caplog):
+    data = bytearray(Path(deltas[0].path).read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged = replace(deltas[0], path=str(tmp_path / "damaged.bin"))
+    Path(damaged.path).write_bytes(data)
+
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a, trainer_of(versions[1], damaged) as trainer:
+            await hold(a, versions[0])
+            offer_to(a, versions[1], trainer, deltas=(deltas[0],))
+            fetched = await a.got(versions[1])
+            assert fetched.stats.num_bytes - fetched.delta_bytes == versions[1].num_bytes
+            bad = await a.said.get()
+            assert isinstance(bad, BadSource)
+            assert (bad.policy_version, bad.node) == (1, "holder-0")
+
+    asyncio.run(scenario())
+    [line] = caplog.messages
+    assert OTHERWISE in line
+    assert "no source serves it" in line
+
+
+def test_a_delta_that_nobody_has_is_not_waited_for(tmp_path, versions, deltas, monkeypatch, caplog):
+    monkeypatch.setattr("lightrl.rollout.weights.DELTA_TIMEOUT_S", 0.5)
+
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a, trainer_of(versions[1]) as trainer:
+            await hold(a, versions[0])
+            offer_to(a, versions[1], trainer, deltas=(deltas[0],))
+            assert (await a.got(versions[1])).stats.num_bytes == versions[1].num_bytes
+
+    asyncio.run(scenario())
+    [line] = caplog.messages
+    assert OTHERWISE in line
+    assert "nothing arrived for 0.5 s" in line
+
+
+def test_a_base_that_is_lost_meanwhile(tmp_path, versions, deltas, caplog):
+    slow = deltas[0].num_bytes
+
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            serving(replace(deltas[0], policy_version=1), max_bytes_per_s=slow) as peer,
+            trainer_of(versions[1]) as trainer,
+        ):
+            await hold(a, versions[0])
+            base = a.folder / f"{versions[0].digest}.bin"
+            offer_to(a, versions[1], peer, trainer, deltas=(deltas[0],))
+            await until(lambda: list(a.folder.glob(f"{deltas[0].digest}*.part")))
+            os.truncate(base, BUCKET_BYTES + 5)
+            fetched = await a.got(versions[1])
+            assert fetched.delta_bytes == deltas[0].num_bytes
+            assert fetched.stats.num_bytes - fetched.delta_bytes >= versions[1].num_bytes // 2
+
+    asyncio.run(scenario())
+    [line] = caplog.messages
+    assert OTHERWISE in line
+    assert "that is to be patched ends at byte" in line
+
+
+BUCKETS_A_S = 4 * BUCKET_BYTES
+
+
+def test_a_pull_that_is_under_way_goes_on_by_a_delta_and_keeps_what_it_has(tmp_path, larger):
+    base, target = larger[:2]
+    delta = delta_of(base, target, tmp_path / "delta.bin")
+
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            trainer_of(target, delta, max_bytes_per_s=BUCKETS_A_S) as trainer,
+        ):
+            await hold(a, base)
+            offer_to(a, target, trainer)
+            await until(lambda: a.weights.progress and a.weights.progress.num_bytes)
+            offer_to(a, target, trainer, deltas=(delta,))
+            fetched = await a.got(target)
+            whole = fetched.stats.num_bytes - fetched.delta_bytes
+            assert fetched.delta_bytes == delta.num_bytes
+            assert BUCKET_BYTES <= whole <= 0.7 * target.num_bytes
+
+    asyncio.run(scenario())
+
+
+def test_a_delta_that_comes_when_little_is_left_is_let_be(tmp_path, versions, larger):
+    base, target = larger[:2]
+    delta = delta_of(base, target, tmp_path / "delta.bin")
+
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            trainer_of(target, delta, max_bytes_per_s=BUCKETS_A_S) as trainer,
+        ):
+            await hold(a, base)
+            offer_to(a, target, trainer)
+            pull = await until_pulling(a)
+            large = replace(link_of(delta), num_bytes=target.num_bytes - 1)
+            offer = published(target, (source(trainer, "a", 1),))
+            a.weights.offer(replace(offer, deltas=(large,)))  # it is about as large
+            assert (await a.got(target)).delta_bytes == 0
+            assert pull.missing_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_was_overtaken_is_patched_as_far_as_it_came(tmp_path, larger, caplog):
+    _, first, second = larger
+    delta = delta_of(first, second, tmp_path / "delta.bin")
+
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            serving(first, max_bytes_per_s=BUCKETS_A_S) as trainer,
+            trainer_of(second, delta, max_bytes_per_s=BUCKETS_A_S) as later,
+        ):
+            offer_to(a, first, trainer)
+            await until(
+                lambda: a.weights.progress and a.weights.progress.num_bytes > first.num_bytes / 2
+            )
+            offer_to(a, second, later)  # the difference is found a little later
+            await until(lambda: a.weights.progress and a.weights.progress.policy_version == 2)
+            offer_to(a, second, later, deltas=(delta,))
+            fetched = await a.got(second)
+            assert fetched.delta_bytes == delta.num_bytes
+            assert fetched.stats.num_bytes < 0.7 * second.num_bytes
+            await until(lambda: not list(a.folder.glob(f"{first.digest}*")))  # nobody needs it
+
+    asyncio.run(scenario())
+    assert not caplog.messages
+
+
+def test_what_was_overtaken_at_its_begin_goes(tmp_path, larger):
+    _, first, second = larger
+
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            serving(first, max_bytes_per_s=BUCKETS_A_S) as trainer,
+            serving(second, max_bytes_per_s=BUCKETS_A_S) as later,
+        ):
+            offer_to(a, first, trainer)
+            await until(lambda: list(a.folder.glob(f"{first.digest}*.part")))
+            offer_to(a, second, later)
+            await until(lambda: not list(a.folder.glob(f"{first.digest}*.part")))
+            await until(lambda: list(a.folder.glob(f"{second.digest}*.part")))
+
+    asyncio.run(scenario())
+
+
+def test_peers_get_the_version_and_its_delta_from_a_node_that_was_patched(
+    tmp_path, versions, deltas
+):
+
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            node("b", tmp_path / "b") as b,  # another machine
+            node("c", tmp_path / "c") as c,
+        ):
+            await hold(a, versions[0])
+            await hold(b, versions[0])
+            async with trainer_of(versions[1], deltas[0]) as trainer:
+                offer_to(a, versions[1], trainer, deltas=(deltas[0],))
+                await a.got(versions[1])
+            offer_to(b, versions[1], a.server, deltas=(deltas[0],))
+            fetched = await b.got(versions[1])
+            assert fetched.stats.num_bytes == fetched.delta_bytes == deltas[0].num_bytes
+            offer_to(c, versions[1], b.server)
+            assert (await c.got(versions[1])).stats.num_bytes == versions[1].num_bytes
+
+    asyncio.run(scenario())
+
+
+def test_deltas_of_earlier_versions_are_served_for_tickets_of_the_newest(
+    tmp_path, versions, deltas
+):
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a, node("b", tmp_path / "b") as b:
+            await hold(a, versions[0])
+            await hold(b, versions[0])
+            for i in range(2):
+                async with trainer_of(versions[i + 1], deltas[i]) as trainer:
+                    offer_to(a, versions[i + 1], trainer, deltas=(deltas[i],))
+                    await a.got(versions[i + 1])
+            offer_to(b, versions[2], a.server, deltas=tuple(deltas[:2]))
+            assert (await b.got(versions[2])).delta_bytes == sum(d.num_bytes for d in deltas[:2])
+
+    asyncio.run(scenario())
+
+
+def test_what_is_patched_is_served_meanwhile(tmp_path, larger):
+    """A peer without the base gets the version from one that is still at it."""
+    base, target = larger[:2]
+    delta = delta_of(base, target, tmp_path / "delta.bin")
+
+    async def scenario() -> None:
+        async with (
+            node("a", tmp_path) as a,
+            node("b", tmp_path / "b") as b,
+            trainer_of(target, delta) as trainer,
+        ):
+            await hold(a, base)
+            offer_to(b, target, a.server)
+            offer_to(a, target, trainer, deltas=(delta,))
+            fetched = await b.got(target)
+            assert fetched.stats.num_bytes == target.num_bytes
+
+    asyncio.run(scenario())
+
+
+def test_few_deltas_are_kept(tmp_path, versions, deltas, monkeypatch):
+    monkeypatch.setattr("lightrl.rollout.deltas.MAX_KEPT", 1)
+
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a:
+            await hold(a, versions[0])
+            for i in range(2):
+                async with trainer_of(versions[i + 1], deltas[i]) as trainer:
+                    offer_to(a, versions[i + 1], trainer, deltas=(deltas[i],))
+                    await a.got(versions[i + 1])
+            await until(lambda: not list(a.folder.glob(f"{deltas[0].digest}*")))
+            assert list(a.folder.glob(f"{deltas[1].digest}.bin"))
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_is_offered_again_while_it_is_loaded_is_loaded_once(
+    tmp_path, versions, deltas
+):
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a, trainer_of(versions[1], deltas[0]) as trainer:
+            await hold(a, versions[0])
+            offer_to(a, versions[1], trainer)
+            await a.got(versions[1])
+            offer_to(a, versions[1], trainer, deltas=(deltas[0],))  # it was found meanwhile
+            await until(lambda: not a.weights._is_offered.is_set())
+            assert not a.weights._is_next.is_set()
+            a.weights.loaded()  # it could not be: offered once more, it is
+            offer_to(a, versions[1], trainer, deltas=(deltas[0],))
+            await a.got(versions[1])
+
+    asyncio.run(scenario())

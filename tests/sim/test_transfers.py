@@ -1,0 +1,182 @@
+"""Weights on their way in whole runs: who pulled from whom, how long it took, who died."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightrl.errors import SimError
+from lightrl.sim.costs import Transfer
+from lightrl.sim.report import figures, tables
+from lightrl.sim.scenario import Scenario
+from lightrl.sim.traces import TraceEvent, synthetic_trace
+from lightrl.sim.transfers import FEW
+from tests.sim.conftest import SCENARIO, nodes, world
+
+SIZE = 10e9
+LINE = Transfer(
+    num_bytes=SIZE, receiver_bytes_per_s=1e10, sender_bytes_per_s=1e10, load_s=0.3
+)  # one node alone: a second
+MANY = FEW + 4
+
+
+def lines(**changes: Any) -> Scenario:
+    return replace(SCENARIO, transfer=replace(LINE, **changes))
+
+
+@pytest.mark.parametrize("num", [8, MANY])
+def test_a_fleet_takes_hardly_longer_than_one_node(num: int):
+    out = world(lines(), fleet=nodes(num), num_steps=2).run()
+    w = figures(out, lines()).weights
+    assert w.pulls == 2 * num  # those who finish last need not wait for the last version
+    # Of the first version those that joined first know only few of the others.
+    assert w.longest_pull_s <= {8: 1.3, MANY: 2.2}[num]
+    assert out.steps[0].weights_s <= 1.3 + 0.3
+    assert w.trainer_versions <= 2
+    assert w.from_peers > 0.7
+    sums = out.weights
+    assert sums.num_bytes == pytest.approx(w.pulls * SIZE, rel=0.01)
+    assert sums.trainer_bytes + sums.peer_bytes >= sums.num_bytes * 0.99
+
+
+@pytest.mark.parametrize("num", [8, MANY])
+def test_without_relays_each_pulls_from_the_trainer(num: int):
+    out = world(lines(relays=False), fleet=nodes(num), num_steps=1).run()
+    w = figures(out, lines()).weights
+    assert w.pull_s == pytest.approx(num, rel=0.01)
+    assert w.from_peers == 0
+    assert out.steps[0].opened_at == pytest.approx(num + 0.3, rel=0.01)
+
+
+def test_a_ninth_that_comes_half_way_disturbs_nobody():
+    trace = (TraceEvent(0.5, "late", True),)
+    w = world(lines(), fleet=nodes(8), trace=trace, num_steps=1)
+    out = w.run()
+    assert out.weights.num_pulls == 9
+    assert out.weights.longest_pull_s <= 1.5
+    assert out.weights.trainer_bytes <= 2 * SIZE
+
+
+def test_one_that_dies_half_way_holds_nobody_up():
+    fleet = nodes(7)
+    trace = (TraceEvent(0.0, "dies", True), TraceEvent(0.5, "dies", False))
+    out = world(lines(lost_after_s=0.1), fleet=fleet, trace=trace, num_steps=1).run()
+    assert out.counters["nodes_lost"] == 1
+    assert out.weights.num_pulls == 7
+    assert out.weights.longest_pull_s <= 1.7
+    assert out.weights.trainer_bytes <= 2 * SIZE
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num", [6, MANY])
+def test_relays_that_die_in_the_middle_of_a_transfer_lose_nothing(num: int, seed: int):
+    """Weights that take half of a step, on nodes of which one dies every other second."""
+    trace = synthetic_trace(num, 400.0, up_s=2.0 * num, down_s=4.0, seed=seed)
+    scenario = lines(receiver_bytes_per_s=5e9, sender_bytes_per_s=5e9, delta_ratio=0.1)
+    run = world(scenario, fleet=nodes(1), trace=trace, check=num == 6, num_steps=6)
+    out = run.run()
+    c = out.counters
+    assert c["nodes_lost"] >= 3
+    assert out.weights.peer_bytes > 0
+    assert c["trained_responses"] == 6 * 8 * 4
+    assert c["rollout_tokens"] == out.trained_tokens + c["aborted_tokens"]
+    assert out == world(scenario, fleet=nodes(1), trace=trace, num_steps=6).run()
+
+
+def test_a_difference_costs_its_share_and_late_nodes_pull_all():
+    # In the middle of the second step.
+    trace = (TraceEvent(10.0, "late", True),)
+    whole = world(lines(), fleet=nodes(3), trace=trace, num_steps=3).run()
+    scenario = lines(delta_ratio=0.02)
+    out = world(scenario, fleet=nodes(3), trace=trace, num_steps=3).run()
+    w = figures(out, scenario).weights
+    assert w.pulls == whole.weights.num_pulls
+    deltas = out.weights.delta_bytes / (0.02 * SIZE)
+    assert deltas == pytest.approx(round(deltas), rel=1e-6)
+    assert round(deltas) == w.pulls - 4  # all but the first one of each node
+    assert out.weights.num_bytes == pytest.approx(4 * SIZE + out.weights.delta_bytes, rel=0.01)
+    assert out.steps[0].weights_s == pytest.approx(0.02 + 0.3, abs=0.01)
+    assert whole.steps[0].weights_s == pytest.approx(1.0 + 0.3, abs=0.05)
+
+
+def test_an_overtaken_pull_goes_on_as_the_base_of_a_difference():
+    """A late node pulls for eight seconds, while a step takes six."""
+    trace = (TraceEvent(15.0, "late", True),)
+    scenario = lines(num_bytes=8 * SIZE, delta_ratio=0.01)
+    out = world(scenario, fleet=nodes(3), trace=trace, num_steps=6).run()
+    assert out.steps[-1].nodes > 3.9
+    assert out.weights.num_bytes == pytest.approx(4 * 8 * SIZE + out.weights.delta_bytes, rel=0.001)
+    whole = world(lines(num_bytes=8 * SIZE), fleet=nodes(3), trace=trace, num_steps=6).run()
+    assert out.elapsed_s < whole.elapsed_s - 20
+
+
+def test_broadcast_reaches_those_who_are_idle_and_stay():
+    trace = (TraceEvent(0.0, "spot", True),)
+    scenario = lines(broadcast_bytes_per_s=1e11)
+    out = world(scenario, fleet=nodes(3), trace=trace, num_steps=3).run()
+    w = figures(out, scenario).weights
+    assert w.broadcasts == 3 * 2  # nobody waits for the last version
+    assert w.broadcast_s == pytest.approx(0.1)
+    assert w.broken_broadcasts == 0
+    pulled = world(lines(), fleet=nodes(3), trace=trace, num_steps=3).run()
+    assert pulled.weights.num_pulls == w.pulls + w.broadcasts
+    assert out.elapsed_s < pulled.elapsed_s
+
+
+def test_who_dies_in_a_broadcast_leaves_the_others_to_pull():
+    scenario = lines(broadcast_bytes_per_s=5e9)
+    first = world(scenario, fleet=nodes(3), num_steps=2).run()
+    published_at = first.steps[1].opened_at - 2.0
+    # A machine of the fleet that the trace takes away; its name makes it no spot node.
+    trace = (TraceEvent(published_at + 1.0, "n1", False),)
+    out = world(scenario, fleet=nodes(3), trace=trace, num_steps=2, check=True).run()
+    assert out.counters["nodes_lost"] == 1
+    assert out.weights.num_broken == 1
+    assert out.weights.num_broadcast < first.weights.num_broadcast
+    assert out.weights.num_pulls == 3 + 2
+    assert out.counters["trained_responses"] == 2 * 8 * 4
+
+
+def test_publishing_takes_its_time_and_the_trainer_does_nothing_else():
+    at_once = world(lines(), num_steps=3).run()
+    out = world(lines(publish_s=1.5), num_steps=3).run()
+    assert out.device_times["trainer"]["publish"] == pytest.approx(3 * 1.5)
+    assert sum(out.device_times["trainer"].values()) == pytest.approx(out.elapsed_s)
+    assert out.elapsed_s == pytest.approx(at_once.elapsed_s + 3 * 1.5, rel=0.02)
+    stale = world(lines(publish_s=1.5), num_steps=4, max_staleness=1).run()
+    assert stale.device_times["trainer"]["publish"] == pytest.approx(4 * 1.5)
+
+
+def test_a_version_that_overtakes_one_on_its_way_is_loaded_alone():
+    scenario = lines(num_bytes=80e9)  # eight seconds, longer than a step
+    out = world(scenario, fleet=nodes(3), num_steps=6, max_staleness=2).run()
+    assert out.counters["trained_responses"] == 6 * 8 * 4
+    assert out.weights.num_pulls < 3 * 7
+
+
+def test_what_transfers_took_is_printed():
+    scenario = lines(broadcast_bytes_per_s=1e11, delta_ratio=0.5)
+    out = world(scenario, fleet=nodes(3), num_steps=2).run()
+    text = str(tables(figures(out, scenario))[-1])
+    assert "weights    3 pulls, 1.0" in text
+    assert "% of the bytes from peers, the trainer sent each version 0.3 times" in text
+    assert "broadcast  to 3 nodes, 0.1 s each; 0 broken off" in text
+    nothing = figures(world(num_steps=1, scenario=lines(num_bytes=0.0)).run(), lines())
+    assert "weights  " not in str(tables(nothing)[-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"delta_ratio": 0.0}, "delta_ratio = 0.0: above 0, at most 1"),
+        ({"delta_ratio": 1.5}, "delta_ratio = 1.5"),
+        ({"bucket_bytes": 0.0}, "bucket_bytes = 0.0: must be positive"),
+        ({"relay_bytes_per_s": -1.0}, "must not be negative"),
+        ({"broadcast_bytes_per_s": float("nan")}, "must not be negative"),
+        ({"publish_s": -1.0}, "must not be negative"),
+        ({"sender_bytes_per_s": 0.0}, "must be positive"),
+    ],
+)
+def test_transfers_that_cannot_be_are_refused(changes: dict[str, float], complaint: str):
+    with pytest.raises(SimError, match=complaint):
+        lines(**changes)

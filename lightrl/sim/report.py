@@ -130,8 +130,7 @@ def figures(
             mean_tokens=fmean(s.kept_tokens / max(1, s.kept) for s in mine),
         )
     hours = {kind: seconds / HOUR_S for kind, seconds in outcome.device_s.items()}
-    prices = scenario.prices
-    cost = sum(h * prices.of(kind) for kind, h in hours.items())
+    cost = sum(h * scenario.prices.of(kind) for kind, h in hours.items())
     kept, true = outcome.kept, outcome.launched
     return Figures(
         workload=scenario.workload.name,

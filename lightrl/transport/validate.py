@@ -166,6 +166,7 @@ def _publication(message: PublishWeights) -> None:
 
 
 def _canary(canary: Canary) -> None:
+    _words(canary.dtype)
     num_tokens, rest = divmod(len(canary.token_ids), 4)
     if rest or not 2 <= num_tokens <= MAX_CANARY_TOKENS:
         raise ProtocolError(f"a canary of {len(canary.token_ids)} bytes")

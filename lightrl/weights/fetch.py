@@ -21,7 +21,7 @@ from lightrl.weights.connections import TICK_S, Connections, shut
 from lightrl.weights.held import Partial
 from lightrl.weights.layout import bucket_range
 from lightrl.weights.leftovers import Begun, Provable
-from lightrl.weights.request import ASK_DATA, BUSY, DATA, MISSING, QUEUED, Request
+from lightrl.weights.request import ASK_DATA, ASK_SHARED, BUSY, DATA, MISSING, QUEUED, Request
 from lightrl.weights.swarm import EVERYTHING, Source, Swarm, Transfer
 
 IDLE_LIMIT_S = 10.0  # of a connection, however long the pull may last
@@ -289,12 +289,13 @@ class Fetch:
         digest, version, node = self._credentials
         start, end = bucket_range(transfer.bucket, self._num_bytes)
         offset = start + transfer.received
-        request = Request(
-            ASK_DATA, bytes.fromhex(digest), version, offset, end - offset, node.encode(),
-            source.ticket,
-        )  # fmt: skip
+        with self.lock:
+            is_shared = self.swarm.num_others(time.monotonic()) > 1
+        what, size = ASK_SHARED if is_shared else ASK_DATA, end - offset
+        named = node.encode(), source.ticket
+        request = Request(what, bytes.fromhex(digest), version, offset, size, *named)
         sock.sendall(request.pack())
-        asked_at = time.monotonic()
+        asked_at = transfer.last_at = time.monotonic()
         while True:
             try:
                 sign = sock.recv(1)
@@ -303,13 +304,13 @@ class Fetch:
                 continue
             if sign in (DATA, BUSY, MISSING):
                 source.is_starved |= sign == DATA
-                source.refusals = 0
+                transfer.is_queued, transfer.last_at, source.refusals = False, time.monotonic(), 0
                 return sign
             if sign != QUEUED:
                 raise EOFError(
                     _REFUSAL if not sign else "does not serve weights as this version does"
                 )
-            asked_at = time.monotonic()
+            asked_at, transfer.is_queued = time.monotonic(), True
             source.refusals = 0
             if not source.is_starved:
                 self.note_progress()

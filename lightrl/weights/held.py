@@ -17,6 +17,7 @@ from lightrl.weights.request import (
     ASK_DATA,
     ASK_HAVE,
     ASK_MANIFEST,
+    ASK_SHARED,
     GETTING,
     PROVED,
     RECORD,
@@ -55,7 +56,9 @@ class Held:
 
     def is_proved(self, request: Request) -> bool:
         """Whether all of a range that there is may be sent."""
-        if self.is_complete or request.what != ASK_DATA or request.size == 0:
+        if self.is_complete or request.what not in (ASK_DATA, ASK_SHARED):
+            return True
+        if request.size == 0:
             return True
         last = (request.offset + request.size - 1) // BUCKET_BYTES
         return self._proved.issuperset(range(request.offset // BUCKET_BYTES, last + 1))

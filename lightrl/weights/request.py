@@ -29,7 +29,9 @@ MAX_NAME_BYTES = 255  # of a node
 MAX_TICKET_BYTES = 128
 
 # The manifest's bytes, or those of the file, from `offset` on; what there is of a file of `size`.
-ASK_MANIFEST, ASK_DATA, ASK_HAVE = b"m", b"d", b"h"
+# ASK_SHARED is ASK_DATA by one of several who pass on to each other what they get: it is better
+# for all of them to be sent to one after the other.
+ASK_MANIFEST, ASK_DATA, ASK_SHARED, ASK_HAVE = b"m", b"d", b"s", b"h"
 
 QUEUED, DATA, BUSY, MISSING, ALL, PART = b"q", b"d", b"b", b"n", b"a", b"p"
 SIGN_S = 1.0  # QUEUED is said so often
@@ -68,7 +70,7 @@ def num_missing(data: bytes | bytearray) -> int:
     if len(data) < REQUEST.size:
         return REQUEST.size - len(data)
     _, what, *_, name_size, ticket_size = REQUEST.unpack_from(data)
-    if what not in (ASK_MANIFEST, ASK_DATA, ASK_HAVE):
+    if what not in (ASK_MANIFEST, ASK_DATA, ASK_SHARED, ASK_HAVE):
         raise ProtocolError("a request for what there is not")
     if not name_size or not 0 < ticket_size <= MAX_TICKET_BYTES:
         raise ProtocolError("a request without a name or a ticket")

@@ -28,6 +28,7 @@ from lightrl.weights.manifest import VersionFile
 from lightrl.weights.request import (
     ALL,
     ASK_HAVE,
+    ASK_SHARED,
     BUSY,
     DATA,
     MISSING,
@@ -49,6 +50,7 @@ MAX_CALLERS = 512  # without one, likewise
 MAX_OF_A_NODE = 16  # connections: a node that has gone bad must not have them all
 MAX_HELD = 64  # versions and differences between them
 TURNS_AT_ONCE = 64  # requests that are answered at once
+SHARED_TURNS = 3  # of those who pass on what they get: the sooner the first of them has it
 CROWD = 4 * TURNS_AT_ONCE  # connections from which on each node has only one
 BACKLOG = 4096  # peers that wait to be accepted; the kernel may allow fewer
 RETIRE_S = 2.0
@@ -76,7 +78,7 @@ class WeightServer:
         self._connections: dict[asyncio.Task[None], bytes] = {}  # and the nodes that they belong to
         self._num_of: Counter[bytes] = Counter()  # connections of each node
         self._sending: dict[asyncio.Task[None], Held] = {}
-        self._turns = Turns(TURNS_AT_ONCE)
+        self._turns, self._shared_turns = Turns(TURNS_AT_ONCE), Turns(SHARED_TURNS)
 
     @property
     def secret(self) -> str:
@@ -245,8 +247,9 @@ class WeightServer:
         assert task is not None
         held.acquire()
         self._sending[task] = held
+        turns = self._shared_turns if request.what == ASK_SHARED else self._turns
         try:
-            async with self._turns.acquire(lambda: loop.sock_sendall(sock, QUEUED)) as turn:
+            async with turns.acquire(lambda: loop.sock_sendall(sock, QUEUED)) as turn:
                 await loop.sock_sendall(sock, DATA)
                 file = held.descriptor(request)
                 await self._sender.send(sock, file, request.offset, request.size, turn)

@@ -74,6 +74,7 @@ class Transfer:
     received: int  # of the bucket, by whomever
     received_before: int
     last_at: float  # when something came
+    is_queued: bool = False  # its source sends to others now
     is_left: bool = False  # somebody else is to have it
 
     def rate(self, now: float) -> float:
@@ -140,6 +141,8 @@ class Swarm:
         source = transfer.source
         transfer.is_left = True
         self._left[transfer.bucket] = self._left.get(transfer.bucket, 0) + 1
+        if transfer.is_queued:
+            return  # it is not slow, others are before us
         source.failures += 1
         source.pause(now, min(MAX_PENALTY_S, 2.0 ** (source.failures - 1)))
         source.rate, source.rated_at = transfer.rate(now) or 1.0, now
@@ -154,9 +157,10 @@ class Swarm:
         if not others or transfer.is_left:
             return False
         patience = 2.0 ** min(5, self._left.get(transfer.bucket, 0))
-        if now - transfer.last_at > STALL_S * patience:
+        if now - transfer.last_at > STALL_S * patience and not transfer.is_queued:
             return True
-        if now - transfer.begun_at < max(STALL_S, 2 * self._typical_s) * patience:
+        least_s = PATIENCE_S if transfer.is_queued else STALL_S
+        if now - transfer.begun_at < max(least_s, 2 * self._typical_s) * patience:
             return False
         other = max(s.rate_at(now) or DEFAULT_RATE for s in others)
         rest_s = (transfer.size - transfer.received) / max(transfer.rate(now), 1.0)
@@ -191,13 +195,14 @@ class Swarm:
                     mask |= 1 << bucket
         return mask
 
+    def num_others(self, now: float) -> int:
+        """Who are at it as well, as far as we know."""
+        since = now - self._patience_s(now)
+        return sum(max(s.news_at, s.added_at) > since and not s.failures for s in self.sources[:-1])
+
     def _share(self, now: float) -> int:
         """Streams to the origin: fewer where others get what we do not."""
-        since = now - self._patience_s(now)
-        others = sum(
-            max(s.news_at, s.added_at) > since and not s.failures for s in self.sources[:-1]
-        )
-        return max(1, self._streams // (1 + others))
+        return max(1, self._streams // (1 + self.num_others(now)))
 
     def _patience_s(self, now: float) -> float:
         """A line that is slow for us is slow for others."""

@@ -19,7 +19,7 @@ from lightrl.keys import new_key
 from lightrl.system.addresses import host_and_port, join_address
 from lightrl.transport.link import Link
 from lightrl.transport.router import Router
-from lightrl.transport.validate import check_bounds
+from lightrl.transport.validate import check_bounds, require_allowed
 from lightrl.transport.zeromq import HANDSHAKE_MS
 from lightrl.weights.layout import TensorSpec
 from lightrl.weights.manifest import DIGEST_BYTES, Manifest, decode, digest_version, encode
@@ -128,6 +128,17 @@ def test_honest_messages_pass(message: m.Message):
 def test_what_no_honest_peer_says_is_refused(message: m.Message):
     with pytest.raises(ProtocolError):
         check_bounds(MESSAGES.decode(MESSAGES.encode(message)))
+
+
+def test_with_the_join_key_a_node_speaks_of_itself_and_of_its_sources_and_publishes_nothing():
+    allowed: set[str] = set()
+    for message in EXAMPLES:
+        with contextlib.suppress(ProtocolError):
+            require_allowed("n", message)
+            allowed.add(type(message).__name__)
+    of_itself = {"Hello", "Heartbeat", "TokenChunk", "Bye"}
+    of_weights = {"WeightsEndpoint", "WeightsReady", "WeightsFailed", "BadSource"}
+    assert allowed == of_itself | of_weights
 
 
 def test_garbage_that_decodes_is_sane_or_a_protocol_error():

@@ -137,6 +137,7 @@ def test_what_a_dead_source_owed_is_asked_of_others_after_a_while():
     # Before that is missed the trainer, the last to be asked, is asked for nothing.
     assert p.done["n0"] == pytest.approx(0.25 + 2 + 75, rel=0.02)
     assert p.versions_of_trainer == pytest.approx(0.75, rel=0.02)
+    assert sum(p.swarm.sent.values()) == pytest.approx(SIZE)
 
 
 @pytest.mark.parametrize("kind", SWARMS)
@@ -146,6 +147,7 @@ def test_a_pull_without_a_source_waits_for_one_and_keeps_what_it_has(kind: str):
     p.swarm.pull(0.0, "n0", NEWS, SIZE, ["n1"])
     p.until(0.5)
     p.swarm.lose(0.5, "n1", missed_after_s=0.1)
+    p.swarm.pull(0.5, "n2", NEWS, SIZE, ["n1"])  # by old news
     p.until()
     assert not p.done
     p.swarm.pull(9.0, "n0", NEWS, SIZE, ["trainer"])

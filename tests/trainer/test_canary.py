@@ -35,7 +35,8 @@ def train(rank, samples, number):
     """The version after one step on a rank in this process."""
     ((accumulate, finish),) = step_of(samples, number)
     list(rank.perform(accumulate))
-    (published,) = [e for e in rank.perform(finish) if isinstance(e, Published)]
+    (published,) = (e for e in rank.perform(finish) if isinstance(e, Published))
+    assert published.canary is not None or rank.config.weights.canary == 0
     return published
 
 
@@ -61,6 +62,7 @@ def test_logprobs_are_those_of_the_published_weights_in_their_dtype(
     first = rank.started.published
     second = train(rank, samples[:8], 0)
     for published in (first, second):
+        assert published.canary is not None
         found = unpack_f32(published.canary.logprobs)
         assert found == pytest.approx(
             expected(model_dir, published, getattr(torch, dtype)), abs=1e-6

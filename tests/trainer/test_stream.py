@@ -128,7 +128,7 @@ async def run_trainer(config, folder, next_shards, pause, digests):
 
     def send(message):
         match message:
-            case PublishWeights(version, digest):
+            case PublishWeights(version, digest, deltas=()):
                 digests.append(digest)
                 published.put_nowait(version)
             case StepDone():

@@ -1,0 +1,104 @@
+"""Sums by which all members of a broadcast see that they hold the same bytes, on any device.
+
+Every 32-bit word of a version's file is multiplied by a secret 64-bit number of its own, and the
+products are added up modulo 2^64, NUM_SUMS times with independent numbers. A sum is linear in the
+bytes: parts may come in any order, sums over parts add up to the sum over the whole, and the sum
+over a difference is the difference of the sums.
+
+The number of word j of block b is K[b] * m[j]: both uniform, from BLAKE3 keyed by a seed that no
+stranger knows. Why words of 32 bits: let two versions differ, by d != 0 (|d| < 2^32) in some words,
+of which the one with the fewest trailing zero bits has v of them; v <= 31. Then e = sum of K[b]*d
+over the blocks is 2^v times something uniform, for the right j, and m[j]*e + anything is zero with
+probability (66-v)/2 * 2^-(64-v) < 2^-28 at most: two sums are equal for two different versions with
+probability < 2^-57, whatever the difference is. Two flips of the top bit, for one, cancel only if
+two numbers agree in 33 bits. With words of 64 bits they would in half of the cases.
+
+This is MULTILINEAR of Lemire and Kaser, "Strongly universal string hashing is fast" (The Computer
+Journal 57(11), 2014), with products of two keys so that a block needs no new ones: Carter and
+Wegman's tree of universal hashes in its linear form. Good for one seed against who does not see the
+sums; both go over encrypted channels. Imports torch; daemons must not import this.
+"""
+
+import torch
+from blake3 import blake3
+
+NUM_SUMS = 2
+SEED_BYTES = 32
+BLOCK_WORDS = 1 << 16  # 32-bit words; what is worked on at a time on a CPU stays in its cache
+BLOCK_BYTES = 4 * BLOCK_WORDS
+BLOCKS_AT_ONCE = 64  # on a device: 16 MiB of weights
+
+
+class Proof:
+    """The sums over what has been added so far. Not for several threads at a time."""
+
+    def __init__(
+        self, seed: bytes, device: torch.device | str = "cpu", blocks_at_once: int | None = None
+    ) -> None:
+        """`seed`: SEED_BYTES, known to the members only, used for one version. `blocks_at_once`
+        changes the speed, not the sums."""
+        self._seed = seed
+        self._device = torch.device(device)
+        self._at_once = blocks_at_once or (1 if self._device.type == "cpu" else BLOCKS_AT_ONCE)
+        # [NUM_SUMS, BLOCK_WORDS] int64, wrapping: sum over blocks of K[b] * word
+        self._total = torch.zeros(NUM_SUMS, BLOCK_WORDS, dtype=torch.int64, device=device)
+
+    def add(self, tensor: torch.Tensor, offset: int, sign: int = 1) -> None:
+        """Adds a contiguous tensor of any dtype whose bytes lie at `offset` in the version's file;
+        sign -1 takes them away again. Raises ValueError if it is not contiguous."""
+        if not tensor.is_contiguous():
+            raise ValueError("not contiguous")
+        data = tensor.detach().reshape(-1).view(torch.uint8).to(self._device)
+        is_even = _is_aligned(data) and offset % 4 == 0
+        position, end = offset, offset + data.numel()
+        while position < end:
+            block, start = divmod(position, BLOCK_BYTES)
+            num = min((end - position) // BLOCK_BYTES, self._at_once) if start == 0 else 0
+            stop = position + num * BLOCK_BYTES if num > 1 else (block + 1) * BLOCK_BYTES
+            stop = min(stop, end)
+            part = data[position - offset : stop - offset]
+            if num > 1 and is_even:
+                self._add_blocks(part, block, sign)
+            else:
+                stop = min((block + 1) * BLOCK_BYTES, end)
+                self._add_part(part[: stop - position], block, start, sign)
+            position = stop
+
+    def sums(self) -> tuple[int, ...]:
+        """NUM_SUMS numbers below 2^64."""
+        numbers = blake3(b"words", key=self._seed).digest(8 * NUM_SUMS * BLOCK_WORDS)
+        by_word = torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(NUM_SUMS, -1)
+        totals = (self._total * by_word.to(self._device)).sum(1)
+        return tuple(total % (1 << 64) for total in totals.tolist())
+
+    def _add_part(self, data: torch.Tensor, block: int, start: int, sign: int) -> None:
+        """Bytes of one block, from byte `start` of it. A word of which only some bytes are here
+        counts as if the others were zero: whoever has those adds the rest."""
+        lead, first = start % 4, start // 4
+        end = -(-(start + data.numel()) // 4)
+        if lead or data.numel() % 4 or not _is_aligned(data):
+            padded = torch.zeros(4 * (end - first), dtype=torch.uint8, device=self._device)
+            padded[lead : lead + data.numel()] = data
+            data = padded
+        words = data.view(torch.int32).to(torch.int64)
+        numbers = (sign * self._of_blocks(block, 1))[:, 0].tolist()
+        for total, number in zip(self._total, numbers, strict=True):
+            total[first:end].add_(words, alpha=number)
+
+    def _add_blocks(self, data: torch.Tensor, block: int, sign: int) -> None:
+        """As `_add_part` for whole blocks: few large operations, as a device wants them."""
+        words = data.view(torch.int32).view(-1, BLOCK_WORDS).to(torch.int64)
+        numbers = sign * self._of_blocks(block, len(words)).to(self._device)
+        for total, of_blocks in zip(self._total, numbers, strict=True):
+            total += (words * of_blocks[:, None]).sum(0)
+
+    def _of_blocks(self, first: int, num: int) -> torch.Tensor:
+        """K of these blocks for each sum: [NUM_SUMS, num] int64."""
+        size = 8 * NUM_SUMS
+        numbers = blake3(b"blocks", key=self._seed).digest(size * num, seek=size * first)
+        return torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(num, NUM_SUMS).T
+
+
+def _is_aligned(data: torch.Tensor) -> bool:
+    """Whether bytes can be seen as 32-bit words."""
+    return data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0

@@ -142,6 +142,7 @@ class NodeWeights:
                 if isinstance(e, RuntimeError) and not is_for_lack(e):
                     raise
                 self._send(WeightsFailed(offer.policy_version, str(e)[:MAX_TEXT]))
+                self._start(self._tidy())  # there may be no room
                 continue
             finally:
                 self.progress = None

@@ -59,6 +59,7 @@ class Offers:
         self.waiting: dict[str, None] = {}  # nodes that were to be told, and there was no source
         self.bad = BadSources()
         self._published: PublishedVersion | None = None
+        self._before = ""  # digest of the version before
         self._deltas = DeltaChain()
         self._has_deltas = settings.deltas
 
@@ -71,6 +72,7 @@ class Offers:
         self.told.clear()
         self.waiting.clear()
         if before is None or before.policy_version != published.policy_version:
+            self._before = "" if before is None else before.digest
             self.whole.clear()
             self.bad.begin_version()
 
@@ -205,14 +207,18 @@ class Offers:
 
     def _deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
         """From the version that it holds; or, if it holds none, from the one that it began to
-        pull."""
+        pull: that is the one before, as long as the difference to it may yet be found."""
         published = self._published
         assert published is not None
         if not self._has_deltas:
             return ()
         links = self._deltas.between(node.base, published.digest, published.num_bytes)
         if not links and node.policy_version is None:
-            node.base = published.digest
+            at, before = node.base, self._before
+            has_begun = at and (
+                at == before or self._deltas.between(at, before, published.num_bytes)
+            )
+            node.base = before if has_begun else published.digest
         return links
 
     # What nodes say of each other

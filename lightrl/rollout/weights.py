@@ -142,6 +142,7 @@ class NodeWeights:
                 if isinstance(e, RuntimeError) and not is_for_lack(e):
                     raise
                 self._send(WeightsFailed(offer.policy_version, str(e)[:MAX_TEXT]))
+                self._start(self._tidy())  # there may be no room
                 continue
             finally:
                 self.progress = None
@@ -221,6 +222,8 @@ class NodeWeights:
         async with claim.turn() as path:
             if (found := await self._find(claim, offer)) is not None:
                 return found  # who was in turn before has pulled it
+            if self.wanted is not None and _are_same(self.wanted, offer):
+                offer = self.wanted  # it may say more by now
             wanted = Wanted(
                 offer.policy_version, offer.digest, offer.num_bytes, offer.manifest_bytes
             )

@@ -6,46 +6,30 @@ cache; that is quicker than receiving into a mapping, whose pages must be cleare
 disk is an error there instead of a signal.
 """
 
-import contextlib
 import os
 import random
 import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Set
-from dataclasses import dataclass, field
-
-from blake3 import blake3
 
 from lightrl.errors import WeightsError
 from lightrl.system.addresses import join_address
 from lightrl.weights import leftovers
+from lightrl.weights.connections import TICK_S, Connections, shut
 from lightrl.weights.held import Partial
 from lightrl.weights.layout import bucket_range
-from lightrl.weights.leftovers import Provable
+from lightrl.weights.leftovers import Begun, Provable
 from lightrl.weights.request import ASK_DATA, ASK_SHARED, BUSY, DATA, MISSING, QUEUED, Request
 from lightrl.weights.swarm import EVERYTHING, Source, Swarm, Transfer
 
-CONNECT_LIMIT_S = 3.0
 IDLE_LIMIT_S = 10.0  # of a connection, however long the pull may last
 MAX_PAUSE_S = 2.0  # before a source that fails is asked again
 BUSY_PAUSE_S = 2.0  # before one that has no place for us is
 
 _REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
 _PORTION = 256 << 10  # fits a core's cache, where it is hashed and written
-_TICK_S = 0.25  # a thread looks up so often
-_TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))  # struct timeval
-
-
-@dataclass(slots=True)
-class _Begun:
-    """A bucket of which something has come."""
-
-    received: int = 0
-    digest: blake3 = field(default_factory=blake3)
-    nodes: set[str] = field(default_factory=set)  # that sent it
 
 
 class Fetch:
@@ -56,6 +40,7 @@ class Fetch:
     ) -> None:
         """`credentials`: digest, policy_version and the name of this node."""
         self.swarm = swarm
+        self.connections = Connections(timeout_s)
         self.lock = threading.Condition()
         self.failure: str | None = None  # the first that ended the pull
         self.bad: deque[tuple[Source, str]] = deque()  # to be told of
@@ -68,8 +53,7 @@ class Fetch:
         self._num_bytes = num_bytes
         self._progress_at = time.monotonic()
         self._transfers: dict[Transfer, socket.socket | None] = {}
-        self._idle: dict[Source, list[socket.socket]] = {}  # connections
-        self._begun: dict[int, _Begun] = {}
+        self._begun: dict[int, Begun] = {}
         self._num_missing = swarm.num_buckets
         self._is_over = False
         self._is_on_hold = False
@@ -105,7 +89,7 @@ class Fetch:
             if not self._is_over:
                 self.failure, self._is_over = why, True
             for sock in self._transfers.values():
-                _shut(sock)
+                shut(sock)
             self.lock.notify_all()
 
     def close(self) -> None:
@@ -113,24 +97,20 @@ class Fetch:
         with self.lock:
             while self._num_filling:
                 self.lock.wait()
-        for sockets in self._idle.values():
-            for sock in sockets:
-                sock.close()
-        self._idle.clear()
+        self.connections.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def hold(self, *, is_on_hold: bool) -> None:
-        """While on hold nothing is asked of anybody, and what was under way is left: buckets come
-        from `take_bucket` and `put_bucket`."""
+        """While on hold nothing is asked of anybody: see `take_bucket`."""
         self.note_progress()
         with self.lock:
             self._is_on_hold = is_on_hold
             for transfer, sock in self._transfers.items():
                 transfer.is_left |= is_on_hold
                 if is_on_hold:
-                    _shut(sock)
+                    shut(sock)
             self.lock.notify_all()
 
     def take_bucket(self, buckets: int, lacking: Set[int]) -> int | None:
@@ -138,17 +118,13 @@ class Fetch:
         `put_bucket` must follow."""
         with self.lock:
             while not self._is_over and (self._transfers or self._leftovers):
-                self.lock.wait(_TICK_S)
+                self.lock.wait(TICK_S)
             found = self.swarm.todo & buckets & ~sum(1 << bucket for bucket in lacking)
             if self._is_over or not found:
                 return None
             self._num_filling += 1
             self.swarm.todo ^= found & -found
             return (found & -found).bit_length() - 1
-
-    def size_of(self, bucket: int) -> int:
-        start, end = bucket_range(bucket, self._num_bytes)
-        return end - start
 
     def put_bucket(self, bucket: int, data: memoryview | None) -> None:
         """The bucket that was taken, proved; None = it has to be pulled. Raises WeightsError."""
@@ -176,7 +152,7 @@ class Fetch:
                     self._progress_at = max(self._progress_at, transfer.last_at)
                 if self.swarm.is_overdue(transfer, now):
                     self.swarm.leave(transfer, now)
-                    _shut(sock)
+                    shut(sock)
             if self._is_over:
                 return
             why = self._why_hopeless(now)
@@ -206,22 +182,6 @@ class Fetch:
             self.trouble = f"{join_address(*source.addresses[0])}: {reason}"
             self.bad.append((source, reason))
 
-    def keep(self, source: Source, sock: socket.socket) -> None:
-        """A connection on which nothing is owed; blocking from now on."""
-        sock.setblocking(True)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
-        with self.lock:
-            if not self._is_over:
-                self._idle.setdefault(source, []).append(sock)
-                return
-        sock.close()
-
-    def take(self, source: Source) -> socket.socket | None:
-        """One that was kept."""
-        with self.lock:
-            idle = self._idle.get(source)
-            return idle.pop() if idle else None
-
     def _why_hopeless(self, now: float) -> str:
         if self._is_on_hold:
             return ""
@@ -242,10 +202,10 @@ class Fetch:
                 now = time.monotonic()
                 if not self._is_on_hold and (chosen := self.swarm.choose(now)) is not None:
                     break
-                self.lock.wait(_TICK_S)
+                self.lock.wait(TICK_S)
             source, bucket = chosen
             start, end = bucket_range(bucket, self._num_bytes)
-            begun = self._begun.setdefault(bucket, _Begun())
+            begun = self._begun.setdefault(bucket, Begun())
             transfer = self.swarm.begin(source, bucket, end - start, begun.received, now)
             self._transfers[transfer] = None
         if self._partial is not None and source.has == EVERYTHING:
@@ -261,7 +221,7 @@ class Fetch:
                 self._receive(transfer, begun, sock, buffer)
                 is_whole = self._prove(transfer, begun)
                 if is_whole or not source.is_bad:
-                    self.keep(source, sock)
+                    self.connections.keep(source, sock)
                     sock = None
         except (OSError, EOFError) as e:
             if not transfer.is_left and not self._is_over:
@@ -294,10 +254,10 @@ class Fetch:
     def _ask(self, transfer: Transfer) -> socket.socket | None:
         """A connection from which the rest of the bucket comes; None if its source has no place for
         us, or not that bucket. Raises OSError, EOFError."""
-        sock, is_fresh = self.take(transfer.source), False
+        sock, is_fresh = self.connections.take(transfer.source), False
         while True:
             if sock is None:
-                sock, is_fresh = self._connect(transfer.source), True
+                sock, is_fresh = self.connections.connect(transfer.source), True
             try:
                 with self.lock:
                     self._transfers[transfer] = sock
@@ -319,7 +279,7 @@ class Fetch:
                 sock.close()
                 self.note_busy(transfer.source)
             else:
-                self.keep(transfer.source, sock)
+                self.connections.keep(transfer.source, sock)
                 self._note_missing(transfer)
             return None
 
@@ -356,7 +316,7 @@ class Fetch:
                 self.note_progress()
 
     def _receive(
-        self, transfer: Transfer, begun: _Begun, sock: socket.socket, buffer: memoryview
+        self, transfer: Transfer, begun: Begun, sock: socket.socket, buffer: memoryview
     ) -> None:
         start, _ = bucket_range(transfer.bucket, self._num_bytes)
         begun.nodes.add(transfer.source.node)
@@ -380,7 +340,7 @@ class Fetch:
         if transfer.is_left or self._is_over or time.monotonic() - since > IDLE_LIMIT_S:
             raise TimeoutError("timed out")
 
-    def _prove(self, transfer: Transfer, begun: _Begun) -> bool:
+    def _prove(self, transfer: Transfer, begun: Begun) -> bool:
         """Names the source of wrong bytes, if there was only one."""
         assert self._manifest is not None
         if begun.digest.digest() == self._manifest.digest_of(transfer.bucket):
@@ -390,7 +350,7 @@ class Fetch:
         if len(begun.nodes) == 1:
             self.note_bad(transfer.source, f"bucket {transfer.bucket}: digest differs")
         with self.lock:
-            self._begun[transfer.bucket] = _Begun()
+            self._begun[transfer.bucket] = Begun()
         return False
 
     def _write(self, data: memoryview, position: int) -> None:
@@ -400,16 +360,6 @@ class Fetch:
                 data, position = data[n:], position + n
         except OSError as e:  # the disk's fault, not the source's
             raise WeightsError(f"cannot write: {e.strerror}") from e
-
-    def _connect(self, source: Source) -> socket.socket:
-        addresses = source.addresses  # several network cards: streams share them
-        address = addresses[source.num_streams % len(addresses)]
-        sock = socket.create_connection(address, min(CONNECT_LIMIT_S, self._timeout_s))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
-        return sock
 
     def note_busy(self, source: Source) -> None:
         """It has too many peers: that it says so counts as progress."""
@@ -447,10 +397,3 @@ class Fetch:
                 self._count(bucket, is_right)
             if is_right and self._partial is not None:
                 self._partial.proved(bucket)
-
-
-def _shut(sock: socket.socket | None) -> None:
-    """Wakes the thread that waits for it."""
-    if sock is not None:
-        with contextlib.suppress(OSError):  # not connected any more
-            sock.shutdown(socket.SHUT_RDWR)

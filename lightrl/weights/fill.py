@@ -8,15 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 from lightrl.weights.fetch import Fetch
-from lightrl.weights.layout import BUCKET_BYTES
+from lightrl.weights.layout import BUCKET_BYTES, bucket_range
 from lightrl.weights.local import HASH_THREADS
 
 # (bucket, where to) -> whether it is there now, proved
 Make: TypeAlias = Callable[[int, memoryview], bool]
 
 
-def fill(fetch: Fetch, make: Make, buckets: int) -> int:
-    """Has all of these (bits) made that are missing, by threads; returns the bytes that were."""
+def fill(fetch: Fetch, num_bytes: int, make: Make, buckets: int) -> int:
+    """Has all of these (bits) of a file of `num_bytes` made that are missing, by threads; returns
+    the bytes that were."""
     lacking: set[int] = set()  # could not be made
 
     def work() -> int:
@@ -25,7 +26,8 @@ def fill(fetch: Fetch, make: Make, buckets: int) -> int:
         while (bucket := fetch.take_bucket(buckets, lacking)) is not None:
             out: memoryview | None = None
             try:
-                size = fetch.size_of(bucket)
+                start, end = bucket_range(bucket, num_bytes)
+                size = end - start
                 if make(bucket, buffer[:size]):
                     out = buffer[:size]
                     made += size

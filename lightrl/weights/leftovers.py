@@ -6,6 +6,7 @@ Must not import torch. Blocks: for threads.
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +23,15 @@ class Provable(Protocol):
     @property
     def num_buckets(self) -> int: ...
     def digest_of(self, bucket: int) -> bytes: ...
+
+
+@dataclass(slots=True)
+class Begun:
+    """A bucket of which something has come."""
+
+    received: int = 0
+    digest: blake3 = field(default_factory=blake3)
+    nodes: set[str] = field(default_factory=set)  # that sent it
 
 
 def open_partial(path: Path, size: int) -> tuple[int, list[int]]:

@@ -136,7 +136,6 @@ class Pull:
 
     @property
     def missing_bytes(self) -> int:
-        """That are not proved yet."""
         return self._wanted.num_bytes - self._fetch.proved_bytes
 
     @property
@@ -151,15 +150,14 @@ class Pull:
         return self.manifest
 
     def hold(self, *, is_on_hold: bool = True) -> None:
-        """While on hold it asks nobody for anything, but serves what it has and waits as long as it
-        takes: somebody is about to `fill` it."""
+        """While on hold it asks nobody, but serves what it has: somebody is about to `fill` it."""
         self._fetch.hold(is_on_hold=is_on_hold)
 
     async def fill(self, make: Make, buckets: int) -> int:
-        """While on hold: has these buckets (bits) made by `make(bucket, out)`, in threads, as far
-        as they are missing; the others are pulled. Returns the bytes that were made and proved.
-        Raises what `make` raises, but WeightsError also for a disk that is full."""
-        working = asyncio.ensure_future(in_thread(fill, self._fetch, make, buckets))
+        """While on hold: has what is missing of these buckets (bits) made by `make(bucket, out)`,
+        in threads; returns the bytes. Raises what `make` raises, WeightsError for a full disk."""
+        act = in_thread(fill, self._fetch, self._wanted.num_bytes, make, buckets)
+        working = asyncio.ensure_future(act)
         try:
             return await asyncio.shield(working)
         finally:

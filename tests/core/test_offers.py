@@ -424,6 +424,20 @@ def test_endpoints_that_change_all_the_time_cost_others_little():
     assert num_told <= 20 * TOLD_OF_EACH
 
 
+def test_who_was_overtaken_is_told_of_the_difference_to_what_it_had_begun():
+    d = Driver(num_steps=5)
+    d.start("a")
+    step(d, 1)
+    d.join("new")  # begins to pull version 1
+    assert step(d, 2)["new"] == ()
+    assert publish(d, 2, delta(1, 2))["new"] == (delta(1, 2),)
+    assert step(d, 3)["new"] == ()
+    assert publish(d, 3, delta(2, 3))["new"] == (delta(2, 3),)
+    assert step(d, 4)["new"] == ()  # whose difference does not pay
+    assert step(d, 5)["new"] == ()
+    assert "new" not in publish(d, 5, delta(3, 5))
+
+
 def test_differences_that_are_found_later_are_told_to_those_who_are_at_it_and_have_the_base():
     d = Driver(num_steps=5)
     d.start("a", "slow")

@@ -432,3 +432,16 @@ def test_a_version_that_is_offered_again_while_it_is_loaded_is_loaded_once(
             await a.got(versions[1])
 
     asyncio.run(scenario())
+
+
+def test_a_delta_that_is_offered_before_the_pull_has_begun_is_used(tmp_path, versions, deltas):
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a, trainer_of(versions[1], deltas[0]) as trainer:
+            await hold(a, versions[0])
+            offer_to(a, versions[1], trainer)
+            await asyncio.sleep(0)  # it looks whether the version is on this machine
+            await asyncio.sleep(0)
+            offer_to(a, versions[1], trainer, deltas=(deltas[0],))
+            assert (await a.got(versions[1])).stats.num_bytes == deltas[0].num_bytes
+
+    asyncio.run(scenario())

@@ -29,4 +29,8 @@ def rows(options: Options) -> Iterator[Row]:
         of = f"on a line of {line / 1e9:g} GB/s"
         yield Row("lines", f"bare sockets {of}", mb, rate["alone"], "GB/s", line / 1e9)
         yield Row("lines", f"bare sockets and hash {of}", mb, rate["portions"], "GB/s", line / 1e9)
-        yield Row("lines", f"pull {of}", mb, rate["pull"], "GB/s", line / 1e9, 0.97)
+        if rate["portions"] > 0.98 * line / 1e9:
+            yield Row("lines", f"pull {of}", mb, rate["pull"], "GB/s", line / 1e9, 0.97)
+        else:  # the machine is slower than the line
+            ceiling, what = rate["portions"], f"pull {of}, of sockets and hash"
+            yield Row("lines", what, mb, rate["pull"], "GB/s", ceiling, 0.90)

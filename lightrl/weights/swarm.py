@@ -5,8 +5,8 @@ Pure: owns what is known of each source, and no socket, thread or clock. Buckets
 
 The last source is the origin, which has everything and must serve everybody: it is asked for what
 no other has or is getting, and one stream of each puller is enough to feed a swarm. What others
-have is asked of them, the rare first. Each puller begins elsewhere in the file, so that those
-who begin together bring different buckets into the swarm.
+have is asked of them, the rare first, among those at random. Each puller begins elsewhere in the
+file, so that those who begin together bring different buckets into the swarm.
 """
 
 from collections.abc import Iterable
@@ -183,7 +183,7 @@ class Swarm:
             key = (s.num_streams, level, self._random.random())
             if best is None or key < best[0]:
                 best = key, s, levels[level]
-        return None if best is None else (best[1], self._first(best[2]))
+        return None if best is None else (best[1], self._any(best[2]))
 
     def _spoken_for(self, peers: Iterable[Source], now: float) -> int:
         """What those have, or will soon."""
@@ -212,6 +212,16 @@ class Swarm:
 
     def _first(self, buckets: int) -> int:
         """The next one from where this puller has begun."""
-        later = buckets >> self._start << self._start
-        buckets = later or buckets
-        return (buckets & -buckets).bit_length() - 1
+        return _next(buckets, self._start)
+
+    def _any(self, buckets: int) -> int:
+        """Not the one that others ask for: a slow peer that sends each bucket once is relayed, one
+        that is asked by all for the same in the same order sends each to all of them."""
+        return _next(buckets, self._random.randrange(self.num_buckets))
+
+
+def _next(buckets: int, start: int) -> int:
+    """The first bucket from `start` on; after the last comes the first."""
+    later = buckets >> start << start
+    buckets = later or buckets
+    return (buckets & -buckets).bit_length() - 1

@@ -146,6 +146,18 @@ def test_pullers_begin_in_different_places():
     assert len(firsts) == 8
 
 
+def test_pullers_ask_a_peer_for_different_buckets():
+    """Else one that is slow sends the same to each of them, and they have nothing to relay."""
+    asked = set[int]()
+    for order in range(8):
+        swarm = a_swarm(a_source("slow", EVERYTHING), a_source("trainer", 0), order=order)
+        first = take(swarm)
+        assert first is not None
+        assert first.source.node == "slow"
+        asked.add(first.bucket)
+    assert len(asked) >= 4
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_pullers", [2, 8, 20])
 def test_many_pullers_ask_the_origin_for_little_more_than_one_version(seed: int, num_pullers: int):

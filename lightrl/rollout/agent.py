@@ -105,7 +105,14 @@ class RolloutAgent:
         self._send = send
         host, _ = host_and_port(coordinator)
         self._weights = NodeWeights(
-            node, config.weights, store, server, host, send, lambda: self.serves
+            node,
+            config.weights,
+            store,
+            server,
+            host,
+            send,
+            lambda: self.serves,
+            lambda: self._loading,
         )
         self._state = EngineState.STARTING
         # the process; whether it takes commands yet, or any more, is in the state
@@ -116,6 +123,7 @@ class RolloutAgent:
         self._all_out = asyncio.Event()  # nothing runs here
         self._all_out.set()
         self._loaded: tuple[int, str] | None = None  # the version loaded last, and its digest
+        self._loading: tuple[int, str] | None = None  # the one that the engine is at
         # With the coordinator, as far as we know. No part of the state: every state is as possible
         # with it as without, and nothing but what may be forgotten depends on it.
         self._in_touch = True
@@ -256,6 +264,7 @@ class RolloutAgent:
         else:
             self._crashes.crashed()
         self._move(EngineChange.DIED)
+        self._loading = None
         self._lose_all()
         if (wanted := self._weights.wanted) is not None:
             self._send(WeightsFailed(wanted.policy_version, reason[:MAX_TEXT]))
@@ -330,8 +339,11 @@ class RolloutAgent:
             fetched = await self._weights.next()
             offer, stats = fetched.offer, fetched.stats
             self._move(EngineChange.LOAD_ORDERED)
+            self._loading = offer.policy_version, offer.digest
             engine.send(LoadWeights(fetched.file, offer.canary))
-            match await answers.get():
+            answer = await answers.get()
+            self._loading = None
+            match answer:
                 case EngineLoaded(version, digest, load_s, canary_diff):
                     logger.debug(
                         "version %d: %.2f s until it was here, loaded in %.2f s",

@@ -75,8 +75,10 @@ class NodeWeights:
         coordinator_host: str,
         send: Callable[[Message], None],
         serves: Callable[[], tuple[int, str] | None],
+        loads: Callable[[], tuple[int, str] | None],
     ) -> None:
-        """`serves`: version and digest that the engine has loaded, if it serves now."""
+        """`serves`: version and digest that the engine has loaded, if it serves now; `loads`: those
+        that it is at."""
         self.wanted: PublishWeights | None = None  # the newest version offered
         self.progress: WeightsProgress | None = None  # of the one that is pulled
         self._node = node
@@ -86,6 +88,7 @@ class NodeWeights:
         self._coordinator_host = coordinator_host
         self._send = send
         self._serves = serves
+        self._loads = loads
         self._is_offered = asyncio.Event()
         self._pull: Pull | None = None
         self._deltas = Deltas(store, server, partial(self._make_pull, timeout_s=DELTA_TIMEOUT_S))
@@ -127,6 +130,11 @@ class NodeWeights:
                 self._put(None)
                 self._send(WeightsReady(offer.policy_version, offer.digest))  # it did not know
                 continue
+            if self._loads() == (offer.policy_version, offer.digest):
+                # Offered again, as there is more to be said of it. To load it once more would be
+                # to refuse what the coordinator sends when it hears of the first time.
+                self._put(None)
+                continue
             try:
                 fetched = await self._unless_overtaken(offer)
             except (WeightsError, OSError, RuntimeError) as e:
@@ -136,9 +144,13 @@ class NodeWeights:
                 continue
             finally:
                 self.progress = None
-            if fetched is not None:
-                self._put(fetched)
-                self._start(self._tidy())
+            if fetched is None:
+                continue
+            is_held = self._held is not None and fetched.version is self._held.version
+            if is_held and self._loads() == (offer.policy_version, offer.digest):
+                continue  # taken for loading meanwhile
+            self._put(fetched)
+            self._start(self._tidy())
 
     async def close(self) -> None:
         for task in self._chores:

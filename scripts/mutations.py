@@ -709,7 +709,7 @@ MUTATIONS = [
     Mutation(
         "ticket is not compared",
         "weights/serve.py",
-        "hmac.compare_digest(request.ticket, expected.encode())",
+        "hmac.compare_digest(request.ticket, expected)",
         "True",
         tests=("tests/weights/test_pull.py::test_a_wrong_ticket_gets_nothing",),
     ),
@@ -724,11 +724,72 @@ MUTATIONS = [
     ),
     Mutation(
         "peer that does not read keeps its turn",
-        "weights/serve.py",
+        "weights/send.py",
         "loop.call_later(STALL_S, turn.pass_on)",
         "loop.call_later(999, turn.pass_on)",
         tests=(
             "tests/weights/test_pull.py::test_peers_that_never_read_do_not_keep_others_waiting",
+        ),
+    ),
+    Mutation(
+        "wrong bytes are taken for right",
+        "weights/fetch.py",
+        "if begun.digest.digest() == self._manifest.digest_of(transfer.bucket):",
+        "if True:",
+        tests=(
+            "tests/weights/test_peers.py::test_a_lying_peer_is_named_and_avoided_and_spoils_nobody_else",
+        ),
+    ),
+    Mutation(
+        "leftovers are not proved",
+        "weights/leftovers.py",
+        "return digest.digest() == manifest.digest_of(bucket)",
+        "return True",
+        tests=(
+            "tests/weights/test_resume.py::test_a_killed_puller_goes_on_where_it_was_and_only_with_what_is_right",
+        ),
+    ),
+    Mutation(
+        "a partial holder serves what it has not proved",
+        "weights/held.py",
+        "return self._proved.issuperset(",
+        "return True or self._proved.issuperset(",
+        tests=(
+            "tests/weights/test_peers.py::test_what_a_partial_holder_has_not_proved_is_not_to_be_had",
+        ),
+    ),
+    Mutation(
+        "what a silent peer owes stays with it",
+        "weights/swarm.py",
+        "if now - transfer.last_at > STALL_S * patience and",
+        "if now - transfer.last_at > 999 and",
+        tests=(
+            "tests/weights/test_swarm.py::test_what_stalls_is_asked_of_another_if_there_is_one",
+        ),
+    ),
+    Mutation(
+        "all joiners ask the trainer for the same",
+        "weights/swarm.py",
+        "self._start = int(order * _GOLDEN % 1 * num_buckets)",
+        "self._start = 0",
+        tests=("tests/weights/test_swarm.py::test_pullers_begin_in_different_places",),
+    ),
+    Mutation(
+        "what peers are getting is asked of the trainer",
+        "weights/swarm.py",
+        "                    mask |= 1 << bucket",
+        "                    mask |= 0 << bucket",
+        tests=(
+            "tests/weights/test_swarm.py::test_what_a_peer_is_getting_is_waited_for_but_not_for_ever",
+        ),
+    ),
+    Mutation(
+        "retired version is said to be free while it is read",
+        "weights/held.py",
+        "if self.retired is None or self._num_users or self.file < 0:",
+        "if self.retired is None or self.file < 0:",
+        tests=(
+            "tests/weights/test_peers.py::test_a_retired_version_is_free_when_the_future_says_so",
         ),
     ),
     Mutation(

@@ -39,7 +39,7 @@ from lightrl.messages import (
 )
 from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
-from lightrl.rollout.weights import NodeWeights
+from lightrl.rollout.weights import Fetched, NodeWeights
 from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
@@ -105,14 +105,7 @@ class RolloutAgent:
         self._send = send
         host, _ = host_and_port(coordinator)
         self._weights = NodeWeights(
-            node,
-            config.weights,
-            store,
-            server,
-            host,
-            send,
-            lambda: self.serves,
-            lambda: self._loading,
+            node, config.weights, store, server, host, send, lambda: self.serves
         )
         self._state = EngineState.STARTING
         # the process; whether it takes commands yet, or any more, is in the state
@@ -123,7 +116,6 @@ class RolloutAgent:
         self._all_out = asyncio.Event()  # nothing runs here
         self._all_out.set()
         self._loaded: tuple[int, str] | None = None  # the version loaded last, and its digest
-        self._loading: tuple[int, str] | None = None  # the one that the engine is at
         # With the coordinator, as far as we know. No part of the state: every state is as possible
         # with it as without, and nothing but what may be forgotten depends on it.
         self._in_touch = True
@@ -264,7 +256,6 @@ class RolloutAgent:
         else:
             self._crashes.crashed()
         self._move(EngineChange.DIED)
-        self._loading = None
         self._lose_all()
         if (wanted := self._weights.wanted) is not None:
             self._send(WeightsFailed(wanted.policy_version, reason[:MAX_TEXT]))
@@ -337,31 +328,39 @@ class RolloutAgent:
         await started.wait()
         while True:
             fetched = await self._weights.next()
-            offer, stats = fetched.offer, fetched.stats
-            self._move(EngineChange.LOAD_ORDERED)
-            self._loading = offer.policy_version, offer.digest
-            engine.send(LoadWeights(fetched.file, offer.canary))
-            answer = await answers.get()
-            self._loading = None
-            match answer:
-                case EngineLoaded(version, digest, load_s, canary_diff):
-                    logger.debug(
-                        "version %d: %.2f s until it was here, loaded in %.2f s",
-                        version,
-                        fetched.seconds,
-                        load_s,
-                    )
-                    ready = WeightsReady(
-                        version,
-                        digest,
-                        stats.num_bytes,
-                        fetched.seconds,
-                        load_s,
-                        stats.peer_bytes,
-                        fetched.delta_bytes,
-                        canary_diff=canary_diff,
-                    )
-                    self._send(ready)
-                case EngineFailed(reason):
-                    self._weights.reject(fetched)  # the file may be what is wrong
-                    self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
+            try:
+                await self._load(engine, fetched, answers)
+            finally:
+                self._weights.loaded()
+
+    async def _load(
+        self,
+        engine: Child[EngineCommand, EngineEvent],
+        fetched: Fetched,
+        answers: asyncio.Queue[EngineLoaded | EngineFailed],
+    ) -> None:
+        offer, stats = fetched.offer, fetched.stats
+        self._move(EngineChange.LOAD_ORDERED)
+        engine.send(LoadWeights(fetched.file, offer.canary))
+        match await answers.get():
+            case EngineLoaded(version, digest, load_s, canary_diff):
+                logger.debug(
+                    "version %d: %.2f s until it was here, loaded in %.2f s",
+                    version,
+                    fetched.seconds,
+                    load_s,
+                )
+                ready = WeightsReady(
+                    version,
+                    digest,
+                    stats.num_bytes,
+                    fetched.seconds,
+                    load_s,
+                    stats.peer_bytes,
+                    fetched.delta_bytes,
+                    canary_diff=canary_diff,
+                )
+                self._send(ready)
+            case EngineFailed(reason):
+                self._weights.reject(fetched)  # the file may be what is wrong
+                self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))

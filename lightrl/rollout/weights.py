@@ -75,10 +75,8 @@ class NodeWeights:
         coordinator_host: str,
         send: Callable[[Message], None],
         serves: Callable[[], tuple[int, str] | None],
-        loads: Callable[[], tuple[int, str] | None],
     ) -> None:
-        """`serves`: version and digest that the engine has loaded, if it serves now; `loads`: those
-        that it is at."""
+        """`serves`: version and digest that the engine has loaded, if it serves now."""
         self.wanted: PublishWeights | None = None  # the newest version offered
         self.progress: WeightsProgress | None = None  # of the one that is pulled
         self._node = node
@@ -88,13 +86,13 @@ class NodeWeights:
         self._coordinator_host = coordinator_host
         self._send = send
         self._serves = serves
-        self._loads = loads
         self._is_offered = asyncio.Event()
         self._pull: Pull | None = None
         self._deltas = Deltas(store, server, partial(self._make_pull, timeout_s=DELTA_TIMEOUT_S))
         self._next: Fetched | None = None  # to be loaded
         self._is_next = asyncio.Event()
         self._held: Fetched | None = None  # loaded, or being loaded
+        self._loading: Fetched | None = None
         self._chores: set[asyncio.Task[None]] = set()
 
     def offer(self, message: PublishWeights) -> None:
@@ -103,15 +101,20 @@ class NodeWeights:
 
     async def next(self) -> Fetched:
         """The newest version that is to be loaded, when it is here; from now on this one is held,
-        and the one before is neither served nor kept."""
+        and the one before is neither served nor kept. `loaded` must follow."""
         await self._is_next.wait()
         self._is_next.clear()
         fetched, self._next = self._next, None
         assert fetched is not None
+        self._loading = fetched
         before, self._held = self._held, fetched
         if before is not None and before.version is not fetched.version:
             self._give_back(before)
         return fetched
+
+    def loaded(self) -> None:
+        """Or it could not be, or the engine has died."""
+        self._loading = None
 
     def reject(self, fetched: Fetched) -> None:
         """It could not be loaded: it is proved once more before it is tried again."""
@@ -130,10 +133,8 @@ class NodeWeights:
                 self._put(None)
                 self._send(WeightsReady(offer.policy_version, offer.digest))  # it did not know
                 continue
-            if self._loads() == (offer.policy_version, offer.digest):
-                # Offered again, as there is more to be said of it. To load it once more would be
-                # to refuse what the coordinator sends when it hears of the first time.
-                self._put(None)
+            if self._loading is not None and _are_same(self._loading.offer, offer):
+                self._put(None)  # offered again: what there is to say is said when it is loaded
                 continue
             try:
                 fetched = await self._unless_overtaken(offer)
@@ -144,13 +145,9 @@ class NodeWeights:
                 continue
             finally:
                 self.progress = None
-            if fetched is None:
-                continue
-            is_held = self._held is not None and fetched.version is self._held.version
-            if is_held and self._loads() == (offer.policy_version, offer.digest):
-                continue  # taken for loading meanwhile
-            self._put(fetched)
-            self._start(self._tidy())
+            if fetched is not None:
+                self._put(fetched)
+                self._start(self._tidy())
 
     async def close(self) -> None:
         for task in self._chores:
@@ -194,7 +191,7 @@ class NodeWeights:
     def _goes_on(self, offer: PublishWeights, newer: PublishWeights) -> bool:
         """Whether what is fetched is still of use. The coordinator takes the newest version only,
         so another one is worth no byte more."""
-        if (newer.digest, newer.policy_version) != (offer.digest, offer.policy_version):
+        if not _are_same(newer, offer):
             return False
         if self._pull is not None:  # offered again: it is to be had elsewhere, too
             self._pull.add_sources(self._reachable(newer.sources))
@@ -338,6 +335,10 @@ class NodeWeights:
         self._chores.discard(task)
         if not task.cancelled() and (e := task.exception()) is not None:
             logger.warning("weights were not given back: %s", e)
+
+
+def _are_same(one: PublishWeights, other: PublishWeights) -> bool:
+    return (one.digest, one.policy_version) == (other.digest, other.policy_version)
 
 
 async def _patiently(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:

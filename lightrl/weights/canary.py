@@ -14,12 +14,12 @@ from lightrl.errors import WeightsError
 NUM_TOKENS = 32
 
 # By how much the logprob of a token may differ, by the dtype that rounds most. With texts that the
-# model itself writes, on CPU, the largest differences of ten models (0.5 to 310 million parameters,
-# trained and random ones of Qwen2, Qwen3 and Llama) were, to the trainer's own pass:
+# model itself writes, on CPU, the largest differences of nine models (the smallest of half a million
+# parameters; trained and random ones of Qwen2, Qwen3 and Llama) were, to the trainer's own pass:
 #   float32   vLLM 9e-5 (of all but one model 2e-5), torch engine 0
 #   bfloat16  vLLM 0.13, torch engine 0; in a model made to be chaotic (logits of hundreds) 0.77
-# A decoder layer of dummy weights instead of its own: 0.4 to 19, one of the quickstart's trained
-# model at least 3.9. What is a step or two old instead shows in float32 only.
+# A decoder layer of dummy weights instead of its own: 0.4 to 19 (so that some pass in bfloat16), one
+# of the quickstart's trained model at least 3.9. What is a step or two old instead shows in float32 only.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 1.0, "float16": 1.0}
 
 

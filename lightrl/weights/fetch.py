@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from blake3 import blake3
@@ -132,13 +133,13 @@ class Fetch:
                     _shut(sock)
             self.lock.notify_all()
 
-    def take_bucket(self, buckets: int) -> int | None:
-        """One of these (bits) that is missing, while on hold; None: no more. `put_bucket` must
-        follow."""
+    def take_bucket(self, buckets: int, lacking: Set[int]) -> int | None:
+        """One of these (bits) that is missing, but none of `lacking`, while on hold; None: no more.
+        `put_bucket` must follow."""
         with self.lock:
             while not self._is_over and (self._transfers or self._leftovers):
                 self.lock.wait(_TICK_S)
-            found = self.swarm.todo & buckets
+            found = self.swarm.todo & buckets & ~sum(1 << bucket for bucket in lacking)
             if self._is_over or not found:
                 return None
             self._num_filling += 1

@@ -17,17 +17,20 @@ Make: TypeAlias = Callable[[int, memoryview], bool]
 
 def fill(fetch: Fetch, make: Make, buckets: int) -> int:
     """Has all of these (bits) made that are missing, by threads; returns the bytes that were."""
+    lacking: set[int] = set()  # could not be made
 
     def work() -> int:
         buffer = memoryview(bytearray(BUCKET_BYTES))
         made = 0
-        while (bucket := fetch.take_bucket(buckets)) is not None:
+        while (bucket := fetch.take_bucket(buckets, lacking)) is not None:
             out: memoryview | None = None
             try:
                 size = fetch.size_of(bucket)
                 if make(bucket, buffer[:size]):
                     out = buffer[:size]
                     made += size
+                else:
+                    lacking.add(bucket)
             finally:
                 fetch.put_bucket(bucket, out)
         return made

@@ -163,9 +163,13 @@ class Store:
 
     def _folder(self, root: Path) -> Path:
         with self._entering:
-            if root not in self._folders:
-                self._folders[root] = _enter_folder(root, self._name)
-            return self._folders[root][0]
+            folder, lock = self._folders.get(root, (root, -1))
+            if lock >= 0 and os.fstat(lock).st_nlink == 0:  # removed by whoever tidies up there
+                os.close(lock)
+                lock = -1
+            if lock < 0:
+                folder, _ = self._folders[root] = _enter_folder(root, self._name)
+            return folder
 
     def _found(self, digest: str, num_bytes: int) -> Iterator[tuple[VersionFile, bool]]:
         """What may be this version, and whether it belongs to this process's trainer."""

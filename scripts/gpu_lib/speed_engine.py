@@ -144,8 +144,7 @@ def with_transformers(shape: str, folder: Path) -> None:
     from lightrl.weights.tensors import write_tensors
 
     module = make_module(model, on_device(), torch.bfloat16)
-    version = folder / "v1.bin"
-    manifest = write_tensors(version, 1, module.named_parameters())
+    version = write_tensors(folder / "v1.bin", 1, module.named_parameters())
     prompts = prompts_of(shape, max(BATCHES))
     bare = dict.fromkeys(BATCHES, 0.0)
     for _ in range(REPEAT):
@@ -153,22 +152,21 @@ def with_transformers(shape: str, folder: Path) -> None:
             bare[batch] = bare_loop(module, prompts[:batch], TORCH_NEW_TOKENS)
     del module
     free_memory()
-    ours = through_lightrl("torch", model, (version, manifest), prompts, TORCH_NEW_TOKENS)
+    ours = through_lightrl("torch", model, version, prompts, TORCH_NEW_TOKENS)
     report(shape, "torch", ours, "bare transformers loop", bare)
 
 
-def version_of(model: Path) -> tuple[Path, Any]:
+def version_of(model: Path) -> Any:
     from safetensors.torch import load_file
 
     from lightrl.weights.tensors import write_tensors
 
     tensors = load_file(model / "model.safetensors")
-    path = model / "v1.bin"
-    return path, write_tensors(path, 1, tensors.items())
+    return write_tensors(model / "v1.bin", 1, tensors.items())
 
 
 def through_lightrl(
-    kind: Any, model: Path, version: tuple[Path, Any], prompts: list[list[int]], num: int
+    kind: Any, model: Path, version: Any, prompts: list[list[int]], num: int
 ) -> dict[int, float]:
     """By the engine's process: requests and chunks travel through its pipe as in a rollout
     daemon."""
@@ -180,7 +178,7 @@ def through_lightrl(
 
 
 async def _through_lightrl(
-    spec: Any, version: tuple[Path, Any], prompts: list[list[int]], num: int
+    spec: Any, version: Any, prompts: list[list[int]], num: int
 ) -> dict[int, float]:
     from lightrl.engine.base import EngineFailed, EngineLoaded, EngineStarted, LoadWeights
     from lightrl.engine.process import start_engine
@@ -193,7 +191,7 @@ async def _through_lightrl(
         started = await engine.receive()
         assert isinstance(started, EngineStarted), started
         figure(f"{spec.kind} engine: start, s", round(started.start_s, 2))
-        engine.send(LoadWeights(str(version[0]), version[1]))
+        engine.send(LoadWeights(version))
         while not isinstance(event := await engine.receive(), EngineLoaded):
             assert not isinstance(event, EngineFailed), event
         for run in range(REPEAT):

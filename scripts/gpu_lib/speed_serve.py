@@ -20,7 +20,6 @@ from gpu_lib.shapes import make_config, make_module, on_device, shape_for
 from gpu_lib.speed_engine import memory_folder
 
 REPEAT = 3
-SECRET = "a secret of this test alone"
 
 
 def main() -> None:
@@ -43,9 +42,10 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
         LoadWeights,
     )
     from lightrl.engine.process import start_engine
+    from lightrl.messages import WeightsSource
     from lightrl.tickets import pull_ticket
-    from lightrl.weights.manifest import num_bytes
-    from lightrl.weights.pull import WeightServer, pull
+    from lightrl.weights.pull import Pull
+    from lightrl.weights.serve import WeightServer
     from lightrl.weights.tensors import write_tensors
 
     has_vllm = on_device() == "cuda" and importlib.util.find_spec("vllm") is not None
@@ -58,17 +58,19 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
     try:
         started = await engine.receive()
         assert isinstance(started, EngineStarted), started
-        address = await server.start("127.0.0.1")
+        addresses = await server.start("127.0.0.1")
         for version in range(1, REPEAT + 1):
             path, copy = folder / f"v{version}.bin", folder / f"pulled-{version}.bin"
             begun = time.perf_counter()
-            manifest = write_tensors(path, version, module.named_parameters())
+            file = write_tensors(path, version, module.named_parameters())
             written = time.perf_counter()
-            server.publish(manifest, path, SECRET)
-            ticket = pull_ticket(SECRET, "node", version)
-            await pull(manifest, [address], ticket, copy, node="node")
+            server.publish(file)
+            pull = Pull(wanted(file), "node", copy)
+            ticket = pull_ticket(server.secret, "node", version)
+            pull.add_sources([WeightsSource("trainer", addresses, ticket)])
+            await pull.run()
             pulled = time.perf_counter()
-            engine.send(LoadWeights(str(copy), manifest))
+            engine.send(LoadWeights(pull.file))
             while not isinstance(event := await engine.receive(), EngineLoaded):
                 assert not isinstance(event, EngineFailed), event
             loaded = time.perf_counter()
@@ -79,14 +81,22 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
                 "published to served": loaded - written,
             }
             best = {name: min(s, best.get(name, s)) for name, s in found.items()}
+            await server.retire(file.digest)
             path.unlink()
             copy.unlink()
-        figure(f"{shape}: size of a version, GB", round(num_bytes(manifest) / 1e9, 3))
+        figure(f"{shape}: size of a version, GB", round(file.num_bytes / 1e9, 3))
     finally:
         await server.close()
         await engine.stop()
     for name, seconds in best.items():
         figure(f"{shape}: {name}, s, best of {REPEAT}", round(seconds, 3))
+
+
+def wanted(file: Any) -> Any:
+    from lightrl.weights.pull import Wanted
+
+    manifest_bytes = Path(file.manifest_path).stat().st_size
+    return Wanted(file.policy_version, file.digest, file.num_bytes, manifest_bytes)
 
 
 if __name__ == "__main__":

@@ -125,8 +125,8 @@ class Driven:
             self._drafter = self.engine._speculation.drafter if self.engine._speculation else None
             self._watch = Watch.at("lightrl.engine.vllm_worker")
 
-    def load(self, path: Any, manifest: Any) -> str:
-        return self.engine.load_weights(path, manifest)
+    def load(self, file: Any) -> None:
+        self.engine.load_weights(file)
 
     def run(
         self,

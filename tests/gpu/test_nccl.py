@@ -93,7 +93,7 @@ def test_two_ranks_on_two_gpus_train_and_save(device, tmp_path):
                     child.send(StartRank(*start))
                 started = [await expect(rank, RankStarted) for rank in ranks]
                 if first:
-                    return started[0].manifest.digest
+                    return started[0].published.file.digest
                 for rank, batches in zip(ranks, micro_batches(samples, world, 400), strict=True):
                     rank.send(Accumulate(0, batches))
                     rank.send(FinishStep(0, len(samples), tokens, 1))
@@ -102,7 +102,7 @@ def test_two_ranks_on_two_gpus_train_and_save(device, tmp_path):
                 for i, rank in enumerate(ranks):
                     await expect(rank, Accumulated)
                     if i == 0:
-                        digest = (await expect(rank, Published)).manifest.digest
+                        digest = (await expect(rank, Published)).file.digest
                     finished = await expect(rank, StepFinished)
                     assert finished.metrics["grad_norm"] > 0
                     await expect(rank, Saved)

@@ -13,7 +13,8 @@ import torch
 from gpu_lib.shapes import SHAPES, make_config, make_module
 
 from lightrl.engine.base import EngineSpec
-from lightrl.messages import Manifest, PromptHistory, Sampling
+from lightrl.messages import PromptHistory, Sampling
+from lightrl.weights.manifest import VersionFile
 from lightrl.weights.tensors import write_tensors
 from lightrl.wire import pack_i32
 from tests.gpu.conftest import DEVICE
@@ -37,8 +38,7 @@ class Model:
     """A model directory, a version of its weights, and what bounds the rounding in it."""
 
     dir: Path
-    path: Path
-    manifest: Manifest
+    version: VersionFile
     shape: dict[str, Any]
 
     @property
@@ -47,7 +47,7 @@ class Model:
 
     def engine(self, dtype: str, slots: int, max_window: int = 0) -> Driven:
         made = Driven(EngineSpec("torch", str(self.dir), dtype, 256, slots, max_window=max_window))
-        made.load(self.path, self.manifest)
+        made.load(self.version)
         return made
 
 
@@ -65,9 +65,8 @@ def models(device: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
             )
             make_config(folder, shape, **changes)
             module = make_module(folder, device, torch.bfloat16)
-            path = folder / "v1.bin"
-            manifest = write_tensors(path, 1, module.named_parameters())
-            made[size] = Model(folder, path, manifest, SHAPES[shape] | changes)
+            version = write_tensors(folder / "v1.bin", 1, module.named_parameters())
+            made[size] = Model(folder, version, SHAPES[shape] | changes)
         return made[size]
 
     return get
@@ -179,7 +178,7 @@ def test_memory_comes_back_after_a_reset_and_after_the_engine(device, model, fig
     for _ in range(3):
         engine.run(asked[:20])
         engine.run(asked, stop_after=10)  # and what runs is aborted
-        engine.load(model.path, model.manifest)
+        engine.load(model.version)
         held.append(in_use(device) - before)
     figure(
         f"memory of a torch engine, {model.shape['num_hidden_layers']} layers, bfloat16: MiB",

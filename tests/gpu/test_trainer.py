@@ -43,7 +43,7 @@ samples = [from_json(line.encode(), TrainSample) for line in job["samples"]]
 run = Path(job["run"])
 weights = str(run / "weights")
 rank = Rank(StartRank(job["config"], job["model"], 0, 1, "", weights, str(run), job["first"]))
-digests = [rank.started.manifest.digest]
+digests = [rank.started.published.file.digest]
 said = {"device": str(rank.device), "digests": digests, "metrics": [], "dtypes": []}
 tokens = sum(len(s.token_ids) // 4 for s in samples)
 for step in range(job["first"], job["first"] + job["steps"]):
@@ -53,7 +53,7 @@ for step in range(job["first"], job["first"] + job["steps"]):
     for i in range(0, len(samples), size):
         list(rank.perform(Accumulate(step, (tuple(samples[i : i + size]),))))
     published, finished = rank.perform(FinishStep(step, len(samples), tokens, step + 1))
-    said["digests"].append(published.manifest.digest)
+    said["digests"].append(published.file.digest)
     said["metrics"].append(finished.metrics)
     if rank.device.type == "cuda":
         said["peak"] = torch.cuda.max_memory_allocated()

@@ -104,13 +104,13 @@ def engine(client: EngineClient) -> EngineClient:
 def remote(on: On, tiny: TinyModel, request: pytest.FixtureRequest) -> Iterator[Remote]:  # noqa: F811
     """As users have it by default, and without graphs; with version 1 loaded."""
     engine = Remote(on.spec(tiny, graphs_of(on, request.param)))
-    engine.load(*tiny.files[1])
+    engine.load(tiny.files[1])
     yield engine
     engine.close()
 
 
 def test_company_speculation_and_a_move_change_no_more_than_rounding_does(on, remote, tiny, figure):  # noqa: F811
-    remote.load(*tiny.files[1])
+    remote.load(tiny.files[1])
     asked = requests(CONFIG["vocab_size"], 16, 4, 72)
     changed = check(remote, CONFIG, on.dtype, asked, "vLLM, 2 layers", figure)
     if on.dtype == "float32":
@@ -120,7 +120,7 @@ def test_company_speculation_and_a_move_change_no_more_than_rounding_does(on, re
 def test_drafts_that_the_gate_lets_through_change_nothing_either(on, remote, tiny, figure):  # noqa: F811
     """What the gate decides depends on the clock, so that no run repeats: the share alone is looked
     at."""
-    remote.load(*tiny.files[1])
+    remote.load(tiny.files[1])
     asked = requests(CONFIG["vocab_size"], 16, 4, 72)
     plain = remote.run(asked)
     renamed, histories = nearly(plain, "gate", asked, CONFIG["vocab_size"])
@@ -133,9 +133,9 @@ def test_drafts_that_the_gate_lets_through_change_nothing_either(on, remote, tin
 
 def test_reloading_replaces_weights_in_place_tied_ones_too(on, remote, tiny):  # noqa: F811
     """CUDA graphs have the addresses of the weights in them."""
-    remote.load(*tiny.files[1])
+    remote.load(tiny.files[1])
     before = remote.weights()
-    remote.load(*tiny.files[2])
+    remote.load(tiny.files[2])
     after = remote.weights()
     assert before.keys() == after.keys()
     if on.device == "cuda":
@@ -156,9 +156,9 @@ def test_logprobs_are_those_of_the_trainer(on, remote, tiny, figure, version):  
         Asked(f"q{i}#0", tuple(rng.integers(2, CONFIG["vocab_size"], 200).tolist()), i, 60)
         for i in range(8)
     ]
-    remote.load(*tiny.files[3 - version])
+    remote.load(tiny.files[3 - version])
     remote.run(asked)
-    remote.load(*tiny.files[version])
+    remote.load(tiny.files[version])
     got = remote.run(asked)
     samples = [
         TrainSample(
@@ -185,13 +185,13 @@ def test_sleep_gives_memory_back_and_waking_up_changes_nothing(on, tiny, figure)
     engine = Remote(on.spec(tiny, False, engine_args={"enable_sleep_mode": True}))
     try:
         asked = requests(CONFIG["vocab_size"], 8, 2, 40)
-        engine.load(*tiny.files[1])
+        engine.load(tiny.files[1])
         expected = engine.run(asked)
         awake, asleep, again = engine.nap()
         figure("vLLM: MiB given back by sleep", round((asleep - awake) / 2**20))
         assert asleep - awake > 0.8 * KV_GIB * 2**30
         assert abs(again - awake) < 0.2 * KV_GIB * 2**30
-        engine.load(*tiny.files[1])
+        engine.load(tiny.files[1])
         assert engine.run(asked).tokens == expected.tokens
     finally:
         engine.close()

@@ -414,3 +414,21 @@ def test_few_deltas_are_kept(tmp_path, versions, deltas, monkeypatch):
             assert list(a.folder.glob(f"{deltas[1].digest}.bin"))
 
     asyncio.run(scenario())
+
+
+def test_a_version_that_is_offered_again_while_it_is_loaded_is_loaded_once(
+    tmp_path, versions, deltas
+):
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a, trainer_of(versions[1], deltas[0]) as trainer:
+            await hold(a, versions[0])
+            offer_to(a, versions[1], trainer)
+            await a.got(versions[1])
+            offer_to(a, versions[1], trainer, deltas=(deltas[0],))  # it was found meanwhile
+            await until(lambda: not a.weights._is_offered.is_set())
+            assert not a.weights._is_next.is_set()
+            a.weights.loaded()  # it could not be: offered once more, it is
+            offer_to(a, versions[1], trainer, deltas=(deltas[0],))
+            await a.got(versions[1])
+
+    asyncio.run(scenario())

@@ -15,6 +15,7 @@ from lightrl.messages import WeightsFailed, WeightsReady, WeightsSource
 from lightrl.rollout.state import EngineState
 from lightrl.tickets import pull_ticket
 from lightrl.weights import scratch
+from lightrl.weights.store import Store
 from tests.rollout.test_pulls import pulling
 from tests.rollout.test_weights import BUCKETS_A_S, SIZE, begun, node, pulling_process, until
 from tests.support.daemons import published
@@ -40,6 +41,31 @@ def test_a_peer_that_relays_dies_or_hangs(tmp_path: Path, how: signal.Signals):
                 process.send_signal(how)
                 fetched = await b.got(file)
                 assert fetched.stats.num_bytes == file.num_bytes
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_daemon_that_was_killed_finds_what_was_proved_when_it_starts_again(
+    tmp_path: Path, is_whole: bool
+):
+    file = make_version(tmp_path / "v1.bin", 1, *SIZE)
+
+    async def scenario() -> None:
+        async with serving(file, max_bytes_per_s=BUCKETS_A_S) as trainer:
+            offer = published(file, (source(trainer, "a", 1),))
+            with pulling_process(tmp_path, offer) as process:
+                await said_by(process)
+                if is_whole:
+                    name = Store(str(tmp_path).encode())._name
+                    here = scratch.roots()[0] / name / f"{file.digest}.bin"
+                    await until(here.exists)
+                process.kill()
+                process.wait()
+            async with node("a", tmp_path) as again:
+                again.offer(file, trainer)
+                num_bytes = (await again.got(file)).stats.num_bytes
+                assert num_bytes == 0 if is_whole else 0 < num_bytes < file.num_bytes
 
     asyncio.run(scenario())
 

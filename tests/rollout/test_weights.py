@@ -35,7 +35,6 @@ class Node:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
-        self.loading: tuple[int, str] | None = None
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         self.store, self.server = Store(str(folder).encode()), WeightServer()
         self.store.open()
@@ -47,7 +46,6 @@ class Node:
             "127.0.0.1",
             self.said.put_nowait,
             lambda: None,
-            lambda: self.loading,
         )
 
     def offer(self, file: VersionFile, *holders: WeightServer) -> PublishWeights:
@@ -106,24 +104,6 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     monkeypatch.setattr(scratch, "_shared", lambda: both[0])
     monkeypatch.setattr(scratch, "_disk", lambda: both[1])
     return both
-
-
-def test_a_version_that_is_offered_again_while_it_is_loaded_is_not_loaded_twice(tmp_path: Path):
-    """The coordinator sends work as soon as it hears of the first time."""
-    files = [make_version(tmp_path / f"v{n}.bin", n, 1, 1 << 16) for n in (1, 2)]
-
-    async def scenario() -> None:
-        async with serving(files[0]) as holder, node("a", tmp_path / "a") as a:
-            holder.publish(files[1])
-            a.offer(files[0], holder)
-            await a.got(files[0])
-            a.loading = (1, files[0].digest)
-            a.offer(files[0], holder)
-            await until(lambda: not a.weights._is_offered.is_set())
-            a.offer(files[1], holder)  # is next: nothing came in between
-            await a.got(files[1])
-
-    asyncio.run(scenario())
 
 
 def test_the_nodes_of_a_machine_pull_a_version_once(tmp_path: Path):

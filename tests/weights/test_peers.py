@@ -15,7 +15,7 @@ from lightrl.messages import WeightsSource
 from lightrl.weights.layout import BUCKET_BYTES
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.pull import Pull, PullStats
-from lightrl.weights.request import ASK_DATA, ASK_SHARED, DATA, QUEUED, Request
+from lightrl.weights.request import ASK_DATA, ASK_SHARED, DATA, MISSING, QUEUED, Request
 from lightrl.weights.serve import SHARED_TURNS, WeightServer
 from tests.support.holder import Answer, holder, of, part
 from tests.support.relay import Relay
@@ -322,5 +322,31 @@ def test_those_who_pass_on_what_they_get_are_sent_to_one_after_the_other(tmp_pat
             assert signs == [DATA] * SHARED_TURNS + [QUEUED, DATA]
             for writer in writers:
                 writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_a_partial_holder_has_not_proved_is_not_to_be_had(tmp_path):
+    async def scenario() -> None:
+        version = make_version(tmp_path / "v1", num_buckets=3)
+        async with serving() as server, asyncio.timeout(DEADLINE_S):
+            server.serve_partial(version).proved(1)
+            host, _, port = server.addresses[0].rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            ticket, digest = source(server).ticket.encode(), bytes.fromhex(version.digest)
+            size = BUCKET_BYTES
+            for offset, length, sign in (
+                (0, 1, MISSING),
+                (size - 1, 2, MISSING),
+                (size, 16, DATA),
+                (size, size + 1, MISSING),
+                (2 * size - 16, 16, DATA),
+            ):
+                request = Request(ASK_DATA, digest, 1, offset, length, NODE.encode(), ticket)
+                writer.write(request.pack())
+                assert await reader.readexactly(1) == sign
+                if sign == DATA:
+                    await reader.readexactly(length)
+            writer.close()
 
     asyncio.run(scenario())

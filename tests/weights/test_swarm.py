@@ -109,8 +109,9 @@ def test_what_stalls_is_asked_of_another_if_there_is_one(has_other, is_overdue):
     transfer = take(swarm)
     assert transfer is not None
     assert transfer.source is stalled
-    assert not swarm.is_overdue(transfer, STALL_S / 2)
-    assert swarm.is_overdue(transfer, STALL_S + 0.01) == is_overdue
+    transfer.received, transfer.last_at = SIZE // 2, 0.1  # and nothing since
+    assert not swarm.is_overdue(transfer, STALL_S)
+    assert swarm.is_overdue(transfer, 0.1 + STALL_S + 0.01) == is_overdue
 
 
 def test_what_drips_is_asked_of_another():

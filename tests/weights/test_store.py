@@ -1,0 +1,110 @@
+"""The folder that the nodes of a machine share: whose it is, and what becomes of it."""
+
+import os
+import shutil
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from lightrl.errors import WeightsError
+from lightrl.weights import scratch, store
+from lightrl.weights.store import Store
+
+DIGEST = "ab" * 32
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Shared memory and disk in one."""
+    monkeypatch.setattr(scratch, "_shared", lambda: tmp_path)
+    monkeypatch.setattr(scratch, "_disk", lambda: tmp_path)
+    return tmp_path
+
+
+def opened(identity: bytes = b"run") -> Store:
+    one = Store(identity)
+    one.open()
+    return one
+
+
+def test_nodes_of_a_run_share_a_folder_that_goes_with_the_last_of_them(root: Path):
+    one, two, other = opened(), opened(), opened(b"another run")
+    assert one._control == two._control != other._control
+    assert stat.S_IMODE(one._control.stat().st_mode) == 0o700
+    one.close()
+    assert two._control.is_dir()
+    two.close()
+    other.close()
+    assert not list(root.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["readable by others", "a link", "no folder"])
+def test_what_is_not_ours_alone_is_not_used(root: Path, kind: str, caplog):
+    path = root / Store(b"run")._name
+    if kind == "readable by others":
+        path.mkdir(mode=0o755)
+    elif kind == "a link":
+        (root / "elsewhere").mkdir(mode=0o700)
+        path.symlink_to(root / "elsewhere")
+    else:
+        path.touch()
+    one = opened()
+    assert one._control != path
+    assert stat.S_IMODE(one._control.stat().st_mode) == 0o700
+    assert "somebody else" in caplog.text
+    one.close()
+    assert os.path.lexists(path)
+
+
+def test_what_a_dead_run_left_goes_after_a_while_and_not_before(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    dead, living = opened(b"dead"), opened(b"living")
+    folders = dead._control, living._control
+    for folder in folders:
+        (folder / f"{DIGEST}.bin").write_bytes(b"x")
+        os.utime(folder, (0, time.time() - store.STALE_S / 2))
+    os.close(dead._folders.popitem()[1][1])  # as the kernel does when it is killed
+    opened(b"third").close()
+    assert all(folder.is_dir() for folder in folders)
+    for folder in folders:
+        os.utime(folder, (0, time.time() - 2 * store.STALE_S))
+    again = opened(b"dead")  # its own is never removed
+    assert (again._control / f"{DIGEST}.bin").exists()
+    os.close(again._folders.popitem()[1][1])
+    opened(b"third").close()
+    assert [folder.is_dir() for folder in folders] == [False, True]
+    living.close()
+
+
+def test_a_folder_that_somebody_has_removed_is_made_again(root: Path):
+    one = opened()
+    shutil.rmtree(one._control)
+    one.claim(DIGEST, 1000)
+    assert (one._control / f"{DIGEST}.want").exists()
+    one.close()
+
+
+@pytest.mark.parametrize("digest", ["", "../../etc/passwd", "AB" * 32, "ab" * 31 + "/x", "a" * 200])
+def test_what_is_no_digest_is_no_file(root: Path, digest: str):
+    one = opened()
+    with pytest.raises(WeightsError, match="digest"):
+        one.claim(digest, 1000)
+    one.close()
+
+
+def test_what_somebody_wants_stays(root: Path):
+    one, two = opened(), opened()
+    files = [one._control / name for name in (f"{DIGEST}.bin", f"{DIGEST}.1.bin.part")]
+    claim = two.claim(DIGEST, 1)
+    for file in files:
+        file.touch()
+    one.sweep()
+    assert all(file.exists() for file in files)
+    claim.release()
+    one.sweep()
+    assert not any(file.exists() for file in files)
+    one.close()
+    two.close()

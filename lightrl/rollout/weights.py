@@ -146,7 +146,9 @@ class NodeWeights:
                 continue
             finally:
                 self.progress = None
-            if fetched is not None:
+            if fetched is not None and (
+                self._loading is None or self._loading.version is not fetched.version
+            ):  # else it was taken meanwhile
                 self._put(fetched)
                 self._start(self._tidy())
 

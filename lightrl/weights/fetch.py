@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
@@ -22,21 +21,19 @@ from blake3 import blake3
 from lightrl.errors import WeightsError
 from lightrl.system.addresses import join_address
 from lightrl.weights import leftovers
+from lightrl.weights.connections import CONNECT_LIMIT_S, TICK_S, Connections
 from lightrl.weights.held import Partial
 from lightrl.weights.layout import bucket_range
 from lightrl.weights.leftovers import Provable
 from lightrl.weights.request import ASK_DATA, ASK_SHARED, BUSY, DATA, MISSING, QUEUED, Request
 from lightrl.weights.swarm import EVERYTHING, Source, Swarm, Transfer
 
-CONNECT_LIMIT_S = 3.0
 IDLE_LIMIT_S = 10.0  # of a connection, however long the pull may last
 MAX_PAUSE_S = 2.0  # before a source that fails is asked again
 BUSY_PAUSE_S = 2.0  # before one that has no place for us is
 
 _REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
 _PORTION = 256 << 10  # fits a core's cache, where it is hashed and written
-_TICK_S = 0.25  # a thread looks up so often
-_TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))  # struct timeval
 
 
 @dataclass(slots=True)
@@ -63,12 +60,12 @@ class Fetch:
         self.proved_bytes = 0
         self.received = Counter[str]()  # bytes, by node
         self.trouble = ""  # the last, with the source that made it
+        self.connections = Connections(min(CONNECT_LIMIT_S, timeout_s))
         self._credentials = credentials
         self._timeout_s = timeout_s
         self._num_bytes = num_bytes
         self._progress_at = time.monotonic()
         self._transfers: dict[Transfer, socket.socket | None] = {}
-        self._idle: dict[Source, list[socket.socket]] = {}  # connections
         self._begun: dict[int, _Begun] = {}
         self._num_missing = swarm.num_buckets
         self._is_over = False
@@ -113,10 +110,7 @@ class Fetch:
         with self.lock:
             while self._num_filling:
                 self.lock.wait()
-        for sockets in self._idle.values():
-            for sock in sockets:
-                sock.close()
-        self._idle.clear()
+        self.connections.close()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -138,7 +132,7 @@ class Fetch:
         `put_bucket` must follow."""
         with self.lock:
             while not self._is_over and (self._transfers or self._leftovers):
-                self.lock.wait(_TICK_S)
+                self.lock.wait(TICK_S)
             found = self.swarm.todo & buckets & ~sum(1 << bucket for bucket in lacking)
             if self._is_over or not found:
                 return None
@@ -206,22 +200,6 @@ class Fetch:
             self.trouble = f"{join_address(*source.addresses[0])}: {reason}"
             self.bad.append((source, reason))
 
-    def keep(self, source: Source, sock: socket.socket) -> None:
-        """A connection on which nothing is owed; blocking from now on."""
-        sock.setblocking(True)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
-        with self.lock:
-            if not self._is_over:
-                self._idle.setdefault(source, []).append(sock)
-                return
-        sock.close()
-
-    def take(self, source: Source) -> socket.socket | None:
-        """One that was kept."""
-        with self.lock:
-            idle = self._idle.get(source)
-            return idle.pop() if idle else None
-
     def _why_hopeless(self, now: float) -> str:
         if self._is_on_hold:
             return ""
@@ -242,7 +220,7 @@ class Fetch:
                 now = time.monotonic()
                 if not self._is_on_hold and (chosen := self.swarm.choose(now)) is not None:
                     break
-                self.lock.wait(_TICK_S)
+                self.lock.wait(TICK_S)
             source, bucket = chosen
             start, end = bucket_range(bucket, self._num_bytes)
             begun = self._begun.setdefault(bucket, _Begun())
@@ -261,7 +239,7 @@ class Fetch:
                 self._receive(transfer, begun, sock, buffer)
                 is_whole = self._prove(transfer, begun)
                 if is_whole or not source.is_bad:
-                    self.keep(source, sock)
+                    self.connections.keep(source, sock)
                     sock = None
         except (OSError, EOFError) as e:
             if not transfer.is_left and not self._is_over:
@@ -294,10 +272,10 @@ class Fetch:
     def _ask(self, transfer: Transfer) -> socket.socket | None:
         """A connection from which the rest of the bucket comes; None if its source has no place for
         us, or not that bucket. Raises OSError, EOFError."""
-        sock, is_fresh = self.take(transfer.source), False
+        sock, is_fresh = self.connections.take(transfer.source), False
         while True:
             if sock is None:
-                sock, is_fresh = self._connect(transfer.source), True
+                sock, is_fresh = self.connections.connect(transfer.source), True
             try:
                 with self.lock:
                     self._transfers[transfer] = sock
@@ -319,7 +297,7 @@ class Fetch:
                 sock.close()
                 self.note_busy(transfer.source)
             else:
-                self.keep(transfer.source, sock)
+                self.connections.keep(transfer.source, sock)
                 self._note_missing(transfer)
             return None
 
@@ -400,16 +378,6 @@ class Fetch:
                 data, position = data[n:], position + n
         except OSError as e:  # the disk's fault, not the source's
             raise WeightsError(f"cannot write: {e.strerror}") from e
-
-    def _connect(self, source: Source) -> socket.socket:
-        addresses = source.addresses  # several network cards: streams share them
-        address = addresses[source.num_streams % len(addresses)]
-        sock = socket.create_connection(address, min(CONNECT_LIMIT_S, self._timeout_s))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
-        return sock
 
     def note_busy(self, source: Source) -> None:
         """It has too many peers: that it says so counts as progress."""

@@ -13,7 +13,8 @@ import time
 from collections.abc import AsyncIterator
 
 from lightrl.errors import ProtocolError
-from lightrl.weights.fetch import CONNECT_LIMIT_S, MAX_PAUSE_S, Fetch
+from lightrl.weights.connections import CONNECT_LIMIT_S
+from lightrl.weights.fetch import MAX_PAUSE_S, Fetch
 from lightrl.weights.layout import num_buckets
 from lightrl.weights.request import (
     ALL,
@@ -73,7 +74,7 @@ class Follower:
     async def manifest(self, source: Source) -> bytes | None:
         """Its bytes, not proved yet; None if this source has not got them, or has no place for us.
         Raises OSError, EOFError, ProtocolError."""
-        sock = self._fetch.take(source)
+        sock = self._fetch.connections.take(source)
         async with self._connected(source, sock) as sock:
             await self._ask(sock, source, ASK_MANIFEST, self._manifest_bytes)
             while (sign := await self._receive(sock, 1)) == QUEUED:
@@ -84,7 +85,7 @@ class Follower:
                 self._fetch.note_busy(source)
                 return None
             data = await self._read_manifest(sock) if sign == DATA else None
-            self._fetch.keep(source, socket.socket(fileno=sock.detach()))
+            self._fetch.connections.keep(source, socket.socket(fileno=sock.detach()))
             return data
 
     async def _follow_once(self, source: Source) -> bool:
@@ -105,7 +106,7 @@ class Follower:
             elif sign != ALL:
                 raise ProtocolError("does not serve weights as this version does")
             self._note(source, has=EVERYTHING, is_followed=False)
-            self._fetch.keep(source, socket.socket(fileno=sock.detach()))
+            self._fetch.connections.keep(source, socket.socket(fileno=sock.detach()))
             return True
 
     async def _read_changes(self, sock: socket.socket, source: Source) -> None:

@@ -794,9 +794,11 @@ MUTATIONS = [
     ),
     Mutation(
         "overtaken pull leaves its part",
-        "rollout/agent.py",
-        '"version_*.bin.part"',
-        '"none"',
+        "rollout/weights.py",
+        """        if self.wanted is not None and self.wanted.digest != claim.digest:
+            await _patiently(self._store.sweep)
+""",
+        "",
         tests=("tests/rollout/test_pulls.py::test_pulls_that_are_overtaken_leave_nothing",),
     ),
     Mutation(
@@ -1231,8 +1233,8 @@ MUTATIONS = [
     Mutation(
         "emulated rank begins with other weights than were saved",
         "trainer/emulated.py",
-        "if saved and self.manifest and saved.digest != self.manifest.digest:",
-        "if False:",
+        "            saved.require_digest(self.file.digest, DTYPE)",
+        "            pass",
         tests=(
             "tests/trainer/test_emulated.py::test_a_restored_rank_goes_on_with_the_same_versions",
         ),

@@ -2,7 +2,7 @@
 
 Owns the connections that every other member keeps to member 0 for as long as the group lives. They
 carry no weights: first a few words while the group forms, later only why it is over. Whose
-connection ends is gone, and member 0 tells all others: a collective would say so late, or, where it
+connection ends is gone, and member 0 tells all others: a collective would show it late, or, where it
 waits for somebody else, never. Must not import torch.
 """
 
@@ -180,7 +180,7 @@ class Lifeline:
         """Why it is over: one line; None while all are there."""
         return self._over
 
-    def say(self, word: str) -> None:
+    def tell(self, word: str) -> None:
         """To each peer. What cannot be said is noticed where they are listened to."""
         for sock in self._peers.values():
             with contextlib.suppress(OSError):
@@ -212,7 +212,7 @@ class Lifeline:
                 return
             self._over = why
             self._changed.notify_all()
-        self.say(f"over: {why}")
+        self.tell(f"over: {why}")
         for sock in self._peers.values():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

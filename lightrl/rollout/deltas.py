@@ -34,6 +34,8 @@ from lightrl.weights.store import Claim, Store
 logger = logging.getLogger(__name__)
 
 CLEARLY = 0.8  # of what the rest of a version takes: a difference must take less
+SETUP_S = 0.03  # what a difference takes besides, however small
+MIN_BYTES = 4 << 20  # less of a version is sooner pulled than a difference asked for
 PATCH_RATE = 500e6  # bytes/s, while it was not measured
 MEASURED_BYTES = 8 << 20  # less says nothing of a rate
 DELTA_TIMEOUT_S = 5.0  # without a byte of a difference, after which the version is pulled instead
@@ -202,8 +204,8 @@ class Deltas:
             to_come += int((1 - have) * rest)
         seconds = 0.0
         if rate := pull.rate or self._line_rate:
-            seconds = rate * rest / self._patch_rate  # in bytes of the line
-        return to_come + seconds < CLEARLY * rest
+            seconds = rate * (SETUP_S + rest / self._patch_rate)  # in bytes of the line
+        return rest >= MIN_BYTES and to_come + seconds < CLEARLY * rest
 
     async def _go(self, pull: Pull, offer: PublishWeights, route: _Route, gain: Gain) -> None:
         """Raises WeightsError, OSError, TimeoutError."""

@@ -20,6 +20,7 @@ from lightrl.weights.serve import WeightServer
 from tests.rollout.test_weights import Node, node, until
 from tests.support.changing import (
     LARGER,
+    SHAPES,
     delta_of,
     link_of,
     manifest_of,
@@ -38,6 +39,12 @@ async def until_pulling(one: Node) -> Pull:
 
 
 OTHERWISE = "pulled as it is, not by differences: "
+
+
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch):
+    """How quick this machine is at the moment decides nothing here: fewer bytes are better."""
+    monkeypatch.setattr("lightrl.weights.pull.RATED_AFTER_S", 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -443,5 +450,25 @@ def test_a_delta_that_is_offered_before_the_pull_has_begun_is_used(tmp_path, ver
             await asyncio.sleep(0)
             offer_to(a, versions[1], trainer, deltas=(deltas[0],))
             assert (await a.got(versions[1])).stats.num_bytes == deltas[0].num_bytes
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("rate", "size", "is_used"),
+    [(0.0, 17, True), (50e6, 17, True), (2e9, 17, False), (0.0, 2, False)],
+)
+def test_a_delta_must_be_clearly_sooner_there(tmp_path, rate, size, is_used):
+    """On a line that is quicker than patching, and of small versions, nothing is gained."""
+    shapes = SHAPES if size > 2 else {"w": ("bfloat16", (1_000_000,))}
+    base, target = (write_changed(tmp_path / f"{i}.bin", i, shapes=shapes) for i in range(2))
+    delta = delta_of(base, target, tmp_path / "delta.bin")
+
+    async def scenario() -> None:
+        async with node("a", tmp_path) as a, trainer_of(target, delta) as trainer:
+            await hold(a, base)
+            a.weights._deltas._line_rate = rate
+            offer_to(a, target, trainer, deltas=(delta,))
+            assert ((await a.got(target)).delta_bytes > 0) == is_used
 
     asyncio.run(scenario())

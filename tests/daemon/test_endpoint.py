@@ -7,7 +7,6 @@ import pytest
 
 from lightrl.messages import Hello, WeightsEndpoint, WeightsReady
 from lightrl.system.addresses import split_address
-from lightrl.weights.serve import MIN_SECRET
 from tests.daemon.test_reconnect import scripted
 from tests.support.scripted_coordinator import ScriptedHead, rollout_daemon
 
@@ -27,7 +26,7 @@ def test_a_node_says_where_it_serves_weights_after_each_welcome(tmp_path: Path):
         async with scripted(tmp_path) as head, rollout_daemon(head.address, head.key_file):
             await head.hello()
             endpoint = await first_after_welcome(head)
-            assert len(endpoint.secret) >= MIN_SECRET
+            assert len(endpoint.secret) >= 32
             [address] = endpoint.addresses
             found = split_address(address)
             assert found is not None

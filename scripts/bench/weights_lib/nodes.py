@@ -72,6 +72,9 @@ class Node:
             pass
         return said
 
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()

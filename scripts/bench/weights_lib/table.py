@@ -11,6 +11,7 @@ class Options:
     streams: int
     line: float  # bytes/s of each joiner
     joiners_mb: int
+    loops_mb: int
 
 
 @dataclass(frozen=True)

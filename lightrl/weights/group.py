@@ -55,6 +55,7 @@ class Group:
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
         self._timeout_s = place.timeout_s
         self.rank, self.num_ranks, self.world = place.rank, place.num_ranks, place.world
+        self.piece_bytes = place.piece_bytes
         self.device = device
 
     @property
@@ -147,11 +148,11 @@ def _connect(
     backend, store = _in_thread(make, lifeline, deadline)
     try:
         if place.rank > 0:
-            lifeline.say("formed")
+            lifeline.tell("formed")
             lifeline.expect(deadline)
         else:
             lifeline.expect(deadline)
-            lifeline.say("ready")
+            lifeline.tell("ready")
     except WeightsError:
         _let_end(backend, [], device)
         raise
@@ -165,7 +166,7 @@ def _serve(host: str, place: Membership, lifeline: Lifeline) -> TCPStore:
     listener = socket.create_server((host, 0), family=family, backlog=place.world)
     port = listener.getsockname()[1]
     store = _store(host, port, place, listener.detach())
-    lifeline.say(str(port))
+    lifeline.tell(str(port))
     return store
 
 

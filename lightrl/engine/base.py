@@ -21,6 +21,7 @@ from lightrl.messages import (
     TokenChunk,
 )
 from lightrl.weights.manifest import VersionFile
+from lightrl.weights.rendezvous import Membership
 
 Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
 
@@ -70,6 +71,43 @@ class LoadWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinGroup:
+    """Become a member of a broadcast group; answered by GroupJoined. Nothing is generated until
+    then.
+
+    `place` is that of the engine's first worker, the others follow it. Example:
+    JoinGroup("10.0.0.1:41873", Membership("7c1f...", 2, 2, 4, "gloo", 30.0))
+    """
+
+    address: str
+    place: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveWeights:
+    """As LoadWeights, from the training ranks: of `file` only the manifest is on this machine.
+
+    `sums` are those of the ranks by `seed`, see weights/proof.py. Answered by EngineLoaded or
+    EngineFailed.
+    """
+
+    file: VersionFile
+    # the name of the group
+    group: str
+    seed: bytes
+    sums: tuple[int, ...]
+    canary: Canary | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupJoined:
+    """`error`: why it is not a member, in one line; the engine goes on."""
+
+    name: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStarted:
     device: str
     start_s: float
@@ -100,8 +138,10 @@ class EngineFailed:
     is_unusable: bool = False
 
 
-EngineCommand: TypeAlias = EngineSpec | Generate | Abort | LoadWeights
-EngineEvent: TypeAlias = EngineStarted | TokenChunk | EngineLoaded | EngineFailed | Load
+EngineCommand: TypeAlias = EngineSpec | Generate | Abort | LoadWeights | JoinGroup | ReceiveWeights
+EngineEvent: TypeAlias = (
+    EngineStarted | TokenChunk | EngineLoaded | EngineFailed | GroupJoined | Load
+)
 
 
 @dataclass(slots=True)
@@ -158,6 +198,14 @@ class Engine(Protocol):
         or shapes do not match; the engine then keeps or loses its old weights but must not be
         served from until a load succeeds.
         """
+        ...
+
+    def join_group(self, command: JoinGroup) -> None:
+        """All workers become members. Raises WeightsError; none is one then that matters."""
+        ...
+
+    def receive_weights(self, command: ReceiveWeights) -> None:
+        """As `load_weights`, by a broadcast."""
         ...
 
     def score(self, token_ids: list[int]) -> list[float]:

@@ -116,3 +116,17 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
+
+
+def attention_windows(config: object) -> dict[str, int | None]:
+    """Attention kind -> its sliding window, for the kinds in the model (transformers' names)."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        return {"full_attention": window}
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise EngineError(
+            f'the torch engine knows no {sorted(unknown)[0]} layers; use engine = "vllm"'
+        )
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lightrl.emulation import arguments, logprobs
-from lightrl.engine.base import Delta, EngineSpec
+from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
 from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
@@ -87,6 +87,12 @@ class EmulatedEngine:
         if size != manifest.num_bytes:
             raise WeightsError(f"{file.path}: {size} bytes, not {manifest.num_bytes}")
         self._digest, self._salt = file.digest, int(file.digest[:15], 16)
+
+    def join_group(self, command: JoinGroup) -> None:
+        raise WeightsError("an emulated engine has no weights to receive")
+
+    def receive_weights(self, command: ReceiveWeights) -> None:
+        raise WeightsError("an emulated engine has no weights to receive")
 
     def score(self, token_ids: list[int]) -> list[float]:
         check_text(token_ids, self._vocabulary, self._max_length)

@@ -11,8 +11,9 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias, assert_never
@@ -27,8 +28,11 @@ from lightrl.engine.base import (
     EngineLoaded,
     EngineSpec,
     EngineStarted,
+    GroupJoined,
+    JoinGroup,
     Kind,
     LoadWeights,
+    ReceiveWeights,
 )
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
 from lightrl.log import environment as log_environment
@@ -184,7 +188,12 @@ class Server:
             case Abort(attempts):
                 self._abort(attempts)
             case LoadWeights(file, canary):
-                self._load_weights(file, canary)
+                self._load_weights(file, canary, partial(self._engine.load_weights, file))
+            case ReceiveWeights(file=file, canary=canary):
+                receive = partial(self._engine.receive_weights, command)
+                self._load_weights(file, canary, receive)
+            case JoinGroup(place=place):
+                self._join(command, place.name)
             case EngineSpec():
                 self._pipe.send(EngineFailed("the engine is built already"))
             case _:
@@ -224,14 +233,24 @@ class Server:
                 aborted.append(response)
         self._send(aborted)
 
-    def _load_weights(self, file: VersionFile, canary: Canary | None) -> None:
+    def _join(self, command: JoinGroup, name: str) -> None:
+        self._send(self._outboxes)
+        try:
+            self._engine.join_group(command)
+            self._pipe.send(GroupJoined(name))
+        except LightRLError as e:
+            self._pipe.send(GroupJoined(name, str(e)))
+
+    def _load_weights(
+        self, file: VersionFile, canary: Canary | None, load: Callable[[], None]
+    ) -> None:
         """Running responses go on under the new version; after a failure there are none left."""
         self._send(self._outboxes)
         version = file.policy_version
         self._version = None
         started = time.perf_counter()
         try:
-            self._engine.load_weights(file)
+            load()
             difference = self._compare(canary) if canary else None
         except (LightRLError, OSError) as e:
             for response in self._outboxes:

@@ -17,9 +17,10 @@ import torch
 
 from lightrl.devices import memory
 from lightrl.devices.cuda import has_cuda
-from lightrl.engine.base import Delta, EngineSpec
+from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
 from lightrl.engine.checkpoint import (
     Layouts,
+    attention_windows,
     build_model,
     kv_bytes_per_token,
     read_config,
@@ -28,6 +29,7 @@ from lightrl.engine.checkpoint import (
 )
 from lightrl.engine.gpu_room import DRAFT_LOGITS, fitting
 from lightrl.engine.kv import Placement, RowCache
+from lightrl.engine.member import Member
 from lightrl.engine.requests import Running, accept, check_text
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.errors import EngineError
@@ -60,10 +62,10 @@ class TorchEngine:
         self.dtype = str(dtype).removeprefix("torch.")
         self._model = build_model(config, dtype, self.device).requires_grad_(False)
         self._targets = tensor_targets(self._model)
-        self._layouts = Layouts(self._targets)
+        self._layouts, self._member = Layouts(self._targets), Member()
         text = config.get_text_config()
         self._vocabulary = int(text.vocab_size)
-        self._windows = _windows(text)
+        self._windows = attention_windows(text)
         self._max_length = spec.max_model_length
         self._slots, self._draft_logits = spec.slots, DRAFT_LOGITS
         cache_bytes = spec.slots * spec.max_model_length * kv_bytes_per_token(config, dtype)
@@ -152,13 +154,25 @@ class TorchEngine:
     @torch.inference_mode()
     def load_weights(self, file: VersionFile) -> None:
         tensors = self._layouts.read(file)
-        # their KV is of the old weights: prefill again
-        self._waiting.extendleft(reversed(self._rows))
-        self._rows.clear()
+        self._requeue()
         for name, tensor in map_tensors(file, tensors):
             self._targets[name].copy_(tensor)
         if self.device == "cuda":  # the time is that of the load
             torch.cuda.synchronize()
+
+    def join_group(self, command: JoinGroup) -> None:
+        self._member.join(command, 0, self.device)
+
+    @torch.inference_mode()
+    def receive_weights(self, command: ReceiveWeights) -> None:
+        tensors = self._layouts.read(command.file)
+        self._requeue()
+        self._member.load(command, tensors, self._targets)
+
+    def _requeue(self) -> None:
+        """What runs has KV of the old weights: prefill again."""
+        self._waiting.extendleft(reversed(self._rows))
+        self._rows.clear()
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:
@@ -384,17 +398,3 @@ class TorchEngine:
             for i, j in zip(target, source, strict=True):
                 self._rows[i] = self._rows[j]
         del self._rows[remaining:]
-
-
-def _windows(config: object) -> dict[str, int | None]:
-    """Attention kind -> its sliding window, for the kinds in the model (transformers' names)."""
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds:
-        return {"full_attention": window}
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise EngineError(
-            f'the torch engine knows no {sorted(unknown)[0]} layers; use engine = "vllm"'
-        )
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
-from lightrl.engine.base import Delta, EngineSpec
-from lightrl.engine.requests import accept, check_text
+from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
+from lightrl.engine.requests import accept, check_text, require_none
 from lightrl.engine.vllm_score import computing_dtype, score
-from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, torch_mismatch
+from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, other_torch
 from lightrl.errors import EngineError, EngineUnusable
 from lightrl.log import environment as log_environment
 from lightrl.messages import FinishReason, Load, PromptHistory, ResponseRequest, Sampling
@@ -184,6 +184,14 @@ class VllmEngine:
         self._core.collective_rpc("lightrl_load", args=(file,))
         self._requeue()
 
+    def join_group(self, command: JoinGroup) -> None:
+        require_none(self._core.collective_rpc("lightrl_join", args=(command,)))
+
+    def receive_weights(self, command: ReceiveWeights) -> None:
+        self._layouts.read(command.file)
+        require_none(self._core.collective_rpc("lightrl_receive", args=(command,)))
+        self._requeue()
+
     def score(self, token_ids: list[int]) -> list[float]:
         check_text(token_ids, self._vocabulary, self._max_length)
         self._requeue()  # after a load nothing runs yet
@@ -348,7 +356,7 @@ class Api:
         except Exception as e:  # of a library that was built for another torch anything can come
             reason = (str(e).strip().splitlines() or [""])[0][:200]
             raise EngineUnusable(
-                f"vLLM cannot be used: {type(e).__name__}: {reason}{_for_another_torch()}{INSTEAD}"
+                f"vLLM cannot be used: {type(e).__name__}: {reason}{other_torch()}{INSTEAD}"
             ) from e
         if not torch.cuda.is_available():
             # vLLM inspects model classes in a subprocess, to keep CUDA uninitialised. Without CUDA
@@ -386,11 +394,5 @@ def _require_kernels(version: str) -> None:
     del _custom_ops  # its import loads them
     if not hasattr(torch.ops._C, "rms_norm"):
         raise EngineUnusable(
-            f"the CUDA kernels of vLLM {version} cannot be loaded{_for_another_torch()}{INSTEAD}"
+            f"the CUDA kernels of vLLM {version} cannot be loaded{other_torch()}{INSTEAD}"
         )
-
-
-def _for_another_torch() -> str:
-    """What is known of it, as part of a sentence."""
-    found = torch_mismatch()
-    return f" ({found})" if found else ""

@@ -298,3 +298,9 @@ def _optional(owner: Any) -> set[str]:
 
 def _plain(name: str) -> str:
     return name.replace(":", ".").replace("#names", " with what is looked for")
+
+
+def other_torch() -> str:
+    """What is known of it, as part of a sentence."""
+    found = torch_mismatch()
+    return f" ({found})" if found else ""

@@ -8,6 +8,7 @@ sampler, so it must not be imported outside one. Works with the V1 model runner 
 import logging
 import multiprocessing
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,13 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl import log
+from lightrl.engine.base import JoinGroup, ReceiveWeights
 from lightrl.engine.checkpoint import Layouts
+from lightrl.engine.member import Member
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
+from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.tensors import map_tensors
@@ -92,6 +96,7 @@ if multiprocessing.parent_process() is not None:
 
 
 _layouts = Layouts()
+_member = Member()
 
 
 class WorkerExtension:
@@ -99,6 +104,7 @@ class WorkerExtension:
     own."""
 
     vllm_config: Any
+    rank: int
     model_runner: Any
     device: torch.device
 
@@ -108,7 +114,35 @@ class WorkerExtension:
         vLLM keeps what it is given until a layer is complete: views into the file, which stay as
         long as it does. Raises WeightsError before anything changed if there is no such file.
         """
-        tensors = map_tensors(file, _layouts.read(file))
+        self._reload(map_tensors(file, _layouts.read(file)))
+
+    def lightrl_join(self, command: JoinGroup) -> str | None:
+        """As one of its engine's workers. Why it is no member, or None: what a worker in another
+        process raises ends the engine."""
+        try:
+            _member.join(command, self.rank, self.device)
+        except WeightsError as e:
+            return str(e)
+        return None
+
+    def lightrl_receive(self, command: ReceiveWeights) -> str | None:
+        """As `lightrl_load`, by a broadcast. Why they must not be served, or None.
+
+        A reload that an exception ends leaves layers behind that count what they have got so far
+        as part of the next one, which would be served with holes. So it is brought to its end.
+        """
+        failures: list[str] = []
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            try:
+                yield from _member.receive(command, _layouts.read(command.file))
+            except WeightsError as e:
+                failures.append(str(e))
+
+        self._reload(tensors())
+        return failures[0] if failures else None
+
+    def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         # layers look up there how their weights are laid out
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=tensors)

@@ -36,7 +36,11 @@ from lightrl.trainer.protocol import (
     DeltaMade,
     EncodeDelta,
     FinishStep,
+    GroupJoined,
+    GroupOpened,
+    JoinGroup,
     MicroBatch,
+    OpenGroup,
     Published,
     RankCommand,
     RankEvent,
@@ -44,9 +48,11 @@ from lightrl.trainer.protocol import (
     Save,
     Saved,
     SaveFailed,
+    SendWeights,
     StartRank,
     StepFinished,
     TrainSample,
+    WeightsSent,
 )
 from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, STEP_FILE, SavedStep, checkpoint_path, put_in_place
@@ -62,6 +68,8 @@ TENSOR = "emulated.weight"  # no model has one of that name
 DTYPE = "uint8"
 TENSOR_BYTES = 4096  # of which the first ones are the digest
 UNTRAINED = hashlib.blake2b(b"emulated", digest_size=16).digest()
+
+NO_WEIGHTS = "emulated ranks send no weights"
 
 
 def main(sock: socket.socket) -> None:
@@ -126,6 +134,12 @@ class EmulatedRank:
                 self._expect(step, command)
                 problem = self._save(Path(path))
                 yield SaveFailed(path, problem) if problem else Saved(path)
+            case OpenGroup():
+                yield GroupOpened("", NO_WEIGHTS)
+            case JoinGroup(place=place):
+                yield GroupJoined(place.name, NO_WEIGHTS)
+            case SendWeights():
+                yield WeightsSent((), NO_WEIGHTS)
             case StartRank():
                 raise TrainerError("StartRank, but the rank has started")
             case _:

@@ -2,9 +2,10 @@
 
 Owns only the vocabulary. Must not import torch: the daemon imports this file.
 
-    daemon -> rank   StartRank Accumulate ClearStep FinishStep EncodeDelta Save
+    daemon -> rank   StartRank Accumulate ClearStep FinishStep EncodeDelta Save OpenGroup JoinGroup
+                     SendWeights
     rank -> daemon   RankStarted Accumulated Cleared Published StepFinished DeltaMade Saved
-                     SaveFailed RankFailed
+                     SaveFailed GroupOpened GroupJoined WeightsSent RankFailed
 
 All ranks get the same commands in the same order, so that their collectives line up.
 """
@@ -14,6 +15,7 @@ from typing import TypeAlias
 
 from lightrl.messages import Canary, FinishReason
 from lightrl.weights.manifest import VersionFile
+from lightrl.weights.rendezvous import Membership
 from lightrl.wire import Codec
 
 RANK_TARGET = "lightrl.trainer.rank:main"
@@ -122,7 +124,44 @@ class Save:
     export: bool = False
 
 
-RankCommand: TypeAlias = StartRank | Accumulate | ClearStep | FinishStep | EncodeDelta | Save
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """To rank 0: listen on `host` for the members of a broadcast group, which it then joins;
+    answered by GroupOpened. Example: OpenGroup("10.0.0.1")."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinGroup:
+    """Become a member of a broadcast group; answered by GroupJoined. `address` is of no use to
+    rank 0."""
+
+    address: str
+    place: Membership
+
+
+@dataclass(frozen=True, slots=True)
+class SendWeights:
+    """Send this rank's rows of a published version to the group of this name; answered by
+    WeightsSent. `seed`: see weights/proof.py."""
+
+    file: VersionFile
+    group: str
+    seed: bytes
+
+
+RankCommand: TypeAlias = (
+    StartRank
+    | Accumulate
+    | ClearStep
+    | FinishStep
+    | EncodeDelta
+    | Save
+    | OpenGroup
+    | JoinGroup
+    | SendWeights
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +233,30 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupOpened:
+    """Where its members meet. `error`: why nowhere, in one line."""
+
+    address: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupJoined:
+    """`error`: why it is not a member, in one line; the rank goes on."""
+
+    name: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSent:
+    """The sums over this rank's rows. `error`: why the group is over, in one line."""
+
+    sums: tuple[int, ...]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RankFailed:
     """The rank ends; `reason` is one line. Its log has the traceback.
 
@@ -214,6 +277,9 @@ RankEvent: TypeAlias = (
     | DeltaMade
     | Saved
     | SaveFailed
+    | GroupOpened
+    | GroupJoined
+    | WeightsSent
     | RankFailed
 )
 

@@ -43,7 +43,9 @@ from lightrl.trainer.protocol import (
     DeltaMade,
     EncodeDelta,
     FinishStep,
+    JoinGroup,
     MicroBatch,
+    OpenGroup,
     Published,
     RankCommand,
     RankEvent,
@@ -51,11 +53,13 @@ from lightrl.trainer.protocol import (
     Save,
     Saved,
     SaveFailed,
+    SendWeights,
     StartRank,
     StepFinished,
 )
 from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, SavedStep, checkpoint_path
+from lightrl.trainer.sender import Sender
 from lightrl.weights.buffers import Buffers
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.publish import Publisher
@@ -100,6 +104,7 @@ class Rank:
         self.step = start.start_step
         self._publisher = Publisher(Buffers(Path(start.publish_dir)), start.rank, start.world)
         self.device = _device(start)
+        self._sender = Sender(self.device)
         torch.set_num_threads(self.config.train.threads)
         _order_sums(self.config.run.deterministic)
         # Before the ranks wait for each other: it may take as long as a download.
@@ -167,6 +172,8 @@ class Rank:
                     yield SaveFailed(path, str(e))
                 else:
                     yield Saved(path)
+            case OpenGroup() | JoinGroup() | SendWeights():
+                yield from self._sender.perform(command)
             case StartRank():
                 raise TrainerError("StartRank, but the rank has started")
             case _:

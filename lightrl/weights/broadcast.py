@@ -14,7 +14,7 @@ import torch
 
 from lightrl.errors import WeightsError
 from lightrl.weights.group import Group
-from lightrl.weights.layout import BUCKET_BYTES, TensorSpec
+from lightrl.weights.layout import TensorSpec
 from lightrl.weights.pieces import Piece, byte_range, schedule
 from lightrl.weights.proof import Proof
 
@@ -24,23 +24,20 @@ IN_FLIGHT = 6  # pieces at a time; more than gloo works at, so that small ones k
 Rows = Callable[[int], torch.Tensor]
 
 
-def send(
-    group: Group, tensors: Sequence[TensorSpec], rows: Rows, piece_bytes: int = BUCKET_BYTES
-) -> None:
+def send(group: Group, tensors: Sequence[TensorSpec], rows: Rows) -> None:
     """A training rank's side. Returns when all pieces have been sent, not when they have arrived.
 
     `rows` is asked once for each tensor of which this rank has any, in order; what it returns must
     not change until this returns. Raises WeightsError, and the group is over.
     """
     with _Ending(group):
-        size = max(piece_bytes, 1)
         spare = [
-            torch.empty(size, dtype=torch.uint8, device=group.device)
+            torch.empty(group.piece_bytes, dtype=torch.uint8, device=group.device)
             for _ in range(IN_FLIGHT if group.num_ranks > 1 else 0)
         ]
         mine = _Mine(group, tensors, rows)
         works: deque[Any] = deque()
-        for i, piece in enumerate(schedule(tensors, group.num_ranks, piece_bytes)):
+        for i, piece in enumerate(schedule(tensors, group.num_ranks, group.piece_bytes)):
             if len(works) == IN_FLIGHT:
                 group.wait(works.popleft())
             if piece.root == group.rank:
@@ -53,10 +50,7 @@ def send(
 
 
 def receive(
-    group: Group,
-    tensors: Sequence[TensorSpec],
-    proof: Proof | None = None,
-    piece_bytes: int = BUCKET_BYTES,
+    group: Group, tensors: Sequence[TensorSpec], proof: Proof | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """An engine worker's side: all tensors, complete, in order, on the group's device.
 
@@ -67,7 +61,7 @@ def receive(
     with _Ending(group):
         coming = _Coming(group, tensors)
         works: deque[tuple[Any, Piece, torch.Tensor]] = deque()
-        pieces = schedule(tensors, group.num_ranks, piece_bytes)
+        pieces = schedule(tensors, group.num_ranks, group.piece_bytes)
         given = 0
         while True:
             while len(works) < IN_FLIGHT and (piece := next(pieces, None)) is not None:

@@ -55,6 +55,7 @@ class Group:
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
         self._timeout_s = place.timeout_s
         self.rank, self.num_ranks, self.world = place.rank, place.num_ranks, place.world
+        self.piece_bytes = place.piece_bytes
         self.device = device
 
     @property

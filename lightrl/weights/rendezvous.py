@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from lightrl.errors import WeightsError
+from lightrl.weights.layout import BUCKET_BYTES
 
 HELLO_S = 2.0  # from a connection to its whole hello
 MAX_PENDING = 64  # connections without a hello; the oldest makes room
@@ -42,6 +43,8 @@ class Membership:
     backend: str
     # how long a member waits while nothing moves
     timeout_s: float
+    # of one operation, at most
+    piece_bytes: int = BUCKET_BYTES
 
 
 class Rendezvous:
@@ -169,6 +172,7 @@ class Lifeline:
         self._changed = threading.Condition()
         self._heard: dict[int, list[str]] = {rank: [] for rank in peers}
         self._over: str | None = None
+        self._is_cut = threading.Event()  # the peers have been told
         for sock in peers.values():
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -216,6 +220,7 @@ class Lifeline:
         for sock in self._peers.values():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        self._is_cut.set()
 
     def _listen(self) -> None:
         """The thread: until it is over."""
@@ -228,6 +233,7 @@ class Lifeline:
                     if (why := self._hear(key.data, data[key.data])) is not None:
                         self.cut(why)
                         break
+        self._is_cut.wait()
         for sock in self._peers.values():
             sock.close()
 

@@ -88,7 +88,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def be_member(rank: int, what: Plan, meet: Any, name: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    place = Membership(name, rank, what.num_ranks, what.world, "gloo", what.timeout_s)
+    sizes = (what.num_ranks, what.world)
+    place = Membership(name, rank, *sizes, "gloo", what.timeout_s, what.piece_bytes)
+    if meet is None:
+        meet = Rendezvous("127.0.0.1")
+        pipe.send(meet.address)
     try:
         group = form(meet, place, "cpu")
         pipe.send("formed")
@@ -121,7 +125,7 @@ def _send(group: Any, what: Plan, rank: int, policy_version: int, so_far: Report
         first, end = rows(len(whole), rank, what.num_ranks)
         return whole[first:end].clone()
 
-    send(group, tensors, of_rank, what.piece_bytes)
+    send(group, tensors, of_rank)
     for i, spec in enumerate(tensors):
         if spec.shape or rank == 0:
             mine = of_rank(i)
@@ -134,7 +138,7 @@ def _send(group: Any, what: Plan, rank: int, policy_version: int, so_far: Report
 def _receive(group: Any, what: Plan, rank: int, policy_version: int, so_far: Report) -> Report:
     proof = Proof(SEED)
     kept: list[tuple[str, torch.Tensor]] = []
-    for i, (name, tensor) in enumerate(receive(group, what.tensors, proof, what.piece_bytes)):
+    for i, (name, tensor) in enumerate(receive(group, what.tensors, proof)):
         _fail(what, rank, policy_version, i)
         kept.append((name, tensor))  # compared at the end: nothing may have changed it since
     by_name = {spec.name: spec for spec in what.tensors}
@@ -198,22 +202,23 @@ def members(what: Plan) -> Iterator[Members]:
     """Started, and gone at the end, whatever has happened to them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    meet = Rendezvous("127.0.0.1")
+    meet: Any = None
     name = secrets.token_hex(16)
     processes: list[Any] = []
     pipes: list[Connection] = []
     try:
         for rank in range(what.world):
             ours, theirs = context.Pipe()
-            at = _Inherited(meet) if rank == 0 else meet.address
             process = context.Process(
-                target=_begin, args=(rank, what, at, name, theirs), daemon=True
+                target=be_member, args=(rank, what, meet, name, theirs), daemon=True
             )
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        meet.close()
+            if rank == 0:
+                assert ours.poll(30)
+                meet = ours.recv()
         yield Members(processes, pipes)
     finally:
         for pipe in pipes:
@@ -222,20 +227,3 @@ def members(what: Plan) -> Iterator[Members]:
             process.kill()
             process.join()
             process.close()
-
-
-class _Inherited:
-    """A listener on its way to the process of member 0."""
-
-    def __init__(self, meet: Rendezvous) -> None:
-        self.address = meet.address
-        self.listener = meet._listener
-
-
-def _begin(rank: int, what: Plan, at: Any, name: str, pipe: Connection) -> None:
-    meet: Any = at
-    if isinstance(at, _Inherited):
-        meet = Rendezvous.__new__(Rendezvous)
-        meet._pending, meet._listener, meet.address = {}, at.listener, at.address
-        meet._listener.setblocking(False)
-    be_member(rank, what, meet, name, pipe)

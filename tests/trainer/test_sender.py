@@ -1,0 +1,109 @@
+"""Real ranks send what they have published to a broadcast group, and outlive its end."""
+
+import asyncio
+import secrets
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightrl.system.addresses import split_address
+from lightrl.trainer.protocol import (
+    EMULATED_TARGET,
+    GroupJoined,
+    GroupOpened,
+    JoinGroup,
+    OpenGroup,
+    SendWeights,
+    WeightsSent,
+)
+from lightrl.weights.broadcast import receive
+from lightrl.weights.group import form
+from lightrl.weights.manifest import read_manifest
+from lightrl.weights.proof import Proof
+from lightrl.weights.rendezvous import Membership
+from lightrl.weights.tensors import read_tensors
+from tests.trainer.test_rank import DEADLINE_S, started, step
+
+SEED = bytes(32)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+async def replies(ranks):
+    async with asyncio.timeout(DEADLINE_S):
+        return [await rank.receive() for rank in ranks]
+
+
+async def joined(ranks, num_receivers=1):
+    """The group of one receiver, which is here."""
+    ranks[0].send(OpenGroup("127.0.0.1"))
+    [opened] = await replies(ranks[:1])
+    assert isinstance(opened, GroupOpened)
+    world = len(ranks) + num_receivers
+    place = Membership(secrets.token_hex(16), 0, len(ranks), world, "gloo", 20.0, 4096)
+    for i, rank in enumerate(ranks):
+        rank.send(JoinGroup(opened.address, replace(place, rank=i)))
+    own = replace(place, rank=len(ranks))
+    group = await asyncio.to_thread(form, split_address(opened.address), own, "cpu")
+    assert await replies(ranks) == [GroupJoined(place.name)] * len(ranks)
+    return place.name, group
+
+
+async def received(ranks, name, group, file):
+    """Tensors by name; the sums here and those of the ranks."""
+    for rank in ranks:
+        rank.send(SendWeights(file, name, SEED))
+    proof = Proof(SEED)
+    tensors = read_manifest(file).tensors
+    got = await asyncio.to_thread(lambda: dict(receive(group, tensors, proof)))
+    sent = await replies(ranks)
+    assert all(isinstance(s, WeightsSent) and s.error is None for s in sent)
+    total = tuple(sum(sums) % (1 << 64) for sums in zip(*(s.sums for s in sent), strict=True))
+    return got, proof.sums(), total
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_two_ranks_send_each_version_and_go_on_when_the_group_is_over(start, processes, samples):
+    async def run():
+        async with processes(start(), 2) as ranks:
+            file = (await started(ranks))[0].published.file
+            name, group = await joined(ranks)
+            got, here, there = await received(ranks, name, group, file)
+            assert got.keys() == dict(read_tensors(file)).keys()
+            assert all(torch.equal(got[n], t) for n, t in read_tensors(file))
+            assert here == there
+            file = (await step(ranks, samples, 0))[0].file
+            again, here, there = await received(ranks, name, group, file)
+            assert all(torch.equal(again[n], t) for n, t in read_tensors(file))
+            assert here == there
+            assert any(not torch.equal(got[n], t) for n, t in again.items())
+            group.abandon("the engine has ended")
+            for rank in ranks:
+                rank.send(SendWeights(file, name, SEED))
+            failed = await replies(ranks)
+            assert [f.error for f in failed] == ["broadcast: the engine has ended"] * 2
+            file = (await step(ranks, samples, 1))[0].file
+            name, group = await joined(ranks)  # another epoch
+            _, here, there = await received(ranks, name, group, file)
+            assert here == there
+            group.abandon("over")
+
+    before = threading.active_count()
+    asyncio.run(run())
+    assert threading.active_count() <= before + 4  # what waits for the end of an operation
+
+
+@pytest.mark.usefixtures("warm_emulated")
+def test_emulated_ranks_say_that_they_have_nothing_to_send(start, processes):
+    async def run():
+        async with processes(
+            start(rollout={"engine": "emulated"}, train={"engine": "emulated"}), 1, EMULATED_TARGET
+        ) as ranks:
+            await started(ranks)
+            ranks[0].send(OpenGroup("127.0.0.1"))
+            [opened] = await replies(ranks)
+            assert opened.error is not None
+
+    asyncio.run(run())

@@ -2,8 +2,8 @@
 
 Owns the connections that every other member keeps to member 0 for as long as the group lives. They
 carry no weights: first a few words while the group forms, later only why it is over. Whose
-connection ends is gone, and member 0 tells all others: a collective would show it late, or, where it
-waits for somebody else, never. Must not import torch.
+connection ends is gone, and member 0 tells all others: a collective would show it late, or, where
+it waits for somebody else, never. Must not import torch.
 """
 
 import contextlib

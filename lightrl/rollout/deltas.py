@@ -18,18 +18,20 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightrl.errors import WeightsError
 from lightrl.messages import DeltaOffer, PublishWeights
 from lightrl.system.threads import in_thread
-from lightrl.weights.delta_file import PackedDelta, check_chain, open_packed
 from lightrl.weights.layout import num_buckets
 from lightrl.weights.leftovers import written_buckets
 from lightrl.weights.local import LocalVersion, open_version, prove
-from lightrl.weights.patch import Patch
 from lightrl.weights.pull import Pull, PullStats, Wanted
 from lightrl.weights.serve import WeightServer
 from lightrl.weights.store import Claim, Store
+
+if TYPE_CHECKING:  # numpy is loaded with the first difference, in a thread
+    from lightrl.weights.delta_file import PackedDelta
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +212,9 @@ class Deltas:
     async def _go(self, pull: Pull, offer: PublishWeights, route: _Route, gain: Gain) -> None:
         """Raises WeightsError, OSError, TimeoutError."""
         chain = [await self._open(link, offer, gain) for link in route.links]
+        from lightrl.weights.delta_file import check_chain
+        from lightrl.weights.patch import Patch
+
         manifests = [delta.manifest for delta in chain]
         check_chain(manifests, route.links[0].base, offer.digest, offer.num_bytes)
         async with asyncio.timeout(DELTA_TIMEOUT_S):
@@ -221,11 +226,11 @@ class Deltas:
         if made >= MEASURED_BYTES:
             self._patch_rate = made / (time.monotonic() - begin)
 
-    async def _open(self, link: DeltaOffer, offer: PublishWeights, gain: Gain) -> PackedDelta:
+    async def _open(self, link: DeltaOffer, offer: PublishWeights, gain: Gain) -> "PackedDelta":
         if link.digest not in self._kept:
             await self._keep(await self._get(link, offer, gain), offer)
         file = self._kept[link.digest].file
-        delta = await in_thread(open_packed, Path(file.path), file.num_bytes)
+        delta = await in_thread(_open_packed, Path(file.path), file.num_bytes)
         if (delta.manifest.base, delta.manifest.target) != (link.base, link.target):
             raise WeightsError(f"the difference {link.digest[:12]} is one between other versions")
         return delta
@@ -325,3 +330,9 @@ def _allocated(claim: Claim) -> int:
 def _close_all(versions: list[LocalVersion]) -> None:
     for version in versions:
         version.close()
+
+
+def _open_packed(path: Path, size: int) -> "PackedDelta":
+    from lightrl.weights.delta_file import open_packed
+
+    return open_packed(path, size)

@@ -23,6 +23,7 @@ from lightrl.weights.layout import BUCKET_BYTES
 HELLO_S = 2.0  # from a connection to its whole hello
 MAX_PENDING = 64  # connections without a hello; the oldest makes room
 MAX_WORD = 300  # bytes
+CUT_S = 1.0  # to tell all others that it is over
 _HELLO = struct.Struct("<32sI")
 
 
@@ -172,6 +173,7 @@ class Lifeline:
         self._changed = threading.Condition()
         self._heard: dict[int, list[str]] = {rank: [] for rank in peers}
         self._over: str | None = None
+        self._is_ending = False  # somebody tells the peers
         self._is_cut = threading.Event()  # the peers have been told
         for sock in peers.values():
             sock.settimeout(None)
@@ -210,13 +212,16 @@ class Lifeline:
             return self._over
 
     def cut(self, why: str) -> None:
-        """All others learn it, too. Returns at once; does nothing where it is over already."""
+        """All others learn it, too, and first: who learns it here may end this process. Returns at once; does nothing where it is over already."""
         with self._changed:
-            if self._over is not None:
+            if self._is_ending:
+                self._changed.wait_for(lambda: self._over is not None, CUT_S)
                 return
+            self._is_ending = True
+        self.tell(f"over: {why}")
+        with self._changed:
             self._over = why
             self._changed.notify_all()
-        self.tell(f"over: {why}")
         for sock in self._peers.values():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -130,6 +130,13 @@ PARTS = (
         ),
         is_timed=True,
     ),
+    tests(
+        "trainer/broadcast",
+        "broadcast over NCCL between two GPUs, proof of weights on a device",
+        "test_broadcast.py",
+        ENGINE,
+        240,
+    ),
     measured(
         "speed/engine-0.5b",
         "tokens/s of a 0.5B shape against a bare loop",

@@ -59,7 +59,7 @@ def test_garbage_at_every_socket_changes_nothing(tmp_path: Path):
                 attack("wrong_key", address, 2, 6_000),
                 attack("insider", address, 3, 82_000, key),
                 attack("insider", address, 4, 82_000, key),
-                attack("puller", run.trainer.holder, 5, 5_000),
+                attack("puller", run.trainer.address, 5, 5_000),
                 attack("coordinator", "-", 6, 20_000, key),
                 steps_go_on(run),
             )

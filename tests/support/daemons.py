@@ -104,6 +104,11 @@ class ScriptedTrainer:
         self.kept: dict[int, int] = {}  # step of a checkpoint -> that of the oldest one kept then
         self._server = WeightServer()
 
+    @property
+    def address(self) -> str:
+        """Where it serves weights, once it runs."""
+        return self._server.addresses[0]
+
     async def run(self, address: str, key: str) -> None:
         link = await Link.connect(address, "trainer", key)
         await self._server.start("127.0.0.1")

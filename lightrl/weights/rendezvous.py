@@ -212,7 +212,10 @@ class Lifeline:
             return self._over
 
     def cut(self, why: str) -> None:
-        """All others learn it, too, and first: who learns it here may end this process. Returns at once; does nothing where it is over already."""
+        """All others learn it, too, and first: who learns it here may end this process.
+
+        Returns at once; does nothing where it is over already.
+        """
         with self._changed:
             if self._is_ending:
                 self._changed.wait_for(lambda: self._over is not None, CUT_S)

@@ -20,12 +20,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.errors import WeightsError
 from lightrl.messages import DeltaOffer, PublishWeights
 from lightrl.system.threads import in_thread
 from lightrl.weights.layout import num_buckets
 from lightrl.weights.leftovers import written_buckets
-from lightrl.weights.local import LocalVersion, open_version, prove
+from lightrl.weights.local import LocalVersion, close_all, open_version
 from lightrl.weights.pull import Pull, PullStats, Wanted
 from lightrl.weights.serve import WeightServer
 from lightrl.weights.store import Claim, Store
@@ -41,7 +42,6 @@ MIN_BYTES = 4 << 20  # less of a version is sooner pulled than a difference aske
 PATCH_RATE = 500e6  # bytes/s, while it was not measured
 MEASURED_BYTES = 8 << 20  # less says nothing of a rate
 DELTA_TIMEOUT_S = 5.0  # without a byte of a difference, after which the version is pulled instead
-MAX_KEPT = 8  # as many as the coordinator makes a chain of
 # of a version that was overtaken: less is not worth its place
 OVERTAKEN_SHARE = 0.25
 
@@ -158,7 +158,7 @@ class Deltas:
     async def close(self) -> None:
         await self.drop_overtaken()
         kept, self._kept = list(self._kept.values()), {}
-        await in_thread(_close_all, kept)
+        await in_thread(close_all, kept)
 
     async def _try(self, pull: Pull, offer: PublishWeights, gain: Gain, tried: set[str]) -> None:
         """The best way from what is here; if there is none that pays, nothing."""
@@ -240,7 +240,8 @@ class Deltas:
         claim = await in_thread(self._store.claim, link.digest, link.num_bytes)
         try:
             async with claim.turn() as path:
-                version = await in_thread(_find, claim)
+                found = await in_thread(claim.find_proved, threading.Event())  # it is small
+                version = None if found is None else found[0]
                 if version is None:
                     wanted = Wanted(
                         offer.policy_version, link.digest, link.num_bytes, link.manifest_bytes
@@ -265,7 +266,7 @@ class Deltas:
         used = {link.digest for link in offer.deltas}
         for digest, kept in list(self._kept.items()):
             total = sum(v.file.num_bytes for v in self._kept.values())
-            if (len(self._kept) <= MAX_KEPT and total <= offer.num_bytes) or digest in used:
+            if (len(self._kept) <= MAX_CHAIN and total <= offer.num_bytes) or digest in used:
                 return
             del self._kept[digest]
             await self._server.retire(digest)
@@ -308,28 +309,9 @@ def _check(offer: PublishWeights) -> None:
         raise WeightsError("the differences offered are larger than it")
 
 
-def _find(claim: Claim) -> LocalVersion | None:
-    """In a thread. A difference is small."""
-    for version, _ in claim.found():
-        try:
-            prove(version, threading.Event())
-        except WeightsError as e:
-            version.close()
-            logger.warning("%s", e)
-            claim.reject(version)
-        else:
-            return version
-    return None
-
-
 def _allocated(claim: Claim) -> int:
     """In a thread."""
     return max((path.stat().st_blocks * 512 for path in claim.partials()), default=0)
-
-
-def _close_all(versions: list[LocalVersion]) -> None:
-    for version in versions:
-        version.close()
 
 
 def _open_packed(path: Path, size: int) -> "PackedDelta":

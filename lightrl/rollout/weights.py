@@ -32,7 +32,7 @@ from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, Gain
 from lightrl.system.addresses import WILDCARD, join_address, split_address
 from lightrl.system.child import is_for_lack, retry_on_resource_limit
 from lightrl.system.threads import in_thread
-from lightrl.weights.local import LocalVersion, open_version, prove
+from lightrl.weights.local import LocalVersion, close_all, open_version
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.pull import Pull, PullStats, Wanted
 from lightrl.weights.serve import WeightServer
@@ -157,7 +157,7 @@ class NodeWeights:
             task.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
         versions = {id(f.version): f.version for f in (self._next, self._held) if f is not None}
-        await in_thread(_close_all, list(versions.values()))
+        await in_thread(close_all, list(versions.values()))
         await self._deltas.close()
 
     def _put(self, fetched: Fetched | None) -> None:
@@ -273,7 +273,7 @@ class NodeWeights:
         """On this machine; proved."""
         is_ended = threading.Event()
         try:
-            found = await _patiently(_find_proved, claim, is_ended)
+            found = await _patiently(claim.find_proved, is_ended)
         except asyncio.CancelledError:
             is_ended.set()
             raise
@@ -350,24 +350,3 @@ async def _patiently(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
     """In a thread; again and again while this machine lacks one."""
     call = partial(in_thread, partial(act, *args, **kwargs))
     return await retry_on_resource_limit(call, "a thread for the weights", logger.warning)
-
-
-def _find_proved(claim: Claim, is_ended: threading.Event) -> tuple[LocalVersion, bool] | None:
-    """In a thread."""
-    for version, is_own in claim.found():
-        try:
-            prove(version, is_ended)
-        except WeightsError as e:
-            version.close()
-            if is_ended.is_set():
-                return None
-            logger.warning("%s", e)
-            claim.reject(version)
-        else:
-            return version, is_own
-    return None
-
-
-def _close_all(versions: list[LocalVersion]) -> None:
-    for version in versions:
-        version.close()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.errors import WeightsError
 from lightrl.messages import DeltaOffer, PublishWeights
 from lightrl.system.child import LACKING, retry_on_resource_limit
@@ -21,7 +22,6 @@ from lightrl.weights.serve import WeightServer
 
 logger = logging.getLogger(__name__)
 
-MAX_DELTAS = 8  # as many as the coordinator makes a chain of
 GRACE_S = 0.5  # for a bucket that a node is just being sent of a version that goes
 
 
@@ -88,7 +88,7 @@ class ServedVersions:
             return None
         self._deltas.append(file)
         gone: list[VersionFile] = []
-        while len(self._deltas) > MAX_DELTAS or _size(self._deltas) > newest.num_bytes:
+        while len(self._deltas) > MAX_CHAIN or _size(self._deltas) > newest.num_bytes:
             gone.append(self._deltas.pop(0))
             await self._server.retire(gone[-1].digest, GRACE_S)
         if gone:

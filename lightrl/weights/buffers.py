@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrl.weights.manifest import VersionFile, digest_version
-from lightrl.weights.write import manifest_path
+from lightrl.weights.manifest import VersionFile, digest_version, manifest_path
 
 # So often in a row a file may be too many before it goes: engines on this machine that read the
 # version before the last, now and then, need it.

@@ -35,8 +35,14 @@ from lightrl.weights.layout import (
     num_bytes,
     plan,
 )
-from lightrl.weights.manifest import Manifest, VersionFile, digest_version, encode, hash_bucket
-from lightrl.weights.write import manifest_path
+from lightrl.weights.manifest import (
+    Manifest,
+    VersionFile,
+    digest_version,
+    encode,
+    hash_bucket,
+    manifest_path,
+)
 from lightrl.wire import from_bytes, to_bytes
 
 TENSOR = "delta"  # the one tensor of the file, "uint8"

@@ -28,7 +28,7 @@ IDLE_LIMIT_S = 10.0  # of a connection, however long the pull may last
 MAX_PAUSE_S = 2.0  # before a source that fails is asked again
 BUSY_PAUSE_S = 2.0  # before one that has no place for us is
 
-_REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
+REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
 _PORTION = 256 << 10  # fits a core's cache, where it is hashed and written
 
 
@@ -308,7 +308,7 @@ class Fetch:
                 return sign
             if sign != QUEUED:
                 raise EOFError(
-                    _REFUSAL if not sign else "does not serve weights as this version does"
+                    REFUSAL if not sign else "does not serve weights as this version does"
                 )
             asked_at, transfer.is_queued = time.monotonic(), True
             source.refusals = 0
@@ -327,7 +327,7 @@ class Fetch:
                 self._require(transfer, transfer.last_at)
                 continue
             if n == 0:
-                raise EOFError(_REFUSAL)
+                raise EOFError(REFUSAL)
             data = buffer[:n]
             begun.digest.update(data)
             self._write(data, start + transfer.received)

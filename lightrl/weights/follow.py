@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 
 from lightrl.errors import ProtocolError
 from lightrl.weights.connections import CONNECT_LIMIT_S
-from lightrl.weights.fetch import MAX_PAUSE_S, Fetch
+from lightrl.weights.fetch import MAX_PAUSE_S, REFUSAL, Fetch
 from lightrl.weights.layout import num_buckets
 from lightrl.weights.request import (
     ALL,
@@ -35,7 +35,6 @@ from lightrl.weights.swarm import EVERYTHING, Source
 
 SILENCE_S = 5 * SIGN_S  # of a connection on which signs are due
 _READ_BYTES = 64 << 10
-_REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
 
 
 class Follower:
@@ -116,7 +115,7 @@ class Follower:
             async with asyncio.timeout(SILENCE_S):
                 part = await loop.sock_recv(sock, _READ_BYTES)
             if not part:
-                raise EOFError(_REFUSAL)
+                raise EOFError(REFUSAL)
             data += part
             now = time.monotonic()
             with self._fetch.lock:
@@ -197,5 +196,5 @@ class Follower:
         async with asyncio.timeout(SILENCE_S):
             data = await asyncio.get_running_loop().sock_recv(sock, size)
         if not data:
-            raise EOFError(_REFUSAL)
+            raise EOFError(REFUSAL)
         return data

@@ -9,15 +9,13 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from blake3 import blake3
-
 from lightrl.errors import WeightsError
-from lightrl.weights.layout import bucket_range
-from lightrl.weights.manifest import Manifest, VersionFile, read_manifest
+from lightrl.weights.leftovers import is_right
+from lightrl.weights.manifest import VersionFile, read_manifest
 
 HASH_THREADS = min(4, os.cpu_count() or 1)
 CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading and hashing
@@ -71,7 +69,7 @@ def prove(version: LocalVersion, is_ended: threading.Event) -> None:
         for bucket in range(first, manifest.num_buckets, num):
             if wrong.is_set() or is_ended.is_set():
                 return
-            if not _is_right(version.descriptor, manifest, bucket, buffer):
+            if not is_right(version.descriptor, bucket, manifest, buffer, _always):
                 wrong.set()
                 raise WeightsError(f"{version.file.path}: bucket {bucket}: digest differs")
 
@@ -82,13 +80,10 @@ def prove(version: LocalVersion, is_ended: threading.Event) -> None:
         raise WeightsError("not wanted any more")
 
 
-def _is_right(descriptor: int, manifest: Manifest, bucket: int, buffer: memoryview) -> bool:
-    position, end = bucket_range(bucket, manifest.num_bytes)
-    digest = blake3()
-    while position < end:
-        n = os.preadv(descriptor, [buffer[: end - position]], position)
-        if n == 0:
-            return False
-        digest.update(buffer[:n])
-        position += n
-    return digest.digest() == manifest.digest_of(bucket)
+def close_all(versions: Iterable[LocalVersion]) -> None:
+    for version in versions:
+        version.close()
+
+
+def _always() -> bool:
+    return True

@@ -5,7 +5,6 @@ which name every tensor and the digest of every bucket, but not the version's nu
 have equal digests, whoever wrote them and however many did. Must not import torch.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,7 @@ from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.messages import MAX_BUCKETS, MAX_TENSORS, Count
-from lightrl.weights.layout import TensorSpec, bucket_range, check, num_buckets, num_bytes
+from lightrl.weights.layout import TensorSpec, check, num_buckets, num_bytes
 from lightrl.wire import from_bytes, to_bytes
 
 DIGEST_BYTES = 32  # BLAKE3-256
@@ -55,6 +54,11 @@ class VersionFile:
     num_bytes: int
     path: str
     manifest_path: str
+
+
+def manifest_path(path: Path) -> Path:
+    """Where the manifest of the version in `path` lies: beside it."""
+    return path.with_suffix(".manifest")
 
 
 def hash_bucket(data: bytes | bytearray | memoryview) -> bytes:
@@ -111,11 +115,3 @@ def read_encoded(file: VersionFile) -> bytes:
         return Path(file.manifest_path).read_bytes()
     except OSError as e:
         raise WeightsError(f"{file.manifest_path}: cannot be read: {e.strerror}") from e
-
-
-def wrong_buckets(data: memoryview, manifest: Manifest) -> Iterator[int]:
-    """Buckets of a version's bytes that are not what the manifest says."""
-    for i in range(manifest.num_buckets):
-        start, end = bucket_range(i, manifest.num_bytes)
-        if hash_bucket(data[start:end]) != manifest.digest_of(i):
-            yield i

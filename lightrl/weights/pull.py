@@ -31,11 +31,11 @@ from lightrl.weights.manifest import (
     Manifest,
     VersionFile,
     decode,
+    manifest_path,
 )
 from lightrl.weights.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 from lightrl.weights.serve import WeightServer
 from lightrl.weights.swarm import Source, Swarm
-from lightrl.weights.write import manifest_path
 
 __all__ = ["Pull", "PullStats", "Wanted", "WeightServer", "parse_address", "partial_path"]
 

@@ -32,9 +32,8 @@ from pathlib import Path
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.system.threads import in_thread
 from lightrl.weights import scratch
-from lightrl.weights.local import LocalVersion, open_version
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.write import manifest_path
+from lightrl.weights.local import LocalVersion, open_version, prove
+from lightrl.weights.manifest import VersionFile, manifest_path
 from lightrl.wire import from_json, to_json
 
 logger = logging.getLogger(__name__)
@@ -205,6 +204,22 @@ class Claim:
                 continue
             if (version := open_version(file)) is not None:
                 yield version, is_own
+
+    def find_proved(self, is_ended: threading.Event) -> tuple[LocalVersion, bool] | None:
+        """The first that is right, as `found` gives it; None if there is none, or at once when
+        `is_ended` is set. What is wrong is rejected."""
+        for version, is_own in self.found():
+            try:
+                prove(version, is_ended)
+            except WeightsError as e:
+                version.close()
+                if is_ended.is_set():
+                    return None
+                logger.warning("%s", e)
+                self.reject(version)
+            else:
+                return version, is_own
+        return None
 
     def partials(self) -> list[Path]:
         """What pulls of this version have begun, of this machine: yet to be proved."""

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.weights.layout import bucket_range, num_buckets, num_bytes, plan
-from lightrl.weights.manifest import Manifest, VersionFile, digest_version, encode, hash_bucket
+from lightrl.weights.manifest import (
+    Manifest,
+    VersionFile,
+    digest_version,
+    encode,
+    hash_bucket,
+    manifest_path,
+)
 
 
 @dataclass(frozen=True)
@@ -19,11 +26,6 @@ class TensorBytes:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
-
-
-def manifest_path(path: Path) -> Path:
-    """Where the manifest of the version in `path` lies: beside it."""
-    return path.with_suffix(".manifest")
 
 
 def write_version(path: Path, policy_version: int, tensors: Iterable[TensorBytes]) -> VersionFile:

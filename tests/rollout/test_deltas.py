@@ -408,7 +408,7 @@ def test_what_is_patched_is_served_meanwhile(tmp_path, larger):
 
 
 def test_few_deltas_are_kept(tmp_path, versions, deltas, monkeypatch):
-    monkeypatch.setattr("lightrl.rollout.deltas.MAX_KEPT", 1)
+    monkeypatch.setattr("lightrl.rollout.deltas.MAX_CHAIN", 1)
 
     async def scenario() -> None:
         async with node("a", tmp_path) as a:

@@ -2,14 +2,14 @@
 
 import contextlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightrl.messages import WeightsSource
 from lightrl.tickets import pull_ticket
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.layout import BUCKET_BYTES, bucket_range
+from lightrl.weights.manifest import Manifest, VersionFile, hash_bucket
 from lightrl.weights.pull import Pull, PullStats, Wanted
 from lightrl.weights.serve import WeightServer
 from lightrl.weights.write import TensorBytes, write_version
@@ -70,3 +70,11 @@ async def serving(*versions: VersionFile, **settings: float) -> AsyncIterator[We
         yield server
     finally:
         await server.close()
+
+
+def wrong_buckets(data: memoryview, manifest: Manifest) -> Iterator[int]:
+    """Buckets of a version's bytes that are not what the manifest says."""
+    for i in range(manifest.num_buckets):
+        start, end = bucket_range(i, manifest.num_bytes)
+        if hash_bucket(data[start:end]) != manifest.digest_of(i):
+            yield i

@@ -19,9 +19,10 @@ from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RankFailed, Sav
 from lightrl.trainer.rank import main
 from lightrl.weights.delta_file import open_packed, patch_bucket
 from lightrl.weights.layout import BUCKET_BYTES, bucket_range
-from lightrl.weights.manifest import read_manifest, wrong_buckets
+from lightrl.weights.manifest import read_manifest
 from lightrl.weights.publish import Shard
 from lightrl.weights.tensors import read_tensors, served_dtype, write_tensors
+from tests.support.versions import wrong_buckets
 
 DEADLINE_S = 110
 

@@ -23,8 +23,9 @@ from lightrl.weights.delta_file import (
     write_delta,
 )
 from lightrl.weights.layout import BUCKET_BYTES, ITEMSIZES, bucket_range, num_bytes, plan
-from lightrl.weights.manifest import VersionFile, read_manifest, wrong_buckets
+from lightrl.weights.manifest import VersionFile, read_manifest
 from tests.support.changing import delta_of, write_changed
+from tests.support.versions import wrong_buckets
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 
 from lightrl.errors import WeightsError
 from lightrl.weights.layout import BUCKET_BYTES
+from lightrl.weights.manifest import manifest_path
 from lightrl.weights.pull import partial_path
-from lightrl.weights.write import manifest_path
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted
 
 DEADLINE_S = 60

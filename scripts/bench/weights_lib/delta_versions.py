@@ -25,9 +25,8 @@ from lightrl.trainer.model import Policy, collate, load_policy, response_logprob
 from lightrl.trainer.protocol import TrainSample
 from lightrl.weights.buffers import Buffers
 from lightrl.weights.delta_file import header, open_packed
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.manifest import VersionFile, manifest_path
 from lightrl.weights.publish import Publisher
-from lightrl.weights.write import manifest_path
 
 RESPONSES, GROUP, PROMPT, LENGTH = 16, 8, 8, 56
 VOCABULARY = 16_384

@@ -7,8 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightrl.weights.layout import BUCKET_BYTES, bucket_range, num_buckets, num_bytes, plan
-from lightrl.weights.manifest import Manifest, VersionFile, digest_version, encode, hash_bucket
-from lightrl.weights.write import manifest_path
+from lightrl.weights.manifest import (
+    Manifest,
+    VersionFile,
+    digest_version,
+    encode,
+    hash_bucket,
+    manifest_path,
+)
 
 
 @contextlib.contextmanager

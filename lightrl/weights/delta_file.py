@@ -16,7 +16,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,14 +24,13 @@ from typing import Annotated, TypeVar
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.messages import MAX_BUCKETS, Count, DeltaOffer, Word
+from lightrl.messages import MAX_BUCKETS, Count, Word
 from lightrl.weights.delta import OVERHEAD_BYTES, Bytes, Runs, apply_bucket, encode_bucket
 from lightrl.weights.layout import (
     MAX_BYTES,
     TensorSpec,
     bucket_range,
     num_buckets,
-    num_bytes,
     plan,
 )
 from lightrl.weights.manifest import (
@@ -88,20 +86,6 @@ class PackedDelta:
         return self.data[self.offsets[index] : self.offsets[index + 1]]
 
 
-def pack(
-    out: Path, policy_version: int, manifest: DeltaManifest, parts: Iterable[Bytes]
-) -> VersionFile:
-    """Writes a delta's file to `out`, and beside it the manifest with which it travels: `parts` are
-    the encoded buckets, in order. To be offered by `offer_of`.
-
-    Raises OSError; then there is no file.
-    """
-    with _removed_on_failure(out):
-        with out.open("wb") as file:
-            file.writelines((header(manifest), *parts))
-        return seal(out, policy_version)
-
-
 def seal(path: Path, policy_version: int) -> VersionFile:
     """Writes the manifest with which a delta travels beside its file, which is complete: for ranks
     that wrote their parts to their places, behind `header`. Reads all of it. Raises OSError."""
@@ -119,12 +103,6 @@ def header(manifest: DeltaManifest) -> bytes:
     """What a delta's file begins with; the encoded buckets follow."""
     encoded = to_bytes(manifest)
     return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
-
-
-def offer_of(file: VersionFile, manifest: DeltaManifest) -> DeltaOffer:
-    """How nodes are told of a delta that `pack` has written."""
-    size = os.stat(file.manifest_path).st_size
-    return DeltaOffer(manifest.base, manifest.target, file.digest, size, file.num_bytes)
 
 
 def open_packed(path: Path, size: int) -> PackedDelta:
@@ -204,34 +182,6 @@ def pays(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) ->
     return encoded <= PAYS_BELOW * PROBES * PROBE_BYTES
 
 
-def write_delta(
-    base: VersionFile,
-    target: VersionFile,
-    tensors: tuple[TensorSpec, ...],
-    out: Path,
-    threads: int,
-) -> tuple[VersionFile, DeltaManifest] | None:
-    """Writes to `out` what makes `target` of `base`, which both have these tensors: for one process
-    that has both.
-
-    None, and no file, as soon as it is clear that it does not pay (PAYS_BELOW). Raises
-    WeightsError if a file is not of that size, OSError; then there is no file, either.
-    """
-    size = num_bytes(tensors)
-    before, after = _mapped(Path(base.path), size), _mapped(Path(target.path), size)
-    if not pays(before, after, tensors):
-        return None
-    parts: list[bytes] = []
-    total = 0
-    for data in encode_buckets(before, after, tensors, range(num_buckets(size)), threads):
-        total += len(data)
-        if total > PAYS_BELOW * size:
-            return None
-        parts.append(data)
-    manifest = DeltaManifest(base.digest, target.digest, size, tuple(map(len, parts)))
-    return pack(out, target.policy_version, manifest, parts), manifest
-
-
 def patch_bucket(
     base: Bytes, deltas: Sequence[Bytes], out: memoryview, digest: bytes, bucket: int
 ) -> None:
@@ -293,12 +243,3 @@ def _in_order(work: Callable[[int], T], items: Iterable[int], threads: int) -> I
         finally:
             for future in pending:
                 future.cancel()
-
-
-@contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise

@@ -12,7 +12,7 @@ import pytest
 
 from lightrl.messages import BadSource, PublishWeights
 from lightrl.weights.delta import ZSTD
-from lightrl.weights.delta_file import DeltaManifest, pack
+from lightrl.weights.delta_file import DeltaManifest
 from lightrl.weights.layout import BUCKET_BYTES, num_buckets
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.pull import Pull
@@ -28,6 +28,7 @@ from tests.support.changing import (
     write_changed,
 )
 from tests.support.daemons import published
+from tests.support.delta_files import pack
 from tests.support.versions import serving, source
 
 

@@ -15,16 +15,14 @@ from lightrl.weights.delta_file import (
     element_runs,
     encode_buckets,
     header,
-    offer_of,
     open_packed,
-    pack,
     patch_bucket,
     pays,
-    write_delta,
 )
 from lightrl.weights.layout import BUCKET_BYTES, ITEMSIZES, bucket_range, num_bytes, plan
 from lightrl.weights.manifest import VersionFile, read_manifest
 from tests.support.changing import delta_of, write_changed
+from tests.support.delta_files import offer_of, pack, write_delta
 from tests.support.versions import wrong_buckets
 
 

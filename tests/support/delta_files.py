@@ -1,0 +1,76 @@
+"""Files of deltas made by one process that has both versions; ranks make theirs together."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightrl.messages import DeltaOffer
+from lightrl.weights.delta import Bytes
+from lightrl.weights.delta_file import (
+    PAYS_BELOW,
+    DeltaManifest,
+    encode_buckets,
+    header,
+    pays,
+    seal,
+)
+from lightrl.weights.layout import TensorSpec, num_buckets, num_bytes
+from lightrl.weights.manifest import VersionFile
+
+
+def write_delta(
+    base: VersionFile,
+    target: VersionFile,
+    tensors: tuple[TensorSpec, ...],
+    out: Path,
+    threads: int,
+) -> tuple[VersionFile, DeltaManifest] | None:
+    """Writes to `out` what makes `target` of `base`, which both have these tensors: for one process
+    that has both.
+
+    None, and no file, as soon as it is clear that it does not pay (PAYS_BELOW). Raises
+    WeightsError if a file is not of that size, OSError; then there is no file, either.
+    """
+    size = num_bytes(tensors)
+    before, after = (memoryview(Path(file.path).read_bytes()) for file in (base, target))
+    if not pays(before, after, tensors):
+        return None
+    parts: list[bytes] = []
+    total = 0
+    for data in encode_buckets(before, after, tensors, range(num_buckets(size)), threads):
+        total += len(data)
+        if total > PAYS_BELOW * size:
+            return None
+        parts.append(data)
+    manifest = DeltaManifest(base.digest, target.digest, size, tuple(map(len, parts)))
+    return pack(out, target.policy_version, manifest, parts), manifest
+
+
+def pack(
+    out: Path, policy_version: int, manifest: DeltaManifest, parts: Iterable[Bytes]
+) -> VersionFile:
+    """Writes a delta's file to `out`, and beside it the manifest with which it travels: `parts` are
+    the encoded buckets, in order. To be offered by `offer_of`.
+
+    Raises OSError; then there is no file.
+    """
+    with _removed_on_failure(out):
+        with out.open("wb") as file:
+            file.writelines((header(manifest), *parts))
+        return seal(out, policy_version)
+
+
+def offer_of(file: VersionFile, manifest: DeltaManifest) -> DeltaOffer:
+    """How nodes are told of a delta that `pack` has written."""
+    size = os.stat(file.manifest_path).st_size
+    return DeltaOffer(manifest.base, manifest.target, file.digest, size, file.num_bytes)
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

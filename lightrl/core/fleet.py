@@ -195,7 +195,8 @@ class Fleet:
             node.weights_failures = 0
             if node.name in self.ready:
                 self._move(node, NodeState.UPDATING)
-            self.offers.place(node)  # it does not hold this one
+            else:
+                self.offers.place(node)  # it does not hold this one
         for node in self.nodes.values():
             self._offer(node)
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightrl.errors import EngineError, WeightsError
 from lightrl.weights.layout import TensorSpec
 from lightrl.weights.manifest import VersionFile, decode, read_encoded, require_digest
+from lightrl.weights.tensors import served_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,12 +32,9 @@ def read_config(model_dir: Path) -> Any:
 
 def resolve_dtype(name: str, config: Any, device: str) -> torch.dtype:
     """ "auto" = as the model was stored on CPU, bfloat16 elsewhere. Raises EngineError."""
-    if name == "auto":
-        stored = getattr(config, "dtype", None)
-        return (stored or torch.float32) if device == "cpu" else torch.bfloat16
-    if name not in DTYPES:
+    if name != "auto" and name not in DTYPES:
         raise EngineError(f"model.dtype = {name!r}: must be auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return served_dtype(name, config, device)
 
 
 def build_model(config: Any, dtype: torch.dtype, device: str) -> torch.nn.Module:

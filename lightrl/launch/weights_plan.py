@@ -15,7 +15,6 @@ from lightrl.config import Config
 from lightrl.devices import memory
 from lightrl.devices.driver import look
 
-GIB = 1 << 30
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINES_GBIT = (1, 10, 100)  # for which seconds are said
 VERSIONS_HELD = 2  # by the trainer, which writes them in turn, and by whoever pulls

@@ -11,7 +11,7 @@ from lightrl.core.fleet import Fleet
 from lightrl.messages import WeightsReady
 
 SUMS = ("bytes", "full_bytes", "from_peers", "delta_bytes", "delta_full_bytes")
-MAXIMA = ("publish_s", "broadcast_s", "pull_s", "pause_s", "canary")
+MAXIMA = ("publish_s", "pull_s", "pause_s", "canary")
 
 
 @dataclass(slots=True)

@@ -284,16 +284,17 @@ class Deltas:
         """In a thread."""
         claim = self._store.claim(digest, num_bytes)
         whole = (1 << num_buckets(num_bytes)) - 1
-        for version, _ in claim.found():
-            descriptor = os.dup(version.descriptor)  # and its lock
-            version.close()
-            return _Base(descriptor, whole, is_complete=True, claim=claim)
-        for path in claim.partials():
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            buckets = sum(1 << bucket for bucket in written_buckets(descriptor, num_bytes))
-            if buckets:
-                return _Base(descriptor, buckets, is_complete=False, claim=claim)
-            os.close(descriptor)
+        try:
+            for version, _ in claim.found():
+                descriptor = os.dup(version.descriptor)  # and its lock
+                version.close()
+                return _Base(descriptor, whole, is_complete=True, claim=claim)
+            for path in claim.partials():
+                if (base := _partial_base(path, num_bytes, claim)) is not None:
+                    return base
+        except BaseException:
+            claim.release()
+            raise
         claim.release()
         return None
 
@@ -307,6 +308,19 @@ def _check(offer: PublishWeights) -> None:
         raise WeightsError("the differences offered do not lead to it")
     if sum(link.num_bytes for link in links) > offer.num_bytes:
         raise WeightsError("the differences offered are larger than it")
+
+
+def _partial_base(path: Path, num_bytes: int, claim: Claim) -> _Base | None:
+    """None if nothing was written of it, or it is complete by now and has another name."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    buckets = sum(1 << bucket for bucket in written_buckets(descriptor, num_bytes))
+    if not buckets:
+        os.close(descriptor)
+        return None
+    return _Base(descriptor, buckets, is_complete=False, claim=claim)
 
 
 def _allocated(claim: Claim) -> int:

@@ -156,8 +156,8 @@ class NodeWeights:
         for task in self._chores:
             task.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
-        versions = {id(f.version): f.version for f in (self._next, self._held) if f is not None}
-        await in_thread(close_all, list(versions.values()))
+        versions = [f.version for f in (self._next, self._held) if f is not None]
+        await in_thread(close_all, versions)
         await self._deltas.close()
 
     def _put(self, fetched: Fetched | None) -> None:
@@ -205,9 +205,10 @@ class NodeWeights:
         begin = time.monotonic()
         for known in (self._next, self._held):
             if known is not None and known.offer.digest == offer.digest:
+                again = Fetched(offer, known.version, known.is_own)
                 if not known.is_own:
-                    self._server.publish(replace(known, offer=offer).file)  # for its tickets
-                return replace(known, offer=offer, stats=NOTHING_PULLED, seconds=0.0)
+                    self._server.publish(again.file)  # for its tickets
+                return again
         claim = await _patiently(self._store.claim, offer.digest, offer.num_bytes)
         try:
             fetched = await self._obtain(claim, offer)

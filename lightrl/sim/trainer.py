@@ -60,8 +60,7 @@ class TrainerModel:
         job = self.jobs[0] if self.jobs else None
         trained, publishing = 0.0, max(0.0, min(now, self.publishing_until) - self.now)
         if job is not None and self.rate > 0 and (self.streaming or job.closed):
-            begin = max(self.now, job.ready_at, self.publishing_until)
-            trained = min(max(0.0, now - begin), job.work_s / self.rate)
+            trained = min(max(0.0, now - self._begins_at(job)), job.work_s / self.rate)
             job.work_s -= trained * self.rate
         self.times["train"] += trained
         self.times["publish"] += publishing
@@ -73,8 +72,10 @@ class TrainerModel:
         job = self.jobs[0] if self.jobs else None
         if job is None or not job.closed or self.rate <= 0:
             return math.inf
-        begin = max(self.now, job.ready_at, self.publishing_until)
-        return begin + job.work_s / self.rate
+        return self._begins_at(job) + job.work_s / self.rate
+
+    def _begins_at(self, job: TrainingJob) -> float:
+        return max(self.now, job.ready_at, self.publishing_until)
 
     def publish(self, now: float, seconds: float) -> None:
         self.advance(now)

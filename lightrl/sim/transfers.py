@@ -11,9 +11,9 @@ that served a version before, are idle and are not preemptible.
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.core.events import TokensArrived, WeightsPublished
 from lightrl.messages import PublishWeights, WeightsReady
 from lightrl.sim.fluid import FluidSwarm
@@ -23,7 +23,6 @@ from lightrl.sim.messages import TRAINER, digest_of, publication, version_of
 from lightrl.sim.swarm import Arrived, BucketSwarm, Parcel, Swarm
 
 FEW = 16  # machines whose pulls are simulated bucket by bucket
-VERSIONS_HELD = 8  # as many as a chain of differences may span
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class Transfers:
     def publish(self, version: int) -> None:
         """The trainer holds it from now on, and how it differs from the one before; it says so."""
         now, swarm, transfer = self._world.now, self._swarm, self._transfer
-        swarm.forget(version - VERSIONS_HELD)
+        swarm.forget(version - MAX_CHAIN)
         swarm.hold(now, TRAINER, Parcel(version))
         swarm.hold(now, TRAINER, Parcel(version, version - 1))
         message = publication(version, transfer.num_bytes, transfer.delta_bytes)
@@ -234,16 +233,13 @@ class Transfers:
         deltas = machine.engine.give_up(world.now)
         chunk = machine.chunk(deltas) if deltas else None
         machine.engine.hold(world.now, "weights")
-        world.at(world.now + self._transfer.load_s, self._confirmer(inbound))
+        world.at(world.now + self._transfer.load_s, lambda: self._loaded(inbound))
         if chunk is not None:
             world.feed(TokensArrived(machine.spec.name, chunk))
 
-    def _confirmer(self, inbound: _Inbound) -> Callable[[], None]:
-        def loaded() -> None:
-            if self._is_wanted(inbound):
-                self._world.confirm(inbound.machine, inbound.version)
-
-        return loaded
+    def _loaded(self, inbound: _Inbound) -> None:
+        if self._is_wanted(inbound):
+            self._world.confirm(inbound.machine, inbound.version)
 
     def _is_wanted(self, inbound: _Inbound) -> bool:
         """Neither has the machine gone, nor is there a newer version on its way to it."""

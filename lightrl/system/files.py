@@ -54,7 +54,7 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.draft")
 
 
-def write_at(file: int, offset: int, data: bytes) -> int:
+def write_at(file: int, offset: int, data: bytes | memoryview) -> int:
     """Writes all of it; returns where it ends. Raises OSError with a part written."""
     rest = memoryview(data)
     while rest:

@@ -122,7 +122,6 @@ class EmulatedRank:
                 self._publish(command.policy_version)
                 if published := self._published():  # first of all: rollout nodes wait for it
                     yield published
-                    metrics["weights/full_bytes"] = float(published.file.num_bytes)
                 publish_s = time.monotonic() - begun
                 metrics |= {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
                 self.step += 1

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lightrl.devices.memory import SCORED_VALUES
 from lightrl.errors import TrainerError
 from lightrl.trainer.protocol import TrainSample
+from lightrl.weights.pieces import rows
 from lightrl.weights.publish import Shard
 from lightrl.weights.tensors import served_dtype
 
@@ -224,13 +225,12 @@ def _shard_of(name: str, tensor: Tensor, dtype: torch.dtype) -> Shard:
         is_mine = not dist.is_initialized() or dist.get_rank() == 0
         return Shard(name, dtype, shape, values if is_mine else values[:0])
     world, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
-    rows = -(-shape[0] // world)
+    first, end = rows(shape[0], rank, world)
     local = tensor.to_local()
-    if local.shape[0] != max(0, min(rows, shape[0] - rank * rows)):
+    if local.shape[0] != end - first:
         raise TrainerError(f"{name}: rank {rank} has {local.shape[0]} of {shape[0]} rows")
-    stride = rows * prod(shape[1:])
-    first = min(rank * stride, prod(shape))
-    return Shard(name, dtype, shape, local.reshape(-1), first, stride)
+    row, chunk = prod(shape[1:]), -(-shape[0] // world)
+    return Shard(name, dtype, shape, local.reshape(-1), first * row, chunk * row)
 
 
 def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from collections.abc import Set
 
 from lightrl.errors import WeightsError
 from lightrl.system.addresses import join_address
+from lightrl.system.files import write_at
 from lightrl.weights import leftovers
 from lightrl.weights.connections import TICK_S, Connections, shut
 from lightrl.weights.held import Partial
@@ -169,8 +170,7 @@ class Fetch:
         with self.lock:
             number = e.errno if isinstance(e, OSError) else None
             text = os.strerror(number) if number is not None and number > 0 else str(e)
-            source.trouble = text or "timed out"
-            self.trouble = f"{join_address(*source.addresses[0])}: {source.trouble}"
+            self.trouble = f"{join_address(*source.addresses[0])}: {text or 'timed out'}"
             source.failures += 1
             source.refusals = source.refusals + 1 if is_refusal else 0
             pause_s = min(MAX_PAUSE_S, 0.05 * 2 ** min(source.failures, 10))
@@ -355,9 +355,7 @@ class Fetch:
 
     def _write(self, data: memoryview, position: int) -> None:
         try:
-            while data:
-                n = os.pwrite(self._file, data, position)
-                data, position = data[n:], position + n
+            write_at(self._file, position, data)
         except OSError as e:  # the disk's fault, not the source's
             raise WeightsError(f"cannot write: {e.strerror}") from e
 

@@ -32,7 +32,8 @@ def fill(fetch: Fetch, num_bytes: int, make: Make, buckets: int) -> int:
                     out = buffer[:size]
                     made += size
                 else:
-                    lacking.add(bucket)
+                    with fetch.lock:  # others look through it
+                        lacking.add(bucket)
             finally:
                 fetch.put_bucket(bucket, out)
         return made

@@ -110,13 +110,9 @@ class Follower:
 
     async def _read_changes(self, sock: socket.socket, source: Source) -> None:
         """Until it has everything."""
-        loop, data = asyncio.get_running_loop(), bytearray()
+        data = bytearray()
         while True:
-            async with asyncio.timeout(SILENCE_S):
-                part = await loop.sock_recv(sock, _READ_BYTES)
-            if not part:
-                raise EOFError(REFUSAL)
-            data += part
+            data += await self._receive_some(sock, _READ_BYTES)
             now = time.monotonic()
             with self._fetch.lock:
                 for kind, bucket in read_records(data):

@@ -45,13 +45,9 @@ class Held:
 
     def has(self, request: Request) -> bool:
         """Whether there is such a range, proved or not."""
-        match request.what:
-            case b"h":
-                return request.size == self.size and request.offset == 0
-            case b"m":
-                size = self.manifest_size
-            case _:
-                size = self.size
+        if request.what == ASK_HAVE:
+            return request.size == self.size and request.offset == 0
+        size = self.manifest_size if request.what == ASK_MANIFEST else self.size
         return request.offset <= size and request.size <= size - request.offset
 
     def is_proved(self, request: Request) -> bool:

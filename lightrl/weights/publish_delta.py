@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightrl.system.files import write_at
 from lightrl.weights.delta_file import (
     PAYS_BELOW,
     DeltaManifest,
@@ -95,8 +96,7 @@ class DeltaWriter:
         try:
             offset = length + int(sizes[: share.start].sum())
             for part in parts:
-                os.pwrite(descriptor, part, offset)
-                offset += len(part)
+                offset = write_at(descriptor, offset, part)
         finally:
             os.close(descriptor)
         self._sum(torch.zeros(1))  # all have come so far

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightrl.errors import ProtocolError, WeightsError
@@ -36,8 +36,6 @@ from lightrl.weights.manifest import (
 from lightrl.weights.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 from lightrl.weights.serve import WeightServer
 from lightrl.weights.swarm import Source, Swarm
-
-__all__ = ["Pull", "PullStats", "Wanted", "WeightServer", "parse_address", "partial_path"]
 
 SPARE_BYTES = 64 << 20  # of disk, left for others
 TICK_S = 0.1  # sources are looked after so often
@@ -114,7 +112,6 @@ class Pull:
         self._about = f"version {wanted.policy_version}"
         self._require_sense(wanted, node)
         self._wanted = wanted
-        self._node = node
         self._path = path
         self._server = server
         self._on_bad = on_bad
@@ -242,10 +239,7 @@ class Pull:
         partial = None
         try:
             if self._server is not None:
-                w = self._wanted
-                beside = str(manifest_path(self._path))
-                growing = VersionFile(w.policy_version, w.digest, w.num_bytes, str(part), beside)
-                partial = self._server.serve_partial(growing)
+                partial = self._server.serve_partial(replace(self.file, path=str(part)))
         finally:
             self._fetch.open(manifest, file, written, partial)
             self._is_open.set()

@@ -43,8 +43,6 @@ from lightrl.weights.request import (
 from lightrl.weights.send import IDLE_LIMIT_S, Sender
 from lightrl.weights.turns import Turns
 
-__all__ = ["Partial", "WeightServer"]
-
 MAX_CONNECTIONS = 4096  # with a ticket; fewer where this process may not open as many files
 MAX_CALLERS = 512  # without one, likewise
 MAX_OF_A_NODE = 16  # connections: a node that has gone bad must not have them all

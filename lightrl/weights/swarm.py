@@ -47,7 +47,6 @@ class Source:
     paused_until: float = -1e9
     is_bad: bool = False  # sent wrong bytes
     is_starved: bool = False  # it was our turn, and nothing came
-    trouble: str = ""  # the last
 
     @property
     def is_lost(self) -> bool:

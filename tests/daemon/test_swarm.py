@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightrl.messages import NodeRow, Snapshot
+from lightrl.metrics import sinks
 from lightrl.weights.layout import BUCKET_BYTES
 from lightrl.weights.manifest import VersionFile
 from lightrl.weights.serve import WeightServer
@@ -78,11 +78,6 @@ def pulls(s: Snapshot, *names: str) -> bool:
     )
 
 
-def records(run: Running) -> list[dict[str, Any]]:
-    lines = (run.config.run_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_nodes_get_a_version_from_each_other_and_metrics_say_how(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
@@ -94,7 +89,7 @@ def test_nodes_get_a_version_from_each_other_and_metrics_say_how(tmp_path: Path)
             await run.until_finished()
             assert run.head.succeeded
             version = NUM_BUCKETS * BUCKET_BYTES
-            steps = [r for r in records(run) if "reward/mean" in r]
+            steps = [r for r in sinks.read(run.config.run_dir) if "reward/mean" in r]
             moved = sum(r.get("weights/bytes", 0.0) for r in steps)
             assert moved >= 3 * version
             assert sum(r.get("weights/from_peers", 0.0) for r in steps) > version / 2

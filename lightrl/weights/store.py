@@ -67,6 +67,7 @@ class Store:
         self._name = f"{PREFIX}{os.geteuid()}-{digest}"
         self._folders: dict[Path, tuple[Path, int]] = {}  # by root: the folder, and its lock
         self._entering = threading.Lock()
+        self._is_closed = False
         self._claims: list[Claim] = []
         self._pointers: list[Path] = []  # of this process
         self._is_on_disk = False  # said last
@@ -78,16 +79,18 @@ class Store:
         self._folder(scratch.roots()[0])
 
     def close(self) -> None:
-        """The last one removes everything."""
+        """The last one removes everything. Threads that still are at something are refused."""
         for claim in list(self._claims):
             claim.release()
         for pointer in self._pointers:
             pointer.unlink(missing_ok=True)
-        for folder, lock in self._folders.values():
-            if _try_lock(lock, fcntl.LOCK_EX):
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-        self._folders.clear()
+        with self._entering:
+            self._is_closed = True
+            for folder, lock in self._folders.values():
+                if _try_lock(lock, fcntl.LOCK_EX):
+                    shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+            self._folders.clear()
 
     def claim(self, digest: str, num_bytes: int) -> "Claim":
         """Says that this node wants a version, until `release`. Raises WeightsError, OSError."""
@@ -162,8 +165,11 @@ class Store:
 
     def _folder(self, root: Path) -> Path:
         with self._entering:
+            if self._is_closed:
+                raise WeightsError("the folder of versions is closed")
             folder, lock = self._folders.get(root, (root, -1))
             if lock >= 0 and os.fstat(lock).st_nlink == 0:  # removed by whoever tidies up there
+                del self._folders[root]
                 os.close(lock)
                 lock = -1
             if lock < 0:
@@ -191,10 +197,11 @@ class Claim:
 
     def release(self) -> None:
         """Twice does nothing."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            self._store._claims.remove(self)
-            os.close(lock)
+        try:
+            self._store._claims.remove(self)  # of several threads one does so
+        except ValueError:
+            return
+        os.close(self._lock)
 
     def found(self) -> Iterator[tuple[LocalVersion, bool]]:
         """What is said to be this version, locked, yet to be proved; and whether it is that of the

@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -37,6 +38,33 @@ def test_nodes_of_a_run_share_a_folder_that_goes_with_the_last_of_them(root: Pat
     assert two._control.is_dir()
     two.close()
     other.close()
+    assert not list(root.iterdir())
+
+
+def test_a_thread_that_is_late_finds_a_folder_that_is_being_closed_gone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else it closes the folder's lock, too, and enters a new folder that nobody leaves."""
+    one = opened()
+    remove, ended = shutil.rmtree, list[BaseException]()
+
+    def sweep() -> None:
+        try:
+            one.claim(DIGEST, 1)
+        except WeightsError as e:
+            ended.append(e)
+
+    late = threading.Thread(target=sweep)
+
+    def rmtree(path: Path, ignore_errors: bool) -> None:
+        remove(path, ignore_errors=ignore_errors)
+        late.start()
+        late.join(0.2)  # where it must not wait for us, it is through by then
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    one.close()
+    late.join(10)
+    assert [str(e) for e in ended] == ["the folder of versions is closed"]
     assert not list(root.iterdir())
 
 

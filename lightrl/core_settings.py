@@ -40,4 +40,6 @@ def settings_of(
         dynamic_sampling=config.algorithm.dynamic_sampling,
         deterministic=config.run.deterministic,
         deltas=config.weights.delta == "auto",
+        broadcast=config.weights.broadcast,
+        num_ranks=config.train.ranks,
     )

@@ -29,9 +29,9 @@ from lightrl.daemon.weights import MachineWeights, machine_weights, version_byte
 from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.plan import for_daemon
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
+from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (
     ENDING,
-    MAX_TEXT,
     PROTOCOL,
     REJOIN,
     TAKEN,

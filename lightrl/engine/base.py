@@ -87,16 +87,22 @@ class JoinGroup:
 class ReceiveWeights:
     """As LoadWeights, from the training ranks: of `file` only the manifest is on this machine.
 
-    `sums` are those of the ranks by `seed`, see weights/proof.py. Answered by EngineLoaded or
-    EngineFailed.
+    Nothing is generated until ProveWeights, which is answered by EngineLoaded or EngineFailed;
+    EngineFailed may come before, if the group is over.
     """
 
     file: VersionFile
     # the name of the group
     group: str
-    seed: bytes
-    sums: tuple[int, ...]
     canary: Canary | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProveWeights:
+    """What the training ranks sent, see weights/proof.py: what was received is served if it is the
+    same. () = it is not wanted any more, and dropped."""
+
+    sums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +111,18 @@ class GroupJoined:
 
     name: str
     error: str | None = None
+    # the ranks could not be reached at that address
+    is_unreachable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
+    """`num_workers`: processes that can be members of a broadcast group; 0 = it has no weights."""
+
     device: str
     start_s: float
     notes: tuple[str, ...] = ()
+    num_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +149,9 @@ class EngineFailed:
     is_unusable: bool = False
 
 
-EngineCommand: TypeAlias = EngineSpec | Generate | Abort | LoadWeights | JoinGroup | ReceiveWeights
+EngineCommand: TypeAlias = (
+    EngineSpec | Generate | Abort | LoadWeights | JoinGroup | ReceiveWeights | ProveWeights
+)
 EngineEvent: TypeAlias = (
     EngineStarted | TokenChunk | EngineLoaded | EngineFailed | GroupJoined | Load
 )

@@ -25,8 +25,8 @@ from lightrl.engine.base import (
 )
 from lightrl.engine.process import resolve_engine, start_engine
 from lightrl.errors import EngineError, EngineUnusable, first_error
+from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (
-    MAX_TEXT,
     Abort,
     Generate,
     Load,

@@ -18,8 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from lightrl.config_sections import Weights
 from lightrl.errors import WeightsError
+from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (
-    MAX_TEXT,
     BadSource,
     Message,
     PublishWeights,

@@ -144,11 +144,10 @@ class JoinGroup:
 @dataclass(frozen=True, slots=True)
 class SendWeights:
     """Send this rank's rows of a published version to the group of this name; answered by
-    WeightsSent. `seed`: see weights/proof.py."""
+    WeightsSent."""
 
     file: VersionFile
     group: str
-    seed: bytes
 
 
 RankCommand: TypeAlias = (

@@ -13,7 +13,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.messages import MAX_BUCKETS, MAX_TENSORS, Count
+from lightrl.message_fields import MAX_BUCKETS, MAX_TENSORS, Count
 from lightrl.weights.layout import TensorSpec, check, num_buckets, num_bytes
 from lightrl.wire import from_bytes, to_bytes
 

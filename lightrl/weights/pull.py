@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.messages import MAX_SOURCES, WeightsProgress, WeightsSource
+from lightrl.message_fields import MAX_SOURCES
+from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import split_address
 from lightrl.system.threads import in_thread
 from lightrl.weights.fetch import Fetch

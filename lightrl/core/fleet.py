@@ -140,6 +140,7 @@ class Fleet:
             node.policy_version = published.policy_version
             if node.state is not NodeState.READY:
                 self._move(node, NodeState.READY)
+            self.offers.place(node)
             self._tell_news(list(self.offers.waiting))
         else:
             self._offer(node)

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from lightrl.core import race
-from lightrl.core.broadcast_groups import Phase
 from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
 from lightrl.core.offers import PULLING
 from lightrl.core.state import (
@@ -128,9 +127,7 @@ def _broadcast(core: "Coordinator") -> None:
         waits = node.state in {*PULLING, NodeState.JOINING}
         _require(waits == node.receives, f"{name} is {node.state} and a member")
         _require(waits or node.state is NodeState.READY, f"{name} is {node.state} and a member")
-        is_told = name in fleet.offers.told
-        sends = groups.phase is Phase.SENDING
-        _require(not waits or is_told == sends, f"{name} was told too early, or not at all")
+        _require(name not in fleet.offers.told, f"{name} is a member, and pulls")
 
 
 def _version(core: "Coordinator") -> None:

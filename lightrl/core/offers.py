@@ -198,7 +198,8 @@ class Offers:
             self.waiting[node.name] = None
             if not holds_it:
                 return None
-        self.told[node.name] = told | dict.fromkeys(names)
+        if not group:  # who is told of a group, pulls next to nothing
+            self.told[node.name] = told | dict.fromkeys(names)
         return PublishWeights(
             published.policy_version,
             published.digest,

@@ -20,6 +20,7 @@ from lightrl.errors import ProtocolError, WeightsError
 from lightrl.messages import MAX_SOURCES, WeightsProgress, WeightsSource
 from lightrl.system.addresses import split_address
 from lightrl.system.threads import in_thread
+from lightrl.weights import scratch
 from lightrl.weights.fetch import Fetch
 from lightrl.weights.fill import Make, fill
 from lightrl.weights.follow import Follower
@@ -37,7 +38,6 @@ from lightrl.weights.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 from lightrl.weights.serve import WeightServer
 from lightrl.weights.swarm import Source, Swarm
 
-SPARE_BYTES = 64 << 20  # of disk, left for others
 TICK_S = 0.1  # sources are looked after so often
 PROGRESS_S = 0.25
 RATED_AFTER_S = 0.1
@@ -381,7 +381,7 @@ class Pull:
             free = shutil.disk_usage(part.parent).free
         except OSError as e:
             raise WeightsError(f"{part.parent}: cannot be written: {e.strerror}") from e
-        if needed + SPARE_BYTES > free:
+        if needed + scratch.SPARE_BYTES > free:
             raise WeightsError(
                 f"{self._about}: needs {needed / 1e9:.3g} GB more in {part.parent}, "
                 f"where {free / 1e9:.3g} GB are free"

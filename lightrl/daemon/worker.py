@@ -294,7 +294,7 @@ class Worker:
         gpus: Assignment,
     ) -> None:
         is_trainer = "trainer" in self._role_names
-        need_bytes = version_bytes(config, model_files) if is_trainer else 0
+        need_bytes = version_bytes(config, model_files, bool(gpus.ranks)) if is_trainer else 0
         port = config.node.weights_port if is_trainer else 0
         async with (
             scratch_dir_in_thread(self._name, need_bytes) as scratch,

@@ -17,7 +17,8 @@ from pathlib import Path
 from lightrl.system.threads import in_thread
 
 PREFIX = "lightrl-"
-MIN_FREE_BYTES = 1 << 30  # below that, shared memory is not used
+MIN_FREE_BYTES = 1 << 30  # of shared memory, or it is not used, where no size is known
+SPARE_BYTES = 64 << 20  # left for others
 _MEMORY = Path("/proc/meminfo")
 NUM_VERSIONS = 3  # in a directory at once: the one that is served or loaded, its successor, a draft
 
@@ -80,8 +81,14 @@ def _available_memory() -> int:
     return sys.maxsize
 
 
+def needed_bytes(num_bytes: int, held: int = 0) -> int:
+    """That must be free in shared memory for versions of this size to lie there: all that a machine
+    may hold at a time must have room, or none of it. `held`: bytes of such that are there."""
+    return NUM_VERSIONS * num_bytes - held + SPARE_BYTES
+
+
 def _root(need_bytes: int) -> Path:
-    needed = max(MIN_FREE_BYTES, NUM_VERSIONS * need_bytes)
+    needed = needed_bytes(need_bytes) if need_bytes else MIN_FREE_BYTES
     return roots()[0] if free_bytes(roots()[0]) >= needed else _disk()
 
 

@@ -44,7 +44,6 @@ POLL_S = 0.05  # for a lock
 BEAT_S = 1.0  # who pulls shows so often that it is alive
 STOPPED_S = 10.0  # after so long without it is passed over
 MAX_PULLERS = 8  # of a version, all but one of them stopped
-SPARE_BYTES = 64 << 20  # left for others
 _DIGEST = re.compile(r"[0-9a-f]{32,128}")
 
 
@@ -143,9 +142,8 @@ class Store:
             held = sum(_allocated(p) for p in folder.glob("*.bin*"))
             free = scratch.free_bytes(root)
             is_shared = i == 0 and len(scratch.roots()) > 1
-            # In memory all that this machine may hold at a time must have room, or none of it.
-            needed = scratch.NUM_VERSIONS * num_bytes - held if is_shared else 0
-            if free >= max(needed, num_bytes - begun + SPARE_BYTES):
+            needed = scratch.needed_bytes(num_bytes, held) if is_shared else 0
+            if free >= max(needed, num_bytes - begun + scratch.SPARE_BYTES):
                 self._say_where(root, num_bytes, on_disk=not is_shared, why="; ".join(lacking))
                 return path
             path.with_name(path.name + ".part").unlink(missing_ok=True)

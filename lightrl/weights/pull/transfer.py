@@ -22,6 +22,7 @@ from lightrl.message_fields import MAX_SOURCES
 from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import split_address
 from lightrl.system.threads import in_thread
+from lightrl.weights.machine import scratch
 from lightrl.weights.machine.leftovers import open_partial
 from lightrl.weights.pull.fetch import Fetch
 from lightrl.weights.pull.fill import Make, fill
@@ -39,7 +40,6 @@ from lightrl.weights.version.manifest import (
     manifest_path,
 )
 
-SPARE_BYTES = 64 << 20  # of disk, left for others
 TICK_S = 0.1  # sources are looked after so often
 PROGRESS_S = 0.25
 RATED_AFTER_S = 0.1
@@ -383,7 +383,7 @@ class Pull:
             free = shutil.disk_usage(part.parent).free
         except OSError as e:
             raise WeightsError(f"{part.parent}: cannot be written: {e.strerror}") from e
-        if needed + SPARE_BYTES > free:
+        if needed + scratch.SPARE_BYTES > free:
             raise WeightsError(
                 f"{self._about}: needs {needed / 1e9:.3g} GB more in {part.parent}, "
                 f"where {free / 1e9:.3g} GB are free"

@@ -99,8 +99,8 @@ class ReceiveWeights:
 
 @dataclass(frozen=True, slots=True)
 class ProveWeights:
-    """What the training ranks sent, see weights/broadcast/proof.py: what was received is served if it is the
-    same. () = it is not wanted any more, and dropped."""
+    """What the training ranks sent, see weights/broadcast/proof.py: what was received is served if
+    it is the same. () = it is not wanted any more, and dropped."""
 
     sums: tuple[int, ...]
 

@@ -48,7 +48,7 @@ from lightrl.messages import (
     WeightsReady,
 )
 from lightrl.system.addresses import split_address
-from lightrl.weights.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
+from lightrl.weights.serve.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 
 MIN_SECRET = 16  # characters from which tickets are made: an empty one would let everybody in
 MAX_CANARY_TOKENS = 4096
@@ -64,7 +64,7 @@ def check_bounds(message: Message) -> None:
             _words(message.node, message.host, *(r for r, _ in message.running))
             if message.serves is not None:
                 _words(message.serves[1])
-        case Heartbeat(load, lag, device, num_workers, weights):
+        case Heartbeat(load, lag, device, weights, num_workers):
             _words(device)
             _finite(lag)
             if num_workers > MAX_WORKERS:

@@ -42,6 +42,8 @@ def settings(seed: int, race: str = "tokens", **changes: Any) -> dict[str, Any]:
         "eval_interval": rng.choice([0, 1, 2]),
         "reward_on_failure": rng.choice([None, None, -1.0]),
         "slots": rng.randint(1, 4),
+        "broadcast": rng.choice(["auto", "always", "always", "off"]),
+        "weights_timeout_s": 3.0,
         **changes,
     }
 
@@ -170,6 +172,12 @@ def test_in_these_worlds_everything_does_happen():
         totals["told_again"] += world.num_told_again
         totals["told_without_trainer"] += world.num_without_trainer
         totals["late_endpoints"] += world.num_late_endpoints
+        groups = world.core.fleet.broadcasts.groups
+        totals["broadcasts"] += groups.num_sent
+        totals["broadcasts_lost"] += groups.num_lost
+        totals["by_broadcast"] += world.broadcasts.num_received
+        totals["broadcasts_failed"] += world.broadcasts.num_failed
+        totals["pulled_after_all"] += world.broadcasts.num_hurried
         totals["surplus"] += sum(
             len(g.responses) > len(g.kept) for r in world.rounds for g in r.accepted
         )

@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
+from lightrl.broadcast_messages import JoinBroadcast, OpenBroadcast, SendBroadcast, VersionTaken
 from lightrl.config import Config
 from lightrl.daemon.admission import write_model_files
 from lightrl.daemon.weights import MachineWeights
@@ -24,8 +26,12 @@ from lightrl.messages import (
     WeightsProgress,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
+from lightrl.system.addresses import split_address
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
+
+ForRollout: TypeAlias = Generate | Abort | PublishWeights
+ForTrainer: TypeAlias = TrainShard | VersionTaken | OpenBroadcast | JoinBroadcast | SendBroadcast
 
 
 class Roles:
@@ -115,6 +121,7 @@ class Roles:
                 self._send,
                 self._on_restart,
                 gpus.ranks,
+                _host_of(weights.server.addresses),
             )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 
@@ -125,13 +132,20 @@ class Roles:
             return None
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
-    def handle(self, message: Generate | Abort | PublishWeights | TrainShard) -> None:
+    def handle(self, message: ForRollout | ForTrainer) -> None:
         """Takes what the coordinator sends to a role; nothing if this node does not have it."""
-        if isinstance(message, TrainShard):
-            if self._trainer is not None:
-                self._trainer.handle(message)
-        elif self._rollout is not None:
-            self._rollout.handle(message)
+        match message:
+            case TrainShard() | VersionTaken() | OpenBroadcast() | SendBroadcast():
+                if self._trainer is not None:
+                    self._trainer.handle(message)
+            case JoinBroadcast(rank=0):
+                if self._trainer is not None:
+                    self._trainer.handle(message)
+            case JoinBroadcast():
+                pass
+            case _:
+                if self._rollout is not None:
+                    self._rollout.handle(message)
 
     def on_disconnect(self) -> None:
         """The coordinator does not hear us, nor we it: the work goes on."""
@@ -165,6 +179,13 @@ class Roles:
     async def close(self) -> None:
         if self._trainer is not None:
             await self._trainer.close()
+
+
+def _host_of(addresses: tuple[str, ...]) -> str:
+    """By which others reach this daemon, see `WeightServer.addresses`; 0.0.0.0 = by any."""
+    found = split_address(addresses[0])
+    assert found is not None
+    return found[0]
 
 
 def _run_dir_here(config: Config) -> Path:

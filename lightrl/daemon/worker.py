@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from lightrl import log
+from lightrl.broadcast_messages import JoinBroadcast, OpenBroadcast, SendBroadcast, VersionTaken
 from lightrl.config import Config
 from lightrl.daemon.admission import config_of
 from lightrl.daemon.roles import Roles
@@ -353,7 +354,9 @@ class Worker:
                 pass
             case Generate() | Abort() | PublishWeights():
                 self._roles.handle(message)
-            case TrainShard() if is_admitted:
+            case (
+                TrainShard() | VersionTaken() | OpenBroadcast() | JoinBroadcast() | SendBroadcast()
+            ) if is_admitted:
                 self._roles.handle(message)
             case Drain(_, reason):
                 self.drain(reason)

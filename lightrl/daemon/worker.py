@@ -73,6 +73,7 @@ class Worker:
         slots: int = 0,
         is_alone: bool = True,
         gpus: Part | None = None,
+        is_preemptible: bool = False,
     ) -> None:
         """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
 
@@ -92,6 +93,7 @@ class Worker:
             pid=os.getpid(),
             host=socket.gethostname(),
             slots=slots,
+            is_preemptible=is_preemptible,
         )
         self._roles = Roles(name, roles, address, run_dir, self._send, self._restarted)
         self._weights: MachineWeights | None = None  # while it takes part

@@ -5,7 +5,7 @@ tells a node so. Who it is assigned to as a source: `sources.py`. Moves no node 
 `fleet.py` does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightrl.core.bad_sources import BadSources
@@ -21,7 +21,7 @@ from lightrl.messages import (
     WeightsEndpoint,
     WeightsSource,
 )
-from lightrl.tickets import pull_ticket
+from lightrl.tickets import pull_tickets
 
 # nodes that still pull and are told of one that begins to: with the message to that one itself, a
 # fleet that joins together costs five messages a node
@@ -183,7 +183,7 @@ class Offers:
             published.digest,
             published.num_bytes,
             published.manifest_bytes,
-            tuple(self._source(n, node.name) for n in names),
+            self._sources(names, node.name),
             self._deltas_for(node),
             published.canary,
         )
@@ -193,17 +193,22 @@ class Offers:
         if trainer not in self.endpoints or trainer == receiver:
             trainer = None
 
+        others = {receiver, trainer}
+
         def is_barred(name: str) -> bool:
-            return name in (receiver, trainer) or self.bad.bars(receiver, name)
+            return name in others or self.bad.bars(receiver, name)
 
         index = self.partial.place(receiver, node.number)
-        return choose(index, self.whole.names, self.partial.names, trainer, is_barred)
+        barred = is_barred if self.bad.has_any else others.__contains__
+        return choose(index, self.whole.names, self.partial.names, trainer, barred)
 
-    def _source(self, name: str, receiver: str) -> WeightsSource:
+    def _sources(self, names: Sequence[str], receiver: str) -> tuple[WeightsSource, ...]:
         assert self._published is not None
-        endpoint = self.endpoints[name]
-        ticket = pull_ticket(endpoint.secret, receiver, self._published.policy_version)
-        return WeightsSource(name, endpoint.addresses, ticket)
+        endpoints = [self.endpoints[name] for name in names]
+        secrets = (endpoint.secret for endpoint in endpoints)
+        tickets = pull_tickets(secrets, receiver, self._published.policy_version)
+        addresses = (endpoint.addresses for endpoint in endpoints)
+        return tuple(map(WeightsSource, names, addresses, tickets))
 
     def _deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
         """From the version that it holds; or, if it holds none, from the one that it began to

@@ -76,7 +76,7 @@ class Roles:
         device = next((part.device for part in parts if part.device), "")
         if (rollout := self._rollout) is None:
             return Heartbeat(Load(), lag_ms, device)
-        return Heartbeat(rollout.load, lag_ms, device, rollout.num_workers, rollout.pulls)
+        return Heartbeat(rollout.load, lag_ms, device, rollout.pulls, rollout.num_workers)
 
     def start(
         self,

@@ -49,7 +49,7 @@ from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.output import flush
 from lightrl.system.threads import in_thread
 from lightrl.transport.link import Link
-from lightrl.weights.scratch import scratch_dir_in_thread
+from lightrl.weights.machine.scratch import scratch_dir_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +296,7 @@ class Worker:
         gpus: Assignment,
     ) -> None:
         is_trainer = "trainer" in self._role_names
-        need_bytes = version_bytes(config, model_files) if is_trainer else 0
+        need_bytes = version_bytes(config, model_files, bool(gpus.ranks)) if is_trainer else 0
         port = config.node.weights_port if is_trainer else 0
         async with (
             scratch_dir_in_thread(self._name, need_bytes) as scratch,

@@ -20,8 +20,8 @@ from lightrl.messages import (
     Sampling,
     TokenChunk,
 )
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.version.manifest import VersionFile
 
 Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
 
@@ -99,9 +99,9 @@ class ReceiveWeights:
 
 @dataclass(frozen=True, slots=True)
 class ProveWeights:
-    """What the training ranks sent, see weights/proof.py: what was received is served if it is the
-    same. () = it is not wanted any more, and dropped; the engine leaves its group, so that others
-    do not wait for it, whether or not it receives anything."""
+    """What the training ranks sent, see weights/broadcast/proof.py: what was received is served if
+    it is the same. () = it is not wanted any more, and dropped; the engine leaves its group, so
+    that others do not wait for it, whether or not it receives anything."""
 
     sums: tuple[int, ...]
 

@@ -6,7 +6,7 @@ Pure.
 from collections.abc import Sequence
 
 from lightrl.errors import WeightsError
-from lightrl.weights.rendezvous import Unreachable
+from lightrl.weights.broadcast.rendezvous import Unreachable
 
 
 def require_joined(answers: Sequence[tuple[str, bool]]) -> None:

@@ -4,32 +4,18 @@ Arithmetic for `lightrl up --dry-run` and `lightrl check`; moves nothing. Reads 
 model's files and no weights; must not import torch.
 """
 
-import json
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightrl.config import Config
 from lightrl.devices import memory
 from lightrl.devices.driver import look
+from lightrl.weights.machine import scratch
 
-BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINES_GBIT = (1, 10, 100)  # for which seconds are said
-VERSIONS_HELD = 2  # by the trainer, which writes them in turn, and by whoever pulls
-SPARE_BYTES = 1 << 30  # of shared memory, left for others
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSize:
-    """Of one version of the policy, as it is served."""
-
-    num_bytes: int
-    dtype: str
-
-
-def version_size(config: Config) -> VersionSize | None:
+def version_size(config: Config) -> memory.VersionSize | None:
     """None where the model's files are not on this machine, or nothing is trained."""
     if config.train.engine == "emulated":
         return None
@@ -37,10 +23,8 @@ def version_size(config: Config) -> VersionSize | None:
     shape = memory.shape_of_folder(folder)
     if shape is None:
         return None
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if look().gpus else _stored_dtype(folder)
-    return VersionSize(shape.num_parameters * BYTES_OF.get(dtype, 4), dtype)
+    stored = (folder / "config.json").read_bytes()
+    return memory.version_size(shape, stored, config.model.dtype, bool(look().gpus))
 
 
 def describe(config: Config) -> list[str]:
@@ -48,13 +32,13 @@ def describe(config: Config) -> list[str]:
     size = version_size(config)
     if size is None:
         return []
-    held = VERSIONS_HELD * size.num_bytes
+    held = scratch.NUM_VERSIONS * size.num_bytes
     seconds = ", ".join(
         f"{_seconds(size.num_bytes * 8 / (gbit * 1e9))} at {gbit} Gbit/s" for gbit in LINES_GBIT
     )
     return [
         f"{_bytes(size.num_bytes)} a version in {size.dtype}; each machine that serves or trains "
-        f"holds up to {VERSIONS_HELD}, {_bytes(held)}, in shared memory or on disk",
+        f"holds up to {scratch.NUM_VERSIONS}, {_bytes(held)}, in shared memory or on disk",
         f"a whole version on the line takes {seconds}; engines on the trainer's machine read its "
         "file and move nothing",
     ]
@@ -73,30 +57,18 @@ def room(config: Config) -> Room | None:
     size = version_size(config)
     if size is None:
         return None
-    needed = VERSIONS_HELD * size.num_bytes
-    what = f"{VERSIONS_HELD} versions of {_bytes(size.num_bytes)}"
-    for folder, spare in ((Path("/dev/shm"), SPARE_BYTES), (Path(tempfile.gettempdir()), 0)):
-        if folder.is_dir() and shutil.disk_usage(folder).free >= needed + spare:
-            slower = "" if spare else ": shared memory is too small for them, and the disk slower"
-            return Room(folder, f"{what} fit into {folder}{slower}")
-    free = ", ".join(
-        f"{_bytes(shutil.disk_usage(folder).free)} in {folder}"
-        for folder in (Path("/dev/shm"), Path(tempfile.gettempdir()))
-        if folder.is_dir()
+    needed = scratch.needed_bytes(size.num_bytes)
+    what = f"{scratch.NUM_VERSIONS} versions of {_bytes(size.num_bytes)}"
+    free = {root: scratch.free_bytes(root) for root in scratch.roots()}
+    for root, num_free in free.items():
+        if num_free >= needed:
+            is_slow = root != scratch.roots()[0]
+            slower = ": shared memory is too small for them, and the disk slower" if is_slow else ""
+            return Room(root, f"{what} fit into {root}{slower}")
+    found = ", ".join(f"{_bytes(num_free)} in {root}" for root, num_free in free.items())
+    return Room(
+        None, f"{what} need {_bytes(needed)}; free are {found}: set TMPDIR to a larger disk"
     )
-    return Room(None, f"{what} need {_bytes(needed)}; free are {free}: set TMPDIR to a larger disk")
-
-
-def _stored_dtype(folder: Path) -> str:
-    """As config.json says; engines on a CPU serve it as it is stored."""
-    try:
-        config: Any = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return "float32"
-    if not isinstance(config, dict):
-        return "float32"
-    name = config.get("dtype") or config.get("torch_dtype")
-    return name if name in BYTES_OF else "float32"
 
 
 def _bytes(num: int) -> str:

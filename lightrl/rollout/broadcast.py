@@ -19,8 +19,8 @@ from lightrl.engine.base import EngineCommand, GroupJoined, JoinGroup, ProveWeig
 from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import Message, PublishWeights
 from lightrl.system.addresses import not_everywhere
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 

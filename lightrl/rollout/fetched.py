@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 from lightrl.engine.base import EngineLoaded
 from lightrl.messages import PublishWeights, WeightsReady
-from lightrl.weights.local import LocalVersion
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.pull import PullStats, Wanted
-from lightrl.weights.store import Claim
+from lightrl.weights.machine.local import LocalVersion
+from lightrl.weights.machine.store import Claim
+from lightrl.weights.pull.transfer import PullStats, Wanted
+from lightrl.weights.version.manifest import VersionFile
 
 NOTHING_PULLED = PullStats(0, 0.0)
 

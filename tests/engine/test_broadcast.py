@@ -22,8 +22,8 @@ from lightrl.engine.group_answers import common_sums, require_joined
 from lightrl.errors import WeightsError
 from lightrl.messages import Canary, Sampling
 from lightrl.system.addresses import join_address
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.rendezvous import Membership, Unreachable
+from lightrl.weights.broadcast.rendezvous import Membership, Unreachable
+from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import pack_f32, pack_i32
 from tests.engine import broadcast_rank
 from tests.engine.broadcast_rank import Order

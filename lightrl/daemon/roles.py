@@ -15,13 +15,15 @@ from lightrl.daemon.weights import MachineWeights
 from lightrl.devices.assign import CPU, Assignment
 from lightrl.messages import (
     Abort,
+    BroadcastSums,
     Generate,
+    Heartbeat,
+    JoinBroadcast,
     Load,
     Message,
     PublishWeights,
     Role,
     TrainShard,
-    WeightsProgress,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
 from lightrl.trainer.served import ServedVersions
@@ -65,17 +67,16 @@ class Roles:
         return self._rollout.unacked if self._rollout is not None else ()
 
     @property
-    def load(self) -> Load:
-        return self._rollout.load if self._rollout is not None else Load()
+    def has_file(self) -> bool:
+        return self._rollout.has_file if self._rollout is not None else True
 
-    @property
-    def pulls(self) -> WeightsProgress | None:
-        return self._rollout.pulls if self._rollout is not None else None
-
-    @property
-    def device(self) -> str:
+    def heartbeat(self, lag_ms: float) -> Heartbeat:
+        """`lag_ms`: how late the loop of this process is."""
         parts = [part for part in (self._rollout, self._trainer) if part is not None]
-        return next((part.device for part in parts if part.device), "")
+        device = next((part.device for part in parts if part.device), "")
+        if (rollout := self._rollout) is None:
+            return Heartbeat(Load(), lag_ms, device)
+        return Heartbeat(rollout.load, lag_ms, device, rollout.pulls, rollout.num_workers)
 
     def start(
         self,
@@ -125,13 +126,17 @@ class Roles:
             return None
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
-    def handle(self, message: Generate | Abort | PublishWeights | TrainShard) -> None:
+    def handle(self, message: Message) -> None:
         """Takes what the coordinator sends to a role; nothing if this node does not have it."""
-        if isinstance(message, TrainShard):
-            if self._trainer is not None:
-                self._trainer.handle(message)
-        elif self._rollout is not None:
-            self._rollout.handle(message)
+        match message:
+            case TrainShard():
+                if self._trainer is not None:
+                    self._trainer.handle(message)
+            case Generate() | Abort() | PublishWeights() | JoinBroadcast() | BroadcastSums():
+                if self._rollout is not None:
+                    self._rollout.handle(message)
+            case _:
+                pass  # a heartbeat
 
     def on_disconnect(self) -> None:
         """The coordinator does not hear us, nor we it: the work goes on."""

@@ -27,6 +27,13 @@ SEED_BYTES = 32
 BLOCK_WORDS = 1 << 16  # 32-bit words; what is worked on at a time on a CPU stays in its cache
 BLOCK_BYTES = 4 * BLOCK_WORDS
 BLOCKS_AT_ONCE = 64  # on a device: 16 MiB of weights
+_SEED_CONTEXT = "lightrl 2026 broadcast proof"
+
+
+def proof_seed(group: str, policy_version: int) -> bytes:
+    """Of the sums of one version, for the members of the group with this (secret) name."""
+    said = f"{group}/{policy_version}".encode()
+    return blake3(said, derive_key_context=_SEED_CONTEXT).digest()
 
 
 class Proof:

@@ -68,7 +68,7 @@ from lightrl.metrics.sinks import MetricsLog
 from lightrl.rewards.runner import RewardPool
 from lightrl.system.output import plain
 from lightrl.transport.router import Peer, Router
-from lightrl.weights.scratch import scratch_dir
+from lightrl.weights.machine.scratch import scratch_dir
 from lightrl.wire import to_json
 
 logger = logging.getLogger(__name__)

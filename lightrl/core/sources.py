@@ -2,7 +2,7 @@
 tests agree.
 
 Owns the order in which a node asks and how many it is told of. Who holds what is kept in
-`offers.py`, who has sent wrong bytes in `bad_sources.py`. How the bytes travel: weights/pull.py.
+`offers.py`, who has sent wrong bytes in `bad_sources.py`. How the bytes travel: weights/pull.
 """
 
 from collections.abc import Callable, Sequence

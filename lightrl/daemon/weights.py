@@ -15,8 +15,8 @@ from lightrl.keys import coordinator_public_key
 from lightrl.messages import WeightsEndpoint
 from lightrl.system.threads import in_thread
 from lightrl.transport.link import own_address
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
 
 
 @dataclass(frozen=True, slots=True)

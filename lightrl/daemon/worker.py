@@ -52,7 +52,7 @@ from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.output import flush
 from lightrl.system.threads import in_thread
 from lightrl.transport.link import Link
-from lightrl.weights.scratch import scratch_dir_in_thread
+from lightrl.weights.machine.scratch import scratch_dir_in_thread
 
 logger = logging.getLogger(__name__)
 

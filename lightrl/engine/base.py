@@ -20,8 +20,8 @@ from lightrl.messages import (
     Sampling,
     TokenChunk,
 )
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.version.manifest import VersionFile
 
 Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
 
@@ -87,8 +87,8 @@ class JoinGroup:
 class ReceiveWeights:
     """As LoadWeights, from the training ranks: of `file` only the manifest is on this machine.
 
-    `sums` are those of the ranks by `seed`, see weights/proof.py. Answered by EngineLoaded or
-    EngineFailed.
+    `sums` are those of the ranks by `seed`, see weights/broadcast/proof.py. Answered by
+    EngineLoaded or EngineFailed.
     """
 
     file: VersionFile

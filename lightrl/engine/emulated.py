@@ -19,7 +19,7 @@ from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
 from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
-from lightrl.weights.manifest import VersionFile, read_manifest
+from lightrl.weights.version.manifest import VersionFile, read_manifest
 
 _RUNAWAY_SALT = 0x7A11
 _LENGTH_SALT = 0x5EED  # a response's length is drawn from other noise than its tokens

@@ -12,10 +12,10 @@ import torch
 from lightrl.engine.base import JoinGroup, ReceiveWeights
 from lightrl.errors import WeightsError
 from lightrl.system.addresses import split_address
-from lightrl.weights.broadcast import receive
-from lightrl.weights.group import Group, form
-from lightrl.weights.layout import TensorSpec
-from lightrl.weights.proof import Proof
+from lightrl.weights.broadcast.group import Group, form
+from lightrl.weights.broadcast.proof import Proof
+from lightrl.weights.broadcast.transfer import receive
+from lightrl.weights.version.layout import TensorSpec
 
 
 class Member:

@@ -40,7 +40,7 @@ from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, Respon
 from lightrl.system.child import Child, Pipe
 from lightrl.system.imports import importing
 from lightrl.weights.canary import compare, tolerance
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec, pack_f32, pack_i32, unpack_f32, unpack_i32
 
 logger = logging.getLogger(__name__)

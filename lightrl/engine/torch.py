@@ -35,8 +35,8 @@ from lightrl.engine.sampling import sample, uniforms
 from lightrl.errors import EngineError
 from lightrl.history.draft import Drafter
 from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.tensors import map_tensors
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.tensors import map_tensors
 
 # of one forward pass, padding included; bounds its activations
 PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS

@@ -22,7 +22,7 @@ from lightrl.log import environment as log_environment
 from lightrl.messages import FinishReason, Load, PromptHistory, ResponseRequest, Sampling
 from lightrl.system.imports import importing
 from lightrl.weights.canary import arbitrary_text
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.manifest import VersionFile
 
 if TYPE_CHECKING:
     import torch

@@ -26,8 +26,8 @@ from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
 from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.tensors import map_tensors
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.tensors import map_tensors
 
 # in SamplingParams.extra_args, because that reaches workers in other processes too
 SEED = "lightrl_seed"

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightrl.config import Config
 from lightrl.devices import memory
 from lightrl.devices.driver import look
-from lightrl.weights import scratch
+from lightrl.weights.machine import scratch
 
 LINES_GBIT = (1, 10, 100)  # for which seconds are said
 

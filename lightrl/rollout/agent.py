@@ -44,8 +44,8 @@ from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
 
 logger = logging.getLogger(__name__)
 

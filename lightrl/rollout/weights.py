@@ -2,7 +2,7 @@
 
 Owns what is pulled, proved, served to others and given back; the next version comes while the
 engine serves, and while it loads. What is loaded, and when, is `agent.py`'s business; where files
-lie `weights/store.py`'s. Never blocks the event loop: files are read and closed in threads.
+lie `weights/machine/store.py`'s. Never blocks the event loop: files are read and closed in threads.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, Gain
 from lightrl.system.addresses import WILDCARD, join_address, split_address
 from lightrl.system.child import is_for_lack, retry_on_resource_limit
 from lightrl.system.threads import in_thread
-from lightrl.weights.local import LocalVersion, close_all, open_version
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.pull import Pull, PullStats, Wanted
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Claim, Store
+from lightrl.weights.machine.local import LocalVersion, close_all, open_version
+from lightrl.weights.machine.store import Claim, Store
+from lightrl.weights.pull.transfer import Pull, PullStats, Wanted
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.manifest import VersionFile
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightrl.messages import Canary, FinishReason
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec
 
 RANK_TARGET = "lightrl.trainer.rank:main"
@@ -144,7 +144,7 @@ class JoinGroup:
 @dataclass(frozen=True, slots=True)
 class SendWeights:
     """Send this rank's rows of a published version to the group of this name; answered by
-    WeightsSent. `seed`: see weights/proof.py."""
+    WeightsSent. `seed`: see weights/broadcast/proof.py."""
 
     file: VersionFile
     group: str

@@ -43,7 +43,7 @@ from lightrl.messages import (
     WeightsReady,
 )
 from lightrl.system.addresses import split_address
-from lightrl.weights.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
+from lightrl.weights.serve.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 
 MIN_SECRET = 16  # characters from which tickets are made: an empty one would let everybody in
 MAX_CANARY_TOKENS = 4096

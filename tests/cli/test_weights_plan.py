@@ -13,10 +13,10 @@ from lightrl.devices import memory
 from lightrl.devices.driver import NO_DRIVER, Gpu
 from lightrl.launch import weights_plan
 from lightrl.run_file import load_config
-from lightrl.weights import scratch
-from lightrl.weights.scratch import scratch_dir
-from lightrl.weights.store import Store
-from lightrl.weights.tensors import dtype_name, served_dtype
+from lightrl.weights.machine import scratch
+from lightrl.weights.machine.scratch import scratch_dir
+from lightrl.weights.machine.store import Store
+from lightrl.weights.version.tensors import dtype_name, served_dtype
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 PARAMETERS = 7_615_616_512

@@ -8,12 +8,12 @@ from multiprocessing.connection import Connection
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.weights.broadcast import send
-from lightrl.weights.group import form
-from lightrl.weights.manifest import read_manifest
-from lightrl.weights.proof import Proof
-from lightrl.weights.rendezvous import Membership, Rendezvous
-from lightrl.weights.tensors import read_tensors
+from lightrl.weights.broadcast.group import form
+from lightrl.weights.broadcast.proof import Proof
+from lightrl.weights.broadcast.rendezvous import Membership, Rendezvous
+from lightrl.weights.broadcast.transfer import send
+from lightrl.weights.version.manifest import read_manifest
+from lightrl.weights.version.tensors import read_tensors
 
 
 def main(place: Membership, pipe: Connection) -> None:

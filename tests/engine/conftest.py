@@ -26,8 +26,8 @@ from lightrl.messages import (
     TokenChunk,
 )
 from lightrl.system.child import ChildDied
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.tensors import write_tensors
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
 from tests.support.warm import Origin, forking, origin
 

@@ -18,8 +18,8 @@ from lightrl.engine.base import (
 )
 from lightrl.messages import Sampling
 from lightrl.system.addresses import join_address
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.version.manifest import VersionFile
 from tests.engine import broadcast_rank
 from tests.engine.test_equality import PROMPTS
 

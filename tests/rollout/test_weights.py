@@ -18,11 +18,11 @@ import pytest
 from lightrl.config_sections import Weights
 from lightrl.messages import Message, PublishWeights, WeightsFailed
 from lightrl.rollout.weights import Fetched, NodeWeights
-from lightrl.weights import scratch, store
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.weights.machine import scratch, store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.layout import BUCKET_BYTES
+from lightrl.weights.version.manifest import VersionFile
 from tests.support.daemons import DEADLINE_S, published
 from tests.support.versions import make_version, serving, source
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from lightrl.weights.layout import plan
-from lightrl.weights.pieces import byte_range, rows, schedule
+from lightrl.weights.broadcast.pieces import byte_range, rows, schedule
+from lightrl.weights.version.layout import plan
 from tests.weights.broadcast_members import Fault, Plan, members
 
 MIXED = (

@@ -18,8 +18,8 @@ import uvloop
 from lightrl.config_sections import Weights
 from lightrl.messages import Message, PublishWeights
 from lightrl.rollout.weights import NodeWeights
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
 
 
 async def get(

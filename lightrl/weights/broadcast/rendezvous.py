@@ -27,6 +27,10 @@ CUT_S = 1.0  # to tell all others that it is over
 _HELLO = struct.Struct("<32sI")
 
 
+class Unreachable(WeightsError):
+    """Member 0 cannot be reached at its address from here, by anybody."""
+
+
 @dataclass(frozen=True, slots=True)
 class Membership:
     """One member's place in a group. Comes over the encrypted channel.
@@ -46,6 +50,12 @@ class Membership:
     timeout_s: float
     # of one operation, at most
     piece_bytes: int = BUCKET_BYTES
+
+    @property
+    def shown_name(self) -> bytes:
+        """What members show each other in the clear. Tells nobody the name, of which the numbers of
+        the proof are made."""
+        return blake3(self.name.encode()).digest()
 
 
 class Rendezvous:
@@ -147,18 +157,18 @@ class Rendezvous:
 
 
 def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Lifeline":
-    """Connects to member 0. Raises WeightsError if nobody listens there."""
+    """Connects to member 0. Raises Unreachable if nobody listens there."""
     try:
         sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
         sock.sendall(_HELLO.pack(_secret(place), place.rank))
     except OSError as e:
         host, port = address
-        raise WeightsError(f"broadcast: member 0 at {host}:{port} cannot be reached: {e}") from e
+        raise Unreachable(f"broadcast: member 0 at {host}:{port} cannot be reached: {e}") from e
     return Lifeline({0: sock})
 
 
 def _secret(place: Membership) -> bytes:
-    return blake3(place.name.encode()).digest()
+    return place.shown_name
 
 
 class Lifeline:

@@ -226,6 +226,10 @@ class Claim:
                 return version, is_own
         return None
 
+    def own_path(self) -> Path:
+        """Where only this caller writes what belongs to the version; removed together with it."""
+        return self._store._control / f"{self.digest}.{os.getpid()}-{secrets.token_hex(4)}.bin"
+
     def partials(self) -> list[Path]:
         """What pulls of this version have begun, of this machine: yet to be proved."""
         folders = [folder for folder, _ in list(self._store._folders.values())]

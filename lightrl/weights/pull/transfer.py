@@ -12,10 +12,11 @@ import contextlib
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.message_fields import MAX_SOURCES
@@ -38,6 +39,7 @@ from lightrl.weights.version.manifest import (
     VersionFile,
     decode,
     manifest_path,
+    read_encoded,
 )
 
 TICK_S = 0.1  # sources are looked after so often
@@ -205,15 +207,24 @@ class Pull:
         sent wrong bytes; at once for a disk that is too small. The partial file stays, for the next
         pull; it is the owner's to remove.
         """
+        begun_at = time.monotonic()
+        self._require_space()
+        await self._attend(self._work)
+        return self._stats(time.monotonic() - begun_at)
+
+    async def run_for_manifest(self) -> VersionFile:
+        """Instead of `run`: only the manifest comes, proved; at `path` nothing does."""
+        await self._attend(self._find_manifest)
+        return self.file
+
+    async def _attend(self, act: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Does it, and looks after the sources meanwhile."""
         if not self._fetch.swarm.sources:
             raise WeightsError(f"{self._about}: nobody holds it")
-        start = time.monotonic()
-        self._require_space()
-        self._is_running = True
-        self._begun_at = start
+        self._is_running, self._begun_at = True, time.monotonic()
         self._fetch.note_progress()
         self._follow()
-        work = asyncio.get_running_loop().create_task(self._work())
+        work = asyncio.get_running_loop().create_task(act())
         is_done = False
         try:
             while not work.done() and self._fetch.failure is None:
@@ -229,7 +240,6 @@ class Pull:
                 self._server.retire(self._wanted.digest)
         if not is_done:
             raise WeightsError(f"{self._about}: {self._fetch.failure}")
-        return self._stats(time.monotonic() - start)
 
     async def _work(self) -> None:
         manifest = await self._find_manifest()
@@ -270,8 +280,8 @@ class Pull:
     async def _find_manifest(self) -> Manifest:
         """Of an earlier pull, or from the first source that has it."""
         digest, beside = self._wanted.digest, manifest_path(self._path)
-        with contextlib.suppress(OSError, WeightsError):
-            encoded = await asyncio.to_thread(_read, beside)
+        with contextlib.suppress(WeightsError):
+            encoded = await asyncio.to_thread(read_encoded, self.file)
             self._manifest = await asyncio.to_thread(decode, encoded, digest)
         while self._manifest is None:
             self._follower.known.clear()
@@ -337,7 +347,7 @@ class Pull:
                 WeightsProgress(w.policy_version, fetch.proved_bytes, w.num_bytes, num_sources)
             )
 
-    async def _stop(self, work: asyncio.Task[None]) -> None:
+    async def _stop(self, work: asyncio.Task[Any]) -> None:
         tasks = [work, *self._following.values()]
         for task in tasks:
             task.cancel()
@@ -388,9 +398,3 @@ class Pull:
                 f"{self._about}: needs {needed / 1e9:.3g} GB more in {part.parent}, "
                 f"where {free / 1e9:.3g} GB are free"
             )
-
-
-def _read(path: Path) -> bytes:
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise WeightsError(f"{path}: too large for a manifest")
-    return path.read_bytes()

@@ -111,7 +111,10 @@ def read_manifest(file: VersionFile) -> Manifest:
 
 def read_encoded(file: VersionFile) -> bytes:
     """The bytes of a version's manifest, not proved. Raises WeightsError."""
+    path = Path(file.manifest_path)
     try:
-        return Path(file.manifest_path).read_bytes()
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise WeightsError(f"{path}: too large for a manifest")
+        return path.read_bytes()
     except OSError as e:
         raise WeightsError(f"{file.manifest_path}: cannot be read: {e.strerror}") from e

@@ -129,6 +129,29 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
     assert {step: len(shards) for step, shards in world.shards.items()} == known
 
 
+@pytest.mark.parametrize("seeds", [range(700 + 30 * k, 730 + 30 * k) for k in range(10)])
+def test_world_of_many_versions_sends_them_by_broadcast_and_nobody_waits(seeds):
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        small = {"prompts_per_step": 1 + seed % 2, "group_size": 1, "num_prompts": 8}
+        mode = "always" if seed % 3 else "auto"
+        world = World(
+            seed,
+            **settings(seed, **small, num_steps=14, broadcast=mode, max_staleness=seed % 4 // 3),
+        )
+        world.feed(lambda world=world: world.driver.open("t"))
+        for _ in range(8):
+            world.live(40).settle()
+        totals["received"] += world.broadcasts.num_received
+        totals["sent"] += world.broadcasts.num_sent
+        totals["failed"] += world.broadcasts.num_failed
+        totals["pulled after all"] += world.broadcasts.num_hurried
+        world.heal()
+        check_end(world)
+    assert len(totals) == 4, totals
+    assert min(totals.values()) >= 3, totals
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 3000))
 def test_fresh_world(seed: int):

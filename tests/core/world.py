@@ -541,7 +541,10 @@ class World:
         """With everybody doing what it was told, nobody waits for the newest version."""
         if self.core.state in {"finishing", "finished"} or self.core.fleet.published is None:
             return
+        self.return_trainer()
         fleet, num_left = self.core.fleet, -1
+        if "t" not in fleet.offers.endpoints:
+            self.feed(lambda: self.driver.open("t"))
         while num_left != len(fleet.ready):
             num_left = len(fleet.ready)
             self.broadcasts.finish()
@@ -558,9 +561,9 @@ class World:
         """One good node does what is left to do, and everybody leaves."""
         self.driver.opens_endpoints = True
         self.return_trainer()
+        self.settle()
         if "t" not in self.core.fleet.offers.endpoints:
             self.feed(lambda: self.driver.open("t"))
-        self.settle()
         self.incarnation += 1
         self.feed(lambda: self.greet("healer", incarnation=self.incarnation, slots=6))
         self.broadcasts.start_engine("healer")

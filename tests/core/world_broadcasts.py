@@ -39,6 +39,7 @@ class WorldBroadcasts:
         self.sums: dict[str, tuple[str, int]] = {}
         self.num_opened = 0
         self.num_received = 0
+        self.num_sent = 0  # versions, to a whole group
         self.num_failed = 0
         self.num_hurried = 0  # groups whose members pulled after all
 
@@ -96,9 +97,9 @@ class WorldBroadcasts:
 
     def speak(self) -> None:
         """Some do what they were told, or fail."""
-        for _ in range(self._world.rng.randint(1, 6)):
+        for _ in range(self._world.rng.randint(1, 3)):
             if acts := self._acts():
-                self._world.rng.choice(acts)(fails=self._world.rng.random() < 0.05)
+                self._world.rng.choice(acts)(fails=self._world.rng.random() < 0.12)
 
     def finish(self) -> None:
         """All do as they were told."""
@@ -132,6 +133,7 @@ class WorldBroadcasts:
     def _send(self, fails: bool) -> None:
         assert self.to_send is not None
         (group, version), self.to_send = self.to_send, None
+        self.num_sent += not fails
         self._say("t", self._failed(group) if fails else BroadcastSums(group, version, (1, 2)))
 
     def _confirm(self, name: str, fails: bool) -> None:

@@ -6,6 +6,10 @@ from typing import TypeAlias
 from lightrl.core.state import DrawnPrompt
 from lightrl.messages import (
     BadSource,
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
     Heartbeat,
     Hello,
     PublishWeights,
@@ -111,6 +115,17 @@ class SourceReported:
     report: BadSource
 
 
+BroadcastNews: TypeAlias = BroadcastOpened | BroadcastJoined | BroadcastSums | BroadcastFailed
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastHeard:
+    """What the trainer or a member says of a broadcast group."""
+
+    node: str
+    message: BroadcastNews
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsConfirmed:
     """A node's engine serves a version; its bytes were proved to have the digest."""
@@ -172,6 +187,7 @@ Event: TypeAlias = (
     | WeightsPublished
     | EndpointOpened
     | SourceReported
+    | BroadcastHeard
     | WeightsConfirmed
     | WeightsRefused
     | StepTrained

@@ -21,11 +21,15 @@ from lightrl.messages import (
     JoinBroadcast,
     Load,
     Message,
+    OpenBroadcast,
     PublishWeights,
     Role,
+    SendBroadcast,
     TrainShard,
+    VersionTaken,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
+from lightrl.system.addresses import split_address
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 
@@ -116,6 +120,7 @@ class Roles:
                 self._send,
                 self._on_restart,
                 gpus.ranks,
+                _host_of(weights.server.addresses),
             )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 
@@ -127,14 +132,22 @@ class Roles:
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
     def handle(self, message: Message) -> None:
-        """Takes what the coordinator sends to a role; nothing if this node does not have it."""
+        """Takes what the coordinator sends to a role; nothing if this node does not have it. Of a
+        broadcast group only the trainer has rank 0."""
+        rollout, trainer = self._rollout, self._trainer
         match message:
-            case TrainShard():
-                if self._trainer is not None:
-                    self._trainer.handle(message)
+            case (
+                TrainShard()
+                | VersionTaken()
+                | OpenBroadcast()
+                | SendBroadcast()
+                | JoinBroadcast(rank=0)
+            ):
+                if trainer is not None:
+                    trainer.handle(message)
             case Generate() | Abort() | PublishWeights() | JoinBroadcast() | BroadcastSums():
-                if self._rollout is not None:
-                    self._rollout.handle(message)
+                if rollout is not None:
+                    rollout.handle(message)
             case _:
                 pass  # a heartbeat
 
@@ -170,6 +183,13 @@ class Roles:
     async def close(self) -> None:
         if self._trainer is not None:
             await self._trainer.close()
+
+
+def _host_of(addresses: tuple[str, ...]) -> str:
+    """By which others reach this daemon, see `WeightServer.addresses`; 0.0.0.0 = by any."""
+    found = split_address(addresses[0])
+    assert found is not None
+    return found[0]
 
 
 def _run_dir_here(config: Config) -> Path:

@@ -4,23 +4,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightrl.core.commands import Command
-from lightrl.core.events import BroadcastHeard, NodeHeard, WeightsConfirmed, WeightsRefused
-from lightrl.messages import (
+from lightrl.broadcast_messages import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastOpened,
     BroadcastSums,
-    Generate,
-    Heartbeat,
     JoinBroadcast,
     OpenBroadcast,
-    PublishWeights,
     SendBroadcast,
     VersionTaken,
-    WeightsFailed,
-    WeightsReady,
 )
+from lightrl.core.commands import Command
+from lightrl.core.events import BroadcastHeard, NodeHeard, WeightsConfirmed, WeightsRefused
+from lightrl.messages import Generate, Heartbeat, PublishWeights, WeightsFailed, WeightsReady
 from tests.core.conftest import sent
 
 if TYPE_CHECKING:

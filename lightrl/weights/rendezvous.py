@@ -8,6 +8,7 @@ it waits for somebody else, never. Must not import torch.
 
 import contextlib
 import hmac
+import ipaddress
 import selectors
 import socket
 import struct
@@ -52,7 +53,8 @@ class Rendezvous:
     """The listener of member 0; its address goes to the others over the encrypted channel."""
 
     def __init__(self, host: str) -> None:
-        """Listens on this address of the machine only, on a free port. Raises WeightsError."""
+        """Listens on this address of the machine only, 0.0.0.0 = all, on a free port. Raises
+        WeightsError."""
         self._pending: dict[socket.socket, tuple[float, bytearray]] = {}
         try:
             self._listener = socket.create_server(
@@ -157,6 +159,10 @@ def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Life
     return Lifeline({0: sock})
 
 
+def is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
 def _secret(place: Membership) -> bytes:
     return blake3(place.name.encode()).digest()
 
@@ -178,7 +184,9 @@ class Lifeline:
         for sock in peers.values():
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.host: str = next(iter(peers.values())).getsockname()[0] if peers else ""
+        # by which this member reaches its peers; not loopback if it is not for all of them
+        hosts = sorted({sock.getsockname()[0] for sock in peers.values()}, key=is_loopback)
+        self.host: str = hosts[0] if hosts else ""
         threading.Thread(target=self._listen, daemon=True, name="broadcast lifeline").start()
 
     @property

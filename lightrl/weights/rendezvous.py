@@ -25,6 +25,7 @@ HELLO_S = 2.0  # from a connection to its whole hello
 MAX_PENDING = 64  # connections without a hello; the oldest makes room
 MAX_WORD = 300  # bytes
 CUT_S = 1.0  # to tell all others that it is over
+GIVEN_UP = (1 << 32) - 1  # in place of a rank
 _HELLO = struct.Struct("<32sI")
 
 
@@ -78,7 +79,7 @@ class Rendezvous:
 
         Raises WeightsError at the deadline (time.monotonic()). The listener is closed in any case.
         """
-        secret, world = _secret(place), place.world
+        secret, world = _secret(place.name), place.world
         members: dict[int, socket.socket] = {}
         try:
             while len(members) < world - 1:
@@ -86,6 +87,9 @@ class Rendezvous:
                     missing = sorted(set(range(1, world)) - set(members))
                     raise WeightsError(f"broadcast: members {missing} of {world} did not come")
                 for sock, rank in self._hellos(min(left, HELLO_S), secret):
+                    if rank == GIVEN_UP:
+                        sock.close()
+                        raise WeightsError("broadcast: it was given up while it formed")
                     if 0 < rank < world and rank not in members:
                         members[rank] = sock
                     else:
@@ -148,11 +152,21 @@ class Rendezvous:
         sock.close()
 
 
+def give_up(address: tuple[str, int], name: str) -> None:
+    """Ends the group of this name for all that wait there for others; nothing if nobody waits. For
+    who knows that somebody will not come."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(address, timeout=HELLO_S) as sock,
+    ):
+        sock.sendall(_HELLO.pack(_secret(name), GIVEN_UP))
+
+
 def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Lifeline":
     """Connects to member 0. Raises WeightsError if nobody listens there."""
     try:
         sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
-        sock.sendall(_HELLO.pack(_secret(place), place.rank))
+        sock.sendall(_HELLO.pack(_secret(place.name), place.rank))
     except OSError as e:
         host, port = address
         raise WeightsError(f"broadcast: member 0 at {host}:{port} cannot be reached: {e}") from e
@@ -163,8 +177,8 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
-def _secret(place: Membership) -> bytes:
-    return blake3(place.name.encode()).digest()
+def _secret(name: str) -> bytes:
+    return blake3(name.encode()).digest()
 
 
 class Lifeline:

@@ -9,16 +9,21 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from lightrl.broadcast_messages import (
+    BroadcastSums,
+    JoinBroadcast,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
+)
 from lightrl.config import Config
 from lightrl.daemon.admission import write_model_files
 from lightrl.daemon.weights import MachineWeights
 from lightrl.devices.assign import CPU, Assignment
 from lightrl.messages import (
     Abort,
-    BroadcastSums,
     Generate,
     Heartbeat,
-    JoinBroadcast,
     Load,
     Message,
     PublishWeights,
@@ -26,6 +31,7 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
+from lightrl.system.addresses import split_address
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 
@@ -116,6 +122,7 @@ class Roles:
                 self._send,
                 self._on_restart,
                 gpus.ranks,
+                _host_of(weights.server.addresses),
             )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 
@@ -129,7 +136,10 @@ class Roles:
     def handle(self, message: Message) -> None:
         """Takes what the coordinator sends to a role; nothing if this node does not have it."""
         match message:
-            case TrainShard():
+            case TrainShard() | VersionTaken() | OpenBroadcast() | SendBroadcast():
+                if self._trainer is not None:
+                    self._trainer.handle(message)
+            case JoinBroadcast(rank=0):
                 if self._trainer is not None:
                     self._trainer.handle(message)
             case Generate() | Abort() | PublishWeights() | JoinBroadcast() | BroadcastSums():
@@ -170,6 +180,13 @@ class Roles:
     async def close(self) -> None:
         if self._trainer is not None:
             await self._trainer.close()
+
+
+def _host_of(addresses: tuple[str, ...]) -> str:
+    """By which others reach this daemon, see `WeightServer.addresses`; 0.0.0.0 = by any."""
+    found = split_address(addresses[0])
+    assert found is not None
+    return found[0]
 
 
 def _run_dir_here(config: Config) -> Path:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from lightrl import log
+from lightrl.broadcast_messages import JoinBroadcast, OpenBroadcast, SendBroadcast, VersionTaken
 from lightrl.config import Config
 from lightrl.daemon.admission import config_of
 from lightrl.daemon.roles import Roles
@@ -353,7 +354,9 @@ class Worker:
                 # sent before the coordinator knew; it hands it to another node, or sends it once
                 # more
                 pass
-            case TrainShard() if not is_admitted:
+            case (
+                TrainShard() | VersionTaken() | OpenBroadcast() | JoinBroadcast() | SendBroadcast()
+            ) if not is_admitted:
                 pass  # as above
             case Drain(_, reason):
                 self.drain(reason)

@@ -19,11 +19,11 @@ from lightrl.trainer.protocol import (
     SendWeights,
     WeightsSent,
 )
+from lightrl.weights.broadcast import send
 from lightrl.weights.broadcast.group import Group, form
 from lightrl.weights.broadcast.pieces import byte_range
-from lightrl.weights.broadcast.proof import Proof
+from lightrl.weights.broadcast.proof import AddedBeside, Proof, proof_seed
 from lightrl.weights.broadcast.rendezvous import Rendezvous
-from lightrl.weights.broadcast.transfer import send
 from lightrl.weights.version.manifest import read_manifest
 from lightrl.weights.version.tensors import map_tensors
 
@@ -74,13 +74,19 @@ class Sender:
             raise WeightsError("broadcast: not a member of this group")
         group, tensors = self._group, read_manifest(command.file).tensors
         mine: list[torch.Tensor] = []
-        proof = Proof(command.seed, group.device)
         for spec, (_, tensor) in zip(tensors, map_tensors(command.file, tensors), strict=True):
             start, end = byte_range(spec, group.rank, group.num_ranks)
-            rows = tensor.reshape(-1).view(torch.uint8)[start:end].view(tensor.dtype)
-            mine.append(rows)
-            proof.add(rows, spec.offset + start)
-        send(group, tensors, mine.__getitem__)
+            mine.append(tensor.reshape(-1).view(torch.uint8)[start:end].view(tensor.dtype))
+        proof = Proof(proof_seed(command.group, command.file.policy_version), group.device)
+        with AddedBeside(proof) as beside:
+
+            def rows(index: int) -> torch.Tensor:
+                found = mine[index].to(group.device)
+                spec = tensors[index]
+                beside.add(found, spec.offset + byte_range(spec, group.rank, group.num_ranks)[0])
+                return found
+
+            send(group, tensors, rows)
         return proof.sums()
 
     def _leave(self) -> None:

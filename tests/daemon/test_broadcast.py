@@ -3,9 +3,6 @@ whoever dies, stops, leaves or comes while a version is sent, the result is that
 machine in which all weights are pulled."""
 
 import functools
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,8 +79,7 @@ def node(s: Snapshot, name: str) -> dict[str, Any]:
 def receive(s: Snapshot, *names: str) -> bool:
     """All of them are sent a version that is not the first one."""
     return s["step"] >= 1 and all(
-        node(s, name)["state"] == "updating" and node(s, name)["weights"] is None
-        for name in names
+        node(s, name)["state"] == "updating" and node(s, name)["weights"] is None for name in names
     )
 
 

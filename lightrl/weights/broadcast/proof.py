@@ -19,6 +19,11 @@ Wegman's tree of universal hashes in its linear form. Good for one seed against 
 sums; both go over encrypted channels. Imports torch; daemons must not import this.
 """
 
+import queue
+import threading
+from types import TracebackType
+from typing import Self
+
 import torch
 from blake3 import blake3
 
@@ -26,6 +31,7 @@ NUM_SUMS = 2
 SEED_BYTES = 32
 BLOCK_WORDS = 1 << 16  # 32-bit words; what is worked on at a time on a CPU stays in its cache
 BLOCK_BYTES = 4 * BLOCK_WORDS
+MAX_WAITING = 4  # tensors that have come and are not added up yet
 BLOCKS_AT_ONCE = 64  # on a device: 16 MiB of weights
 _SEED_CONTEXT = "lightrl 2026 broadcast proof"
 
@@ -45,8 +51,8 @@ class Proof:
         """`seed`: SEED_BYTES, known to the members only, used for one version. `blocks_at_once`
         changes the speed, not the sums."""
         self._seed = seed
-        self._device = torch.device(device)
-        self._at_once = blocks_at_once or (1 if self._device.type == "cpu" else BLOCKS_AT_ONCE)
+        self.device = torch.device(device)
+        self._at_once = blocks_at_once or (1 if self.device.type == "cpu" else BLOCKS_AT_ONCE)
         # [NUM_SUMS, BLOCK_WORDS] int64, wrapping: sum over blocks of K[b] * word
         self._total = torch.zeros(NUM_SUMS, BLOCK_WORDS, dtype=torch.int64, device=device)
 
@@ -55,7 +61,7 @@ class Proof:
         sign -1 takes them away again. Raises ValueError if it is not contiguous."""
         if not tensor.is_contiguous():
             raise ValueError("not contiguous")
-        data = tensor.detach().reshape(-1).view(torch.uint8).to(self._device)
+        data = tensor.detach().reshape(-1).view(torch.uint8).to(self.device)
         is_even = _is_aligned(data) and offset % 4 == 0
         position, end = offset, offset + data.numel()
         while position < end:
@@ -75,7 +81,7 @@ class Proof:
         """NUM_SUMS numbers below 2^64."""
         numbers = blake3(b"words", key=self._seed).digest(8 * NUM_SUMS * BLOCK_WORDS)
         by_word = torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(NUM_SUMS, -1)
-        totals = (self._total * by_word.to(self._device)).sum(1)
+        totals = (self._total * by_word.to(self.device)).sum(1)
         return tuple(total % (1 << 64) for total in totals.tolist())
 
     def _add_part(self, data: torch.Tensor, block: int, start: int, sign: int) -> None:
@@ -84,7 +90,7 @@ class Proof:
         lead, first = start % 4, start // 4
         end = -(-(start + data.numel()) // 4)
         if lead or data.numel() % 4 or not _is_aligned(data):
-            padded = torch.zeros(4 * (end - first), dtype=torch.uint8, device=self._device)
+            padded = torch.zeros(4 * (end - first), dtype=torch.uint8, device=self.device)
             padded[lead : lead + data.numel()] = data
             data = padded
         words = data.view(torch.int32).to(torch.int64)
@@ -95,7 +101,7 @@ class Proof:
     def _add_blocks(self, data: torch.Tensor, block: int, sign: int) -> None:
         """As `_add_part` for whole blocks: few large operations, as a device wants them."""
         words = data.view(torch.int32).view(-1, BLOCK_WORDS).to(torch.int64)
-        numbers = sign * self._of_blocks(block, len(words)).to(self._device)
+        numbers = sign * self._of_blocks(block, len(words)).to(self.device)
         for total, of_blocks in zip(self._total, numbers, strict=True):
             total += (words * of_blocks[:, None]).sum(0)
 
@@ -104,6 +110,61 @@ class Proof:
         size = 8 * NUM_SUMS
         numbers = blake3(b"blocks", key=self._seed).digest(size * num, seek=size * first)
         return torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(num, NUM_SUMS).T
+
+
+class AddedBeside:
+    """Adds to a proof in a thread, beside what its caller does; torch lets the interpreter go
+    meanwhile. On a device all of it is beside anyway, and there is no thread.
+
+    `with AddedBeside(proof) as beside`: all is added at the end of the block, unless it ends with
+    an exception.
+    """
+
+    def __init__(self, proof: Proof) -> None:
+        self._proof = proof
+        self._error: BaseException | None = None
+        self._waiting: queue.SimpleQueue[tuple[torch.Tensor, int] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        if proof.device.type == "cpu":
+            self._thread = threading.Thread(target=self._run, daemon=True, name="broadcast proof")
+
+    def __enter__(self) -> Self:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def add(self, tensor: torch.Tensor, offset: int) -> None:
+        """As `Proof.add`, soon; waits while MAX_WAITING tensors do."""
+        if self._thread is None:
+            self._proof.add(tensor, offset)
+        elif self._error is None:
+            self._room.acquire()
+            self._waiting.put((tensor, offset))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self._thread is None:
+            return
+        if error is not None:
+            self._error = error
+        self._waiting.put(None)
+        self._thread.join()
+        if error is None and self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        # what the caller made in that mode may be changed in that mode only
+        with torch.inference_mode():
+            while (given := self._waiting.get()) is not None:
+                if self._error is None:
+                    try:
+                        self._proof.add(*given)
+                    except (RuntimeError, ValueError, TypeError) as e:
+                        self._error = e
+                del given
+                self._room.release()
 
 
 def _is_aligned(data: torch.Tensor) -> bool:

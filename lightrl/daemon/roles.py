@@ -134,7 +134,8 @@ class Roles:
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
     def handle(self, message: Message) -> None:
-        """Takes what the coordinator sends to a role; nothing if this node does not have it."""
+        """Takes what the coordinator sends to a role; nothing if this node does not have it. In a
+        broadcast group the trainer's ranks come first."""
         match message:
             case TrainShard() | VersionTaken() | OpenBroadcast() | SendBroadcast():
                 if self._trainer is not None:

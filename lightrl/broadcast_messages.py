@@ -93,7 +93,7 @@ class SendBroadcast:
 @dataclass(frozen=True, slots=True)
 class BroadcastSums:
     """From the trainer, and passed on to the members: what was sent. They compare it with what they
-    have got, see weights/proof.py."""
+    have got, see weights/broadcast/proof.py."""
 
     group: Word
     policy_version: Version

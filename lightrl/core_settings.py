@@ -42,4 +42,5 @@ def settings_of(
         deltas=config.weights.delta == "auto",
         broadcast=config.weights.broadcast,
         num_ranks=config.train.ranks,
+        weights_timeout_s=config.weights.timeout_s,
     )

@@ -174,11 +174,11 @@ class Heartbeat:
     loop_lag_ms: float = 0.0
     # of its engine or ranks, once they have started
     device: Word = ""
+    # of the version that it pulls
+    weights: WeightsProgress | None = None
     # of its engine, once it has started, each with a device of its own; 0: none that can receive
     # weights by broadcast
     num_workers: Count = 0
-    # of the version that it pulls
-    weights: WeightsProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -692,14 +692,14 @@ MUTATIONS = [
     ),
     Mutation(
         "caller without a ticket may stay for minutes",
-        "weights/door.py",
+        "weights/serve/door.py",
         "GREETING_S = 2.0",
         "GREETING_S = 200.0",
         tests=("tests/weights/test_strangers.py::test_who_says_too_little_is_cut_off_soon",),
     ),
     Mutation(
         "no stranger makes room at the door",
-        "weights/door.py",
+        "weights/serve/door.py",
         "if len(self._callers) >= self._places:",
         "if False:",
         tests=(
@@ -708,14 +708,14 @@ MUTATIONS = [
     ),
     Mutation(
         "ticket is not compared",
-        "weights/serve.py",
+        "weights/serve/server.py",
         "hmac.compare_digest(request.ticket, expected)",
         "True",
         tests=("tests/weights/test_pull.py::test_a_wrong_ticket_gets_nothing",),
     ),
     Mutation(
         "one node may have all connections",
-        "weights/serve.py",
+        "weights/serve/server.py",
         "theirs < MAX_OF_A_NODE",
         "theirs < 9999",
         tests=(
@@ -724,7 +724,7 @@ MUTATIONS = [
     ),
     Mutation(
         "peer that does not read keeps its turn",
-        "weights/send.py",
+        "weights/serve/send.py",
         "loop.call_later(STALL_S, turn.pass_on)",
         "loop.call_later(999, turn.pass_on)",
         tests=(
@@ -733,7 +733,7 @@ MUTATIONS = [
     ),
     Mutation(
         "wrong bytes are taken for right",
-        "weights/fetch.py",
+        "weights/pull/fetch.py",
         "if begun.digest.digest() == self._manifest.digest_of(transfer.bucket):",
         "if True:",
         tests=(
@@ -742,7 +742,7 @@ MUTATIONS = [
     ),
     Mutation(
         "leftovers are not proved",
-        "weights/leftovers.py",
+        "weights/machine/leftovers.py",
         "return digest.digest() == manifest.digest_of(bucket)",
         "return True",
         tests=(
@@ -751,7 +751,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a partial holder serves what it has not proved",
-        "weights/held.py",
+        "weights/serve/held.py",
         "return self._proved.issuperset(",
         "return True or self._proved.issuperset(",
         tests=(
@@ -760,7 +760,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a silent peer owes stays with it",
-        "weights/swarm.py",
+        "weights/pull/swarm.py",
         "if now - transfer.last_at > STALL_S * patience and",
         "if now - transfer.last_at > 999 and",
         tests=(
@@ -769,14 +769,14 @@ MUTATIONS = [
     ),
     Mutation(
         "all joiners ask the trainer for the same",
-        "weights/swarm.py",
+        "weights/pull/swarm.py",
         "self._start = int(order * _GOLDEN % 1 * num_buckets)",
         "self._start = 0",
         tests=("tests/weights/test_swarm.py::test_pullers_begin_in_different_places",),
     ),
     Mutation(
         "what peers are getting is asked of the trainer",
-        "weights/swarm.py",
+        "weights/pull/swarm.py",
         "                    mask |= 1 << bucket",
         "                    mask |= 0 << bucket",
         tests=(
@@ -785,7 +785,7 @@ MUTATIONS = [
     ),
     Mutation(
         "retired version is said to be free while it is read",
-        "weights/held.py",
+        "weights/serve/held.py",
         "if self.retired is None or self._num_users or self.file < 0:",
         "if self.retired is None or self.file < 0:",
         tests=(

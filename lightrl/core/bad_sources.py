@@ -29,6 +29,11 @@ class BadSources:
         # source -> its process, and who was believed, of any version
         self._believed: dict[str, tuple[int, set[str]]] = {}
 
+    @property
+    def has_any(self) -> bool:
+        """Else `bars` is false whomever it is asked of."""
+        return bool(self._named or self._barred or self._believed)
+
     def begin_version(self) -> None:
         """What was said of the version before holds for that one alone."""
         self._named.clear()

@@ -1,7 +1,7 @@
 """The differences between the newest versions, and which of them lead from one to another.
 
 Owns what the trainer has announced, for as many versions as a chain may span. Where they are to be
-had and how they are applied: weights/delta.py.
+had and how they are applied: weights/delta/encoding.py.
 """
 
 from collections.abc import Iterable

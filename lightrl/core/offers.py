@@ -5,7 +5,7 @@ tells a node so. Who it is assigned to as a source: `sources.py`. Moves no node 
 `fleet.py` does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightrl.core.bad_sources import BadSources
@@ -21,7 +21,7 @@ from lightrl.messages import (
     WeightsEndpoint,
     WeightsSource,
 )
-from lightrl.tickets import pull_ticket
+from lightrl.tickets import pull_tickets
 
 # nodes that still pull and are told of one that begins to: with the message to that one itself, a
 # fleet that joins together costs five messages a node
@@ -81,6 +81,22 @@ class Offers:
         assert self._published is not None
         return self._deltas.add(self._published.digest, deltas)
 
+    @property
+    def policy_version(self) -> int | None:
+        """The published one."""
+        return None if self._published is None else self._published.policy_version
+
+    def can_go_on(self, node: Node) -> bool:
+        """Whether this node has the version before the published one, or is at it: a difference
+        between the two would be of use to it."""
+        published, at, before = self._published, node.base, self._before
+        return (
+            self._has_deltas
+            and published is not None
+            and bool(at)
+            and (at == before or bool(self._deltas.between(at, before, published.num_bytes)))
+        )
+
     def has_deltas_for(self, node: Node) -> bool:
         published = self._published
         return (
@@ -107,10 +123,12 @@ class Offers:
         """After all that changes what a node holds: its state, its version, its endpoint."""
         published = self._published
         serves = node.name in self.endpoints and "rollout" in node.roles and published is not None
-        holds = published is not None and node.policy_version == published.policy_version
+        has_newest = published is not None and node.policy_version == published.policy_version
+        holds = has_newest and node.has_file
         may_hold = node.state in PULLING or node.state in {NodeState.READY, NodeState.DRAINING}
         self.whole.put(node.name, serves and holds and may_hold)
-        self.partial.put(node.name, serves and not holds and node.state in PULLING)
+        is_at_it = node.state in PULLING and not node.receives
+        self.partial.put(node.name, serves and not holds and is_at_it)
         if node.state not in PULLING:
             self.told.pop(node.name, None)
         if node.state not in PULLING and node.state is not NodeState.JOINING:
@@ -157,9 +175,12 @@ class Offers:
 
     # What it is told
 
-    def message_for(self, node: Node, only_news: bool = False) -> PublishWeights | None:
+    def message_for(
+        self, node: Node, only_news: bool = False, group: str = ""
+    ) -> PublishWeights | None:
         """What to tell a node that shall have the published version; None while there is no source.
-        `only_news`: nor if it was told of all of them."""
+        `only_news`: nor if it was told of all of them. `group`: by which it gets all of it but the
+        manifest."""
         published = self._published
         if published is None or not published.is_described:
             return None
@@ -177,15 +198,17 @@ class Offers:
             self.waiting[node.name] = None
             if not holds_it:
                 return None
-        self.told[node.name] = told | dict.fromkeys(names)
+        if not group:  # who is told of a group, pulls next to nothing
+            self.told[node.name] = told | dict.fromkeys(names)
         return PublishWeights(
             published.policy_version,
             published.digest,
             published.num_bytes,
             published.manifest_bytes,
-            tuple(self._source(n, node.name) for n in names),
-            self._deltas_for(node),
+            self._sources(names, node.name),
+            () if group else self._deltas_for(node),
             published.canary,
+            group=group,
         )
 
     def _choose(self, node: Node) -> tuple[str, ...]:
@@ -193,17 +216,22 @@ class Offers:
         if trainer not in self.endpoints or trainer == receiver:
             trainer = None
 
+        others = {receiver, trainer}
+
         def is_barred(name: str) -> bool:
-            return name in (receiver, trainer) or self.bad.bars(receiver, name)
+            return name in others or self.bad.bars(receiver, name)
 
         index = self.partial.place(receiver, node.number)
-        return choose(index, self.whole.names, self.partial.names, trainer, is_barred)
+        barred = is_barred if self.bad.has_any else others.__contains__
+        return choose(index, self.whole.names, self.partial.names, trainer, barred)
 
-    def _source(self, name: str, receiver: str) -> WeightsSource:
+    def _sources(self, names: Sequence[str], receiver: str) -> tuple[WeightsSource, ...]:
         assert self._published is not None
-        endpoint = self.endpoints[name]
-        ticket = pull_ticket(endpoint.secret, receiver, self._published.policy_version)
-        return WeightsSource(name, endpoint.addresses, ticket)
+        endpoints = [self.endpoints[name] for name in names]
+        secrets = (endpoint.secret for endpoint in endpoints)
+        tickets = pull_tickets(secrets, receiver, self._published.policy_version)
+        addresses = (endpoint.addresses for endpoint in endpoints)
+        return tuple(map(WeightsSource, names, addresses, tickets))
 
     def _deltas_for(self, node: Node) -> tuple[DeltaOffer, ...]:
         """From the version that it holds; or, if it holds none, from the one that it began to
@@ -214,11 +242,7 @@ class Offers:
             return ()
         links = self._deltas.between(node.base, published.digest, published.num_bytes)
         if not links and node.policy_version is None:
-            at, before = node.base, self._before
-            has_begun = at and (
-                at == before or self._deltas.between(at, before, published.num_bytes)
-            )
-            node.base = before if has_begun else published.digest
+            node.base = self._before if self.can_go_on(node) else published.digest
         return links
 
     # What nodes say of each other

@@ -2,12 +2,12 @@
 tests agree.
 
 Owns the order in which a node asks and how many it is told of. Who holds what is kept in
-`offers.py`, who has sent wrong bytes in `bad_sources.py`. How the bytes travel: weights/pull.py.
+`offers.py`, who has sent wrong bytes in `bad_sources.py`. How the bytes travel: weights/pull.
 """
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import filterfalse, islice
 
 MAX_PEERS = 16  # rollout nodes that one node is told of, beside the trainer
 
@@ -37,17 +37,19 @@ def choose(
 def _take(
     ring: Sequence[str], start: int, count: int, is_barred: Callable[[str], bool]
 ) -> list[str]:
-    taken: dict[str, None] = {}
-    for step in chain(_distances(len(ring)), range(len(ring))):
+    size = len(ring)
+    few = (ring[(start + step) % size] for step in _distances(size))
+    taken = dict.fromkeys(islice(filterfalse(is_barred, few), count))
+    for step in range(size):
         if len(taken) >= count:
             break
-        name = ring[(start + step) % len(ring)]
+        name = ring[(start + step) % size]
         if not is_barred(name):
             taken[name] = None
     return list(taken)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)  # sizes: a fleet that joins passes through all
 def _distances(size: int) -> tuple[int, ...]:
     """Of the neighbours that a place in a ring of this size has: few near, few far.
 

@@ -6,7 +6,6 @@ of this run will need.
 """
 
 import contextlib
-import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
@@ -16,8 +15,8 @@ from lightrl.keys import coordinator_public_key
 from lightrl.messages import WeightsEndpoint
 from lightrl.system.threads import in_thread
 from lightrl.transport.link import own_address
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +47,11 @@ async def machine_weights(
         await in_thread(store.close)
 
 
-def version_bytes(config: Config, model_files: Mapping[str, bytes]) -> int:
-    """About the size of a version, by the model's config.json; 0 = not known."""
-    data = model_files.get("config.json", b"")
-    shape = memory.shape_of_file(data)
+def version_bytes(config: Config, model_files: Mapping[str, bytes], on_gpu: bool) -> int:
+    """About the size of a version, by the model's config.json; 0 = not known. `on_gpu`: whether the
+    training ranks are."""
+    stored = model_files.get("config.json", b"")
+    shape = memory.shape_of_file(stored)
     if shape is None:
         return 0
-    dtype = config.model.dtype
-    if dtype == "auto":
-        stored = json.loads(data)
-        dtype = stored.get("dtype") or stored.get("torch_dtype") or "float32"
-    return shape.num_parameters * (4 if dtype == "float32" else 2)
+    return memory.version_size(shape, stored, config.model.dtype, on_gpu).num_bytes

@@ -21,10 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from lightrl import log
-from lightrl.broadcast_messages import JoinBroadcast, OpenBroadcast, SendBroadcast, VersionTaken
 from lightrl.config import Config
 from lightrl.daemon.admission import config_of
-from lightrl.daemon.roles import Roles
+from lightrl.daemon.roles import ORDERS, Roles
 from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
 from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
 from lightrl.devices.assign import Assignment, Part
@@ -36,16 +35,12 @@ from lightrl.messages import (
     PROTOCOL,
     REJOIN,
     TAKEN,
-    Abort,
     Bye,
     Drain,
     Generate,
-    Heartbeat,
     Hello,
     Message,
-    PublishWeights,
     Role,
-    TrainShard,
     Welcome,
 )
 from lightrl.state_machine import next_state
@@ -53,7 +48,7 @@ from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.output import flush
 from lightrl.system.threads import in_thread
 from lightrl.transport.link import Link
-from lightrl.weights.scratch import scratch_dir_in_thread
+from lightrl.weights.machine.scratch import scratch_dir_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +69,11 @@ class Worker:
         slots: int = 0,
         is_alone: bool = True,
         gpus: Part | None = None,
+        is_preemptible: bool = False,
     ) -> None:
         """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
-
-        `gpus`: of its ranks, or of its engine; None: the driver is asked.
+        `gpus`: of its ranks, or of its engine; None: the driver is asked. `is_preemptible`: this
+        machine may be taken away at any moment.
         """
         self._name = name
         self._role_names = roles
@@ -93,6 +89,7 @@ class Worker:
             pid=os.getpid(),
             host=socket.gethostname(),
             slots=slots,
+            is_preemptible=is_preemptible,
         )
         self._roles = Roles(name, roles, address, run_dir, self._send, self._restarted)
         self._weights: MachineWeights | None = None  # while it takes part
@@ -176,7 +173,10 @@ class Worker:
             self._link.send(self._said)
 
     def _hello_now(self) -> Hello:
-        return replace(self._hello, serves=self._roles.serves, running=self._roles.unacked)
+        roles = self._roles
+        return replace(
+            self._hello, serves=roles.serves, running=roles.unacked, has_file=roles.has_file
+        )
 
     def _rejoin(self) -> None:
         """The connection stands, but the coordinator does not know this node any more as it is."""
@@ -208,7 +208,7 @@ class Worker:
             self.drain("the config of the run has changed: restart this trainer")
             return
         said, now = self._said, self._hello_now()
-        if (said.incarnation, said.serves) != (now.incarnation, now.serves):
+        if replace(said, running=()) != replace(now, running=()):
             self._say_hello()  # it has become untrue
             return
         self._move(ConnectionEvent.WELCOMED)
@@ -295,7 +295,7 @@ class Worker:
         gpus: Assignment,
     ) -> None:
         is_trainer = "trainer" in self._role_names
-        need_bytes = version_bytes(config, model_files) if is_trainer else 0
+        need_bytes = version_bytes(config, model_files, bool(gpus.ranks)) if is_trainer else 0
         port = config.node.weights_port if is_trainer else 0
         async with (
             scratch_dir_in_thread(self._name, need_bytes) as scratch,
@@ -352,12 +352,8 @@ class Worker:
                 # sent before the coordinator knew; it hands it to another node, or sends it once
                 # more
                 pass
-            case Generate() | Abort() | PublishWeights():
-                self._roles.handle(message)
-            case (
-                TrainShard() | VersionTaken() | OpenBroadcast() | JoinBroadcast() | SendBroadcast()
-            ) if is_admitted:
-                self._roles.handle(message)
+            case _ if isinstance(message, ORDERS) and not is_admitted:
+                pass  # as above
             case Drain(_, reason):
                 self.drain(reason)
             case Welcome(refused=refused) if refused == REJOIN:
@@ -365,7 +361,7 @@ class Worker:
             case Welcome():
                 self._on_welcome(message)
             case _:
-                pass  # a heartbeat, or shards that were sent before the coordinator knew
+                self._roles.handle(message)
 
     async def _beat(self, link: Link, config: Config) -> None:
         """Says that this node lives and how late its loop is; loses patience with a silent
@@ -375,8 +371,7 @@ class Worker:
         while True:
             now = time.monotonic()
             lag = now - due
-            roles = self._roles
-            self._send(Heartbeat(roles.load, lag * 1000, roles.device, roles.pulls))
+            self._send(self._roles.heartbeat(lag * 1000))
             silent_s = now - self._heard_at
             if silent_s > patience_s and lag < period:  # else it is this process that was stopped
                 raise PeerUnreachable(

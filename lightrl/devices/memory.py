@@ -1,4 +1,5 @@
-"""How much GPU memory a training rank and an engine need, by arithmetic on the model's config.
+"""How much GPU memory a training rank and an engine need, and what a version of the weights weighs:
+arithmetic on the model's config.
 
 Owns the estimates, which are for planning: who shares a GPU gets what others leave. Pure; the files
 of a model directory are read by `shape_of_folder` alone. Must not import torch.
@@ -23,6 +24,7 @@ SAMPLE_BYTES = 28  # for each: float32 logits, logprobs, probabilities; float64 
 ENGINE_STEP_TOKENS = 8192  # of one forward pass of vLLM as it comes
 GRAPHS_BYTES = GIB // 2  # CUDA graphs of an engine
 MASTER, GRADIENT, ADAM, BF16 = 4, 4, 8, 2  # bytes for each parameter
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +71,27 @@ def shape_of(config: Mapping[str, Any], num_parameters: int | None = None) -> Sh
 
 def shape_of_file(data: bytes) -> Shape | None:
     """Of the bytes of a config.json."""
-    try:
-        config: Any = json.loads(data)
-    except ValueError:
-        return None
-    return shape_of(cast("dict[str, Any]", config)) if isinstance(config, dict) else None
+    config = _parsed(data)
+    return None if config is None else shape_of(config)
 
 
 def shape_of_folder(folder: Path) -> Shape | None:
     """Of a model directory; its safetensors files say how many parameters there are. None: not
     known."""
     try:
-        config: Any = json.loads((folder / "config.json").read_bytes())
+        config = _parsed((folder / "config.json").read_bytes())
         count = sum(_parameters(file) for file in folder.glob("*.safetensors"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (
-        shape_of(cast("dict[str, Any]", config), count or None)
-        if isinstance(config, dict)
-        else None
-    )
+    return None if config is None else shape_of(config, count or None)
+
+
+def _parsed(data: bytes) -> dict[str, Any] | None:
+    try:
+        config: Any = json.loads(data)
+    except ValueError:
+        return None
+    return cast("dict[str, Any]", config) if isinstance(config, dict) else None
 
 
 def _parameters(file: Path) -> int:
@@ -101,6 +104,25 @@ def _parameters(file: Path) -> int:
     return sum(
         math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSize:
+    """Of one version of the policy, as it is served. Example: VersionSize(15_231_233_024,
+    "bfloat16")"""
+
+    num_bytes: int
+    dtype: str
+
+
+def version_size(shape: Shape, stored: bytes, dtype: str, on_gpu: bool) -> VersionSize:
+    """`stored`: the model's config.json; `dtype`: `model.dtype`; `on_gpu`: of the training ranks.
+    Without torch, what `weights.version.tensors.served_dtype` decides there."""
+    if dtype == "auto":
+        config = _parsed(stored) or {}
+        said = "bfloat16" if on_gpu else config.get("dtype") or config.get("torch_dtype")
+        dtype = said if said in BYTES_OF else "float32"
+    return VersionSize(shape.num_parameters * BYTES_OF[dtype], dtype)
 
 
 def activation_bytes(shape: Shape, checkpointing: bool) -> int:

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.errors import EngineError, WeightsError
-from lightrl.weights.layout import TensorSpec
-from lightrl.weights.manifest import VersionFile, decode, read_encoded, require_digest
-from lightrl.weights.tensors import served_dtype
+from lightrl.weights.version.layout import TensorSpec
+from lightrl.weights.version.manifest import VersionFile, decode, read_encoded, require_digest
+from lightrl.weights.version.tensors import served_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

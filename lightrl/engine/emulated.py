@@ -19,7 +19,7 @@ from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
 from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
-from lightrl.weights.manifest import VersionFile, read_manifest
+from lightrl.weights.version.manifest import VersionFile, read_manifest
 
 _RUNAWAY_SALT = 0x7A11
 _LENGTH_SALT = 0x5EED  # a response's length is drawn from other noise than its tokens
@@ -31,6 +31,7 @@ class EmulatedEngine:
     device = "emulated"
     dtype = "float32"
     notes = ()
+    num_workers = 0
 
     def __init__(self, spec: EngineSpec) -> None:
         try:
@@ -91,7 +92,10 @@ class EmulatedEngine:
     def join_group(self, command: JoinGroup) -> None:
         raise WeightsError("an emulated engine has no weights to receive")
 
-    def receive_weights(self, command: ReceiveWeights) -> None:
+    def leave_group(self, why: str) -> None:
+        """It is in none."""
+
+    def receive_weights(self, command: ReceiveWeights) -> tuple[int, ...]:
         raise WeightsError("an emulated engine has no weights to receive")
 
     def score(self, token_ids: list[int]) -> list[float]:

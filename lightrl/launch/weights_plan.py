@@ -4,32 +4,20 @@ Arithmetic for `lightrl up --dry-run` and `lightrl check`; moves nothing. Reads 
 model's files and no weights; must not import torch.
 """
 
-import json
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightrl.config import Config
 from lightrl.devices import memory
+from lightrl.devices.assign import Assignment
 from lightrl.devices.driver import look
+from lightrl.weights.machine import scratch
 
-BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINES_GBIT = (1, 10, 100)  # for which seconds are said
-VERSIONS_HELD = 2  # by the trainer, which writes them in turn, and by whoever pulls
-SPARE_BYTES = 1 << 30  # of shared memory, left for others
+NODES = (1, 8, 64)  # of other machines, likewise
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSize:
-    """Of one version of the policy, as it is served."""
-
-    num_bytes: int
-    dtype: str
-
-
-def version_size(config: Config) -> VersionSize | None:
+def version_size(config: Config) -> memory.VersionSize | None:
     """None where the model's files are not on this machine, or nothing is trained."""
     if config.train.engine == "emulated":
         return None
@@ -37,10 +25,8 @@ def version_size(config: Config) -> VersionSize | None:
     shape = memory.shape_of_folder(folder)
     if shape is None:
         return None
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if look().gpus else _stored_dtype(folder)
-    return VersionSize(shape.num_parameters * BYTES_OF.get(dtype, 4), dtype)
+    stored = (folder / "config.json").read_bytes()
+    return memory.version_size(shape, stored, config.model.dtype, bool(look().gpus))
 
 
 def describe(config: Config) -> list[str]:
@@ -48,16 +34,79 @@ def describe(config: Config) -> list[str]:
     size = version_size(config)
     if size is None:
         return []
-    held = VERSIONS_HELD * size.num_bytes
+    held = scratch.NUM_VERSIONS * size.num_bytes
     seconds = ", ".join(
         f"{_seconds(size.num_bytes * 8 / (gbit * 1e9))} at {gbit} Gbit/s" for gbit in LINES_GBIT
     )
     return [
         f"{_bytes(size.num_bytes)} a version in {size.dtype}; each machine that serves or trains "
-        f"holds up to {VERSIONS_HELD}, {_bytes(held)}, in shared memory or on disk",
-        f"a whole version on the line takes {seconds}; engines on the trainer's machine read its "
-        "file and move nothing",
+        f"holds up to {scratch.NUM_VERSIONS}, {_bytes(held)}, in shared memory or on disk",
+        f"a whole version on the line takes {seconds}",
+        *_ways(config, size),
     ]
+
+
+def notes(config: Config, gpus: Assignment) -> list[str]:
+    """What a setting cannot do with the devices of this machine; `gpus`: who gets which."""
+    if config.weights.broadcast != "always" or not any(part.tokens for part in gpus.engines):
+        return []
+    shared = set(gpus.ranks) & {token for part in gpus.engines for token in part.tokens}
+    why = "has no two members on one GPU" if shared else "is not used on the trainer's machine"
+    return [
+        f"weights.broadcast = always: NCCL {why}: the engines here map the trainer's file instead"
+    ]
+
+
+def _ways(config: Config, size: memory.VersionSize) -> list[str]:
+    """How nodes get a version, as weights.broadcast says."""
+    mode, num = config.weights.broadcast, config.rollout.nodes
+    who = f"the {num} nodes" if num else "nodes"
+    maps = (
+        "the node here maps the trainer's file and moves nothing"
+        if num == 1
+        else f"{who} here map the trainer's file and move nothing"
+    )
+    pull = "pull it, first from each other"
+    if mode == "off":
+        return [f"{maps}; those of other machines {pull}"]
+    if config.rollout.engine == "emulated":
+        return [f"{maps}; those of other machines {pull}: emulated engines receive no broadcast"]
+    if mode == "auto":
+        return [
+            f"{maps}; idle nodes of other machines get it by broadcast, busy and --preemptible "
+            f"ones {pull}",
+            _broadcast_seconds(config, size),
+        ]
+    return [
+        "all nodes get it by broadcast, those that are busy or on this machine, too; "
+        f"--preemptible ones {pull}",
+        _broadcast_seconds(config, size),
+    ]
+
+
+def _broadcast_seconds(config: Config, size: memory.VersionSize) -> str:
+    """Gloo sends along a tree, NCCL along a ring."""
+    has_gpus, gbit = bool(look().gpus), LINES_GBIT[-1]
+    workers = config.gpus_per_engine
+    parts: list[str] = []
+    for nodes in NODES:
+        copies = 1 if has_gpus else _copies_of_tree(config.train.ranks, nodes * workers)
+        parts.append(f"{_seconds(copies * size.num_bytes * 8 / (gbit * 1e9))} to {nodes}")
+    how = "NCCL: once over the line" if has_gpus else "gloo: a tree"
+    return f"by broadcast at {gbit} Gbit/s ({how}): {', '.join(parts)} nodes"
+
+
+def _copies_of_tree(ranks: int, workers: int) -> float:
+    """How many times the ranks of one machine send each byte to others, on average over the ranks,
+    in the binomial tree of gloo: member v of the tree sends to v + 2^i for each 2^i above v."""
+    world, sent = ranks + workers, 0
+    for root in range(ranks):
+        for v in range(world):
+            if (v + root) % world >= ranks:
+                continue
+            children = (v + (1 << i) for i in range(v.bit_length(), world.bit_length()))
+            sent += sum((c + root) % world >= ranks for c in children if c < world)
+    return sent / ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +122,18 @@ def room(config: Config) -> Room | None:
     size = version_size(config)
     if size is None:
         return None
-    needed = VERSIONS_HELD * size.num_bytes
-    what = f"{VERSIONS_HELD} versions of {_bytes(size.num_bytes)}"
-    for folder, spare in ((Path("/dev/shm"), SPARE_BYTES), (Path(tempfile.gettempdir()), 0)):
-        if folder.is_dir() and shutil.disk_usage(folder).free >= needed + spare:
-            slower = "" if spare else ": shared memory is too small for them, and the disk slower"
-            return Room(folder, f"{what} fit into {folder}{slower}")
-    free = ", ".join(
-        f"{_bytes(shutil.disk_usage(folder).free)} in {folder}"
-        for folder in (Path("/dev/shm"), Path(tempfile.gettempdir()))
-        if folder.is_dir()
+    needed = scratch.needed_bytes(size.num_bytes)
+    what = f"{scratch.NUM_VERSIONS} versions of {_bytes(size.num_bytes)}"
+    free = {root: scratch.free_bytes(root) for root in scratch.roots()}
+    for root, num_free in free.items():
+        if num_free >= needed:
+            is_slow = root != scratch.roots()[0]
+            slower = ": shared memory is too small for them, and the disk slower" if is_slow else ""
+            return Room(root, f"{what} fit into {root}{slower}")
+    found = ", ".join(f"{_bytes(num_free)} in {root}" for root, num_free in free.items())
+    return Room(
+        None, f"{what} need {_bytes(needed)}; free are {found}: set TMPDIR to a larger disk"
     )
-    return Room(None, f"{what} need {_bytes(needed)}; free are {free}: set TMPDIR to a larger disk")
-
-
-def _stored_dtype(folder: Path) -> str:
-    """As config.json says; engines on a CPU serve it as it is stored."""
-    try:
-        config: Any = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return "float32"
-    if not isinstance(config, dict):
-        return "float32"
-    name = config.get("dtype") or config.get("torch_dtype")
-    return name if name in BYTES_OF else "float32"
 
 
 def _bytes(num: int) -> str:

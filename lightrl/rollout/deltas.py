@@ -24,15 +24,15 @@ from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.errors import WeightsError
 from lightrl.messages import DeltaOffer, PublishWeights
 from lightrl.system.threads import in_thread
-from lightrl.weights.layout import num_buckets
-from lightrl.weights.leftovers import written_buckets
-from lightrl.weights.local import LocalVersion, close_all, open_version
-from lightrl.weights.pull import Pull, PullStats, Wanted
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Claim, Store
+from lightrl.weights.machine.leftovers import written_buckets
+from lightrl.weights.machine.local import LocalVersion, close_all, open_version
+from lightrl.weights.machine.store import Claim, Store
+from lightrl.weights.pull.transfer import Pull, PullStats, Wanted
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.layout import num_buckets
 
 if TYPE_CHECKING:  # numpy is loaded with the first difference, in a thread
-    from lightrl.weights.delta_file import PackedDelta
+    from lightrl.weights.delta.file import PackedDelta
 
 logger = logging.getLogger(__name__)
 
@@ -212,8 +212,8 @@ class Deltas:
     async def _go(self, pull: Pull, offer: PublishWeights, route: _Route, gain: Gain) -> None:
         """Raises WeightsError, OSError, TimeoutError."""
         chain = [await self._open(link, offer, gain) for link in route.links]
-        from lightrl.weights.delta_file import check_chain
-        from lightrl.weights.patch import Patch
+        from lightrl.weights.delta.file import check_chain
+        from lightrl.weights.delta.patch import Patch
 
         manifests = [delta.manifest for delta in chain]
         check_chain(manifests, route.links[0].base, offer.digest, offer.num_bytes)
@@ -329,6 +329,6 @@ def _allocated(claim: Claim) -> int:
 
 
 def _open_packed(path: Path, size: int) -> "PackedDelta":
-    from lightrl.weights.delta_file import open_packed
+    from lightrl.weights.delta.file import open_packed
 
     return open_packed(path, size)

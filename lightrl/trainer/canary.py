@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightrl.messages import Canary
 from lightrl.trainer.model import Policy
 from lightrl.weights.canary import NUM_TOKENS, noise
-from lightrl.weights.tensors import dtype_name
+from lightrl.weights.version.tensors import dtype_name
 from lightrl.wire import pack_f32, pack_i32
 
 

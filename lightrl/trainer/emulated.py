@@ -57,10 +57,10 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, STEP_FILE, SavedStep, checkpoint_path, put_in_place
 from lightrl.trainer.seal import sealed
-from lightrl.weights.buffers import Buffers
 from lightrl.weights.canary import arbitrary_text
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.write import TensorBytes, flatten
+from lightrl.weights.publish.buffers import Buffers
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.write import TensorBytes, flatten
 from lightrl.wire import from_json, pack_f32, pack_i32, to_json
 
 STATE = Path("state", "digest")  # in a checkpoint

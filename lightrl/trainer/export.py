@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightrl.trainer.model import Policy, shards
-from lightrl.weights.publish import Shard
+from lightrl.weights.publish.publisher import Shard
 
 PART_BYTES = 2 << 30  # of a safetensors file, if no layer is larger
 PROBLEMS = (OSError, RuntimeError, ValueError, SafetensorError)

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lightrl.devices.memory import SCORED_VALUES
 from lightrl.errors import TrainerError
 from lightrl.trainer.protocol import TrainSample
-from lightrl.weights.pieces import rows
-from lightrl.weights.publish import Shard
-from lightrl.weights.tensors import served_dtype
+from lightrl.weights.broadcast.pieces import rows
+from lightrl.weights.publish.publisher import Shard
+from lightrl.weights.version.tensors import served_dtype
 
 # Logits are turned into logprobs in float32 by pieces of at most so many values (256 MiB).
 SCORE_VALUES = SCORED_VALUES

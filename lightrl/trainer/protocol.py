@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lightrl.messages import Canary, FinishReason
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec
 
 RANK_TARGET = "lightrl.trainer.rank:main"

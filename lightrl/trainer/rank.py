@@ -60,10 +60,10 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, SavedStep, checkpoint_path
 from lightrl.trainer.sender import Sender
-from lightrl.weights.buffers import Buffers
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.publish import Publisher
-from lightrl.weights.tensors import dtype_name
+from lightrl.weights.publish.buffers import Buffers
+from lightrl.weights.publish.publisher import Publisher
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.tensors import dtype_name
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 

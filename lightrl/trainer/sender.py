@@ -19,13 +19,13 @@ from lightrl.trainer.protocol import (
     SendWeights,
     WeightsSent,
 )
-from lightrl.weights.broadcast import send
-from lightrl.weights.group import Group, form
-from lightrl.weights.manifest import read_manifest
-from lightrl.weights.pieces import byte_range
-from lightrl.weights.proof import AddedBeside, Proof, proof_seed
-from lightrl.weights.rendezvous import Rendezvous
-from lightrl.weights.tensors import map_tensors
+from lightrl.weights.broadcast.group import Group, form
+from lightrl.weights.broadcast.pieces import byte_range
+from lightrl.weights.broadcast.proof import AddedBeside, Proof, proof_seed
+from lightrl.weights.broadcast.rendezvous import Rendezvous
+from lightrl.weights.broadcast.transfer import send
+from lightrl.weights.version.manifest import read_manifest
+from lightrl.weights.version.tensors import map_tensors
 
 
 class Sender:

@@ -17,8 +17,8 @@ from lightrl.messages import DeltaOffer, PublishWeights
 from lightrl.system.child import LACKING, retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.trainer.protocol import DeltaMade, Published
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 

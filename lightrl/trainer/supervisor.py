@@ -50,7 +50,7 @@ from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.trainer.start_point import where_to_start
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 

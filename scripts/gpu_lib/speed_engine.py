@@ -141,7 +141,7 @@ def with_transformers(shape: str, folder: Path) -> None:
     model = make_config(folder / "model", shape)
     import torch
 
-    from lightrl.weights.tensors import write_tensors
+    from lightrl.weights.version.tensors import write_tensors
 
     module = make_module(model, on_device(), torch.bfloat16)
     version = write_tensors(folder / "v1.bin", 1, module.named_parameters())
@@ -159,7 +159,7 @@ def with_transformers(shape: str, folder: Path) -> None:
 def version_of(model: Path) -> Any:
     from safetensors.torch import load_file
 
-    from lightrl.weights.tensors import write_tensors
+    from lightrl.weights.version.tensors import write_tensors
 
     tensors = load_file(model / "model.safetensors")
     return write_tensors(model / "v1.bin", 1, tensors.items())

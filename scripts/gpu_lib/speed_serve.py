@@ -44,9 +44,9 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
     from lightrl.engine.process import start_engine
     from lightrl.messages import WeightsSource
     from lightrl.tickets import pull_ticket
-    from lightrl.weights.pull import Pull
-    from lightrl.weights.serve import WeightServer
-    from lightrl.weights.tensors import write_tensors
+    from lightrl.weights.pull.transfer import Pull
+    from lightrl.weights.serve.server import WeightServer
+    from lightrl.weights.version.tensors import write_tensors
 
     has_vllm = on_device() == "cuda" and importlib.util.find_spec("vllm") is not None
     kind: Any = "vllm" if has_vllm else "torch"
@@ -93,7 +93,7 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
 
 
 def wanted(file: Any) -> Any:
-    from lightrl.weights.pull import Wanted
+    from lightrl.weights.pull.transfer import Wanted
 
     manifest_bytes = Path(file.manifest_path).stat().st_size
     return Wanted(file.policy_version, file.digest, file.num_bytes, manifest_bytes)

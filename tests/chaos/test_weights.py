@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.layout import BUCKET_BYTES
+from lightrl.weights.version.manifest import VersionFile
 from scripts.bench.weights_lib.nodes import Node, nodes
 from tests.support.lines import Star, why_not
 from tests.support.versions import make_version

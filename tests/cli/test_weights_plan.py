@@ -1,15 +1,23 @@
 """What a dry run and a check say of moving the weights: of a 7B, without one being there."""
 
 import json
-import shutil
-from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from lightrl.devices.driver import NO_DRIVER
+from lightrl.daemon.weights import version_bytes
+from lightrl.devices import memory
+from lightrl.devices.assign import Assignment, Part
+from lightrl.devices.driver import NO_DRIVER, Gpu
 from lightrl.launch import weights_plan
 from lightrl.run_file import load_config
+from lightrl.weights.machine import scratch
+from lightrl.weights.machine.scratch import scratch_dir
+from lightrl.weights.machine.store import Store
+from lightrl.weights.version.tensors import dtype_name, served_dtype
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 PARAMETERS = 7_615_616_512
@@ -22,7 +30,6 @@ CONFIG = {
     "vocab_size": 152064,
     "dtype": "bfloat16",
 }
-Usage = namedtuple("Usage", "total used free")
 
 
 @pytest.fixture
@@ -38,10 +45,69 @@ def config(tmp_path, monkeypatch):
 
 
 def test_bytes_memory_and_seconds_follow_from_the_model(config):
-    version, line = weights_plan.describe(config)
+    version, line, *_ = weights_plan.describe(config)
     assert version.startswith("15.2 GB a version in bfloat16; ")
-    assert "holds up to 2, 30.5 GB, in shared memory or on disk" in version
+    assert "holds up to 3, 45.7 GB, in shared memory or on disk" in version
     assert "121.8 s at 1 Gbit/s, 12.2 s at 10 Gbit/s, 1.2 s at 100 Gbit/s" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        (
+            ["rollout.nodes=2"],
+            [
+                "the 2 nodes here map the trainer's file and move nothing; idle nodes of other "
+                "machines get it by broadcast, busy and --preemptible ones pull it, first from "
+                "each other",
+                # one rank sends each byte 1, 4 and 7 times
+                "by broadcast at 100 Gbit/s (gloo: a tree): 1.2 s to 1, 4.9 s to 8, 8.5 s to 64 "
+                "nodes",
+            ],
+        ),
+        (
+            ["rollout.nodes=1", "weights.broadcast=off"],
+            [
+                "the node here maps the trainer's file and moves nothing; those of other machines "
+                "pull it, first from each other"
+            ],
+        ),
+        (
+            ["rollout.nodes=0", "rollout.engine=emulated"],
+            [
+                "nodes here map the trainer's file and move nothing; those of other machines pull "
+                "it, first from each other: emulated engines receive no broadcast"
+            ],
+        ),
+        (
+            ["weights.broadcast=always", "train.ranks=2"],
+            [
+                "all nodes get it by broadcast, those that are busy or on this machine, too; "
+                "--preemptible ones pull it, first from each other",
+                "by broadcast at 100 Gbit/s (gloo: a tree): 1.2 s to 1, 6.1 s to 8, 11.6 s to 64 "
+                "nodes",
+            ],
+        ),
+    ],
+)
+def test_who_gets_a_version_how(config, changes, ways):
+    changed = load_config(QUICKSTART, [f"model.path={config.model.path}", *changes])
+    assert weights_plan.describe(changed)[2:] == ways
+
+
+def test_what_nccl_cannot_do_here_is_said(config):
+    def with_mode(mode):
+        weights = config.weights.model_copy(update={"broadcast": mode})
+        return config.model_copy(update={"weights": weights})
+
+    shared = Assignment(("GPU-a",), (Part(("GPU-a",), 0.5),))
+    [line] = weights_plan.notes(with_mode("always"), shared)
+    assert "NCCL has no two members on one GPU: the engines here map the trainer's file" in line
+    beside = Assignment(("GPU-a",), (Part(("GPU-b",)),))
+    [line] = weights_plan.notes(with_mode("always"), beside)
+    assert "NCCL is not used on the trainer's machine" in line
+    assert weights_plan.notes(with_mode("auto"), shared) == []
+    assert weights_plan.notes(with_mode("always"), Assignment(engines=(Part(),))) == []
 
 
 def test_a_dtype_that_is_asked_for_counts_and_not_the_stored_one(config):
@@ -54,22 +120,55 @@ def test_a_dtype_that_is_asked_for_counts_and_not_the_stored_one(config):
 @pytest.mark.parametrize(
     ("shared_gb", "disk_gb", "folder", "text"),
     [
-        (40, 1, "/dev/shm", "2 versions of 15.2 GB fit into /dev/shm"),
-        (31, 40, "disk", "fit into {disk}: shared memory is too small for them, and the disk"),
-        (1, 30, None, "need 30.5 GB; free are 1.0 GB in /dev/shm, 30.0 GB in {disk}: set TMPDIR"),
+        (46, 1, "shared", "3 versions of 15.2 GB fit into {shared}"),
+        (45, 46, "disk", "fit into {disk}: shared memory is too small for them, and the disk"),
+        (1, 40, None, "need 45.8 GB; free are 1.0 GB in {shared}, 40.0 GB in {disk}: set TMPDIR"),
     ],
 )
 def test_memory_and_disk_are_held_against_the_model(
     config, tmp_path, monkeypatch, shared_gb, disk_gb, folder, text
 ):
-    disk = str(tmp_path)
-    free = {"/dev/shm": shared_gb, disk: disk_gb}
-    monkeypatch.setattr(weights_plan.tempfile, "gettempdir", lambda: disk)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(free[str(path)] * 1e9)))
+    """As the run itself will."""
+    roots = {"shared": tmp_path / "shared", "disk": tmp_path / "disk"}
+    free = {roots["shared"]: shared_gb, roots["disk"]: disk_gb}
+    monkeypatch.setattr(scratch, "_shared", lambda: roots["shared"])
+    monkeypatch.setattr(scratch, "_disk", lambda: roots["disk"])
+    monkeypatch.setattr(scratch, "free_bytes", lambda root: int(free[root] * 1e9))
+    for root in roots.values():
+        root.mkdir()
     found = weights_plan.room(config)
     assert found is not None
-    assert found.folder == (None if folder is None else Path(disk if folder == "disk" else folder))
-    assert text.format(disk=disk) in found.text
+    assert found.folder == (None if folder is None else roots[folder])
+    assert text.format(**roots) in found.text
+    store = Store(b"check")
+    store.open()
+    place = store.place("0.bin", int(PARAMETERS * 2))
+    with scratch_dir("ranks", PARAMETERS * 2) as ranks:
+        for path in (place.parent.parent, ranks.parent):
+            assert path == roots["shared" if folder == "shared" else "disk"]
+    store.close()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8", None])
+@pytest.mark.parametrize("asked", ["auto", "float16"])
+def test_check_and_daemon_and_rank_mean_the_same_dtype(
+    config, tmp_path, monkeypatch, on_gpu, stored, asked
+):
+    """What a version weighs, before there is one."""
+    config_json = json.dumps(CONFIG | {"dtype": stored}).encode()
+    (tmp_path / "config.json").write_bytes(config_json)
+    (tmp_path / "model.safetensors").unlink()
+    model = config.model.model_copy(update={"dtype": asked})
+    config = config.model_copy(update={"model": model})
+    machine = replace(NO_DRIVER, gpus=(Gpu(0, "GPU-0", "H100", 1 << 36, 1 << 36),))
+    monkeypatch.setattr(weights_plan, "look", lambda: machine if on_gpu else NO_DRIVER)
+    size = weights_plan.version_size(config)
+    assert size is not None
+    assert version_bytes(config, {"config.json": config_json}, on_gpu) == size.num_bytes
+    known = getattr(torch, stored) if stored in memory.BYTES_OF else None
+    served = served_dtype(asked, SimpleNamespace(dtype=known), "cuda" if on_gpu else "cpu")
+    assert size.dtype == dtype_name(served)
 
 
 def test_nothing_is_said_where_nothing_is_known(config):

@@ -11,10 +11,10 @@ import pytest
 
 from lightrl.messages import NodeRow, Snapshot
 from lightrl.metrics import sinks
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.write import TensorBytes, write_version
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.layout import BUCKET_BYTES
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.write import TensorBytes, write_version
 from tests.support import daemons
 from tests.support.daemons import Running, ScriptedTrainer, a_run
 

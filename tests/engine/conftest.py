@@ -26,8 +26,8 @@ from lightrl.messages import (
     TokenChunk,
 )
 from lightrl.system.child import ChildDied
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.tensors import write_tensors
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
 from tests.support.warm import Origin, forking, origin
 
@@ -125,7 +125,7 @@ class EngineClient:
         try:
             started = self.receive(START_S)
             assert isinstance(started, EngineStarted)
-            self.device = started.device
+            self.device, self.num_workers = started.device, started.num_workers
         except ChildDied:
             pytest.fail(log.read_text())
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.weights.broadcast import receive, send
-from lightrl.weights.group import form
-from lightrl.weights.layout import plan
-from lightrl.weights.proof import BLOCK_BYTES, Proof
-from lightrl.weights.rendezvous import Membership, Rendezvous
+from lightrl.weights.broadcast.group import form
+from lightrl.weights.broadcast.proof import BLOCK_BYTES, Proof
+from lightrl.weights.broadcast.rendezvous import Membership, Rendezvous
+from lightrl.weights.broadcast.transfer import receive, send
+from lightrl.weights.version.layout import plan
 from tests.gpu.conftest import cuda_count
 
 SEED = bytes(range(32))

@@ -14,8 +14,8 @@ from gpu_lib.shapes import SHAPES, make_config, make_module
 
 from lightrl.engine.base import EngineSpec
 from lightrl.messages import PromptHistory, Sampling
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.tensors import write_tensors
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.tensors import write_tensors
 from lightrl.wire import pack_i32
 from tests.gpu.conftest import DEVICE
 from tests.gpu.coupled import check, requests

@@ -7,8 +7,8 @@ import pytest
 
 from lightrl.rollout.agent import RolloutAgent
 from lightrl.system.child import ChildDied
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
 from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from lightrl.messages import BadSource, PublishWeights
-from lightrl.weights.delta import ZSTD
-from lightrl.weights.delta_file import DeltaManifest
-from lightrl.weights.layout import BUCKET_BYTES, num_buckets
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.pull import Pull
-from lightrl.weights.serve import WeightServer
+from lightrl.weights.delta.encoding import ZSTD
+from lightrl.weights.delta.file import DeltaManifest
+from lightrl.weights.pull.transfer import Pull
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.layout import BUCKET_BYTES, num_buckets
+from lightrl.weights.version.manifest import VersionFile
 from tests.rollout.test_weights import Node, node, until
 from tests.support.changing import (
     LARGER,
@@ -45,7 +45,7 @@ OTHERWISE = "pulled as it is, not by differences: "
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch):
     """How quick this machine is at the moment decides nothing here: fewer bytes are better."""
-    monkeypatch.setattr("lightrl.weights.pull.RATED_AFTER_S", 1e9)
+    monkeypatch.setattr("lightrl.weights.pull.transfer.RATED_AFTER_S", 1e9)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 from lightrl.messages import WeightsFailed, WeightsReady, WeightsSource
 from lightrl.rollout.state import EngineState
 from lightrl.tickets import pull_ticket
-from lightrl.weights import scratch
-from lightrl.weights.store import Store
+from lightrl.weights.machine import scratch
+from lightrl.weights.machine.store import Store
 from tests.rollout.test_pulls import pulling
 from tests.rollout.test_weights import BUCKETS_A_S, SIZE, begun, node, pulling_process, until
 from tests.support.daemons import published

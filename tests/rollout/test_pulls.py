@@ -7,9 +7,9 @@ from pathlib import Path
 
 from lightrl.messages import Message, WeightsReady
 from lightrl.rollout.agent import RolloutAgent
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.manifest import VersionFile
 from tests.rollout.test_weights import until
 from tests.support.daemons import DEADLINE_S, QUICKSTART, make_config, published
 from tests.support.versions import make_version, serving, source

@@ -15,14 +15,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lightrl.broadcast_messages import BroadcastFailed
 from lightrl.config_sections import Weights
 from lightrl.messages import Message, PublishWeights, WeightsFailed
-from lightrl.rollout.weights import Fetched, NodeWeights
-from lightrl.weights import scratch, store
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.rollout.fetched import Fetched
+from lightrl.rollout.weights import NodeWeights
+from lightrl.weights.machine import scratch, store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.layout import BUCKET_BYTES
+from lightrl.weights.version.manifest import VersionFile
 from tests.support.daemons import DEADLINE_S, published
 from tests.support.versions import make_version, serving, source
 
@@ -46,6 +48,7 @@ class Node:
             "127.0.0.1",
             self.said.put_nowait,
             lambda: None,
+            lambda group, reason: self.said.put_nowait(BroadcastFailed(group, reason)),
         )
 
     def offer(self, file: VersionFile, *holders: WeightServer) -> PublishWeights:
@@ -58,6 +61,7 @@ class Node:
 
     async def got(self, file: VersionFile) -> Fetched:
         fetched = await self.weights.next()
+        assert isinstance(fetched, Fetched)
         assert filecmp.cmp(fetched.file.path, file.path, shallow=False)
         assert fetched.file.policy_version == file.policy_version
         return fetched
@@ -322,11 +326,12 @@ def test_memory_must_have_room_for_all_that_a_machine_holds_at_a_time(
     free = dict.fromkeys(roots, 1 << 40)
     monkeypatch.setattr(scratch, "free_bytes", lambda root: free[root])
     size = 100 << 20
-    for shared, wanted in ((3 * size, 0), (3 * size - 1, 1)):
+    all_three = 3 * size + scratch.SPARE_BYTES
+    for shared, wanted in ((all_three, 0), (all_three - 1, 1)):
         free[roots[0]] = shared
         assert one.place("d.bin", size).is_relative_to(roots[wanted])
     # one of the three is here already
     (one._control / "c.bin").write_bytes(bytes(size))
-    free[roots[0]] = 2 * size
+    free[roots[0]] = all_three - size
     assert one.place("d.bin", size).is_relative_to(roots[0])
     one.close()

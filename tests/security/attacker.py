@@ -20,7 +20,7 @@ from lightrl.messages import PROTOCOL, Drain, Heartbeat, Hello, Snapshot, Watch
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.link import Link
 from lightrl.transport.router import Router
-from lightrl.weights.request import MAGIC, REQUEST
+from lightrl.weights.serve.request import MAGIC, REQUEST
 from lightrl.wire import MESSAGES
 from tests.security import garbage
 

@@ -94,6 +94,8 @@ def test_ticket_differs_for_every_secret_node_and_version():
         for version in (0, 1, 11)
     }
     assert len(tickets) == 5 * 4 * 3
+    # as nodes of this protocol compute it
+    assert pull_ticket("c0ffee", "rollout-0", 4) == "4cb0dfba3857923a483697c69bbd8083"
 
 
 def test_messages_pass_between_those_who_have_the_key():

@@ -10,8 +10,7 @@ from pathlib import Path
 from lightrl.errors import ProtocolError
 from lightrl.messages import WeightsSource
 from lightrl.tickets import pull_ticket
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.request import (
+from lightrl.weights.serve.request import (
     ALL,
     DATA,
     MAGIC,
@@ -22,7 +21,8 @@ from lightrl.weights.request import (
     num_missing,
     unpack,
 )
-from lightrl.weights.serve import WeightServer
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.layout import BUCKET_BYTES
 from tests.security import garbage
 from tests.support.holder import holder
 from tests.support.versions import make_version, pull, serving, source

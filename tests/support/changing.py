@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from lightrl.messages import DeltaOffer, PublishWeights
-from lightrl.weights.delta_file import DeltaManifest, open_packed
-from lightrl.weights.layout import ITEMSIZES
-from lightrl.weights.manifest import VersionFile, read_manifest
-from lightrl.weights.write import TensorBytes, write_version
+from lightrl.weights.delta.file import DeltaManifest, open_packed
+from lightrl.weights.version.layout import ITEMSIZES
+from lightrl.weights.version.manifest import VersionFile, read_manifest
+from lightrl.weights.version.write import TensorBytes, write_version
 from tests.support.delta_files import offer_of, write_delta
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -38,9 +38,9 @@ from lightrl.messages import (
 from lightrl.run_file import parse_config
 from lightrl.system.addresses import host_and_port
 from lightrl.transport.link import Link
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.write import TensorBytes, write_version
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.write import TensorBytes, write_version
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 DEADLINE_S = 120.0  # generous: the machine may be busy; nothing waits that long when all is well

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightrl.messages import DeltaOffer
-from lightrl.weights.delta import Bytes
-from lightrl.weights.delta_file import (
+from lightrl.weights.delta.encoding import Bytes
+from lightrl.weights.delta.file import (
     PAYS_BELOW,
     DeltaManifest,
     encode_buckets,
@@ -15,8 +15,8 @@ from lightrl.weights.delta_file import (
     pays,
     seal,
 )
-from lightrl.weights.layout import TensorSpec, num_buckets, num_bytes
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.layout import TensorSpec, num_buckets, num_bytes
+from lightrl.weights.version.manifest import VersionFile
 
 
 def write_delta(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightrl.weights.delta import apply_bucket, encode_bucket
-from lightrl.weights.layout import TensorSpec, bucket_range, num_buckets, num_bytes, plan
+from lightrl.weights.delta.encoding import apply_bucket, encode_bucket
+from lightrl.weights.version.layout import TensorSpec, bucket_range, num_buckets, num_bytes, plan
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.request import (
+from lightrl.weights.serve.request import (
     ALL,
     ASK_DATA,
     ASK_HAVE,
@@ -16,6 +15,7 @@ from lightrl.weights.request import (
     num_missing,
     unpack,
 )
+from lightrl.weights.version.manifest import VersionFile
 
 Answer = Callable[[Request, asyncio.StreamWriter], Awaitable[None]]
 

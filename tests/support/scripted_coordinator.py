@@ -25,8 +25,8 @@ from lightrl.messages import (
 )
 from lightrl.model_files import model_files
 from lightrl.transport.router import Peer, Router
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import pack_i32, unpack_i32
 from tests.support.daemons import DEADLINE_S, expected_tokens, published, uniform_version
 from tests.support.versions import source

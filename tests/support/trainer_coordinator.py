@@ -13,7 +13,7 @@ from lightrl.journal.read import recut
 from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
-from lightrl.weights.serve import WeightServer
+from lightrl.weights.serve.server import WeightServer
 
 DEADLINE_S = 280
 TURNS = 20  # of the event loop between shards, so that some are computed while others wait

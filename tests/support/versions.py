@@ -8,11 +8,11 @@ from typing import Any
 
 from lightrl.messages import WeightsSource
 from lightrl.tickets import pull_ticket
-from lightrl.weights.layout import BUCKET_BYTES, bucket_range
-from lightrl.weights.manifest import Manifest, VersionFile, hash_bucket
-from lightrl.weights.pull import Pull, PullStats, Wanted
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.write import TensorBytes, write_version
+from lightrl.weights.pull.transfer import Pull, PullStats, Wanted
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.layout import BUCKET_BYTES, bucket_range
+from lightrl.weights.version.manifest import Manifest, VersionFile, hash_bucket
+from lightrl.weights.version.write import TensorBytes, write_version
 
 NODE = "rollout-0"
 

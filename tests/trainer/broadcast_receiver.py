@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.weights.broadcast import receive
-from lightrl.weights.group import form
-from lightrl.weights.manifest import VersionFile, read_manifest
-from lightrl.weights.proof import Proof, proof_seed
-from lightrl.weights.rendezvous import Membership
+from lightrl.weights.broadcast.group import form
+from lightrl.weights.broadcast.proof import Proof, proof_seed
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.broadcast.transfer import receive
+from lightrl.weights.version.manifest import VersionFile, read_manifest
 
 
 def main(meet: tuple[str, int], place: Membership, pipe: Connection) -> None:

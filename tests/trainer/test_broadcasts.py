@@ -23,8 +23,8 @@ from lightrl.broadcast_messages import (
 from lightrl.messages import Checkpointed, PublishWeights
 from lightrl.run_file import parse_config
 from lightrl.system.addresses import split_address
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.version.manifest import VersionFile
 from tests.support.trainer_coordinator import DEADLINE_S, Coordinator, kill, turns, until
 from tests.trainer.broadcast_receiver import receiver
 from tests.trainer.test_recovery import groups  # noqa: F401 - a fixture

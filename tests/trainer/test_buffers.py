@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.weights.buffers import SPARED, Buffers
+from lightrl.weights.publish.buffers import SPARED, Buffers
 
 SIZE = 1 << 16
 
@@ -76,7 +76,7 @@ def test_a_file_can_be_read_as_soon_as_it_is_published_and_not_before(tmp_path):
 def test_what_a_killed_writer_left_is_no_version_and_is_used_by_the_next_one(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from lightrl.weights.buffers import Buffers\n"
+        "from lightrl.weights.publish.buffers import Buffers\n"
         "buffers = Buffers(Path(sys.argv[1]))\n"
         "buffers.finish(buffers.take(65536), 7, b'manifest')\n"
         "draft = buffers.take(65536)\n"

@@ -11,7 +11,7 @@ from lightrl.trainer.canary import drawn_text, score
 from lightrl.trainer.model import load_policy
 from lightrl.trainer.protocol import Accumulate, FinishStep, Published, RankStarted, Save
 from lightrl.weights.canary import NUM_TOKENS
-from lightrl.weights.tensors import read_tensors
+from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import unpack_f32, unpack_i32
 from tests.trainer.conftest import DEADLINE_S, VOCABULARY
 

@@ -26,7 +26,7 @@ from lightrl.trainer.saved import SavedStep, latest, newest_sound, oldest_kept, 
 from lightrl.trainer.seal import PIECE_BYTES, damage, sealed
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
-from lightrl.weights.serve import WeightServer
+from lightrl.weights.serve.server import WeightServer
 from lightrl.wire import to_json
 from tests.support.daemons import make_config
 

@@ -17,11 +17,11 @@ from lightrl.trainer import export
 from lightrl.trainer.model import load_policy, shards
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RankFailed, Save, Saved
 from lightrl.trainer.rank import main
-from lightrl.weights.delta_file import open_packed, patch_bucket
-from lightrl.weights.layout import BUCKET_BYTES, bucket_range
-from lightrl.weights.manifest import read_manifest
-from lightrl.weights.publish import Shard
-from lightrl.weights.tensors import read_tensors, served_dtype, write_tensors
+from lightrl.weights.delta.file import open_packed, patch_bucket
+from lightrl.weights.publish.publisher import Shard
+from lightrl.weights.version.layout import BUCKET_BYTES, bucket_range
+from lightrl.weights.version.manifest import read_manifest
+from lightrl.weights.version.tensors import read_tensors, served_dtype, write_tensors
 from tests.support.versions import wrong_buckets
 
 DEADLINE_S = 110
@@ -154,8 +154,8 @@ RANKS = """
 import os, signal, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from lightrl.weights import publish
-from lightrl.weights.buffers import Buffers
+from lightrl.weights.publish import publisher as publish
+from lightrl.weights.publish.buffers import Buffers
 from tests.trainer.test_publish import made, shards_of
 rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 torch.set_num_threads(1)

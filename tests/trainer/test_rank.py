@@ -26,7 +26,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.trainer.rank import main
 from lightrl.trainer.saved import latest
-from lightrl.weights.tensors import read_tensors
+from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import pack_f32, pack_i32
 
 DEADLINE_S = 110

@@ -18,12 +18,12 @@ from lightrl.trainer.protocol import (
     SendWeights,
     WeightsSent,
 )
-from lightrl.weights.broadcast import receive
-from lightrl.weights.group import form
-from lightrl.weights.manifest import read_manifest
-from lightrl.weights.proof import Proof, proof_seed
-from lightrl.weights.rendezvous import Membership
-from lightrl.weights.tensors import read_tensors
+from lightrl.weights.broadcast.group import form
+from lightrl.weights.broadcast.proof import Proof, proof_seed
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.broadcast.transfer import receive
+from lightrl.weights.version.manifest import read_manifest
+from lightrl.weights.version.tensors import read_tensors
 from tests.trainer.test_rank import DEADLINE_S, started, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -14,7 +14,7 @@ from lightrl.errors import TrainerError
 from lightrl.trainer import loss
 from lightrl.trainer.batch import micro_batches, num_tokens
 from lightrl.trainer.protocol import Accumulate, Accumulated, FinishStep, Published, StepFinished
-from lightrl.weights.tensors import read_tensors
+from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import pack_f32, unpack_f32, unpack_i32
 
 

@@ -18,7 +18,7 @@ from lightrl.trainer.batch import streamed
 from lightrl.trainer.protocol import Accumulate, FinishStep
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
-from lightrl.weights.serve import WeightServer
+from lightrl.weights.serve.server import WeightServer
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.weights.broadcast import receive, send
-from lightrl.weights.group import form
-from lightrl.weights.layout import TensorSpec, plan
-from lightrl.weights.pieces import rows
-from lightrl.weights.proof import Proof
-from lightrl.weights.rendezvous import Membership, Rendezvous
+from lightrl.weights.broadcast.group import form
+from lightrl.weights.broadcast.pieces import rows
+from lightrl.weights.broadcast.proof import Proof
+from lightrl.weights.broadcast.rendezvous import Membership, Rendezvous
+from lightrl.weights.broadcast.transfer import receive, send
+from lightrl.weights.version.layout import TensorSpec, plan
 
 SEED = bytes(range(32))
 

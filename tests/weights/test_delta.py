@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightrl.errors import WeightsError
-from lightrl.weights.delta import (
+from lightrl.weights.delta.encoding import (
     OVERHEAD_BYTES,
     RAW,
     SPARSE,
@@ -17,7 +17,7 @@ from lightrl.weights.delta import (
     apply_bucket,
     encode_bucket,
 )
-from lightrl.weights.layout import BUCKET_BYTES
+from lightrl.weights.version.layout import BUCKET_BYTES
 from tests.support.deltas import flat_version, measure, trained_versions
 
 BASE = bytes(range(256)) * 16

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrl.errors import WeightsError
-from lightrl.weights.delta_file import (
+from lightrl.weights.delta.file import (
     PAYS_BELOW,
     DeltaManifest,
     PackedDelta,
@@ -19,8 +19,8 @@ from lightrl.weights.delta_file import (
     patch_bucket,
     pays,
 )
-from lightrl.weights.layout import BUCKET_BYTES, ITEMSIZES, bucket_range, num_bytes, plan
-from lightrl.weights.manifest import VersionFile, read_manifest
+from lightrl.weights.version.layout import BUCKET_BYTES, ITEMSIZES, bucket_range, num_bytes, plan
+from lightrl.weights.version.manifest import VersionFile, read_manifest
 from tests.support.changing import delta_of, write_changed
 from tests.support.delta_files import offer_of, pack, write_delta
 from tests.support.versions import wrong_buckets

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from lightrl.messages import WeightsSource
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.pull import Pull, PullStats
-from lightrl.weights.request import ASK_DATA, ASK_SHARED, DATA, MISSING, QUEUED, Request
-from lightrl.weights.serve import SHARED_TURNS, WeightServer
+from lightrl.weights.pull.transfer import Pull, PullStats
+from lightrl.weights.serve.request import ASK_DATA, ASK_SHARED, DATA, MISSING, QUEUED, Request
+from lightrl.weights.serve.server import SHARED_TURNS, WeightServer
+from lightrl.weights.version.layout import BUCKET_BYTES
+from lightrl.weights.version.manifest import VersionFile
 from tests.support.holder import Answer, holder, of, part
 from tests.support.relay import Relay
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted

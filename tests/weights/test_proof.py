@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightrl.weights.proof import BLOCK_BYTES, NUM_SUMS, Proof
+from lightrl.weights.broadcast.proof import BLOCK_BYTES, NUM_SUMS, Proof
 
 SEED = bytes(range(32))
 
@@ -25,7 +25,7 @@ def test_sums_are_those_of_the_definition():
     """Word by word in Python's own integers."""
     from blake3 import blake3
 
-    from lightrl.weights.proof import BLOCK_WORDS
+    from lightrl.weights.broadcast.proof import BLOCK_WORDS
 
     data = bytes_of(2 * BLOCK_BYTES + 37)
     expected = [0] * NUM_SUMS

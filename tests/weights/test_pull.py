@@ -16,12 +16,12 @@ from lightrl.errors import WeightsError
 from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import VersionFile, read_manifest
-from lightrl.weights.pull import Pull, partial_path
-from lightrl.weights.request import ASK_DATA, ASK_MANIFEST, BUSY, DATA, Request
-from lightrl.weights.send import IDLE_LIMIT_S
-from lightrl.weights.serve import MAX_HELD, MAX_OF_A_NODE, TURNS_AT_ONCE, WeightServer
+from lightrl.weights.pull.transfer import Pull, partial_path
+from lightrl.weights.serve.request import ASK_DATA, ASK_MANIFEST, BUSY, DATA, Request
+from lightrl.weights.serve.send import IDLE_LIMIT_S
+from lightrl.weights.serve.server import MAX_HELD, MAX_OF_A_NODE, TURNS_AT_ONCE, WeightServer
+from lightrl.weights.version.layout import BUCKET_BYTES
+from lightrl.weights.version.manifest import VersionFile, read_manifest
 from tests.support.relay import EVERYTHING, Relay, address_of, bound_socket
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted
 

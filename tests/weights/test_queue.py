@@ -4,7 +4,7 @@ failure."""
 import asyncio
 import sys
 
-from lightrl.weights.serve import WeightServer
+from lightrl.weights.serve.server import WeightServer
 from tests.support.pullers import SHAPE
 from tests.support.versions import make_version, serving
 

@@ -8,9 +8,9 @@ import pytest
 
 from lightrl.errors import WeightsError
 from lightrl.messages import WeightsSource
-from lightrl.weights.layout import TensorSpec
-from lightrl.weights.manifest import decode, digest_version, encode, manifest_path
-from lightrl.weights.pull import Pull, parse_address, partial_path
+from lightrl.weights.pull.transfer import Pull, parse_address, partial_path
+from lightrl.weights.version.layout import TensorSpec
+from lightrl.weights.version.manifest import decode, digest_version, encode, manifest_path
 from tests.support.relay import address_of, bound_socket
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted
 

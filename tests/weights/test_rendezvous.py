@@ -13,7 +13,13 @@ from dataclasses import replace
 import pytest
 
 from lightrl.errors import WeightsError
-from lightrl.weights.rendezvous import MAX_PENDING, Lifeline, Membership, Rendezvous, reach
+from lightrl.weights.broadcast.rendezvous import (
+    MAX_PENDING,
+    Lifeline,
+    Membership,
+    Rendezvous,
+    reach,
+)
 
 PLACE = Membership("secret", 0, 1, 3, "gloo", 20.0)
 SOON = 10.0

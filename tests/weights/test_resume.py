@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.manifest import manifest_path
-from lightrl.weights.pull import partial_path
+from lightrl.weights.pull.transfer import partial_path
+from lightrl.weights.version.layout import BUCKET_BYTES
+from lightrl.weights.version.manifest import manifest_path
 from tests.support.versions import NODE, make_version, pull, serving, source, wanted
 
 DEADLINE_S = 60
@@ -23,7 +23,7 @@ PULLER = """
 import asyncio, sys
 from pathlib import Path
 from lightrl.messages import WeightsSource
-from lightrl.weights.pull import Pull, Wanted
+from lightrl.weights.pull.transfer import Pull, Wanted
 digest, num_bytes, manifest_bytes, path, address, ticket = sys.argv[1:]
 wanted = Wanted(1, digest, int(num_bytes), int(manifest_bytes))
 said = lambda progress: print(progress.num_bytes >> 23, flush=True)

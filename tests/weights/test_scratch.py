@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.weights import scratch
-from lightrl.weights.scratch import scratch_dir
+from lightrl.weights.machine import scratch
+from lightrl.weights.machine.scratch import scratch_dir
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -9,8 +9,8 @@ import pytest
 
 from lightrl.errors import WeightsError
 from lightrl.messages import WeightsSource
-from lightrl.weights.layout import BUCKET_BYTES
-from lightrl.weights.request import BUSY, DATA, QUEUED, Request
+from lightrl.weights.serve.request import BUSY, DATA, QUEUED, Request
+from lightrl.weights.version.layout import BUCKET_BYTES
 from tests.support.holder import Answer, holder, of, part
 from tests.support.versions import make_version, pull
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
-from lightrl.weights import scratch, store
-from lightrl.weights.store import Store
+from lightrl.weights.machine import scratch, store
+from lightrl.weights.machine.store import Store
 
 DIGEST = "ab" * 32
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from lightrl.weights.door import FEW_PLACES, Door
-from lightrl.weights.request import ASK_DATA, Request
+from lightrl.weights.serve.door import FEW_PLACES, Door
+from lightrl.weights.serve.request import ASK_DATA, Request
 from tests.support.versions import make_version, pull, serving, source
 
 DEADLINE_S = 60

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightrl.weights.swarm import (
+from lightrl.weights.pull.swarm import (
     EVERYTHING,
     MAX_REFUSALS,
     STALL_S,

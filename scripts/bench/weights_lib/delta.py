@@ -20,7 +20,7 @@ from typing import Any
 
 from lightrl.messages import DeltaOffer, PublishWeights, WeightsSource
 from lightrl.tickets import pull_ticket
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.manifest import VersionFile
 from scripts.bench.weights_lib import files, network
 from scripts.bench.weights_lib.nodes import ROOT, Node
 from scripts.bench.weights_lib.table import Options, Row

@@ -18,8 +18,8 @@ import uvloop
 from lightrl.config_sections import Weights
 from lightrl.messages import Message, PublishWeights
 from lightrl.rollout.weights import NodeWeights
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
 
 
 async def get(
@@ -47,7 +47,14 @@ async def main(name: str, host: str, mark: str) -> None:
     store.open()
     said, serves = list[Message](), list[tuple[int, str]]()
     weights = NodeWeights(
-        name, Weights(), store, server, host, said.append, lambda: next(iter(serves), None)
+        name,
+        Weights(),
+        store,
+        server,
+        host,
+        said.append,
+        lambda: next(iter(serves), None),
+        lambda *_: None,
     )
     await server.start(host)
     running = asyncio.create_task(weights.run())

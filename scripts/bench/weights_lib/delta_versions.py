@@ -23,10 +23,10 @@ from lightrl.config_sections import AlgorithmSection
 from lightrl.trainer.loss import losses
 from lightrl.trainer.model import Policy, collate, load_policy, response_logprobs, shards
 from lightrl.trainer.protocol import TrainSample
-from lightrl.weights.buffers import Buffers
-from lightrl.weights.delta_file import header, open_packed
-from lightrl.weights.manifest import VersionFile, manifest_path
-from lightrl.weights.publish import Publisher
+from lightrl.weights.delta.file import header, open_packed
+from lightrl.weights.publish.buffers import Buffers
+from lightrl.weights.publish.publisher import Publisher
+from lightrl.weights.version.manifest import VersionFile, manifest_path
 
 RESPONSES, GROUP, PROMPT, LENGTH = 16, 8, 8, 56
 VOCABULARY = 16_384

@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrl.weights.layout import BUCKET_BYTES, bucket_range, num_buckets, num_bytes, plan
-from lightrl.weights.manifest import (
+from lightrl.weights.version.layout import BUCKET_BYTES, bucket_range, num_buckets, num_bytes, plan
+from lightrl.weights.version.manifest import (
     Manifest,
     VersionFile,
     digest_version,

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.manifest import VersionFile
 from scripts.bench.weights_lib import files, network
 from scripts.bench.weights_lib.nodes import Node, nodes
 from scripts.bench.weights_lib.table import Options, Row

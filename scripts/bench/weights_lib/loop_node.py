@@ -26,9 +26,9 @@ from lightrl.system.threads import in_thread
 from lightrl.tickets import pull_ticket
 from lightrl.trainer.protocol import Published
 from lightrl.trainer.served import ServedVersions
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.serve import WeightServer
-from lightrl.weights.store import Store
+from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.manifest import VersionFile
 
 TICK_S = 0.005
 NAME, HOST = "puller", "127.0.0.1"
@@ -94,7 +94,14 @@ class Puller(Idle):
     def __init__(self) -> None:
         self._store, self._server = Store(b"bench"), WeightServer()
         self._weights = NodeWeights(
-            NAME, Weights(), self._store, self._server, HOST, self._hear, lambda: None
+            NAME,
+            Weights(),
+            self._store,
+            self._server,
+            HOST,
+            self._hear,
+            lambda: None,
+            lambda *_: None,
         )
         self._running = asyncio.create_task(self._weights.run())
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.manifest import VersionFile
 from scripts.bench.weights_lib import files
 from scripts.bench.weights_lib.nodes import ROOT
 from scripts.bench.weights_lib.table import Options, Row

@@ -17,9 +17,9 @@ from typing import Any
 import uvloop
 
 from lightrl.messages import WeightsProgress, WeightsSource
-from lightrl.weights.manifest import VersionFile
-from lightrl.weights.pull import Pull, Wanted
-from lightrl.weights.serve import WeightServer
+from lightrl.weights.pull.transfer import Pull, Wanted
+from lightrl.weights.serve.server import WeightServer
+from lightrl.weights.version.manifest import VersionFile
 
 
 def say(**words: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.tickets import pull_ticket
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.manifest import VersionFile
 
 ROOT = Path(__file__).resolve().parents[3]
 

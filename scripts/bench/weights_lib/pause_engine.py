@@ -20,9 +20,9 @@ import torch
 
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.checkpoint import build_model, read_config
-from lightrl.weights.layout import TensorSpec
-from lightrl.weights.manifest import VersionFile, read_manifest
-from lightrl.weights.tensors import write_tensors
+from lightrl.weights.version.layout import TensorSpec
+from lightrl.weights.version.manifest import VersionFile, read_manifest
+from lightrl.weights.version.tensors import write_tensors
 
 EVERY_S = 0.005  # memory is looked at
 SHAPE: dict[str, Any] = {  # layers of a model of 0.5B parameters, as many as there is room for
@@ -116,7 +116,7 @@ def vllm_engine(spec: EngineSpec) -> tuple[Any, Bare]:
             worker.model_runner.reload_weights(weights_iterator=named)
 
     def bare(file: VersionFile) -> Callable[[], Any]:
-        from lightrl.weights.tensors import read_tensors
+        from lightrl.weights.version.tensors import read_tensors
 
         ready = [(name, tensor.clone()) for name, tensor in read_tensors(file)]
         return partial(engine._core.collective_rpc, reload, args=(iter(ready),))

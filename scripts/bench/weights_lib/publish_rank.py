@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightrl.weights.buffers import Buffers
-from lightrl.weights.layout import BUCKET_BYTES, bucket_range, num_buckets
-from lightrl.weights.manifest import hash_bucket
-from lightrl.weights.publish import Publisher, Shard
+from lightrl.weights.publish.buffers import Buffers
+from lightrl.weights.publish.publisher import Publisher, Shard
+from lightrl.weights.version.layout import BUCKET_BYTES, bucket_range, num_buckets
+from lightrl.weights.version.manifest import hash_bucket
 
 CHANGED = 0.01  # of the elements
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrl.weights.manifest import VersionFile
+from lightrl.weights.version.manifest import VersionFile
 from scripts.bench.weights_lib import files
 from scripts.bench.weights_lib.nodes import ROOT, nodes
 from scripts.bench.weights_lib.table import Options, Row

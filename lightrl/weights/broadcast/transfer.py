@@ -1,0 +1,186 @@
+"""A version sent by all training ranks to all engine workers of a group: each rank its own rows.
+
+Owns the two sides of a broadcast and the memory on its way; the order comes from pieces.py, the
+operations from group.py. Receivers get whole tensors in the order of the version's file, each with
+memory of its own: vLLM keeps references to what it has been given until a layer is complete.
+Imports torch; daemons must not import this.
+"""
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lightrl.errors import WeightsError
+from lightrl.weights.broadcast.group import Group
+from lightrl.weights.broadcast.pieces import Piece, byte_range, schedule
+from lightrl.weights.broadcast.proof import AddedBeside, Proof
+from lightrl.weights.version.layout import TensorSpec
+
+IN_FLIGHT = 6  # pieces at a time; more than gloo works at, so that small ones keep it busy
+
+# From this size on memory is asked for in large pages: to get it in small ones takes as long as to
+# receive into it.
+HUGE_BYTES = 4 << 20
+
+# What a rank holds of tensors[i]: its rows, in the dtype that is served.
+Rows = Callable[[int], torch.Tensor]
+
+
+def send(group: Group, tensors: Sequence[TensorSpec], rows: Rows) -> None:
+    """A training rank's side. Returns when all pieces have been sent, not when they have arrived.
+
+    `rows` is asked once for each tensor of which this rank has any, in order; what it returns must
+    not change until this returns. Raises WeightsError, and the group is over.
+    """
+    with _Ending(group):
+        spare = [
+            torch.empty(group.piece_bytes, dtype=torch.uint8, device=group.device)
+            for _ in range(IN_FLIGHT if group.num_ranks > 1 else 0)
+        ]
+        mine = _Mine(group, tensors, rows)
+        works: deque[Any] = deque()
+        for i, piece in enumerate(schedule(tensors, group.num_ranks, group.piece_bytes)):
+            if len(works) == IN_FLIGHT:
+                group.wait(works.popleft())
+            if piece.root == group.rank:
+                data = mine.data(piece)
+            else:  # what other ranks send is nothing to this one
+                data = spare[i % IN_FLIGHT][: piece.num_bytes]
+            works.append(group.broadcast(data, piece.root))
+        for work in works:
+            group.wait(work)
+
+
+def receive(
+    group: Group, tensors: Sequence[TensorSpec], proof: Proof | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """An engine worker's side: all tensors, complete, in order, on the group's device.
+
+    Adds each to `proof` beside what the consumer does with it; the sums are complete at the end,
+    and only then is it known whether they are right. Raises WeightsError, and the group is over:
+    what has been given out is then of no use. A consumer that stops in the middle ends the group,
+    too.
+    """
+    with _Ending(group):
+        if proof is None:
+            yield from _received(group, tensors)
+            return
+        with AddedBeside(proof) as beside:
+            for spec, (name, tensor) in zip(tensors, _received(group, tensors), strict=True):
+                beside.add(tensor, spec.offset)
+                yield name, tensor
+
+
+def _received(group: Group, tensors: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    coming = _Coming(group, tensors)
+    works: deque[tuple[Any, Piece, torch.Tensor]] = deque()
+    pieces = schedule(tensors, group.num_ranks, group.piece_bytes)
+    given = 0
+    while True:
+        while len(works) < IN_FLIGHT and (piece := next(pieces, None)) is not None:
+            data = coming.data(piece)
+            works.append((group.broadcast(data, piece.root), piece, data))
+        if not works:
+            break
+        work, piece, data = works.popleft()
+        group.wait(work)
+        coming.arrived(piece, data)
+        while given < len(tensors) and coming.is_complete(given):
+            yield tensors[given].name, coming.take(given)
+            given += 1
+    for i in range(given, len(tensors)):  # those without a byte, at the end
+        yield tensors[i].name, coming.take(i)
+
+
+class _Ending:
+    """Whatever ends a transfer before its end ends the group: others may be waiting."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        if self._group.over is not None:
+            raise WeightsError(f"broadcast: {self._group.over}")
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            self._group.abandon(f"member {self._group.rank} has left ({kind.__name__})")
+
+
+class _Mine:
+    """What this rank sends."""
+
+    def __init__(self, group: Group, tensors: Sequence[TensorSpec], rows: Rows) -> None:
+        self._group, self._tensors, self._rows = group, tensors, rows
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def data(self, piece: Piece) -> torch.Tensor:
+        parts = [self._part(part.tensor, part.start, part.end) for part in piece.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _part(self, index: int, start: int, end: int) -> torch.Tensor:
+        spec = self._tensors[index]
+        first, last = byte_range(spec, self._group.rank, self._group.num_ranks)
+        if self._last is None or self._last[0] != index:
+            tensor = self._rows(index).detach().to(self._group.device).contiguous()
+            data = tensor.reshape(-1).view(torch.uint8)
+            if data.numel() != last - first or tensor.dtype != getattr(torch, spec.dtype):
+                raise WeightsError(
+                    f"broadcast: {spec.name}: {data.numel()} bytes of {tensor.dtype}, "
+                    f"not {last - first} of {spec.dtype}"
+                )
+            self._last = (index, data)
+        return self._last[1][start - first : end - first]
+
+
+class _Coming:
+    """The tensors that are on their way here."""
+
+    def __init__(self, group: Group, tensors: Sequence[TensorSpec]) -> None:
+        self._device, self._tensors = group.device, tensors
+        self._data: dict[int, torch.Tensor] = {}
+        self._missing: dict[int, int] = {}  # bytes
+
+    def data(self, piece: Piece) -> torch.Tensor:
+        """Where a piece goes: into the tensor itself, or a buffer if it has several."""
+        for part in piece.parts:
+            self._begin(part.tensor)
+        if len(piece.parts) == 1:
+            [part] = piece.parts
+            return self._data[part.tensor][part.start : part.end]
+        return self._bytes(piece.num_bytes)
+
+    def arrived(self, piece: Piece, data: torch.Tensor) -> None:
+        position = 0
+        for part in piece.parts:
+            if len(piece.parts) > 1:
+                self._data[part.tensor][part.start : part.end] = data[
+                    position : position + part.num_bytes
+                ]
+                position += part.num_bytes
+            self._missing[part.tensor] -= part.num_bytes
+
+    def is_complete(self, index: int) -> bool:
+        return self._missing.get(index, self._tensors[index].num_bytes) == 0
+
+    def take(self, index: int) -> torch.Tensor:
+        self._begin(index)
+        spec = self._tensors[index]
+        del self._missing[index]
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return self._data.pop(index).view(dtype).view(spec.shape)
+
+    def _begin(self, index: int) -> None:
+        if index not in self._data:
+            self._missing[index] = self._tensors[index].num_bytes
+            self._data[index] = self._bytes(self._missing[index])
+
+    def _bytes(self, size: int) -> torch.Tensor:
+        if self._device.type == "cpu" and size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device=self._device)

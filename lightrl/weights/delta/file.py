@@ -1,0 +1,245 @@
+"""The difference between two versions as a file: what is in it, and how it is read.
+
+A delta travels as an ordinary version with one tensor (`TENSOR`), whose manifest proves it as it
+proves any other, so that it is pulled, resumed and relayed like one. Its file is
+
+    length of the manifest (8 bytes, little-endian), DeltaManifest, encoded buckets (`encoding.py`)
+
+The DeltaManifest says which versions they lie between; where each bucket begins follows from the
+sizes. Ranks may encode shares of the buckets, nodes apply them in any order; the digests of the
+target's manifest prove the result, whatever base and delta were. Must not import torch.
+"""
+
+import mmap
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from msgspec import Meta
+
+from lightrl.errors import ProtocolError, WeightsError
+from lightrl.message_fields import MAX_BUCKETS, Count, Word
+from lightrl.weights.delta.encoding import OVERHEAD_BYTES, Bytes, Runs, apply_bucket, encode_bucket
+from lightrl.weights.version.layout import (
+    MAX_BYTES,
+    TensorSpec,
+    bucket_range,
+    num_buckets,
+    plan,
+)
+from lightrl.weights.version.manifest import (
+    Manifest,
+    VersionFile,
+    digest_version,
+    encode,
+    hash_bucket,
+    manifest_path,
+)
+from lightrl.wire import from_bytes, to_bytes
+
+TENSOR = "delta"  # the one tensor of the file, "uint8"
+LENGTH_BYTES = 8
+PAYS_BELOW = 0.5  # of the version's bytes; a larger delta is not worth its work
+PROBES = 64  # slices that are encoded first, to see whether the whole may pay
+PROBE_BYTES = 64 << 10
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaManifest:
+    """What makes the version `target` of the version `base`, bucket by bucket.
+
+    Example: DeltaManifest("9f3a...", "a01c...", version_bytes=2112512, sizes=(310,))
+    """
+
+    # digests of the versions, hex
+    base: Word
+    target: Word
+    # of either version
+    version_bytes: Count
+    # bytes of each encoded bucket; 0 = unchanged
+    sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_BUCKETS)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the encoded buckets."""
+        return sum(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDelta:
+    """A delta's file, open. `bucket(i)` are views into the mapped file."""
+
+    manifest: DeltaManifest
+    data: memoryview
+    # where each bucket begins in `data`, and where the last one ends
+    offsets: tuple[int, ...]
+
+    def bucket(self, index: int) -> memoryview:
+        return self.data[self.offsets[index] : self.offsets[index + 1]]
+
+
+def seal(path: Path, policy_version: int) -> VersionFile:
+    """Writes the manifest with which a delta travels beside its file, which is complete: for ranks
+    that wrote their parts to their places, behind `header`. Reads all of it. Raises OSError."""
+    size = path.stat().st_size
+    data = _mapped(path, size)
+    slices = [bucket_range(i, size) for i in range(num_buckets(size))]
+    digests = b"".join(hash_bucket(data[start:end]) for start, end in slices)
+    encoded = encode(Manifest(plan([(TENSOR, "uint8", (size,))]), size, digests))
+    beside = manifest_path(path)
+    beside.write_bytes(encoded)
+    return VersionFile(policy_version, digest_version(encoded), size, str(path), str(beside))
+
+
+def header(manifest: DeltaManifest) -> bytes:
+    """What a delta's file begins with; the encoded buckets follow."""
+    encoded = to_bytes(manifest)
+    return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
+
+
+def open_packed(path: Path, size: int) -> PackedDelta:
+    """A delta's file of `size` bytes, mapped; given back with the last view of it.
+
+    Raises WeightsError for what no trainer could have made, before memory of a size that it states
+    is taken; OSError. What is encoded in it is `apply_bucket`'s to check, which version it leads
+    to its caller's.
+    """
+    data = _mapped(path, size)
+    length = int.from_bytes(data[:LENGTH_BYTES], "little")
+    begin = LENGTH_BYTES + length
+    if size < LENGTH_BYTES or begin > size:
+        raise WeightsError(f"a delta of {size} bytes with a manifest of {length}")
+    try:
+        manifest = from_bytes(bytes(data[LENGTH_BYTES:begin]), DeltaManifest)
+    except ProtocolError as e:
+        raise WeightsError(f"the delta's manifest cannot be read: {e}") from None
+    _check(manifest)
+    if manifest.num_bytes != size - begin:
+        raise WeightsError(f"a delta with {size - begin} bytes for {manifest.num_bytes}")
+    return PackedDelta(manifest, data, tuple(accumulate(manifest.sizes, initial=begin)))
+
+
+def _check(manifest: DeltaManifest) -> None:
+    size, count = manifest.version_bytes, len(manifest.sizes)
+    if not 0 < size <= MAX_BYTES or count != num_buckets(size):
+        raise WeightsError(f"a delta of {count} buckets for a version of {size} bytes")
+    for i, encoded_bytes in enumerate(manifest.sizes):
+        start, end = bucket_range(i, size)
+        if encoded_bytes > end - start + OVERHEAD_BYTES:
+            raise WeightsError(
+                f"a delta of {encoded_bytes} bytes for bucket {i} of {end - start} bytes"
+            )
+
+
+def element_runs(tensors: Sequence[TensorSpec], start: int, end: int) -> Runs:
+    """What `encode_bucket` has to know of these bytes of a version's file: sizes of elements."""
+    runs: list[tuple[int, int]] = []
+    first = max(bisect_right(tensors, start, key=lambda t: t.offset) - 1, 0)
+    for i in range(first, len(tensors)):
+        t = tensors[i]
+        if t.offset >= end:
+            break
+        if not runs or runs[-1][1] != t.itemsize:
+            runs.append((max(t.offset - start, 0), t.itemsize))
+    return tuple(runs)
+
+
+def encode_buckets(
+    base: memoryview,
+    target: memoryview,
+    tensors: Sequence[TensorSpec],
+    buckets: Iterable[int],
+    threads: int,
+) -> Iterator[bytes]:
+    """The encoded buckets of these indices, in that order, by so many threads; a few are held at a
+    time. `base` and `target` are whole versions of these tensors."""
+
+    def encode_one(index: int) -> bytes:
+        return _encode_slice(base, target, tensors, *bucket_range(index, len(target)))
+
+    return _in_order(encode_one, buckets, threads)
+
+
+def pays(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) -> bool:
+    """Whether a delta may be worth its work, by some slices of the versions.
+
+    Takes milliseconds, whatever the versions' size. True if they are small: it is soon tried.
+    """
+    size = len(target)
+    if size < 16 * PROBES * PROBE_BYTES:
+        return True
+    step = size // PROBES // PROBE_BYTES * PROBE_BYTES
+    slices = [(i * step, i * step + PROBE_BYTES) for i in range(PROBES)]
+    encoded = sum(len(_encode_slice(base, target, tensors, a, b)) for a, b in slices)
+    return encoded <= PAYS_BELOW * PROBES * PROBE_BYTES
+
+
+def patch_bucket(
+    base: Bytes, deltas: Sequence[Bytes], out: memoryview, digest: bytes, bucket: int
+) -> None:
+    """Fills `out`, which may be `base` itself, with the bucket that a chain of encoded ones makes
+    of it, and proves it. Raises WeightsError; `out` is then undefined."""
+    apply_bucket(base, deltas[0] if deltas else b"", out)
+    for delta in deltas[1:]:
+        apply_bucket(out, delta, out)
+    if hash_bucket(out) != digest:
+        raise WeightsError(f"bucket {bucket}, patched: digest differs")
+
+
+def check_chain(chain: Sequence[DeltaManifest], base: str, target: str, size: int) -> None:
+    """Raises WeightsError unless these deltas, oldest first, lead from `base` to `target` over
+    versions of `size` bytes."""
+    at = base
+    for delta in chain:
+        if delta.base != at:
+            raise WeightsError(f"a delta to {at[:12]} is followed by one from {delta.base[:12]}")
+        if delta.version_bytes != size:
+            raise WeightsError(
+                f"a delta of versions of {delta.version_bytes} bytes for one of {size}"
+            )
+        at = delta.target
+    if at != target:
+        raise WeightsError(f"deltas that lead to {at[:12]}, not to {target[:12]}")
+
+
+def _encode_slice(
+    base: memoryview, target: memoryview, tensors: Sequence[TensorSpec], start: int, end: int
+) -> bytes:
+    runs = element_runs(tensors, start, end)
+    return encode_bucket(base[start:end], target[start:end], runs)
+
+
+def _mapped(path: Path, size: int) -> memoryview:
+    """A file of this size, to be read. Given back with the last view of it."""
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise WeightsError(f"{path}: has {found} bytes, not {size}")
+        if not size:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+
+
+def _in_order(work: Callable[[int], T], items: Iterable[int], threads: int) -> Iterator[T]:
+    """Results in the order of the items; each thread has one more item waiting, so that results
+    which nobody has taken yet stay few."""
+    pending: deque[Future[T]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="delta") as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(work, item))
+                if len(pending) >= 2 * threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()

@@ -1,0 +1,145 @@
+"""The files in which a trainer publishes: used in turn, as memory that is touched first is dear.
+
+Owns the names in a trainer's folder of versions. A file has a version's name only while it holds
+all of that version, and gets another one before a byte of it is overwritten:
+
+    version_4.5f0c.bin, version_4.5f0c.manifest
+    draft.5f0c.bin        is being written, or was when its writer died
+
+Who reads a file for longer than a moment holds a shared lock (flock) on it, and looks whether the
+name is still there once it has the lock. A file that somebody reads is not taken: another one is
+made, and goes when it is free. Must not import torch.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightrl.weights.version.manifest import VersionFile, digest_version, manifest_path
+
+# So often in a row a file may be too many before it goes: engines on this machine that read the
+# version before the last, now and then, need it.
+SPARED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A file of the size asked for, locked for its writer. `key` stays that of this file, whatever
+    it is called."""
+
+    key: int
+    path: Path
+    # Has the lock, until it is closed: to be used for nothing else, as what is mapped through it
+    # would keep the lock.
+    descriptor: int
+
+
+def draft_path(folder: Path, key: int) -> Path:
+    return folder / f"draft.{key:015x}.bin"
+
+
+class Buffers:
+    """The files of one writer; what another one that died has left in the folder is taken over."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._newest: Path | None = None  # published last: it may not have found its reader yet
+        self._num_spared = 0  # in a row: so often there was a file too many
+
+    def take(self, size: int) -> Draft:
+        """A file of `size` bytes that nobody reads. Raises OSError, with its name, if there is no
+        room for another one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        taken: Draft | None = None
+        spare: list[Path] = []
+        for path, descriptor in self._unread():
+            fits = os.fstat(descriptor).st_size == size
+            if taken is None and fits:
+                taken = self._as_draft(path, descriptor)
+                continue
+            os.close(descriptor)
+            if fits:
+                spare.append(path)
+            else:
+                _remove(path)
+        self._num_spared = self._num_spared + 1 if spare else 0
+        if self._num_spared > SPARED:  # what was made when others were read is not needed any more
+            for path in spare:
+                _remove(path)
+        return taken or self._new(size)
+
+    def keys(self) -> set[int]:
+        """Of all files that there are."""
+        return {_key(path) for path in self.folder.glob("*.bin")}
+
+    def lacks_a_second(self) -> bool:
+        """There is no file but that which was published last."""
+        return not [path for path in self.folder.glob("*.bin") if path != self._newest]
+
+    def give_back(self, draft: Draft) -> None:
+        """It has not become a version."""
+        os.close(draft.descriptor)
+
+    def finish(self, draft: Draft, policy_version: int, encoded: bytes) -> VersionFile:
+        """The file is complete; `encoded` is its manifest. From now on others may read it."""
+        size = os.fstat(draft.descriptor).st_size
+        path = self.folder / f"version_{policy_version}.{draft.key:015x}.bin"
+        manifest = manifest_path(path)
+        manifest.write_bytes(encoded)
+        draft.path.rename(path)
+        self._newest = path
+        os.close(draft.descriptor)
+        return VersionFile(policy_version, digest_version(encoded), size, str(path), str(manifest))
+
+    def _unread(self) -> Iterator[tuple[Path, int]]:
+        """Each file that may be overwritten, locked, those that have been unread longest first."""
+        paths = sorted(self.folder.glob("draft.*.bin"))
+        paths += sorted(self.folder.glob("version_*.bin"), key=lambda p: p.stat().st_ctime_ns)
+        for path in paths:
+            if path != self._newest and (descriptor := _lock(path)) is not None:
+                yield path, descriptor
+
+    def _as_draft(self, path: Path, descriptor: int) -> Draft:
+        key = _key(path)
+        draft = draft_path(self.folder, key)
+        path.rename(draft)
+        manifest_path(path).unlink(missing_ok=True)
+        return Draft(key, draft, descriptor)
+
+    def _new(self, size: int) -> Draft:
+        key = secrets.randbits(60)
+        path = draft_path(self.folder, key)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Not by `truncate`: who touches a page for which there is no memory is killed.
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as e:
+            os.close(descriptor)
+            path.unlink()
+            raise OSError(e.errno, f"{e.strerror} for {size} bytes", str(path)) from e
+        return Draft(key, path, descriptor)
+
+
+def _key(path: Path) -> int:
+    return int(path.name.split(".")[1], 16)
+
+
+def _lock(path: Path) -> int | None:
+    """The open file, if nobody reads or writes it."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        os.close(descriptor)
+    return None
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    manifest_path(path).unlink(missing_ok=True)

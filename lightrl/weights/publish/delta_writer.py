@@ -1,0 +1,131 @@
+"""How the ranks of a trainer make the difference between their last two versions together.
+
+Owns the writing side of a delta, on one rank: each encodes its share of the buckets, by threads,
+and writes it to its place in one file. The encoding is `delta/encoding.py`'s. Imports torch;
+daemons must not import this.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightrl.system.files import write_at
+from lightrl.weights.delta.file import (
+    PAYS_BELOW,
+    DeltaManifest,
+    encode_buckets,
+    header,
+    pays,
+    seal,
+)
+from lightrl.weights.version.layout import TensorSpec, num_buckets
+from lightrl.weights.version.manifest import VersionFile
+
+_NOT_WORTH = 1 << 50  # in place of a bucket's size
+
+
+class DeltaWriter:
+    """One rank's part in it. All ranks call `write` at the same time."""
+
+    def __init__(self, folder: Path, rank: int, world: int, num_threads: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._world = world
+        self._num_threads = num_threads
+
+    def write(
+        self,
+        base: memoryview,
+        target: memoryview,
+        tensors: Sequence[TensorSpec],
+        files: tuple[VersionFile, VersionFile] | None,
+    ) -> VersionFile | None:
+        """`files`, on rank 0: the versions in `base` and `target`. On rank 0 the delta comes back,
+        as a file of the newer version, if there is one: if it pays, and there is room for it."""
+        if not pays(base, target, tensors):
+            return None  # on all ranks: they look at the same bytes
+        count = num_buckets(len(target))
+        share = range(count * self._rank // self._world, count * (self._rank + 1) // self._world)
+        sizes = torch.zeros(count, dtype=torch.int64)
+        most = int(PAYS_BELOW * len(target))
+        parts: list[bytes] = []
+        total = 0
+        encoded = encode_buckets(base, target, tensors, share, self._num_threads)
+        for bucket, part in zip(share, encoded, strict=True):
+            parts.append(part)
+            sizes[bucket] = len(part)
+            total += len(part)
+            if total > most:
+                sizes[bucket] = _NOT_WORTH
+                break
+        self._sum(sizes)
+        if not 0 < int(sizes.sum()) <= most:
+            return None
+        begin = b""
+        if files is not None:
+            digests = files[0].digest, files[1].digest
+            begin = header(DeltaManifest(*digests, len(target), tuple(sizes.tolist())))
+        path = self._place(begin, parts, sizes, share)
+        if path is None or files is None:
+            return None
+        with contextlib.suppress(OSError):
+            return _finish(path, files[1].policy_version)
+        return None
+
+    def _place(
+        self, begin: bytes, parts: list[bytes], sizes: torch.Tensor, share: range
+    ) -> Path | None:
+        """The file, when all ranks have written to it; None if there is no room for one. `begin`,
+        on rank 0: what comes before all parts."""
+        key = -1
+        if self._rank == 0:
+            key = self._new_file(len(begin) + int(sizes.sum()), begin)
+        told = torch.tensor([key, len(begin)])
+        if self._world > 1:
+            dist.broadcast(told, 0)
+        key, length = (int(value) for value in told)
+        if key < 0:
+            return None
+        path = self._draft(key)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            offset = length + int(sizes[: share.start].sum())
+            for part in parts:
+                offset = write_at(descriptor, offset, part)
+        finally:
+            os.close(descriptor)
+        self._sum(torch.zeros(1))  # all have come so far
+        return path
+
+    def _new_file(self, size: int, begin: bytes) -> int:
+        """Its key; -1 if there is no room for it: a delta is not worth a run."""
+        for left in self._folder.glob("draft.*.delta"):  # by others, who died
+            left.unlink()
+        key = secrets.randbits(60)
+        path = self._draft(key)
+        try:
+            with path.open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+                file.write(begin)
+        except OSError:
+            path.unlink(missing_ok=True)
+            return -1
+        return key
+
+    def _draft(self, key: int) -> Path:
+        return self._folder / f"draft.{key:015x}.delta"
+
+    def _sum(self, values: torch.Tensor) -> None:
+        if self._world > 1:
+            dist.all_reduce(values)
+
+
+def _finish(draft: Path, policy_version: int) -> VersionFile:
+    path = draft.with_name(draft.name.replace("draft", f"to_{policy_version}", 1))
+    draft.rename(path)
+    return seal(path, policy_version)

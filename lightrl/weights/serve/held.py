@@ -1,0 +1,171 @@
+"""One thing that a weight server holds: two open files, whose tickets count, and how much of it may
+be sent.
+
+Owns the files and their lock. What is still being pulled here is served as far as it is proved, and
+whoever follows is told of each change. Must not import torch; knows no sockets.
+"""
+
+import asyncio
+import fcntl
+import os
+
+from lightrl.errors import WeightsError
+from lightrl.weights.serve.request import (
+    ALL,
+    ASK_DATA,
+    ASK_HAVE,
+    ASK_MANIFEST,
+    ASK_SHARED,
+    GETTING,
+    PROVED,
+    RECORD,
+    Request,
+    pack_bitmap,
+)
+from lightrl.weights.version.layout import BUCKET_BYTES, num_buckets
+from lightrl.weights.version.manifest import VersionFile
+
+
+class Held:
+    """Lives in one event loop. The open files outlive their names; closed when nobody uses them."""
+
+    def __init__(self, file: VersionFile, is_complete: bool) -> None:
+        """Raises WeightsError: not there, of another size, or being overwritten (LOCK_EX)."""
+        self.policy_versions = {file.policy_version}
+        self.size = file.num_bytes
+        self.is_complete = is_complete
+        self.retired: asyncio.Future[None] | None = None
+        self._num_users = 0
+        self._proved: set[int] = set()
+        self._getting: set[int] = set()  # and not proved yet
+        self._log = bytearray()  # records of what changed
+        self._changed = asyncio.Event()  # replaced after each change
+        self.file, self.manifest_file = _open(file)
+        self.manifest_size = os.fstat(self.manifest_file).st_size
+
+    def has(self, request: Request) -> bool:
+        """Whether there is such a range, proved or not."""
+        if request.what == ASK_HAVE:
+            return request.size == self.size and request.offset == 0
+        size = self.manifest_size if request.what == ASK_MANIFEST else self.size
+        return request.offset <= size and request.size <= size - request.offset
+
+    def is_proved(self, request: Request) -> bool:
+        """Whether all of a range that there is may be sent."""
+        if self.is_complete or request.what not in (ASK_DATA, ASK_SHARED):
+            return True
+        if request.size == 0:
+            return True
+        last = (request.offset + request.size - 1) // BUCKET_BYTES
+        return self._proved.issuperset(range(request.offset // BUCKET_BYTES, last + 1))
+
+    def descriptor(self, request: Request) -> int:
+        assert request.what != ASK_HAVE
+        return self.manifest_file if request.what == ASK_MANIFEST else self.file
+
+    def add(self, kind: bytes, bucket: int) -> None:
+        """Of a change: PROVED, GETTING or, at the end, ALL."""
+        if self.is_complete or not 0 <= bucket < num_buckets(self.size):
+            return
+        if kind == PROVED:
+            self._proved.add(bucket)
+            self._getting.discard(bucket)
+        elif kind == GETTING:
+            self._getting.add(bucket)
+        self.is_complete = kind == ALL
+        self._log += RECORD.pack(kind, bucket)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def state(self) -> tuple[bytes, int]:
+        """A bitmap of what is proved, records of what is on its way, and the position from which
+        news follow."""
+        on_its_way = b"".join(RECORD.pack(GETTING, bucket) for bucket in sorted(self._getting))
+        return pack_bitmap(self._proved, self.size) + on_its_way, len(self._log)
+
+    def news(self, position: int) -> bytes:
+        """Records since `position`."""
+        return bytes(self._log[position:])
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change."""
+        return self._changed
+
+    def acquire(self) -> None:
+        """Keeps the files open, if they are retired meanwhile."""
+        self._num_users += 1
+
+    def release(self) -> None:
+        self._num_users -= 1
+        self._close_unused()
+
+    def retire(self) -> asyncio.Future[None]:
+        """Done when nobody uses the files any more and they are closed."""
+        if self.retired is None:
+            self.retired = asyncio.get_running_loop().create_future()
+            self._changed.set()
+            self._close_unused()
+        return self.retired
+
+    def _close_unused(self) -> None:
+        """In a thread: the last close of a file without a name gives back all its memory."""
+        if self.retired is None or self._num_users or self.file < 0:
+            return
+        closing = asyncio.get_running_loop().run_in_executor(
+            None, _close, self.file, self.manifest_file
+        )
+        self.file = self.manifest_file = -1
+        retired = self.retired
+        closing.add_done_callback(lambda _: retired.done() or retired.set_result(None))
+
+
+class Partial:
+    """A version that is being pulled here and served as far as it is proved. Methods may be called
+    from any thread."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._loop = asyncio.get_running_loop()
+
+    def getting(self, bucket: int) -> None:
+        """It has been asked of a complete source: peers had better wait for it here."""
+        self._add(GETTING, bucket)
+
+    def proved(self, bucket: int) -> None:
+        """It is in the file, and right: served from now on."""
+        self._add(PROVED, bucket)
+
+    def complete(self) -> None:
+        """All of it is; the file may be renamed, the open one goes on being served."""
+        self._add(ALL, 0)
+
+    def _add(self, kind: bytes, bucket: int) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._held.add, kind, bucket)
+        except RuntimeError:  # the loop is closed: nobody is served any more
+            return
+
+
+def _open(file: VersionFile) -> tuple[int, int]:
+    opened: list[int] = []
+    try:
+        opened.extend(os.open(path, os.O_RDONLY) for path in (file.path, file.manifest_path))
+        fcntl.flock(opened[0], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        size = os.fstat(opened[0]).st_size
+        if size != file.num_bytes:
+            raise WeightsError(f"{file.path}: has {size} bytes, its manifest says {file.num_bytes}")
+    except (OSError, WeightsError) as e:
+        for descriptor in opened:
+            os.close(descriptor)
+        if isinstance(e, BlockingIOError):
+            raise WeightsError(f"{file.path}: is being overwritten") from e
+        if isinstance(e, OSError):
+            raise WeightsError(f"{e.filename or file.path}: cannot be served: {e.strerror}") from e
+        raise
+    return opened[0], opened[1]
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,51 @@
+"""A version from bytes that are at hand: for emulated trainers and tests.
+
+Ranks use `publish/publisher.py`. Must not import torch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightrl.weights.version.layout import bucket_range, num_buckets, num_bytes, plan
+from lightrl.weights.version.manifest import (
+    Manifest,
+    VersionFile,
+    digest_version,
+    encode,
+    hash_bucket,
+    manifest_path,
+)
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """One tensor on its way into a version."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def write_version(path: Path, policy_version: int, tensors: Iterable[TensorBytes]) -> VersionFile:
+    """Writes a version to `path` and its manifest beside it. Raises WeightsError, OSError."""
+    flat, encoded = flatten(tensors)
+    path.write_bytes(flat)
+    manifest_path(path).write_bytes(encoded)
+    digest = digest_version(encoded)
+    return VersionFile(policy_version, digest, len(flat), str(path), str(manifest_path(path)))
+
+
+def flatten(tensors: Iterable[TensorBytes]) -> tuple[bytearray, bytes]:
+    """The bytes of a version's file, and those of its manifest. Raises WeightsError."""
+    given = {t.name: t for t in tensors}
+    specs = plan((t.name, t.dtype, t.shape) for t in given.values())
+    size = num_bytes(specs)
+    flat = bytearray(size)
+    for spec in specs:
+        flat[spec.offset : spec.offset + spec.num_bytes] = given[spec.name].data.cast("B")
+    view = memoryview(flat)
+    slices = [bucket_range(i, size) for i in range(num_buckets(size))]
+    encoded = encode(Manifest(specs, size, b"".join(hash_bucket(view[a:b]) for a, b in slices)))
+    return flat, encoded

@@ -113,6 +113,10 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ({"rollout": {"engine": "sglang"}}, ("rollout.engine = 'sglang'", "'vllm'")),
         ({"train": {"engine": "vllm"}}, ("train.engine = 'vllm'", "'torch'", "'emulated'")),
         (
+            {"weights": {"broadcast": "always"}, "rollout": {"engine": "emulated"}},
+            ("weights.broadcast = 'always'", "rollout.engine = 'emulated'"),
+        ),
+        (
             {"train": {"engine": "emulated"}},
             ("rollout.engine = 'auto'", "train.engine = 'emulated'", "no model"),
         ),

@@ -99,6 +99,15 @@ class CoordinatorDaemon:
         bind = (run_files.old_address(run_dir) if resume else "") or config.run.bind
         self._router = Router(bind, key)
         self.address = self._router.address
+        try:
+            self._build(name, resume, max_trouble_s)
+        except BaseException:  # else nobody closes it
+            self._router.close()
+            raise
+
+    def _build(self, name: str, resume: bool, max_trouble_s: float) -> None:
+        """What goes with the router. Raises as `__init__`."""
+        config, run_dir = self._config, self._run_dir
         self._metrics = MetricsLog(run_dir, config.logging.backends, config, self._report)
         self._prompts = Prompts(config)
         self._core = Coordinator(self._prompts.settings, time.monotonic())

@@ -7,13 +7,7 @@ it gets no file: so nobody can accuse it of wrong bytes. Nothing of groups is wr
 that was made again has none, and its nodes say hello again.
 """
 
-from lightrl.core.broadcast_groups import MAX_MARKS, BroadcastGroups, Candidate, Phase, choose
-from lightrl.core.commands import Outbox
-from lightrl.core.events import BroadcastNews
-from lightrl.core.offers import PULLING, Offers
-from lightrl.core.settings import Settings
-from lightrl.core.state import Node, NodeState
-from lightrl.messages import (
+from lightrl.broadcast_messages import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastOpened,
@@ -23,6 +17,12 @@ from lightrl.messages import (
     SendBroadcast,
     VersionTaken,
 )
+from lightrl.core.broadcast_groups import MAX_MARKS, BroadcastGroups, Candidate, Phase, choose
+from lightrl.core.commands import Outbox
+from lightrl.core.events import BroadcastNews
+from lightrl.core.offers import PULLING, Offers
+from lightrl.core.settings import Settings
+from lightrl.core.state import Node, NodeState
 
 IS_UP = {NodeState.JOINING, NodeState.READY, *PULLING}
 

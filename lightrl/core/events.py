@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightrl.core.state import DrawnPrompt
-from lightrl.messages import (
-    BadSource,
+from lightrl.broadcast_messages import (
     BroadcastFailed,
     BroadcastJoined,
     BroadcastOpened,
     BroadcastSums,
+)
+from lightrl.core.state import DrawnPrompt
+from lightrl.messages import (
+    BadSource,
     Heartbeat,
     Hello,
     PublishWeights,

@@ -9,24 +9,26 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from lightrl.broadcast_messages import (
+    BroadcastSums,
+    JoinBroadcast,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
+)
 from lightrl.config import Config
 from lightrl.daemon.admission import write_model_files
 from lightrl.daemon.weights import MachineWeights
 from lightrl.devices.assign import CPU, Assignment
 from lightrl.messages import (
     Abort,
-    BroadcastSums,
     Generate,
     Heartbeat,
-    JoinBroadcast,
     Load,
     Message,
-    OpenBroadcast,
     PublishWeights,
     Role,
-    SendBroadcast,
     TrainShard,
-    VersionTaken,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
 from lightrl.system.addresses import split_address
@@ -132,22 +134,18 @@ class Roles:
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
     def handle(self, message: Message) -> None:
-        """Takes what the coordinator sends to a role; nothing if this node does not have it. Of a
-        broadcast group only the trainer has rank 0."""
-        rollout, trainer = self._rollout, self._trainer
+        """Takes what the coordinator sends to a role; nothing if this node does not have it. In a
+        broadcast group the trainer's ranks come first."""
         match message:
-            case (
-                TrainShard()
-                | VersionTaken()
-                | OpenBroadcast()
-                | SendBroadcast()
-                | JoinBroadcast(rank=0)
-            ):
-                if trainer is not None:
-                    trainer.handle(message)
+            case TrainShard() | VersionTaken() | OpenBroadcast() | SendBroadcast():
+                if self._trainer is not None:
+                    self._trainer.handle(message)
+            case JoinBroadcast(rank=0):
+                if self._trainer is not None:
+                    self._trainer.handle(message)
             case Generate() | Abort() | PublishWeights() | JoinBroadcast() | BroadcastSums():
-                if rollout is not None:
-                    rollout.handle(message)
+                if self._rollout is not None:
+                    self._rollout.handle(message)
             case _:
                 pass  # a heartbeat
 

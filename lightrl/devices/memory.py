@@ -117,7 +117,7 @@ class VersionSize:
 
 def version_size(shape: Shape, stored: bytes, dtype: str, on_gpu: bool) -> VersionSize:
     """`stored`: the model's config.json; `dtype`: `model.dtype`; `on_gpu`: of the training ranks.
-    Without torch, what `weights.tensors.served_dtype` decides there."""
+    Without torch, what `weights.version.tensors.served_dtype` decides there."""
     if dtype == "auto":
         config = _parsed(stored) or {}
         said = "bfloat16" if on_gpu else config.get("dtype") or config.get("torch_dtype")

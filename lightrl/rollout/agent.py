@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lightrl.broadcast_messages import BroadcastFailed, BroadcastSums, JoinBroadcast
 from lightrl.config import Config
 from lightrl.devices.assign import CPU, Part, environment
 from lightrl.engine.base import (
@@ -30,10 +31,7 @@ from lightrl.errors import EngineError, EngineUnusable, first_error
 from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (
     Abort,
-    BroadcastFailed,
-    BroadcastSums,
     Generate,
-    JoinBroadcast,
     Load,
     Message,
     PublishWeights,

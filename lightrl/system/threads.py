@@ -6,6 +6,7 @@ another one is over.
 """
 
 import asyncio
+import concurrent.futures
 import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +21,39 @@ async def in_thread(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs)
 
     Raises OSError if no thread can be started; `act` is then not called.
     """
+    return await taken_in_thread(_leave, act, *args, **kwargs)
+
+
+async def taken_in_thread(
+    give_back: Callable[[Result], object],
+    act: Callable[P, Result],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Result:
+    """As `in_thread`, where somebody must have what `act` returns: when cancelled, that goes to
+    `give_back`, in the same thread."""
     pool = ThreadPoolExecutor(1)
     try:
         try:
             result = pool.submit(act, *args, **kwargs)
         except RuntimeError as e:
             raise OSError(errno.EAGAIN, str(e)) from e
-        return await asyncio.wrap_future(result)
+        try:
+            return await asyncio.wrap_future(result)
+        except asyncio.CancelledError:
+            pool.submit(_give_back, result, give_back)
+            raise
     finally:
         pool.shutdown(wait=False)
+
+
+def _give_back(
+    result: "concurrent.futures.Future[Result]", give_back: Callable[[Result], object]
+) -> None:
+    """It is over: calls of a pool of one thread are made one after the other."""
+    if not result.cancelled() and result.exception() is None:
+        give_back(result.result())
+
+
+def _leave(result: object) -> None:
+    """Nobody need have it."""

@@ -9,6 +9,12 @@ is no number.
 
 from math import isfinite
 
+from lightrl.broadcast_messages import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+)
 from lightrl.core.events import (
     BroadcastHeard,
     EndpointOpened,
@@ -28,10 +34,6 @@ from lightrl.core.events import (
 from lightrl.errors import ProtocolError
 from lightrl.messages import (
     BadSource,
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
     Bye,
     Canary,
     Checkpointed,

@@ -5,6 +5,16 @@ from typing import Any
 
 import pytest
 
+from lightrl.broadcast_messages import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+    JoinBroadcast,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
+)
 from lightrl.core.broadcast_groups import MAX_MARKS, Phase
 from lightrl.core.commands import Command, Report, Send
 from lightrl.core.events import (
@@ -21,20 +31,12 @@ from lightrl.core.events import (
 )
 from lightrl.messages import (
     PROTOCOL,
-    BroadcastFailed,
-    BroadcastJoined,
-    BroadcastOpened,
-    BroadcastSums,
     DeltaOffer,
     Generate,
     Heartbeat,
     Hello,
-    JoinBroadcast,
     Message,
-    OpenBroadcast,
     PublishWeights,
-    SendBroadcast,
-    VersionTaken,
     WeightsFailed,
     WeightsReady,
 )

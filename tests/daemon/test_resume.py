@@ -13,6 +13,7 @@ from lightrl.errors import DataError
 from lightrl.journal.disk import segments
 from lightrl.journal.read import LOG, read_segment
 from lightrl.journal.write import JournalWriter
+from lightrl.transport.zap import DOORKEEPER
 from lightrl.wire import from_json
 from tests.daemon.test_runs import SLOW, busy, require_exact
 from tests.support.daemons import DEADLINE_S, QUICKSTART, Running, ScriptedTrainer, a_run
@@ -135,5 +136,6 @@ def test_other_data_is_refused_in_one_line(tmp_path: Path):
         with pytest.raises(DataError, match="the prompts differ from those the run started with"):
             async with a_run(tmp_path, resume=True, **SLOW, **other):
                 pass
+        assert DOORKEEPER._sock is None  # nobody listens any more
 
     asyncio.run(scenario())

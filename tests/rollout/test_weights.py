@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lightrl.broadcast_messages import BroadcastFailed
 from lightrl.config_sections import Weights
-from lightrl.messages import BroadcastFailed, Message, PublishWeights, WeightsFailed
+from lightrl.messages import Message, PublishWeights, WeightsFailed
 from lightrl.rollout.fetched import Fetched
 from lightrl.rollout.weights import NodeWeights
 from lightrl.weights.machine import scratch, store

@@ -3,10 +3,18 @@
 import asyncio
 import errno
 import threading
+import time
+from typing import Any
 
 import pytest
 
-from lightrl.system.threads import in_thread
+from lightrl.system.threads import in_thread, taken_in_thread
+
+
+def wait_for_a_callback(loop: Any) -> None:
+    """In this very turn: one from another thread."""
+    while not loop._ready:
+        time.sleep(0.001)
 
 
 def refuse(thread: threading.Thread) -> None:
@@ -36,3 +44,36 @@ def test_a_call_that_no_thread_is_left_for_is_not_made_later(monkeypatch):
 
     asyncio.run(story())
     assert calls == ["a pool has a thread now", "made"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_cancelled_call_returns_is_given_back(is_late: bool):
+    """Whether the cancel comes while it is made, or in the turn in which it is over."""
+    begun, may_end, given = threading.Event(), threading.Event(), threading.Event()
+
+    def act() -> str:
+        begun.set()
+        may_end.wait()
+        return "claim"
+
+    back: list[tuple[str, bool]] = []
+
+    def give_back(what: str) -> None:
+        back.append((what, threading.current_thread() is threading.main_thread()))
+        given.set()
+
+    async def story() -> None:
+        taking = asyncio.ensure_future(taken_in_thread(give_back, act))
+        await in_thread(begun.wait)
+        if is_late:
+            may_end.set()
+            wait_for_a_callback(asyncio.get_running_loop())
+            await asyncio.sleep(0)  # now the result is there, and the task does not know
+        taking.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        await in_thread(given.wait, 10)
+
+    asyncio.run(story())
+    assert back == [("claim", False)]

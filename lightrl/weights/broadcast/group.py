@@ -137,7 +137,7 @@ def _connect(
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
         store = _store(host, port, place) if port is not None else _serve(host, place, lifeline)
-        backend = _backend(PrefixStore(place.name, store), lifeline.host, place)
+        backend = _backend(PrefixStore(place.shown_name.hex(), store), lifeline.host, place)
         probe = torch.zeros(1, dtype=torch.uint8, device=device)
         work = backend.broadcast([probe], _options(0, place.timeout_s))  # NCCL connects only now
         while not work.is_completed():

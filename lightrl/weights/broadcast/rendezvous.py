@@ -51,6 +51,12 @@ class Membership:
     # of one operation, at most
     piece_bytes: int = BUCKET_BYTES
 
+    @property
+    def shown_name(self) -> bytes:
+        """What members show each other in the clear. Tells nobody the name, of which the numbers of
+        the proof are made."""
+        return blake3(self.name.encode()).digest()
+
 
 class Rendezvous:
     """The listener of member 0; its address goes to the others over the encrypted channel."""
@@ -162,7 +168,7 @@ def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Life
 
 
 def _secret(place: Membership) -> bytes:
-    return blake3(place.name.encode()).digest()
+    return place.shown_name
 
 
 class Lifeline:

@@ -167,8 +167,10 @@ class Machines:
             time.sleep(0.01)
 
     def _raise_if_ended(self) -> None:
-        head = self.processes["head"].poll()
-        assert head in {None, 0, -signal.SIGKILL}, f"head: {head}\n{self.log('head')[-3000:]}"
+        """Nobody fails: who ends has left, or was killed."""
+        for name, process in self.processes.items():
+            code = process.poll()
+            assert code in {None, 0, -signal.SIGKILL}, f"{name}: {code}\n{self.log(name)[-3000:]}"
 
 
 def _is_worker(pid: int) -> bool:

@@ -53,6 +53,13 @@ Slots = Annotated[
         help="responses at once here; default: rollout.slots",
     ),
 ]
+Preemptible = Annotated[
+    bool,
+    typer.Option(
+        "--preemptible",
+        help="this node may be taken away at any moment: no broadcast of weights waits for it",
+    ),
+]
 NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]
 AsJson = Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")]
 Settings = Annotated[
@@ -64,7 +71,12 @@ Settings = Annotated[
 
 
 def require_coherent(
-    settings: list[str], join: str, roles: "tuple[Role, ...]", name: str, slots: int
+    settings: list[str],
+    join: str,
+    roles: "tuple[Role, ...]",
+    name: str,
+    slots: int,
+    preemptible: bool = False,
 ) -> None:
     """Nothing that a user says may be ignored. Raises ConfigError, one line."""
     if join and settings and "coordinator" not in roles:
@@ -77,6 +89,8 @@ def require_coherent(
             "--slots is for one rollout daemon: --join, or --role ...,rollout; else set "
             "rollout.slots"
         )
+    if preemptible and roles != ("rollout",):
+        raise ConfigError("--preemptible is for one rollout daemon that has to --join a run")
     if name and not roles:
         raise ConfigError("--name is for one daemon: --join or --role; else set run.name")
     if name:

@@ -15,6 +15,7 @@ from lightrl.arguments import (
     KeyFile,
     NameOption,
     NoTui,
+    Preemptible,
     RoleOption,
     Settings,
     Slots,
@@ -51,6 +52,7 @@ def up(
     role: RoleOption = "",
     name: NameOption = "",
     slots: Slots = 0,
+    preemptible: Preemptible = False,
     no_tui: NoTui = False,
     dry_run: Annotated[
         bool,
@@ -66,14 +68,14 @@ def up(
     coordinator; ctrl-C leaves. Needs the key of that run: --key FILE.
     """
     roles = arguments.roles(role or ("rollout" if join else ""))
-    arguments.require_coherent(settings or [], join, roles, name, slots)
+    arguments.require_coherent(settings or [], join, roles, name, slots, preemptible)
     if key is not None and not join:
         raise ConfigError("--key is for --join: a run that is started makes its own key")
     config = arguments.config(settings or [])
     if dry_run:
         _dry_run(config)
     elif roles:
-        _foreground(config, join, key, roles, name, slots)
+        _foreground(config, join, key, roles, name, slots, preemptible)
     elif config is None:
         raise typer.BadParameter(
             "give a CONFIG to start a run, or --join tcp://HOST:PORT to join one"
@@ -170,12 +172,14 @@ def slurm(
 
 
 @app.command("slurm-job", hidden=True)
-def slurm_job(part: str, what: list[str], slots: Slots = 0) -> None:
+def slurm_job(
+    part: str, what: list[str], slots: Slots = 0, preemptible: Preemptible = False
+) -> None:
     """What the scripts run: head CONFIG [section.key=value ...], node RUN_DIR, node ADDRESS
     KEY_FILE."""
     from lightrl.launch.slurm.job import run_part
 
-    exit_with(wait_for(run_part(part, what, slots)))
+    exit_with(wait_for(run_part(part, what, slots, preemptible)))
 
 
 app.command("config")(commands.reference)
@@ -230,6 +234,7 @@ def _foreground(
     roles: "tuple[Role, ...]",
     name: str,
     slots: int,
+    preemptible: bool,
 ) -> None:
     """One daemon in this process."""
     if "coordinator" in roles:
@@ -263,13 +268,15 @@ def _foreground(
         require_reachable(join)
         from lightrl.daemon.main import DaemonOptions, run
 
-        exit_with(
-            run(
-                DaemonOptions(
-                    name or arguments.default_name(), roles, join=join, slots=slots, key=text
-                )
-            )
+        options = DaemonOptions(
+            name or arguments.default_name(),
+            roles,
+            join=join,
+            slots=slots,
+            key=text,
+            is_preemptible=preemptible,
         )
+        exit_with(run(options))
 
 
 def _coordinator(
@@ -288,16 +295,20 @@ def _coordinator(
 
 
 def _dry_run(config: "Config | None") -> None:
+    from lightrl.devices.driver import look
+    from lightrl.devices.plan import assigned
     from lightrl.devices.plan import describe as describe_devices
     from lightrl.launch.plan import describe
     from lightrl.launch.preflight import require_files
     from lightrl.launch.weights_plan import describe as describe_weights
+    from lightrl.launch.weights_plan import notes
     from lightrl.run_file import to_toml
 
     if config is None:
         raise typer.BadParameter("--dry-run needs a CONFIG")
     require_files(config)
-    devices, weights = describe_devices(config), describe_weights(config)
+    devices = describe_devices(config)
+    weights = [*describe_weights(config), *notes(config, assigned(config, look()))]
     show(f"{to_toml(config)}\n{describe(config, devices, weights)}".split("\n"))
 
 

@@ -112,6 +112,11 @@ class Config(Section):
                 f"rollout.engine = {self.rollout.engine!r}: only 'emulated' can load what "
                 "train.engine = 'emulated' publishes, which is no model"
             )
+        if self.weights.broadcast == "always" and self.rollout.engine == "emulated":
+            raise ValueError(
+                "weights.broadcast = 'always': rollout.engine = 'emulated' has no memory to "
+                "receive weights in; leave it out"
+            )
         if self.async_.max_staleness and not self.algorithm.tis_cap:
             raise ValueError(
                 f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} trains "

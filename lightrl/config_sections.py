@@ -325,6 +325,12 @@ class Weights(Section):
         description="auto: nodes that have the version before get the difference, where that is "
         "smaller; off: always the whole version",
     )
+    broadcast: Literal["auto", "always", "off"] = Field(
+        default="auto",
+        description="auto: new weights are sent at once to all idle nodes of other machines that "
+        "are not preemptible; always: to busy nodes and those of the trainer's machine, too; off: "
+        "every node pulls them",
+    )
 
 
 class Journal(Section):

@@ -1,8 +1,9 @@
 """Every message that crosses the wire between daemons, and nothing that stays inside one process.
 
-Frozen dataclasses of plain types, so that they can be compared, printed and validated. Must not
-import anything of LightRL. Arrays travel as raw little-endian bytes: token ids as int32, logprobs
-as float32 (see `wire.pack_i32`, `wire.pack_f32`).
+Frozen dataclasses of plain types, so that they can be compared, printed and validated. Must import
+nothing of LightRL but the bounds of their fields and those of broadcasts, which have a file of
+their own. Arrays travel as raw little-endian bytes: token ids as int32, logprobs as float32 (see
+`wire.pack_i32`, `wire.pack_f32`).
 
 The types say how long a field may be, and numbers within which range: wire.py looks at the length
 that a frame announces before it makes anything of what follows, so a frame costs a bounded multiple
@@ -13,7 +14,9 @@ Who says what to whom (node = any daemon, head = the coordinator's daemon):
 
     node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
                    WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye
-    head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights Drain
+                   BroadcastOpened BroadcastJoined BroadcastSums BroadcastFailed
+    head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken Drain
+                   OpenBroadcast JoinBroadcast SendBroadcast BroadcastSums
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
 """
@@ -23,7 +26,45 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-PROTOCOL = 6
+from lightrl.broadcast_messages import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+    JoinBroadcast,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
+)
+from lightrl.message_fields import (
+    MAX_ADDRESSES,
+    MAX_CONFIG,
+    MAX_DELTAS,
+    MAX_GROUPS,
+    MAX_METRICS,
+    MAX_SOURCES,
+    MAX_STOPS,
+    MAX_WATCH_S,
+    RESPONSES,
+    ROWS,
+    Attempt,
+    Count,
+    EngineSeconds,
+    Int32,
+    Int64,
+    LongText,
+    Metrics,
+    ModelFiles,
+    Name,
+    Reason,
+    Slots,
+    Text,
+    Tokens,
+    Version,
+    Word,
+)
+
+PROTOCOL = 7
 # why a node is refused that was given up while it was silent: it may say hello again
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # and one that comes too late
@@ -32,51 +73,6 @@ TAKEN = "another process with this name takes part"
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-
-# What one message may hold: more than anybody needs, and little enough to be held a few times.
-MAX_WORD = 256  # characters of a name, an address, a digest
-MAX_TEXT = 4096  # characters of a reason
-MAX_REASON = 2 * MAX_TEXT  # and of one that is passed on, with a word on whose it is
-MAX_LONG_TEXT = 1 << 24  # characters of a prompt or a response that is shown
-MAX_CONFIG = 1 << 20  # characters
-MAX_FILES = 64  # of a model
-MAX_FILE_BYTES = 192 << 20
-MAX_RESPONSES = 1 << 16  # of a node, of a prompt, of a chunk
-MAX_GROUPS = 1 << 21  # of a shard
-MAX_TOKEN_BYTES = 1 << 28  # of one response: 64 million tokens
-MAX_TENSORS = 1 << 20
-MAX_BUCKETS = 1 << 20
-MAX_DIMENSIONS = 16
-MAX_NAME = 1024  # characters of a tensor's name
-MAX_STOPS = 1024  # token ids
-MAX_SOURCES = 1024  # of one version
-MAX_ADDRESSES = 16  # of one node
-MAX_DELTAS = 256  # in a chain
-MAX_METRICS = 4096
-MAX_ROWS = 1 << 16  # of a list that is shown
-MAX_WATCH_S = 3600.0
-MAX_ENGINE_S = 1e12  # 30,000 years
-
-RESPONSES = Meta(max_length=MAX_RESPONSES)
-ROWS = Meta(max_length=MAX_ROWS)
-Word: TypeAlias = Annotated[str, Meta(max_length=MAX_WORD)]
-Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_WORD)]
-Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
-Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
-LongText: TypeAlias = Annotated[str, Meta(max_length=MAX_LONG_TEXT)]
-Tokens: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
-Int64: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-# not negative, and written down as int32
-Int32: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Version: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]  # of the policy; a step, too
-Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 53)]
-EngineSeconds: TypeAlias = Annotated[float, Meta(ge=0, lt=MAX_ENGINE_S)]
-Metrics: TypeAlias = Annotated[dict[Word, float], Meta(max_length=MAX_METRICS)]
-ModelFiles: TypeAlias = Annotated[
-    dict[Word, Annotated[bytes, Meta(max_length=MAX_FILE_BYTES)]], Meta(max_length=MAX_FILES)
-]
-Slots: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RESPONSES)]
-Attempt: TypeAlias = tuple[Name, Int32]  # at a response
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +129,10 @@ class Hello:
     serves: tuple[Version, Word] | None = None
     # (response, attempt) that it generates
     running: Annotated[tuple[Attempt, ...], RESPONSES] = ()
+    # has what it `serves` as a file, from which others can pull; not after a broadcast
+    has_file: bool = True
+    # may be taken away at any moment
+    is_preemptible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,9 @@ class Heartbeat:
     device: Word = ""
     # of the version that it pulls
     weights: WeightsProgress | None = None
+    # of its engine, once it has started, each with a device of its own; 0: none that can receive
+    # weights by broadcast
+    num_workers: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +436,8 @@ class PublishWeights:
     canary: Canary | None = None
     # groups accumulated at a time for it, in order; () = loaded, not trained
     portions: Annotated[tuple[Int32, ...], RESPONSES] = ()
+    # the broadcast group by which the node gets it; "" = it pulls. Sources have the manifest
+    group: Word = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,6 +469,8 @@ class WeightsReady:
     delta_bytes: Count = 0
     # largest difference of a logprob to the trainer's; None = not compared
     canary_diff: float | None = None
+    # until it had been received and proved, if it came by broadcast: then there is no file of it
+    broadcast_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -629,6 +636,14 @@ Message: TypeAlias = (
     | WeightsReady
     | BadSource
     | WeightsFailed
+    | VersionTaken
+    | OpenBroadcast
+    | BroadcastOpened
+    | JoinBroadcast
+    | BroadcastJoined
+    | SendBroadcast
+    | BroadcastSums
+    | BroadcastFailed
     | Drain
     | Bye
     | Watch

@@ -31,7 +31,7 @@ def load(tmp_path: Path, *overrides: str, toml: str = TOML) -> Config:
 
 
 def test_number_of_keys_stays_small():
-    assert len(list(keys())) <= 87
+    assert len(list(keys())) <= 88
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,10 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ({"model": {}}, ("model.path: is required",)),
         ({"rollout": {"engine": "sglang"}}, ("rollout.engine = 'sglang'", "'vllm'")),
         ({"train": {"engine": "vllm"}}, ("train.engine = 'vllm'", "'torch'", "'emulated'")),
+        (
+            {"weights": {"broadcast": "always"}, "rollout": {"engine": "emulated"}},
+            ("weights.broadcast = 'always'", "rollout.engine = 'emulated'"),
+        ),
         (
             {"train": {"engine": "emulated"}},
             ("rollout.engine = 'auto'", "train.engine = 'emulated'", "no model"),

@@ -7,6 +7,8 @@ two only while the run is over: so no clock has to tell whether it is.
 
 import asyncio
 import contextlib
+import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -16,6 +18,7 @@ from lightrl.system.threads import in_thread
 
 ADDRESS, SUMMARY, SNAPSHOT = "address", "summary.json", "snapshot.json"
 TRY_AGAIN_S = 1.0
+STRANGERS_S = 10.0  # to wait at most for a descriptor: longer than their handshake may take
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -72,12 +75,24 @@ def _end(run_dir: Path, summary: bytes, snapshot: bytes) -> list[str]:
     lines: list[str] = []
     for name, data in ((SUMMARY, summary), (SNAPSHOT, snapshot)):
         try:
-            files.write_whole(run_dir / name, data + b"\n")
+            _write_patiently(run_dir / name, data + b"\n")
         except OSError as e:
             lines.append(f"WARNING: {name}: cannot write ({e.strerror})")
     with contextlib.suppress(OSError):
         (run_dir / ADDRESS).unlink(missing_ok=True)
     return lines
+
+
+def _write_patiently(path: Path, data: bytes) -> None:
+    """Strangers who hold the last descriptors are cut off within seconds."""
+    deadline = time.monotonic() + STRANGERS_S
+    while True:
+        try:
+            return files.write_whole(path, data)
+        except OSError as e:
+            if e.errno != errno.EMFILE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 async def _to_its_end(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:

@@ -18,6 +18,7 @@ from lightrl.core.backlog import Backlog
 from lightrl.core.commands import Command, Outbox
 from lightrl.core.ending import Ending
 from lightrl.core.events import (
+    BroadcastHeard,
     DrainRequested,
     EndpointOpened,
     Event,
@@ -100,10 +101,7 @@ class Coordinator:
             case ResponseScored(response, attempt, reward, failure):
                 self._score(response, attempt, reward, failure)
             case NodeHeard(name, heartbeat):
-                if node := self.fleet.nodes.get(name):
-                    node.heard_at, node.load = now, heartbeat.load
-                    node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
-                    node.weights = heartbeat.weights
+                self.fleet.hear(name, heartbeat, now)
             case NodeJoined(hello):
                 self._join(hello, now)
             case NodeLost(name, reason):
@@ -122,6 +120,8 @@ class Coordinator:
                 self.fleet.open_endpoint(name, endpoint)
             case SourceReported(name, report):
                 self.fleet.accuse(name, report)
+            case BroadcastHeard(name, message):
+                self.fleet.hear_broadcast(name, message)
             case WeightsConfirmed(name, ready):
                 self._confirm(name, ready)
             case WeightsRefused(name, failed):
@@ -151,7 +151,8 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When to feed TimerFired, or None."""
-        times = (self.fleet.lease_check_at, self._rebalance_at, self.ending.patience_ends_at)
+        fleet, ends_at = self.fleet, self.ending.patience_ends_at
+        times = (fleet.lease_check_at, fleet.broadcasts.deadline, self._rebalance_at, ends_at)
         return min((t for t in times if t is not None), default=None)
 
     # Weights
@@ -186,12 +187,12 @@ class Coordinator:
             self.outbox.record(
                 VersionPublished(version, digest, message.portions, *sizes, message.canary)
             )
-            self.fleet.publish(message)
+            self.fleet.publish(message, now)
             self.steps.published(now)
         elif version == published.policy_version:
             self.fleet.publish_again(message)
         else:
-            self.fleet.trainer_is_behind()
+            self.fleet.trainer_is_behind(version)
             behind = f"{name} is at step {version}, the run at step {self.step}"
             self.outbox.warn(f"{behind}: the steps in between are trained again")
         self.fleet.trainer_stands()
@@ -357,6 +358,7 @@ class Coordinator:
         if self.fleet.lease_check_at is not None and now >= self.fleet.lease_check_at:
             for node in self.fleet.expired(now):
                 self._lose(node.name, f"silent for {now - node.heard_at:.1f} s", now)
+        self.fleet.expire_broadcast(now)
         patience_ends_at = self.ending.patience_ends_at
         if patience_ends_at is not None and now >= patience_ends_at:
             self.ending.begin(RunState.FAILED, f"no trainer for {self.settings.patience_s:g} s")

@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from lightrl.broadcast_messages import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+)
 from lightrl.core.state import DrawnPrompt
 from lightrl.messages import (
     BadSource,
@@ -111,6 +117,17 @@ class SourceReported:
     report: BadSource
 
 
+BroadcastNews: TypeAlias = BroadcastOpened | BroadcastJoined | BroadcastSums | BroadcastFailed
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastHeard:
+    """What the trainer or a member says of a broadcast group."""
+
+    node: str
+    message: BroadcastNews
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsConfirmed:
     """A node's engine serves a version; its bytes were proved to have the digest."""
@@ -172,6 +189,7 @@ Event: TypeAlias = (
     | WeightsPublished
     | EndpointOpened
     | SourceReported
+    | BroadcastHeard
     | WeightsConfirmed
     | WeightsRefused
     | StepTrained

@@ -1,7 +1,8 @@
 """Who takes part, since when, and which version of the weights each node serves.
 
 Owns nodes, leases and when a node is told of a version; from whom it pulls it is decided in
-`offers.py`. Knows nothing of responses: whoever removes a node decides what becomes of the work
+`offers.py`, what it is told if it gets it by broadcast in `broadcasts.py`. Knows nothing of
+responses: whoever removes a node decides what becomes of the work
 that it held.
 """
 
@@ -10,7 +11,9 @@ from collections.abc import Iterable
 from itertools import islice
 from statistics import fmean
 
+from lightrl.core.broadcasts import Broadcasts
 from lightrl.core.commands import Admit, Outbox
+from lightrl.core.events import BroadcastNews
 from lightrl.core.offers import PULLING, Offers, PublishedVersion
 from lightrl.core.settings import Settings
 from lightrl.core.speed import Gain, Speed
@@ -20,6 +23,7 @@ from lightrl.messages import (
     BadSource,
     DeltaOffer,
     Drain,
+    Heartbeat,
     Hello,
     PublishWeights,
     WeightsEndpoint,
@@ -46,6 +50,7 @@ class Fleet:
         self.trainer: str | None = None
         self.published: PublishedVersion | None = None
         self.offers = Offers(settings)
+        self.broadcasts = Broadcasts(settings, self.nodes, self.offers, outbox)
         self.digests: dict[int, str] = {}  # of the newest versions
         self.num_joined = 0
         # incarnations of a node that were followed by another
@@ -90,6 +95,14 @@ class Fleet:
         if known is not None:
             known.heard_at = now
             self._outbox.add(Admit(hello.node))
+            is_trainer = hello.node == self.trainer
+            again = "said hello again"
+            self._offer_to(
+                self.broadcasts.lost(hello.node, is_trainer, again)
+                if is_trainer
+                else self.broadcasts.refused(hello.node, again),
+                but=known,
+            )
             self._believe(known, hello)
             return
         node = Node(
@@ -118,17 +131,25 @@ class Fleet:
     def _believe(self, node: Node, hello: Hello) -> None:
         """What its engine serves, by its own word: every chunk must show the digest again."""
         published = self.published
+        node.is_preemptible = hello.is_preemptible
         if hello.serves is not None:
-            node.base = hello.serves[1]
+            node.base, node.has_file = hello.serves[1] if hello.has_file else "", hello.has_file
         if "rollout" not in node.roles or published is None or node.state is NodeState.DRAINING:
             return
         if hello.serves == (published.policy_version, published.digest):
             node.policy_version = published.policy_version
             if node.state is not NodeState.READY:
                 self._move(node, NodeState.READY)
+            self.offers.place(node)
             self._tell_news(list(self.offers.waiting))
         else:
             self._offer(node)
+
+    def hear(self, name: str, heartbeat: Heartbeat, now: float) -> None:
+        if (node := self.nodes.get(name)) is not None:
+            node.heard_at, node.load = now, heartbeat.load
+            node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
+            node.num_workers, node.weights = heartbeat.num_workers, heartbeat.weights
 
     def _typical_speed(self) -> Speed:
         """What to expect of a node not heard of yet: the mean of some that were."""
@@ -148,14 +169,17 @@ class Fleet:
         if node is None:
             return
         self._move(node, NodeState.GONE)
-        if name == self.trainer:
+        is_trainer = name == self.trainer
+        if is_trainer:
             self.trainer = None
         self.offers.forget(name)
+        self._offer_to(self.broadcasts.lost(name, is_trainer))
         self._tell_news(self.offers.short_of(name))
 
     def drain(self, node: Node) -> None:
         """It takes no more work."""
         self._move(node, NodeState.DRAINING)
+        self._offer_to(self.broadcasts.refused(node.name, "drains"))
         self._tell_news(self.offers.short_of(node.name))
 
     def _move(self, node: Node, to: NodeState) -> None:
@@ -188,8 +212,9 @@ class Fleet:
 
     # Weights
 
-    def publish(self, message: PublishWeights) -> None:
-        """A new version is complete at the trainer; every rollout node is told where to pull it."""
+    def publish(self, message: PublishWeights, now: float) -> None:
+        """A new version is complete at the trainer; every rollout node is told where to pull it,
+        but for those that get it by broadcast."""
         self._announce(message)
         for node in self.nodes.values():
             node.weights_failures = 0
@@ -197,12 +222,15 @@ class Fleet:
                 self._move(node, NodeState.UPDATING)
             else:
                 self.offers.place(node)  # it does not hold this one
+        self.broadcasts.begin(message.policy_version, now)
         for node in self.nodes.values():
             self._offer(node)
 
     def publish_again(self, message: PublishWeights) -> None:
         """The newest version is to be had where it was not before; nodes without it are told so."""
         self._announce(message)
+        if self.trainer is not None:
+            self.broadcasts.taken(self.trainer, message.policy_version)
         for node in self.nodes.values():
             if node.state is not NodeState.READY:
                 node.weights_failures = 0
@@ -217,7 +245,8 @@ class Fleet:
         if not self.offers.add_deltas(message.deltas):
             return
         for node in self.nodes.values():
-            if node.state in PULLING and self.offers.has_deltas_for(node):
+            is_at_it = node.state in PULLING and not node.receives
+            if is_at_it and self.offers.has_deltas_for(node):
                 self._offer(node)
 
     def _announce(self, message: PublishWeights) -> None:
@@ -241,10 +270,11 @@ class Fleet:
         self.digests[version] = published.digest
         self.digests.pop(version - self._settings.max_staleness - VERSIONS_REMEMBERED, None)
 
-    def trainer_is_behind(self) -> None:
+    def trainer_is_behind(self, policy_version: int) -> None:
         """It has come back with an older version than the newest, which only others may have."""
         self.offers.trainer = None
         if self.trainer is not None:
+            self.broadcasts.taken(self.trainer, policy_version)
             self._tell_news(self.offers.short_of(self.trainer))
 
     def open_endpoint(self, name: str, endpoint: WeightsEndpoint) -> None:
@@ -267,6 +297,18 @@ class Fleet:
             self._outbox.warn(f"{name}: {what}: {report.reason}")
             self._tell_news(dict.fromkeys([name, *self.offers.short_of(report.node)]))
 
+    def hear_broadcast(self, name: str, message: BroadcastNews) -> None:
+        """The trainer or a member says something of a broadcast group."""
+        self._offer_to(self.broadcasts.heard(name, message))
+
+    def expire_broadcast(self, now: float) -> None:
+        self._offer_to(self.broadcasts.expire(now))
+
+    def _offer_to(self, names: Iterable[str], but: Node | None = None) -> None:
+        for name in names:
+            if but is None or name != but.name:
+                self._offer(self.nodes[name])
+
     def trainer_stands(self) -> None:
         """The trainer has said where: a node that only trains takes part from now on."""
         node = self.nodes[self.trainer] if self.trainer is not None else None
@@ -281,9 +323,12 @@ class Fleet:
             or node.state is NodeState.DRAINING
         ):
             return
+        group = self.broadcasts.sending if node.receives else ""
+        if node.receives and (only_news or not group):
+            return  # it waits for its group, or is told by it
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)
-        if (message := self.offers.message_for(node, only_news)) is None:
+        if (message := self.offers.message_for(node, only_news, group)) is None:
             return
         if node.state is NodeState.JOINING:
             self._move(node, NodeState.LOADING)
@@ -310,8 +355,12 @@ class Fleet:
             reason = f"digest {ready.digest} is not the published {published.digest}"
             self.refuse(name, WeightsFailed(ready.policy_version, reason))
             return
-        node.policy_version, node.base, node.weights = ready.policy_version, ready.digest, None
+        node.has_file = ready.broadcast_s is None
+        others = self.broadcasts.confirmed(node, is_by_broadcast=not node.has_file)
+        node.policy_version, node.weights = ready.policy_version, None
+        node.base = ready.digest if node.has_file else ""
         self._move(node, NodeState.READY)
+        self._offer_to(others, but=node)
         self._tell_news(list(self.offers.waiting))
 
     def refuse(self, name: str, failed: WeightsFailed) -> None:
@@ -325,6 +374,7 @@ class Fleet:
             return
         if node.state is NodeState.DRAINING:
             return
+        self._offer_to(self.broadcasts.refused(name, failed.reason), but=node)
         node.weights_failures += 1
         if node.state is NodeState.READY:
             self._move(node, NodeState.UPDATING)

@@ -26,6 +26,7 @@ def check(core: "Coordinator") -> None:
     """Raises InvariantViolation naming the first broken invariant. O(responses + nodes)."""
     _nodes(core)
     _sources(core)
+    _broadcast(core)
     _require(len(core.table.rounds) <= core.settings.max_staleness + 1, "too many rounds are open")
     for round in core.table.rounds:
         _round(core, round)
@@ -84,10 +85,11 @@ def _sources(core: "Coordinator") -> None:
     for ring, holds in ((offers.whole, True), (offers.partial, False)):
         for name in ring.names:
             _require(name in nodes and name in offers.endpoints, f"{name} cannot be a source")
-            is_newest = published is not None and nodes[name].policy_version == (
-                published.policy_version
-            )
-            _require(is_newest == holds, f"{name} is listed as another source than it is")
+            node = nodes[name]
+            is_newest = published is not None and node.policy_version == published.policy_version
+            has_all = is_newest and node.has_file
+            _require(has_all == holds, f"{name} is listed as another source than it is")
+            _require(not node.receives, f"{name} gets no file, but is listed as a source")
     for name in offers.told.keys() | offers.waiting.keys() | offers.endpoints.keys():
         _require(name in nodes, f"{name} is not there, but known as a source or receiver")
     for name, told in offers.told.items():
@@ -99,11 +101,33 @@ def _sources(core: "Coordinator") -> None:
     for node in nodes.values():
         if "rollout" not in node.roles or node.state not in {*PULLING, NodeState.JOINING}:
             continue
+        if node.receives:
+            continue
         holders = (n for n in offers.whole.names if n != node.name)
         is_there = has_trainer or any(not offers.bad.bars(node.name, n) for n in holders)
         was_asked_to_go = node.weights_failures >= MAX_WEIGHTS_FAILURES
         if is_there and node.name != offers.trainer and not was_asked_to_go:
             _require(offers.num_left(node.name) > 0, f"{node.name} was told of no source")
+
+
+def _broadcast(core: "Coordinator") -> None:
+    """Who waits for a group is a member of the one that there is; all of its processes are
+    there."""
+    fleet, groups = core.fleet, core.fleet.broadcasts.groups
+    groups.check()
+    receiving = {n.name for n in fleet.nodes.values() if n.receives}
+    _require(receiving == groups.receiving, "some wait for a group, and it is not for them")
+    if groups.epoch is None:
+        return
+    _require(fleet.offers.trainer in fleet.nodes, "a group without a trainer")
+    for name, incarnation in zip(groups.epoch.members, groups.epoch.incarnations, strict=True):
+        node = fleet.nodes.get(name)
+        if node is None or node.incarnation != incarnation:
+            raise InvariantViolation(f"{name} is a member, but not there")
+        waits = node.state in {*PULLING, NodeState.JOINING}
+        _require(waits == node.receives, f"{name} is {node.state} and a member")
+        _require(waits or node.state is NodeState.READY, f"{name} is {node.state} and a member")
+        _require(name not in fleet.offers.told, f"{name} is a member, and pulls")
 
 
 def _version(core: "Coordinator") -> None:

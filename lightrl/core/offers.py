@@ -81,6 +81,22 @@ class Offers:
         assert self._published is not None
         return self._deltas.add(self._published.digest, deltas)
 
+    @property
+    def policy_version(self) -> int | None:
+        """The published one."""
+        return None if self._published is None else self._published.policy_version
+
+    def can_go_on(self, node: Node) -> bool:
+        """Whether this node has the version before the published one, or is at it: a difference
+        between the two would be of use to it."""
+        published, at, before = self._published, node.base, self._before
+        return (
+            self._has_deltas
+            and published is not None
+            and bool(at)
+            and (at == before or bool(self._deltas.between(at, before, published.num_bytes)))
+        )
+
     def has_deltas_for(self, node: Node) -> bool:
         published = self._published
         return (
@@ -107,10 +123,12 @@ class Offers:
         """After all that changes what a node holds: its state, its version, its endpoint."""
         published = self._published
         serves = node.name in self.endpoints and "rollout" in node.roles and published is not None
-        holds = published is not None and node.policy_version == published.policy_version
+        has_newest = published is not None and node.policy_version == published.policy_version
+        holds = has_newest and node.has_file
         may_hold = node.state in PULLING or node.state in {NodeState.READY, NodeState.DRAINING}
         self.whole.put(node.name, serves and holds and may_hold)
-        self.partial.put(node.name, serves and not holds and node.state in PULLING)
+        is_at_it = node.state in PULLING and not node.receives
+        self.partial.put(node.name, serves and not holds and is_at_it)
         if node.state not in PULLING:
             self.told.pop(node.name, None)
         if node.state not in PULLING and node.state is not NodeState.JOINING:
@@ -157,9 +175,12 @@ class Offers:
 
     # What it is told
 
-    def message_for(self, node: Node, only_news: bool = False) -> PublishWeights | None:
+    def message_for(
+        self, node: Node, only_news: bool = False, group: str = ""
+    ) -> PublishWeights | None:
         """What to tell a node that shall have the published version; None while there is no source.
-        `only_news`: nor if it was told of all of them."""
+        `only_news`: nor if it was told of all of them. `group`: by which it gets all of it but the
+        manifest."""
         published = self._published
         if published is None or not published.is_described:
             return None
@@ -177,15 +198,17 @@ class Offers:
             self.waiting[node.name] = None
             if not holds_it:
                 return None
-        self.told[node.name] = told | dict.fromkeys(names)
+        if not group:  # who is told of a group, pulls next to nothing
+            self.told[node.name] = told | dict.fromkeys(names)
         return PublishWeights(
             published.policy_version,
             published.digest,
             published.num_bytes,
             published.manifest_bytes,
             self._sources(names, node.name),
-            self._deltas_for(node),
+            () if group else self._deltas_for(node),
             published.canary,
+            group=group,
         )
 
     def _choose(self, node: Node) -> tuple[str, ...]:
@@ -219,11 +242,7 @@ class Offers:
             return ()
         links = self._deltas.between(node.base, published.digest, published.num_bytes)
         if not links and node.policy_version is None:
-            at, before = node.base, self._before
-            has_begun = at and (
-                at == before or self._deltas.between(at, before, published.num_bytes)
-            )
-            node.base = before if has_begun else published.digest
+            node.base = self._before if self.can_go_on(node) else published.digest
         return links
 
     # What nodes say of each other

@@ -66,6 +66,12 @@ class Settings:
     foresight: bool = True
     # nodes may get a version as the difference to one that they hold
     deltas: bool = True
+    # who gets a version by broadcast
+    broadcast: Literal["auto", "always", "off"] = "off"
+    # of the trainer, the first members of each broadcast group
+    num_ranks: int = 1
+    # which such a group may take to form
+    weights_timeout_s: float = 60.0
     # running responses may move inside a step; off only for comparison
     migration: bool = True
 

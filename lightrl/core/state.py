@@ -290,10 +290,19 @@ class Node:
     running: dict[str, Response] = field(default_factory=dict[str, Response], repr=False)
     # confirmed by digest
     policy_version: int | None = None
-    # digest of the version that its engine has loaded; or, of its first one, that it began to pull
+    # digest of the version that its engine has loaded from a file; or, of its first one, that it
+    # began to pull
     base: str = ""
     # of the version on its way
     weights_failures: int = 0
+    # of its policy_version: others can pull from it
+    has_file: bool = True
+    # the version on its way, by broadcast
+    receives: bool = False
+    # of its engine, each a member of a broadcast group; 0 = none that can receive
+    num_workers: int = 0
+    # may be taken away at any moment
+    is_preemptible: bool = False
     weights: WeightsProgress | None = None
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from lightrl.config import Config
 from lightrl.errors import ProtocolError
-from lightrl.messages import MAX_FILE_BYTES, MAX_FILES, Welcome
+from lightrl.message_fields import MAX_FILE_BYTES, MAX_FILES
+from lightrl.messages import Welcome
 
 MAX_FILES_BYTES = MAX_FILE_BYTES  # in all
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,126}")

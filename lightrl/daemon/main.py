@@ -52,6 +52,8 @@ class DaemonOptions:
     resume: bool = False
     # settled by who started this daemon; None: it looks for itself
     gpus: Part | None = None
+    # may be taken away at any moment
+    is_preemptible: bool = False
 
 
 def run(options: DaemonOptions) -> int:
@@ -120,8 +122,11 @@ def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | N
         return None
     from lightrl.daemon.worker import Worker
 
-    place = (options.run_dir, options.slots)
-    return Worker(options.name, roles, address, options.key, *place, is_alone, options.gpus)
+    place = (options.run_dir, options.slots, is_alone, options.gpus)
+    return Worker(
+        *(options.name, roles, address, options.key, *place),
+        is_preemptible=options.is_preemptible,
+    )
 
 
 async def _work(worker: "Worker", beside: "CoordinatorDaemon | None") -> None:

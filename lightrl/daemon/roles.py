@@ -9,6 +9,13 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from lightrl.broadcast_messages import (
+    BroadcastSums,
+    JoinBroadcast,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
+)
 from lightrl.config import Config
 from lightrl.daemon.admission import write_model_files
 from lightrl.daemon.weights import MachineWeights
@@ -16,14 +23,15 @@ from lightrl.devices.assign import CPU, Assignment
 from lightrl.messages import (
     Abort,
     Generate,
+    Heartbeat,
     Load,
     Message,
     PublishWeights,
     Role,
     TrainShard,
-    WeightsProgress,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
+from lightrl.system.addresses import split_address
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 
@@ -65,17 +73,16 @@ class Roles:
         return self._rollout.unacked if self._rollout is not None else ()
 
     @property
-    def load(self) -> Load:
-        return self._rollout.load if self._rollout is not None else Load()
+    def has_file(self) -> bool:
+        return self._rollout.has_file if self._rollout is not None else True
 
-    @property
-    def pulls(self) -> WeightsProgress | None:
-        return self._rollout.pulls if self._rollout is not None else None
-
-    @property
-    def device(self) -> str:
+    def heartbeat(self, lag_ms: float) -> Heartbeat:
+        """`lag_ms`: how late the loop of this process is."""
         parts = [part for part in (self._rollout, self._trainer) if part is not None]
-        return next((part.device for part in parts if part.device), "")
+        device = next((part.device for part in parts if part.device), "")
+        if (rollout := self._rollout) is None:
+            return Heartbeat(Load(), lag_ms, device)
+        return Heartbeat(rollout.load, lag_ms, device, rollout.pulls, rollout.num_workers)
 
     def start(
         self,
@@ -115,6 +122,7 @@ class Roles:
                 self._send,
                 self._on_restart,
                 gpus.ranks,
+                _host_of(weights.server.addresses),
             )
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 
@@ -125,13 +133,21 @@ class Roles:
             return None
         return self._run_dir / "logs" / f"{self._node}-engine.log"
 
-    def handle(self, message: Generate | Abort | PublishWeights | TrainShard) -> None:
-        """Takes what the coordinator sends to a role; nothing if this node does not have it."""
-        if isinstance(message, TrainShard):
-            if self._trainer is not None:
-                self._trainer.handle(message)
-        elif self._rollout is not None:
-            self._rollout.handle(message)
+    def handle(self, message: Message) -> None:
+        """Takes what the coordinator sends to a role; nothing if this node does not have it. In a
+        broadcast group the trainer's ranks come first."""
+        match message:
+            case TrainShard() | VersionTaken() | OpenBroadcast() | SendBroadcast():
+                if self._trainer is not None:
+                    self._trainer.handle(message)
+            case JoinBroadcast(rank=0):
+                if self._trainer is not None:
+                    self._trainer.handle(message)
+            case Generate() | Abort() | PublishWeights() | JoinBroadcast() | BroadcastSums():
+                if self._rollout is not None:
+                    self._rollout.handle(message)
+            case _:
+                pass  # a heartbeat
 
     def on_disconnect(self) -> None:
         """The coordinator does not hear us, nor we it: the work goes on."""
@@ -165,6 +181,13 @@ class Roles:
     async def close(self) -> None:
         if self._trainer is not None:
             await self._trainer.close()
+
+
+def _host_of(addresses: tuple[str, ...]) -> str:
+    """By which others reach this daemon, see `WeightServer.addresses`; 0.0.0.0 = by any."""
+    found = split_address(addresses[0])
+    assert found is not None
+    return found[0]
 
 
 def _run_dir_here(config: Config) -> Path:

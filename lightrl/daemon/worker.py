@@ -29,9 +29,9 @@ from lightrl.daemon.weights import MachineWeights, machine_weights, version_byte
 from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.plan import for_daemon
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
+from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (
     ENDING,
-    MAX_TEXT,
     PROTOCOL,
     REJOIN,
     TAKEN,
@@ -39,12 +39,10 @@ from lightrl.messages import (
     Bye,
     Drain,
     Generate,
-    Heartbeat,
     Hello,
     Message,
     PublishWeights,
     Role,
-    TrainShard,
     Welcome,
 )
 from lightrl.state_machine import next_state
@@ -73,10 +71,11 @@ class Worker:
         slots: int = 0,
         is_alone: bool = True,
         gpus: Part | None = None,
+        is_preemptible: bool = False,
     ) -> None:
         """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
-
-        `gpus`: of its ranks, or of its engine; None: the driver is asked.
+        `gpus`: of its ranks, or of its engine; None: the driver is asked. `is_preemptible`: this
+        machine may be taken away at any moment.
         """
         self._name = name
         self._role_names = roles
@@ -92,6 +91,7 @@ class Worker:
             pid=os.getpid(),
             host=socket.gethostname(),
             slots=slots,
+            is_preemptible=is_preemptible,
         )
         self._roles = Roles(name, roles, address, run_dir, self._send, self._restarted)
         self._weights: MachineWeights | None = None  # while it takes part
@@ -175,7 +175,10 @@ class Worker:
             self._link.send(self._said)
 
     def _hello_now(self) -> Hello:
-        return replace(self._hello, serves=self._roles.serves, running=self._roles.unacked)
+        roles = self._roles
+        return replace(
+            self._hello, serves=roles.serves, running=roles.unacked, has_file=roles.has_file
+        )
 
     def _rejoin(self) -> None:
         """The connection stands, but the coordinator does not know this node any more as it is."""
@@ -207,7 +210,7 @@ class Worker:
             self.drain("the config of the run has changed: restart this trainer")
             return
         said, now = self._said, self._hello_now()
-        if (said.incarnation, said.serves) != (now.incarnation, now.serves):
+        if replace(said, running=()) != replace(now, running=()):
             self._say_hello()  # it has become untrue
             return
         self._move(ConnectionEvent.WELCOMED)
@@ -351,18 +354,16 @@ class Worker:
                 # sent before the coordinator knew; it hands it to another node, or sends it once
                 # more
                 pass
-            case Generate() | Abort() | PublishWeights():
-                self._roles.handle(message)
-            case TrainShard() if is_admitted:
-                self._roles.handle(message)
             case Drain(_, reason):
                 self.drain(reason)
             case Welcome(refused=refused) if refused == REJOIN:
                 self._rejoin()
             case Welcome():
                 self._on_welcome(message)
+            case _ if is_admitted or isinstance(message, Abort | PublishWeights):
+                self._roles.handle(message)
             case _:
-                pass  # a heartbeat, or shards that were sent before the coordinator knew
+                pass  # as above
 
     async def _beat(self, link: Link, config: Config) -> None:
         """Says that this node lives and how late its loop is; loses patience with a silent
@@ -372,8 +373,7 @@ class Worker:
         while True:
             now = time.monotonic()
             lag = now - due
-            roles = self._roles
-            self._send(Heartbeat(roles.load, lag * 1000, roles.device, roles.pulls))
+            self._send(self._roles.heartbeat(lag * 1000))
             silent_s = now - self._heard_at
             if silent_s > patience_s and lag < period:  # else it is this process that was stopped
                 raise PeerUnreachable(

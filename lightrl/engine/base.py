@@ -87,16 +87,23 @@ class JoinGroup:
 class ReceiveWeights:
     """As LoadWeights, from the training ranks: of `file` only the manifest is on this machine.
 
-    `sums` are those of the ranks by `seed`, see weights/broadcast/proof.py. Answered by
-    EngineLoaded or EngineFailed.
+    Nothing is generated until ProveWeights, which is answered by EngineLoaded or EngineFailed;
+    EngineFailed may come before, if the group is over. There is one answer to each.
     """
 
     file: VersionFile
     # the name of the group
     group: str
-    seed: bytes
-    sums: tuple[int, ...]
     canary: Canary | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProveWeights:
+    """What the training ranks sent, see weights/broadcast/proof.py: what was received is served if
+    it is the same. () = it is not wanted any more, and dropped; the engine leaves its group, so
+    that others do not wait for it, whether or not it receives anything."""
+
+    sums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +112,18 @@ class GroupJoined:
 
     name: str
     error: str | None = None
+    # the ranks could not be reached at that address
+    is_unreachable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
+    """`num_workers`: processes that can be members of a broadcast group; 0 = it has no weights."""
+
     device: str
     start_s: float
     notes: tuple[str, ...] = ()
+    num_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +141,20 @@ class EngineLoaded:
 class EngineFailed:
     """A command failed and why, in one line; the engine goes on unless its process ends.
 
-    `policy_version` is that of a failed LoadWeights, else None. `is_unusable`: no engine of this
-    kind can be built here, whatever is asked of it.
+    `policy_version` is that of a failed LoadWeights or ReceiveWeights, else None. `is_unusable`: no
+    engine of this kind can be built here, whatever is asked of it. `is_dropped`: the broadcast has
+    failed, not the version; what ran goes on when another one has been loaded.
     """
 
     reason: str
     policy_version: int | None = None
     is_unusable: bool = False
+    is_dropped: bool = False
 
 
-EngineCommand: TypeAlias = EngineSpec | Generate | Abort | LoadWeights | JoinGroup | ReceiveWeights
+EngineCommand: TypeAlias = (
+    EngineSpec | Generate | Abort | LoadWeights | JoinGroup | ReceiveWeights | ProveWeights
+)
 EngineEvent: TypeAlias = (
     EngineStarted | TokenChunk | EngineLoaded | EngineFailed | GroupJoined | Load
 )
@@ -168,6 +184,8 @@ class Engine(Protocol):
     dtype: str
     # what it cannot do of what was asked, one line each
     notes: tuple[str, ...]
+    # processes that can be members of a broadcast group
+    num_workers: int
 
     def remember(self, histories: tuple[PromptHistory, ...]) -> None:
         """What to speculate with, if this engine does: before the requests of these groups are
@@ -201,11 +219,17 @@ class Engine(Protocol):
         ...
 
     def join_group(self, command: JoinGroup) -> None:
-        """All workers become members. Raises WeightsError; none is one then that matters."""
+        """All workers become members. Raises WeightsError (Unreachable); none is one then that
+        matters."""
         ...
 
-    def receive_weights(self, command: ReceiveWeights) -> None:
-        """As `load_weights`, by a broadcast."""
+    def leave_group(self, why: str) -> None:
+        """All workers do, and with them the group ends for all others. Not an error without
+        one."""
+        ...
+
+    def receive_weights(self, command: ReceiveWeights) -> tuple[int, ...]:
+        """As `load_weights`, by a broadcast: the sums over what all workers have received."""
         ...
 
     def score(self, token_ids: list[int]) -> list[float]:

@@ -31,6 +31,7 @@ class EmulatedEngine:
     device = "emulated"
     dtype = "float32"
     notes = ()
+    num_workers = 0
 
     def __init__(self, spec: EngineSpec) -> None:
         try:
@@ -91,7 +92,10 @@ class EmulatedEngine:
     def join_group(self, command: JoinGroup) -> None:
         raise WeightsError("an emulated engine has no weights to receive")
 
-    def receive_weights(self, command: ReceiveWeights) -> None:
+    def leave_group(self, why: str) -> None:
+        """It is in none."""
+
+    def receive_weights(self, command: ReceiveWeights) -> tuple[int, ...]:
         raise WeightsError("an emulated engine has no weights to receive")
 
     def score(self, token_ids: list[int]) -> list[float]:

@@ -1,7 +1,7 @@
 """An engine's worker as a member of a broadcast group: weights straight from the training ranks.
 
-Owns the group that this process is in, one at a time, and the proof that what it got is what the
-ranks hold. Where the tensors go is the engine's business. Imports torch.
+Owns the group that this process is in, one at a time, and the sums over what it got. Where the
+tensors go, and whether the sums are right, is the engine's business. Imports torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from lightrl.engine.base import JoinGroup, ReceiveWeights
 from lightrl.errors import WeightsError
 from lightrl.system.addresses import split_address
 from lightrl.weights.broadcast.group import Group, form
-from lightrl.weights.broadcast.proof import Proof
+from lightrl.weights.broadcast.proof import Proof, proof_seed
 from lightrl.weights.broadcast.transfer import receive
 from lightrl.weights.version.layout import TensorSpec
 
@@ -26,9 +26,7 @@ class Member:
     def join(self, command: JoinGroup, worker: int, device: torch.device | str) -> None:
         """Leaves the group before. `worker`: the number of this worker among its engine's, which
         are members one after the other. Raises WeightsError, at the latest after the time limit."""
-        if self._group is not None:
-            self._group.abandon("another group has formed")
-            self._group = None
+        self.leave("another group forms")
         address = split_address(command.address)
         if address is None:
             raise WeightsError(f"{command.address}: not an address")
@@ -36,26 +34,31 @@ class Member:
         self._group = form(address, place, device if place.backend == "nccl" else "cpu")
         self._name = place.name
 
+    def leave(self, why: str) -> None:
+        if self._group is not None:
+            self._group.abandon(why)
+            self._group = None
+
     def receive(
-        self, command: ReceiveWeights, tensors: Sequence[TensorSpec]
+        self, command: ReceiveWeights, tensors: Sequence[TensorSpec], sums: list[int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, in order, and after the last one the proof: whoever has taken them all
-        serves them only if this ends without WeightsError."""
+        """All tensors, in order; after the last one adds the sums over them to `sums`, which the
+        caller compares. Raises WeightsError, and the group is over."""
         if self._group is None or self._name != command.group:
             raise WeightsError("broadcast: not a member of this group")
-        proof = Proof(command.seed, self._group.device)
+        seed = proof_seed(command.group, command.file.policy_version)
+        proof = Proof(seed, self._group.device)
         yield from receive(self._group, tensors, proof)
-        if proof.sums() != command.sums:
-            raise WeightsError(
-                f"broadcast: version {command.file.policy_version} is not what the ranks sent"
-            )
+        sums += proof.sums()
 
     def load(
         self,
         command: ReceiveWeights,
         tensors: Sequence[TensorSpec],
         targets: dict[str, torch.Tensor],
-    ) -> None:
-        """Copies all tensors to where they are served from."""
-        for name, tensor in self.receive(command, tensors):
+    ) -> tuple[int, ...]:
+        """Copies all tensors to where they are served from; the sums over them."""
+        sums: list[int] = []
+        for name, tensor in self.receive(command, tensors, sums):
             targets[name].copy_(tensor)
+        return tuple(sums)

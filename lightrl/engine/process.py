@@ -11,9 +11,8 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias, assert_never
@@ -32,6 +31,7 @@ from lightrl.engine.base import (
     JoinGroup,
     Kind,
     LoadWeights,
+    ProveWeights,
     ReceiveWeights,
 )
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
@@ -39,6 +39,7 @@ from lightrl.log import environment as log_environment
 from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.system.child import Child, Pipe
 from lightrl.system.imports import importing
+from lightrl.weights.broadcast.rendezvous import Unreachable
 from lightrl.weights.canary import compare, tolerance
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec, pack_f32, pack_i32, unpack_f32, unpack_i32
@@ -112,7 +113,8 @@ def main(sock: socket.socket) -> None:
         gc.collect()
         # the libraries' objects live as long as we do; scanning them again costs milliseconds
         gc.freeze()
-        pipe.send(EngineStarted(engine.device, time.perf_counter() - started, engine.notes))
+        start_s = time.perf_counter() - started
+        pipe.send(EngineStarted(engine.device, start_s, engine.notes, engine.num_workers))
         Server(engine, spec, pipe).serve(commands)
     except EOFError:
         sys.exit(0)  # the daemon closed the pipe; engines hold nothing that must be saved
@@ -150,6 +152,16 @@ class UnsentTokens:
     finish_reason: FinishReason | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What has come by broadcast and is in the engine, but yet to be proved."""
+
+    command: ReceiveWeights
+    sums: tuple[int, ...]
+    # of time.perf_counter()
+    begun_at: float
+
+
 class Server:
     """Drives one engine from one pipe. Blocking; `serve` ends with EOFError when the pipe
     closes."""
@@ -160,7 +172,10 @@ class Server:
         self._canary = spec.canary
         self._chunk_tokens = spec.chunk_tokens
         self._chunk_s = spec.chunk_ms / 1000
-        self._version: tuple[int, str] | None = None  # confirmed version and digest
+        self._version: tuple[int, str] | None = None  # and digest, of all tokens that are unsent
+        self._is_served = False  # that version; else nothing is generated, whatever runs
+        self._received: Received | None = None
+        self._group_timeout_s = 0.0
         self._outboxes: dict[str, UnsentTokens] = {}  # by response; one for each that runs
         self._flushed_at = 0.0  # when all outboxes were last empty
         self._finished_at: float | None = None  # when the first unsent finish happened
@@ -171,7 +186,7 @@ class Server:
         while True:
             for command in commands:
                 self._perform(command)
-            if self._engine.num_unfinished():
+            if self._is_served and self._engine.num_unfinished():
                 self._step(time.perf_counter())
                 self._report_load(time.perf_counter(), LOAD_EVERY_S)
                 commands = self._pipe.receive(0.0)
@@ -179,7 +194,9 @@ class Server:
                 # what finished waits for another step; after an abort none comes
                 self._send(self._outboxes)
                 self._report_load(time.perf_counter(), 0.0)
-                commands = self._pipe.receive(None)
+                commands = self._pipe.receive(self._group_timeout_s if self._received else None)
+                if not commands:
+                    self._drop("nobody has said what was sent")
 
     def _perform(self, command: EngineCommand) -> None:
         match command:
@@ -187,11 +204,12 @@ class Server:
                 self._generate(command)
             case Abort(attempts):
                 self._abort(attempts)
-            case LoadWeights(file, canary):
-                self._load_weights(file, canary, partial(self._engine.load_weights, file))
-            case ReceiveWeights(file=file, canary=canary):
-                receive = partial(self._engine.receive_weights, command)
-                self._load_weights(file, canary, receive)
+            case LoadWeights():
+                self._load_weights(command)
+            case ReceiveWeights():
+                self._receive_weights(command)
+            case ProveWeights(sums):
+                self._prove(sums)
             case JoinGroup(place=place):
                 self._join(command, place.name)
             case EngineSpec():
@@ -200,8 +218,9 @@ class Server:
                 assert_never(command)
 
     def _generate(self, command: Generate) -> None:
-        if self._version is None or command.policy_version != self._version[0]:
-            held = "none" if self._version is None else self._version[0]
+        served = self._version[0] if self._version and self._is_served else None
+        if served != command.policy_version:
+            held = "none" if served is None else served
             wanted = command.policy_version
             self._pipe.send(
                 EngineFailed(f"asked to generate with version {wanted}, loaded is {held}")
@@ -235,32 +254,77 @@ class Server:
 
     def _join(self, command: JoinGroup, name: str) -> None:
         self._send(self._outboxes)
+        self._group_timeout_s = command.place.timeout_s
         try:
             self._engine.join_group(command)
             self._pipe.send(GroupJoined(name))
         except LightRLError as e:
-            self._pipe.send(GroupJoined(name, str(e)))
+            self._pipe.send(GroupJoined(name, str(e), isinstance(e, Unreachable)))
 
-    def _load_weights(
-        self, file: VersionFile, canary: Canary | None, load: Callable[[], None]
-    ) -> None:
-        """Running responses go on under the new version; after a failure there are none left."""
+    def _load_weights(self, command: LoadWeights) -> None:
+        self._drop("another version is loaded")
         self._send(self._outboxes)
-        version = file.policy_version
-        self._version = None
-        started = time.perf_counter()
+        self._is_served = False
+        begun_at = time.perf_counter()
         try:
-            load()
-            difference = self._compare(canary) if canary else None
+            self._engine.load_weights(command.file)
         except (LightRLError, OSError) as e:
+            self._fail(command.file, e)
+            return
+        self._confirm(command.file, command.canary, begun_at)
+
+    def _receive_weights(self, command: ReceiveWeights) -> None:
+        """What runs has to wait until ProveWeights; if that fails, until another load."""
+        self._drop("another version comes")
+        self._send(self._outboxes)
+        self._is_served = False
+        begun_at = time.perf_counter()
+        try:
+            sums = self._engine.receive_weights(command)
+        except (LightRLError, OSError) as e:
+            self._fail(command.file, e, is_dropped=True)
+            self._engine.leave_group("what was sent could not be received")
+            return
+        self._received = Received(command, sums, begun_at)
+
+    def _prove(self, sums: tuple[int, ...]) -> None:
+        """What has failed to come has been answered already."""
+        received = self._received
+        if not sums:
+            self._drop("it is not wanted any more")
+            self._engine.leave_group("it is not wanted any more")
+        elif received is not None and sums != received.sums:
+            self._drop("broadcast: it is not what the ranks sent")
+        elif received is not None:
+            self._received = None
+            self._confirm(received.command.file, received.command.canary, received.begun_at)
+
+    def _drop(self, why: str) -> None:
+        """What was received, if anything, is not served."""
+        received, self._received = self._received, None
+        if received is not None:
+            self._fail(received.command.file, why, is_dropped=True)
+            self._engine.leave_group(why)
+
+    def _confirm(self, file: VersionFile, canary: Canary | None, begun_at: float) -> None:
+        """It is in the engine, and right. What runs goes on under it."""
+        try:
+            difference = self._compare(canary) if canary else None
+        except LightRLError as e:
+            self._fail(file, e)
+            return
+        self._version, self._is_served = (file.policy_version, file.digest), True
+        load_s = time.perf_counter() - begun_at
+        self._pipe.send(EngineLoaded(file.policy_version, file.digest, load_s, difference))
+
+    def _fail(self, file: VersionFile, why: object, *, is_dropped: bool = False) -> None:
+        """There is no version that could be served. Nothing runs any more, unless `is_dropped`."""
+        if not is_dropped:
             for response in self._outboxes:
                 self._engine.abort(response)
             self._outboxes.clear()
-            self._pipe.send(EngineFailed(f"version {version} was not loaded: {e}", version))
-            return
-        self._version = (version, file.digest)
-        load_s = time.perf_counter() - started
-        self._pipe.send(EngineLoaded(version, file.digest, load_s, difference))
+        reason = f"version {file.policy_version} was not loaded: {why}"
+        self._pipe.send(EngineFailed(reason, file.policy_version, is_dropped=is_dropped))
 
     def _compare(self, canary: Canary) -> float:
         """By how much its logprobs differ from the trainer's. Raises WeightsError if that is too

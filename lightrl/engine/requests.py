@@ -6,11 +6,10 @@ Must be importable without torch.
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightrl.errors import EngineError, WeightsError
+from lightrl.errors import EngineError
 from lightrl.messages import FinishReason, ResponseRequest, Sampling
 from lightrl.wire import unpack_i32
 
@@ -90,11 +89,3 @@ def vocabulary_size(model_dir: Path) -> int:
     if not isinstance(size, int) or size < 1:
         raise EngineError(f"{model_dir}/config.json: vocab_size = {size!r}")
     return size
-
-
-def require_none(answers: Sequence[str | None]) -> None:
-    """What an engine's workers say of a broadcast. Raises WeightsError for the first that says
-    something."""
-    for answer in answers:
-        if answer is not None:
-            raise WeightsError(answer)

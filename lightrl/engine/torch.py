@@ -52,6 +52,7 @@ class TorchEngine:
     others."""
 
     notes: tuple[str, ...] = ()
+    num_workers = 1
 
     def __init__(self, spec: EngineSpec) -> None:
         self.device = "cuda" if has_cuda() else "cpu"
@@ -89,14 +90,8 @@ class TorchEngine:
         self._temperature = np.zeros(self._slots, np.float64)
         self._top_p = np.zeros(self._slots, np.float64)
         self._top_k = np.zeros(self._slots, np.int64)
-        self._row_arrays = (
-            self._length,
-            self._last,
-            self._seed,
-            self._temperature,
-            self._top_p,
-            self._top_k,
-        )
+        counted = (self._length, self._last, self._seed)
+        self._row_arrays = (*counted, self._temperature, self._top_p, self._top_k)
         by_reward = spec.prefer == "reward"
         self._drafter = None
         if spec.max_window:
@@ -163,11 +158,14 @@ class TorchEngine:
     def join_group(self, command: JoinGroup) -> None:
         self._member.join(command, 0, self.device)
 
+    def leave_group(self, why: str) -> None:
+        self._member.leave(why)
+
     @torch.inference_mode()
-    def receive_weights(self, command: ReceiveWeights) -> None:
+    def receive_weights(self, command: ReceiveWeights) -> tuple[int, ...]:
         tensors = self._layouts.read(command.file)
         self._requeue()
-        self._member.load(command, tensors, self._targets)
+        return self._member.load(command, tensors, self._targets)
 
     def _requeue(self) -> None:
         """What runs has KV of the old weights: prefill again."""

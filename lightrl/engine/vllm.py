@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
 from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
-from lightrl.engine.requests import accept, check_text, require_none
+from lightrl.engine.group_answers import common_sums, require_joined
+from lightrl.engine.requests import accept, check_text
 from lightrl.engine.vllm_score import computing_dtype, score
 from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, other_torch
 from lightrl.errors import EngineError, EngineUnusable
@@ -80,8 +81,7 @@ class VllmEngine:
         self._layouts = Layouts(self._targets)
         self._vocabulary = int(config.get_text_config().vocab_size)
         self._max_length = spec.max_model_length
-        # vLLM gets an id of its own for every add: a response may come back after an abort with
-        # other tokens.
+        # vLLM gets its own id for every add: an aborted response may come back with other tokens
         self._ids: dict[str, str] = {}  # response -> vLLM request
         self._responses: dict[str, str] = {}  # vLLM request -> response
         self._num_added = 0
@@ -93,6 +93,7 @@ class VllmEngine:
         args["trust_remote_code"] = False
         self._core = self._api.build(args)
         self.dtype = computing_dtype(self._core.vllm_config)
+        self.num_workers = int(self._core.vllm_config.parallel_config.world_size)
         self.notes: tuple[str, ...] = ()  # for the daemon to say
         self._speculation = self._speculate(spec) if spec.max_window else None
         self._num_preemptions = 0
@@ -160,9 +161,8 @@ class VllmEngine:
             reason = None if out.finish_reason is None else _finish_reason(out)
             if reason is not None:
                 del self._responses[out.request_id], self._ids[response]
-            logprobs = (
-                out.new_logprobs.logprobs[:, 0].tolist() if out.new_logprobs is not None else []
-            )
+            found = out.new_logprobs
+            logprobs = found.logprobs[:, 0].tolist() if found is not None else []
             deltas.append(Delta(response, list(out.new_token_ids), logprobs, reason))
         if self._speculation is not None:
             self._speculation.after_step(deltas, self._ids, started)
@@ -174,10 +174,9 @@ class VllmEngine:
     def load(self) -> Load:
         scheduler = self._core.scheduler
         running, waiting = scheduler.get_request_counts()
+        usage = scheduler.kv_cache_manager.usage
         drafting = None if self._speculation is None else self._speculation.drafter.counts
-        return Load(
-            running, waiting, scheduler.kv_cache_manager.usage, self._num_preemptions, drafting
-        )
+        return Load(running, waiting, usage, self._num_preemptions, drafting)
 
     def load_weights(self, file: VersionFile) -> None:
         self._layouts.read(file)  # vLLM itself is silent about a missing tensor
@@ -185,12 +184,16 @@ class VllmEngine:
         self._requeue()
 
     def join_group(self, command: JoinGroup) -> None:
-        require_none(self._core.collective_rpc("lightrl_join", args=(command,)))
+        require_joined(self._core.collective_rpc("lightrl_join", args=(command,)))
 
-    def receive_weights(self, command: ReceiveWeights) -> None:
+    def leave_group(self, why: str) -> None:
+        self._core.collective_rpc("lightrl_leave", args=(why,))
+
+    def receive_weights(self, command: ReceiveWeights) -> tuple[int, ...]:
         self._layouts.read(command.file)
-        require_none(self._core.collective_rpc("lightrl_receive", args=(command,)))
+        sums = common_sums(self._core.collective_rpc("lightrl_receive", args=(command,)))
         self._requeue()
+        return sums
 
     def score(self, token_ids: list[int]) -> list[float]:
         check_text(token_ids, self._vocabulary, self._max_length)
@@ -199,8 +202,7 @@ class VllmEngine:
         return score(self._core, self._api, str(self._num_added), token_ids)
 
     def _requeue(self) -> None:
-        """Moves what runs back to the queue, so that its KV is recomputed under the weights that
-        are there now."""
+        """Moves what runs back to the queue: its KV is recomputed under the weights of now."""
         before = self._num_preemptions
         self._core.reset_prefix_cache(reset_running_requests=True)
         self._num_preemptions = before

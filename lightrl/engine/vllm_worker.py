@@ -26,6 +26,7 @@ from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
 from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
+from lightrl.weights.broadcast.rendezvous import Unreachable
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import map_tensors
 
@@ -116,31 +117,36 @@ class WorkerExtension:
         """
         self._reload(map_tensors(file, _layouts.read(file)))
 
-    def lightrl_join(self, command: JoinGroup) -> str | None:
-        """As one of its engine's workers. Why it is no member, or None: what a worker in another
-        process raises ends the engine."""
+    def lightrl_join(self, command: JoinGroup) -> tuple[str, bool]:
+        """As one of its engine's workers. Why it is no member, or "", and whether that is because
+        the ranks cannot be reached: what a worker in another process raises ends the engine."""
         try:
             _member.join(command, self.rank, self.device)
         except WeightsError as e:
-            return str(e)
-        return None
+            return str(e), isinstance(e, Unreachable)
+        return "", False
 
-    def lightrl_receive(self, command: ReceiveWeights) -> str | None:
-        """As `lightrl_load`, by a broadcast. Why they must not be served, or None.
+    def lightrl_leave(self, why: str) -> None:
+        _member.leave(why)
+
+    def lightrl_receive(self, command: ReceiveWeights) -> tuple[tuple[int, ...], str]:
+        """As `lightrl_load`, by a broadcast: the sums over it, and why it must not be served, or
+        "".
 
         A reload that an exception ends leaves layers behind that count what they have got so far
         as part of the next one, which would be served with holes. So it is brought to its end.
         """
+        sums: list[int] = []
         failures: list[str] = []
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             try:
-                yield from _member.receive(command, _layouts.read(command.file))
+                yield from _member.receive(command, _layouts.read(command.file), sums)
             except WeightsError as e:
                 failures.append(str(e))
 
         self._reload(tensors())
-        return failures[0] if failures else None
+        return tuple(sums), failures[0] if failures else ""
 
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         # layers look up there how their weights are laid out

@@ -23,7 +23,7 @@ from lightrl.devices.plan import assigned
 from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.preflight import require_files
-from lightrl.launch.weights_plan import room
+from lightrl.launch.weights_plan import notes, room
 from lightrl.system import open_files
 
 GIB = 1 << 30
@@ -114,8 +114,11 @@ def _gpu(config: Config | None) -> Iterator[Finding]:
         for device in visible(machine, os.environ):
             yield Finding("gpu", "ok", device.describe())
         if config is not None:
-            for note in assigned(config, machine).notes:
+            found = assigned(config, machine)
+            for note in found.notes:
                 yield Finding("gpu", "ok", note)
+            for note in notes(config, found):
+                yield Finding("weights", "warn", note)
     except ConfigError as e:
         yield Finding("gpu", "fail", str(e))
 

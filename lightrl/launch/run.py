@@ -20,6 +20,7 @@ from lightrl.launch.local import LocalRun, join_line
 from lightrl.launch.preflight import require_files, require_new
 from lightrl.launch.report import print_progress, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
+from lightrl.launch.weights_plan import notes
 from lightrl.log import LogSettings, configure_file
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.output import never_fail, print_lines
@@ -42,7 +43,7 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     gpus = await retry_on_resource_limit(
         lambda: in_thread(for_run, config), "the search for devices", print_lines
     )
-    for note in gpus.notes:
+    for note in (*gpus.notes, *notes(config, gpus)):
         print_lines(note)
     stopped = asyncio.Event()
     for number in stop_signals():

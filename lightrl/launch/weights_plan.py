@@ -9,10 +9,12 @@ from pathlib import Path
 
 from lightrl.config import Config
 from lightrl.devices import memory
+from lightrl.devices.assign import Assignment
 from lightrl.devices.driver import look
 from lightrl.weights.machine import scratch
 
 LINES_GBIT = (1, 10, 100)  # for which seconds are said
+NODES = (1, 8, 64)  # of other machines, likewise
 
 
 def version_size(config: Config) -> memory.VersionSize | None:
@@ -39,9 +41,72 @@ def describe(config: Config) -> list[str]:
     return [
         f"{_bytes(size.num_bytes)} a version in {size.dtype}; each machine that serves or trains "
         f"holds up to {scratch.NUM_VERSIONS}, {_bytes(held)}, in shared memory or on disk",
-        f"a whole version on the line takes {seconds}; engines on the trainer's machine read its "
-        "file and move nothing",
+        f"a whole version on the line takes {seconds}",
+        *_ways(config, size),
     ]
+
+
+def notes(config: Config, gpus: Assignment) -> list[str]:
+    """What a setting cannot do with the devices of this machine; `gpus`: who gets which."""
+    if config.weights.broadcast != "always" or not any(part.tokens for part in gpus.engines):
+        return []
+    shared = set(gpus.ranks) & {token for part in gpus.engines for token in part.tokens}
+    why = "has no two members on one GPU" if shared else "is not used on the trainer's machine"
+    return [
+        f"weights.broadcast = always: NCCL {why}: the engines here map the trainer's file instead"
+    ]
+
+
+def _ways(config: Config, size: memory.VersionSize) -> list[str]:
+    """How nodes get a version, as weights.broadcast says."""
+    mode, num = config.weights.broadcast, config.rollout.nodes
+    who = f"the {num} nodes" if num else "nodes"
+    maps = (
+        "the node here maps the trainer's file and moves nothing"
+        if num == 1
+        else f"{who} here map the trainer's file and move nothing"
+    )
+    pull = "pull it, first from each other"
+    if mode == "off":
+        return [f"{maps}; those of other machines {pull}"]
+    if config.rollout.engine == "emulated":
+        return [f"{maps}; those of other machines {pull}: emulated engines receive no broadcast"]
+    if mode == "auto":
+        return [
+            f"{maps}; idle nodes of other machines get it by broadcast, busy and --preemptible "
+            f"ones {pull}",
+            _broadcast_seconds(config, size),
+        ]
+    return [
+        "all nodes get it by broadcast, those that are busy or on this machine, too; "
+        f"--preemptible ones {pull}",
+        _broadcast_seconds(config, size),
+    ]
+
+
+def _broadcast_seconds(config: Config, size: memory.VersionSize) -> str:
+    """Gloo sends along a tree, NCCL along a ring."""
+    has_gpus, gbit = bool(look().gpus), LINES_GBIT[-1]
+    workers = config.gpus_per_engine
+    parts: list[str] = []
+    for nodes in NODES:
+        copies = 1 if has_gpus else _copies_of_tree(config.train.ranks, nodes * workers)
+        parts.append(f"{_seconds(copies * size.num_bytes * 8 / (gbit * 1e9))} to {nodes}")
+    how = "NCCL: once over the line" if has_gpus else "gloo: a tree"
+    return f"by broadcast at {gbit} Gbit/s ({how}): {', '.join(parts)} nodes"
+
+
+def _copies_of_tree(ranks: int, workers: int) -> float:
+    """How many times the ranks of one machine send each byte to others, on average over the ranks,
+    in the binomial tree of gloo: member v of the tree sends to v + 2^i for each 2^i above v."""
+    world, sent = ranks + workers, 0
+    for root in range(ranks):
+        for v in range(world):
+            if (v + root) % world >= ranks:
+                continue
+            children = (v + (1 << i) for i in range(v.bit_length(), world.bit_length()))
+            sent += sum((c + root) % world >= ranks for c in children if c < world)
+    return sent / ranks
 
 
 @dataclass(frozen=True, slots=True)

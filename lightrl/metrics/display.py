@@ -62,6 +62,7 @@ def weights(metrics: Mapping[str, float]) -> str:
     """How the newest version travelled; "" before the first one has.
 
     Example: 15.2G moved, 62% from peers · published in 2.1 s · pulled in 3.4 s · paused 0.8 s
+    Example: 60.8G moved · published in 2.1 s · broadcast to 4 in 1.4 s · paused 1.5 s
     """
     moved = metrics.get("weights/bytes")
     if moved is None:
@@ -71,12 +72,15 @@ def weights(metrics: Mapping[str, float]) -> str:
         parts[0] += f", {min(1.0, peers / moved):.0%} from peers"
     if (ratio := metrics.get("weights/delta_ratio")) is not None and ratio < 1:
         parts.append(f"{ratio:.1%} of the whole")
+    nodes = metrics.get("weights/broadcast_nodes", 0.0)
     for name, what in (
         ("publish_s", "published in"),
+        ("broadcast_s", f"broadcast to {nodes:.0f} in"),
         ("pull_s", "pulled in"),
         ("pause_s", "paused"),
     ):
-        if (seconds := metrics.get(f"weights/{name}")) is not None:
+        seconds = metrics.get(f"weights/{name}")
+        if seconds is not None and (seconds or name != "pull_s" or not nodes):
             parts.append(f"{what} {seconds:.2f} s")
     return " · ".join(parts)
 

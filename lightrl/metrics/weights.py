@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from lightrl.core.fleet import Fleet
 from lightrl.messages import WeightsReady
 
-SUMS = ("bytes", "full_bytes", "from_peers", "delta_bytes", "delta_full_bytes")
-MAXIMA = ("publish_s", "pull_s", "pause_s", "canary")
+SUMS = (
+    "bytes",
+    "full_bytes",
+    "from_peers",
+    "delta_bytes",
+    "delta_full_bytes",
+    "broadcast_nodes",
+)
+MAXIMA = ("publish_s", "broadcast_s", "pull_s", "pause_s", "canary")
 
 
 @dataclass(slots=True)
@@ -25,6 +32,9 @@ class _Loads:
     delta_bytes: int = 0
     # of the nodes that got differences
     delta_full_bytes: int = 0
+    # nodes that got it by broadcast
+    broadcast_nodes: int = 0
+    broadcast_s: float = 0.0
     pull_s: float = 0.0
     pause_s: float = 0.0
     # of those that have compared
@@ -37,6 +47,10 @@ class _Loads:
         if ready.delta_bytes:
             self.delta_bytes += ready.delta_bytes
             self.delta_full_bytes += full_bytes
+        if ready.broadcast_s is not None:
+            self.broadcast_nodes += 1
+            self.num_bytes += full_bytes
+            self.broadcast_s = max(self.broadcast_s, ready.broadcast_s)
         self.pull_s = max(self.pull_s, ready.pull_s)
         self.pause_s = max(self.pause_s, ready.load_s)
         if ready.canary_diff is not None:
@@ -67,6 +81,9 @@ class WeightsMetrics:
             "weights/pull_s": news.pull_s,
             "weights/pause_s": news.pause_s,
         }
+        if news.broadcast_nodes:
+            figures["weights/broadcast_nodes"] = float(news.broadcast_nodes)
+            figures["weights/broadcast_s"] = news.broadcast_s
         if news.delta_full_bytes:
             figures["weights/delta_bytes"] = float(news.delta_bytes)
             figures["weights/delta_full_bytes"] = float(news.delta_full_bytes)

@@ -8,9 +8,11 @@ engine goes on when it cannot. Never touches a tensor.
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lightrl.broadcast_messages import BroadcastFailed, BroadcastSums, JoinBroadcast
 from lightrl.config import Config
 from lightrl.devices.assign import CPU, Part, environment
 from lightrl.engine.base import (
@@ -20,13 +22,14 @@ from lightrl.engine.base import (
     EngineLoaded,
     EngineSpec,
     EngineStarted,
+    GroupJoined,
     Kind,
     LoadWeights,
 )
 from lightrl.engine.process import resolve_engine, start_engine
 from lightrl.errors import EngineError, EngineUnusable, first_error
+from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (
-    MAX_TEXT,
     Abort,
     Generate,
     Load,
@@ -35,11 +38,13 @@ from lightrl.messages import (
     TokenChunk,
     WeightsFailed,
     WeightsProgress,
-    WeightsReady,
 )
+from lightrl.rollout.broadcast import BroadcastMember
+from lightrl.rollout.engine_spec import engine_spec
+from lightrl.rollout.fetched import Announced, Fetched, confirmation
 from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
-from lightrl.rollout.weights import Fetched, NodeWeights
+from lightrl.rollout.weights import NodeWeights
 from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
@@ -52,27 +57,6 @@ logger = logging.getLogger(__name__)
 RESTARTS = RestartPolicy(max_restarts=2)  # of engine processes that never loaded a version
 STOP_S = 2.0  # an engine holds nothing that must be saved
 FLUSH_S = 2.0  # for the last tokens of what runs here
-
-
-def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: Part) -> EngineSpec:
-    """What an engine of this node is told when it starts."""
-    rollout, speculation = config.rollout, config.speculation
-    return EngineSpec(
-        kind=kind,
-        model_dir=str(model_dir),
-        dtype=config.model.dtype,
-        max_model_length=config.max_model_length,
-        slots=slots,
-        kv_cache_gib=rollout.kv_cache_gib,
-        chunk_tokens=rollout.chunk_tokens,
-        chunk_ms=rollout.chunk_ms,
-        engine_args=rollout.engine_args,
-        max_window=speculation.max_window if config.speculates else 0,
-        prefer=speculation.prefer,
-        gpu_memory=gpus.memory,
-        is_deterministic=config.run.deterministic,
-        canary=config.weights.canary,
-    )
 
 
 class RolloutAgent:
@@ -95,6 +79,7 @@ class RolloutAgent:
         """
         self.load = Load()
         self.device = ""
+        self.num_workers = 0  # of the engine, once it has started
         self._node = node
         self._config = config
         self._slots = slots
@@ -104,8 +89,16 @@ class RolloutAgent:
         self._kind: Kind | None = None  # of the engine, once it is settled
         self._send = send
         host, _ = host_and_port(coordinator)
+        self._member = BroadcastMember(send, host, config.weights.timeout_s)
         self._weights = NodeWeights(
-            node, config.weights, store, server, host, send, lambda: self.serves
+            node,
+            config.weights,
+            store,
+            server,
+            host,
+            send,
+            lambda: self.serves,
+            self._member.fail,
         )
         self._state = EngineState.STARTING
         # the process; whether it takes commands yet, or any more, is in the state
@@ -124,6 +117,11 @@ class RolloutAgent:
     def serves(self) -> tuple[int, str] | None:
         """The version that the engine has loaded, and its digest; none while it loads another."""
         return self._loaded if self._state is EngineState.SERVING else None
+
+    @property
+    def has_file(self) -> bool:
+        """Of what it `serves`; others can pull it from here."""
+        return self._weights.has_file
 
     @property
     def unacked(self) -> tuple[tuple[str, int], ...]:
@@ -181,18 +179,29 @@ class RolloutAgent:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError  # a group drops one that comes beside an error
 
-    def handle(self, message: Generate | Abort | PublishWeights) -> None:
+    def handle(
+        self, message: Generate | Abort | PublishWeights | JoinBroadcast | BroadcastSums
+    ) -> None:
         """Takes a message of the coordinator."""
-        if isinstance(message, PublishWeights):
-            self._weights.offer(message)
-        elif isinstance(message, Abort):
-            self._kept.forget(message.attempts)
-            if self._state is not EngineState.STARTING:
-                self._order(message)
-        elif (served := self.serves) is not None:
-            self._generate(message, served[0])
+        match message:
+            case PublishWeights():
+                self._member.offered(message)
+                self._weights.offer(message)
+            case JoinBroadcast():
+                self._member.join(message)
+            case BroadcastSums():
+                self._member.take_sums(message)
+            case Abort(attempts):
+                self._kept.forget(attempts)
+                if self._state is not EngineState.STARTING:
+                    self._order(message)
+            case Generate():
+                self._generate(message)
 
-    def _generate(self, message: Generate, version: int) -> None:
+    def _generate(self, message: Generate) -> None:
+        if (served := self.serves) is None:
+            return
+        version = served[0]
         # the coordinator errs: let it offer again what it wants served
         if message.policy_version != version:
             reason = f"asked to generate with version {message.policy_version}, {version} is loaded"
@@ -238,10 +247,11 @@ class RolloutAgent:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive(engine, started, answers), name="engine")
                 tasks.create_task(self._load_versions(engine, started, answers), name="loads")
-                patience_s = self._config.node.patience_s
-                tasks.create_task(
-                    engine.require_answers(self._engine_owes, patience_s), name="patience"
-                )
+                for owes, limit_s in (
+                    (self._engine_owes, self._config.node.patience_s),
+                    (self._engine_owes_soon, self._member.patience_s),
+                ):
+                    tasks.create_task(engine.require_answers(owes, limit_s), name="patience")
         except* ChildDied as died:
             # first of all: one that hangs may be slow to kill
             self._give_up_engine(str(died.exceptions[0]))
@@ -257,12 +267,26 @@ class RolloutAgent:
             self._crashes.crashed()
         self._move(EngineChange.DIED)
         self._lose_all()
+        self.num_workers = 0
         if (wanted := self._weights.wanted) is not None:
             self._send(WeightsFailed(wanted.policy_version, reason[:MAX_TEXT]))
+        self._member.ended(reason)
 
     def _engine_owes(self) -> bool:
-        """Tokens, or whether it has loaded a version."""
-        return self._state in IS_LOADING or bool(self._running)
+        """Tokens, or whether it has loaded a version. Not while it waits for others."""
+        if self._state in IS_LOADING:
+            return not self._member.is_receiving
+        return (
+            self._state is EngineState.SERVING
+            and bool(self._running)
+            and not self._member.is_joining
+        )
+
+    def _engine_owes_soon(self) -> bool:
+        """Whether it has joined a group, or that it has dropped what it was to receive."""
+        if self._state in IS_LOADING:
+            return self._member.is_withdrawn
+        return self._member.is_joining
 
     async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
         """Again and again while this machine lacks descriptors, processes or memory. Raises
@@ -292,11 +316,12 @@ class RolloutAgent:
                     self._note_finished(chunk)
                 case Load() as load:
                     self.load = load
-                case EngineStarted(device, seconds, notes):
+                case EngineStarted(device, seconds, notes, num_workers):
                     logger.info("engine started on %s in %.1f s", device, seconds)
                     for note in notes:
                         logger.warning("engine: %s", note)
-                    self.device = device
+                    self.device, self.num_workers = device, num_workers
+                    self._member.started(engine.send)
                     self._move(EngineChange.STARTED)
                     started.set()
                 case EngineLoaded(version, digest) as loaded:
@@ -306,9 +331,12 @@ class RolloutAgent:
                     answers.put_nowait(loaded)
                 case EngineFailed(reason, None, is_unusable):
                     raise EngineUnusable(reason) if is_unusable else EngineError(reason)
+                case GroupJoined() as joined:
+                    self._member.joined(joined)
                 case EngineFailed() as failed:
                     self._move(EngineChange.LOAD_FAILED)
-                    self._lose_all()
+                    if not failed.is_dropped:
+                        self._lose_all()
                     answers.put_nowait(failed)
 
     def _note_finished(self, chunk: TokenChunk) -> None:
@@ -336,31 +364,28 @@ class RolloutAgent:
     async def _load(
         self,
         engine: Child[EngineCommand, EngineEvent],
-        fetched: Fetched,
+        fetched: Fetched | Announced,
         answers: asyncio.Queue[EngineLoaded | EngineFailed],
     ) -> None:
-        offer, stats = fetched.offer, fetched.stats
+        offer, begun_at = fetched.offer, time.monotonic()
+        if self.serves == (offer.policy_version, offer.digest):
+            return  # it has come by broadcast, after it was not expected any more
+        if isinstance(fetched, Fetched):
+            engine.send(LoadWeights(fetched.file, offer.canary))
+        elif not self._member.receive(fetched.file, offer):
+            return
         self._move(EngineChange.LOAD_ORDERED)
-        engine.send(LoadWeights(fetched.file, offer.canary))
-        match await answers.get():
-            case EngineLoaded(version, digest, load_s, canary_diff):
-                logger.debug(
-                    "version %d: %.2f s until it was here, loaded in %.2f s",
-                    version,
-                    fetched.seconds,
-                    load_s,
-                )
-                ready = WeightsReady(
-                    version,
-                    digest,
-                    stats.num_bytes,
-                    fetched.seconds,
-                    load_s,
-                    stats.peer_bytes,
-                    fetched.delta_bytes,
-                    canary_diff=canary_diff,
-                )
-                self._send(ready)
+        answer = await answers.get()
+        is_wanted = self._member.answered()
+        match answer:
+            case EngineLoaded():
+                seconds = time.monotonic() - begun_at
+                logger.debug("version %d: %.2f s to load", offer.policy_version, seconds)
+                self._send(confirmation(answer, fetched, seconds))
+            case EngineFailed(reason, is_dropped=True):
+                if is_wanted:
+                    self._send(BroadcastFailed(offer.group, reason[:MAX_TEXT]))
             case EngineFailed(reason):
-                self._weights.reject(fetched)  # the file may be what is wrong
+                if isinstance(fetched, Fetched):
+                    self._weights.reject(fetched)  # the file may be what is wrong
                 self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))

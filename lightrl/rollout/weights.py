@@ -11,15 +11,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from lightrl.config_sections import Weights
 from lightrl.errors import WeightsError
+from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (
-    MAX_TEXT,
     BadSource,
     Message,
     PublishWeights,
@@ -29,44 +29,19 @@ from lightrl.messages import (
     WeightsSource,
 )
 from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, Gain
-from lightrl.system.addresses import WILDCARD, join_address, split_address
+from lightrl.rollout.fetched import Announced, Fetched, are_same, wanted_of
+from lightrl.system.addresses import not_everywhere
 from lightrl.system.child import is_for_lack, retry_on_resource_limit
 from lightrl.system.threads import in_thread, taken_in_thread
-from lightrl.weights.machine.local import (
-    LocalVersion,
-    close_all,
-    close_found,
-    close_version,
-    open_version,
-)
+from lightrl.weights.machine.local import close_all, close_found, close_version, open_version
 from lightrl.weights.machine.store import Claim, Store
-from lightrl.weights.pull.transfer import Pull, PullStats, Wanted
+from lightrl.weights.pull.transfer import Pull, Wanted
 from lightrl.weights.serve.server import WeightServer
-from lightrl.weights.version.manifest import VersionFile
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
-
-NOTHING_PULLED = PullStats(0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A version that is proved and can be loaded. What it took to get it."""
-
-    offer: PublishWeights
-    version: LocalVersion
-    # the trainer in this process serves it, as long as it likes
-    is_own: bool
-    stats: PullStats = NOTHING_PULLED
-    seconds: float = 0.0
-    delta_bytes: int = 0  # of what was pulled
-
-    @property
-    def file(self) -> VersionFile:
-        return replace(self.version.file, policy_version=self.offer.policy_version)
 
 
 class NodeWeights:
@@ -81,8 +56,11 @@ class NodeWeights:
         coordinator_host: str,
         send: Callable[[Message], None],
         serves: Callable[[], tuple[int, str] | None],
+        on_broadcast_failed: Callable[[str, str], None],
     ) -> None:
-        """`serves`: version and digest that the engine has loaded, if it serves now."""
+        """`serves`: version and digest that the engine has loaded, if it serves now.
+        `on_broadcast_failed(group, reason)`: a version that comes by broadcast could not be
+        announced."""
         self.wanted: PublishWeights | None = None  # the newest version offered
         self.progress: WeightsProgress | None = None  # of the one that is pulled
         self._node = node
@@ -92,27 +70,37 @@ class NodeWeights:
         self._coordinator_host = coordinator_host
         self._send = send
         self._serves = serves
+        self._on_broadcast_failed = on_broadcast_failed
         self._is_offered = asyncio.Event()
         self._pull: Pull | None = None
         self._deltas = Deltas(store, server, partial(self._make_pull, timeout_s=DELTA_TIMEOUT_S))
-        self._next: Fetched | None = None  # to be loaded
+        self._next: Fetched | Announced | None = None  # to be loaded
         self._is_next = asyncio.Event()
-        self._held: Fetched | None = None  # loaded, or being loaded
-        self._loading: Fetched | None = None
+        self._held: Fetched | None = None  # loaded, or being loaded; not by broadcast
+        self._loading: Fetched | Announced | None = None
         self._chores: set[asyncio.Task[None]] = set()
 
     def offer(self, message: PublishWeights) -> None:
         self.wanted = message
         self._is_offered.set()
 
-    async def next(self) -> Fetched:
+    @property
+    def has_file(self) -> bool:
+        """Of what the engine serves, if it serves something."""
+        served = self._serves()
+        return served is None or (self._held is not None and self._held.offer.digest == served[1])
+
+    async def next(self) -> Fetched | Announced:
         """The newest version that is to be loaded, when it is here; from now on this one is held,
-        and the one before is neither served nor kept. `loaded` must follow."""
+        and the one before is neither served nor kept. `loaded` must follow. One that comes by
+        broadcast takes its place only then: if it fails, differences are from the one before."""
         await self._is_next.wait()
         self._is_next.clear()
         fetched, self._next = self._next, None
         assert fetched is not None
         self._loading = fetched
+        if isinstance(fetched, Announced):
+            return fetched
         before, self._held = self._held, fetched
         if before is not None and before.version is not fetched.version:
             self._give_back(before)
@@ -120,7 +108,13 @@ class NodeWeights:
 
     def loaded(self) -> None:
         """Or it could not be, or the engine has died."""
-        self._loading = None
+        loading, self._loading = self._loading, None
+        if isinstance(loading, Announced):
+            self._start(self._release(loading.claim))
+            before = self._held
+            if before is not None and not self.has_file:
+                self._held = None
+                self._give_back(before)
 
     def reject(self, fetched: Fetched) -> None:
         """It could not be loaded: it is proved once more before it is tried again."""
@@ -137,9 +131,11 @@ class NodeWeights:
             assert offer is not None
             if self._serves() == (offer.policy_version, offer.digest):
                 self._put(None)
-                self._send(WeightsReady(offer.policy_version, offer.digest))  # it did not know
+                broadcast_s = None if self.has_file else 0.0
+                ready = WeightsReady(offer.policy_version, offer.digest, broadcast_s=broadcast_s)
+                self._send(ready)  # it did not know
                 continue
-            if self._loading is not None and _are_same(self._loading.offer, offer):
+            if self._loading is not None and are_same(self._loading.offer, offer):
                 self._put(None)  # offered again: what there is to say is said when it is loaded
                 continue
             try:
@@ -147,39 +143,54 @@ class NodeWeights:
             except (WeightsError, OSError, RuntimeError) as e:
                 if isinstance(e, RuntimeError) and not is_for_lack(e):
                     raise
-                self._send(WeightsFailed(offer.policy_version, str(e)[:MAX_TEXT]))
+                self._fail(offer, str(e))
                 self._start(self._tidy())  # there may be no room
                 continue
             finally:
                 self.progress = None
             if fetched is not None and (
-                self._loading is None or self._loading.version is not fetched.version
+                isinstance(fetched, Announced)
+                or not isinstance(self._loading, Fetched)
+                or self._loading.version is not fetched.version
             ):  # else it was taken meanwhile
                 self._put(fetched)
                 self._start(self._tidy())
+
+    def _fail(self, offer: PublishWeights, reason: str) -> None:
+        if offer.group:
+            self._on_broadcast_failed(offer.group, reason)
+        else:
+            self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
 
     async def close(self) -> None:
         for task in self._chores:
             task.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
-        versions = [f.version for f in (self._next, self._held) if f is not None]
+        versions = [f.version for f in self._fetched()]
         await in_thread(close_all, versions)
         await self._deltas.close()
 
-    def _put(self, fetched: Fetched | None) -> None:
+    def _fetched(self) -> list[Fetched]:
+        """What is here whole."""
+        return [f for f in (self._next, self._held) if isinstance(f, Fetched)]
+
+    def _put(self, fetched: Fetched | Announced | None) -> None:
         """What is to be loaded next; not what was to be until now."""
         before, self._next = self._next, fetched
         if fetched is not None:
             self._is_next.set()
         else:
             self._is_next.clear()
-        kept = [f.version for f in (fetched, self._held) if f is not None]
-        if before is not None and all(before.version is not version for version in kept):
+        kept = [f.version for f in self._fetched()]
+        if isinstance(before, Announced):
+            self._start(self._release(before.claim))
+        elif before is not None and all(before.version is not version for version in kept):
             self._give_back(before)
 
-    async def _unless_overtaken(self, offer: PublishWeights) -> Fetched | None:
+    async def _unless_overtaken(self, offer: PublishWeights) -> Fetched | Announced | None:
         """None if another version was offered before this one was here."""
-        fetching = asyncio.create_task(self._fetch(offer), name="fetch weights")
+        fetch = self._announce(offer) if offer.group else self._fetch(offer)
+        fetching = asyncio.create_task(fetch, name="fetch weights")
         try:
             while True:
                 newer = asyncio.create_task(self._is_offered.wait(), name="newer weights")
@@ -204,7 +215,7 @@ class NodeWeights:
     def _goes_on(self, offer: PublishWeights, newer: PublishWeights) -> bool:
         """Whether what is fetched is still of use. The coordinator takes the newest version only,
         so another one is worth no byte more."""
-        if not _are_same(newer, offer):
+        if not are_same(newer, offer):
             return False
         if self._pull is not None:  # offered again: it is to be had elsewhere, too
             self._pull.add_sources(self._reachable(newer.sources))
@@ -213,8 +224,8 @@ class NodeWeights:
 
     async def _fetch(self, offer: PublishWeights) -> Fetched:
         begin = time.monotonic()
-        for known in (self._next, self._held):
-            if known is not None and known.offer.digest == offer.digest:
+        for known in self._fetched():
+            if known.offer.digest == offer.digest:
                 again = Fetched(offer, known.version, known.is_own)
                 if not known.is_own:
                     self._server.publish(again.file)  # for its tickets
@@ -228,6 +239,16 @@ class NodeWeights:
             self._start(self._drop(claim))
             raise
 
+    async def _announce(self, offer: PublishWeights) -> Announced:
+        """Its manifest, from whoever has it."""
+        claim = await _taken(Claim.release, self._store.claim, offer.digest, offer.num_bytes)
+        try:
+            pull = self._make_pull(offer, wanted_of(offer), claim.own_path(), is_served=False)
+            return Announced(offer, await pull.run_for_manifest(), claim)
+        except BaseException:
+            self._start(self._release(claim))
+            raise
+
     async def _obtain(self, claim: Claim, offer: PublishWeights) -> Fetched:
         """From this machine or from others."""
         if (found := await self._find(claim, offer)) is not None:
@@ -235,12 +256,9 @@ class NodeWeights:
         async with claim.turn() as path:
             if (found := await self._find(claim, offer)) is not None:
                 return found  # who was in turn before has pulled it
-            if self.wanted is not None and _are_same(self.wanted, offer):
+            if self.wanted is not None and are_same(self.wanted, offer):
                 offer = self.wanted  # it may say more by now
-            wanted = Wanted(
-                offer.policy_version, offer.digest, offer.num_bytes, offer.manifest_bytes
-            )
-            pull = self._make_pull(offer, wanted, path, self._note_progress)
+            pull = self._make_pull(offer, wanted_of(offer), path, self._note_progress)
             self._pull = pull
             gain = Gain()
             try:
@@ -263,13 +281,14 @@ class NodeWeights:
         path: Path,
         on_progress: Callable[[WeightsProgress], None] | None = None,
         timeout_s: float = math.inf,
+        is_served: bool = True,
     ) -> Pull:
-        """From the sources of the offer."""
+        """From the sources of the offer; `is_served` to others meanwhile."""
         pull = Pull(
             wanted,
             self._node,
             path,
-            server=self._server,
+            server=self._server if is_served else None,
             streams=self._settings.streams,
             timeout_s=min(timeout_s, self._settings.timeout_s),
             on_bad=lambda node, reason: self._send(
@@ -302,21 +321,17 @@ class NodeWeights:
         self.progress = progress
 
     def _reachable(self, sources: tuple[WeightsSource, ...]) -> tuple[WeightsSource, ...]:
+        """Who listens everywhere can be reached where the coordinator can."""
+        host = self._coordinator_host
         return tuple(
-            replace(s, addresses=tuple(map(self._reachable_address, s.addresses))) for s in sources
+            replace(s, addresses=tuple(not_everywhere(a, host) for a in s.addresses))
+            for s in sources
         )
 
-    def _reachable_address(self, address: str) -> str:
-        """Who listens everywhere can be reached where the coordinator can."""
-        found = split_address(address)
-        if found is None or found[0] != WILDCARD:
-            return address
-        return join_address(self._coordinator_host, found[1])
-
     def _give_back(self, fetched: Fetched) -> None:
-        self._start(self._release(fetched))
+        self._start(self._close(fetched))
 
-    async def _release(self, fetched: Fetched) -> None:
+    async def _close(self, fetched: Fetched) -> None:
         """Peers have a moment to end; then its pages go, if no other node wants it."""
         try:
             if not fetched.is_own:
@@ -327,7 +342,7 @@ class NodeWeights:
 
     async def _retire(self, digest: str) -> None:
         """Unless equal weights have come meanwhile."""
-        if all(f is None or f.offer.digest != digest for f in (self._next, self._held)):
+        if all(f.offer.digest != digest for f in self._fetched()):
             await self._server.retire(digest)
 
     async def _tidy(self) -> None:
@@ -344,6 +359,10 @@ class NodeWeights:
         if self.wanted is not None and self.wanted.digest != claim.digest:
             await _patiently(self._store.sweep)
 
+    async def _release(self, claim: Claim) -> None:
+        await _patiently(claim.release)
+        await _patiently(self._store.sweep)
+
     def _start(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(chore, name="give back weights")
         self._chores.add(task)
@@ -353,10 +372,6 @@ class NodeWeights:
         self._chores.discard(task)
         if not task.cancelled() and (e := task.exception()) is not None:
             logger.warning("weights were not given back: %s", e)
-
-
-def _are_same(one: PublishWeights, other: PublishWeights) -> bool:
-    return (one.digest, one.policy_version) == (other.digest, other.policy_version)
 
 
 async def _patiently(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:

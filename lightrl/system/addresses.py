@@ -31,6 +31,13 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def not_everywhere(address: str, host: str) -> str:
+    """Of whoever listens everywhere, the one by which it can be reached: that of another of its
+    services, `host`. Any other address as it is."""
+    found = split_address(address)
+    return address if found is None or found[0] != WILDCARD else join_address(host, found[1])
+
+
 def host_and_port(address: str) -> tuple[str, int]:
     """Of a coordinator: ("10.0.0.1", 5600) for "tcp://10.0.0.1:5600" or "10.0.0.1:5600"; port 0 for
     "*".

@@ -10,12 +10,14 @@ import errno
 import os
 import resource
 import sys
+import threading
 
 SET_ASIDE = 8  # descriptors
 MOST = 1 << 20  # where the system names no limit
 
 _before: int | None = None  # the soft limit that this process was started with, once it is raised
 _usual = 0  # the soft limit since then
+_insisting = threading.Lock()  # held by who has changed it for a moment
 
 
 def raise_limit() -> None:
@@ -46,18 +48,24 @@ def restore_for(pid: int) -> None:
 
 def insist(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """os.open, or an opener for open(): with a descriptor of those set aside if there is no
-    other."""
+    other. Raises OSError; EMFILE if those are taken, too, which will pass: while one of them is
+    handed out, ZeroMQ may accept a stranger with another one, and keeps it until the handshake is
+    due.
+    """
     try:
         return os.open(path, flags, mode)
     except OSError as e:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if e.errno != errno.EMFILE or soft != _usual or hard <= soft:
+        if e.errno != errno.EMFILE:
             raise
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        return os.open(path, flags, mode)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with _insisting:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != _usual or hard <= soft:
+            return os.open(path, flags, mode)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            return os.open(path, flags, mode)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def num_open() -> int | None:

@@ -61,6 +61,8 @@ class StartRank:
     publish_dir: str
     run_dir: str
     start_step: int = 0
+    # an address of this machine by which engines on others reach the ranks; "" = none need to
+    nccl_host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +146,10 @@ class JoinGroup:
 @dataclass(frozen=True, slots=True)
 class SendWeights:
     """Send this rank's rows of a published version to the group of this name; answered by
-    WeightsSent. `seed`: see weights/broadcast/proof.py."""
+    WeightsSent."""
 
     file: VersionFile
     group: str
-    seed: bytes
 
 
 RankCommand: TypeAlias = (

@@ -17,7 +17,7 @@ from lightrl.config import Config
 from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError
 from lightrl.log import environment as log_environment
-from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
+from lightrl.system.child import LOOKS, Child, ChildDied, retry_on_resource_limit
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
     RANK_COMMANDS,
@@ -25,6 +25,8 @@ from lightrl.trainer.protocol import (
     RANK_TARGET,
     Accumulate,
     Accumulated,
+    GroupJoined,
+    GroupOpened,
     MicroBatch,
     RankCommand,
     RankEvent,
@@ -32,6 +34,7 @@ from lightrl.trainer.protocol import (
     RankStarted,
     Saved,
     StartRank,
+    WeightsSent,
 )
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,8 @@ AT_ONCE = 8  # micro-batches for one reply: a rank that says nothing for long ha
 PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
 # older and newer name of one variable
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-UNHURRIED = {RankStarted, Saved}  # takes as long as a download or a disk does
+# takes as long as a download or a disk does, or has a limit of its own
+UNHURRIED = {RankStarted, Saved, GroupOpened, GroupJoined, WeightsSent}
 
 
 class RanksLost(TrainerError):
@@ -54,13 +58,20 @@ class Ranks:
     calls."""
 
     def __init__(
-        self, config: Config, run_dir: Path, publish_dir: Path, gpus: Sequence[str] = ()
+        self,
+        config: Config,
+        run_dir: Path,
+        publish_dir: Path,
+        gpus: Sequence[str] = (),
+        host: str = "",
     ) -> None:
-        """`gpus`: what each rank's CUDA_VISIBLE_DEVICES says; empty = whatever it finds."""
+        """`gpus`: what each rank's CUDA_VISIBLE_DEVICES says; empty = whatever it finds. `host`:
+        where engines reach the ranks for broadcasts."""
         self._config = config
         self._run_dir = run_dir
         self._publish_dir = publish_dir
         self._gpus = gpus
+        self._nccl_host = host if config.weights.broadcast != "off" else ""
         self._ranks: list[Child[RankCommand, RankEvent]] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
         self._awaited: int | None = None  # the rank that owes a reply soon
@@ -87,6 +98,7 @@ class Ranks:
                         publish_dir=str(self._publish_dir),
                         run_dir=str(self._run_dir),
                         start_step=step,
+                        nccl_host=self._nccl_host,
                     )
                 )
         except OSError as e:
@@ -187,6 +199,26 @@ class Ranks:
     async def replies(self, *kinds: type[Reply]) -> list[Reply]:
         """One of each rank."""
         return [await self.reply(rank, *kinds) for rank in range(len(self))]
+
+    async def answers(
+        self, kind: type[Reply], limit_s: float, ranks: Sequence[int] | None = None
+    ) -> list[Reply]:
+        """One of each of these ranks, of all by default. Raises RanksLost when a rank says nothing
+        for `limit_s`, counted in looks as in `Child.require_answers`."""
+        found: list[Reply] = []
+        for rank in range(len(self)) if ranks is None else ranks:
+            reply = asyncio.ensure_future(self.reply(rank, kind))
+            try:
+                for _ in range(LOOKS):
+                    if (await asyncio.wait({reply}, timeout=limit_s / LOOKS))[0]:
+                        break
+                else:
+                    name = self._ranks[rank].name
+                    raise RanksLost(f"{name} hangs: no {kind.__name__} for {limit_s:g} s")
+                found.append(reply.result())
+            finally:
+                reply.cancel()
+        return found
 
     async def accumulate(self, step: int, batches_R: Sequence[tuple[MicroBatch, ...]]) -> None:
         """Has each rank compute its micro-batches; all of them have as many."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.system.addresses import join_address, split_address
+from lightrl.system.addresses import WILDCARD, join_address, split_address
 from lightrl.trainer.protocol import (
     GroupJoined,
     GroupOpened,
@@ -21,7 +21,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.weights.broadcast.group import Group, form
 from lightrl.weights.broadcast.pieces import byte_range
-from lightrl.weights.broadcast.proof import Proof
+from lightrl.weights.broadcast.proof import AddedBeside, Proof, proof_seed
 from lightrl.weights.broadcast.rendezvous import Rendezvous
 from lightrl.weights.broadcast.transfer import send
 from lightrl.weights.version.manifest import read_manifest
@@ -66,6 +66,8 @@ class Sender:
         device = self._device if command.place.backend == "nccl" else torch.device("cpu")
         if meet is None:
             self._leave()
+        if address is not None and address[0] == WILDCARD:  # rank 0's, on this machine
+            address = ("127.0.0.1", address[1])
         self._group = form(meet or address or ("", 0), command.place, device)
         self._name = command.place.name
 
@@ -74,13 +76,19 @@ class Sender:
             raise WeightsError("broadcast: not a member of this group")
         group, tensors = self._group, read_manifest(command.file).tensors
         mine: list[torch.Tensor] = []
-        proof = Proof(command.seed, group.device)
         for spec, (_, tensor) in zip(tensors, map_tensors(command.file, tensors), strict=True):
             start, end = byte_range(spec, group.rank, group.num_ranks)
-            rows = tensor.reshape(-1).view(torch.uint8)[start:end].view(tensor.dtype)
-            mine.append(rows)
-            proof.add(rows, spec.offset + start)
-        send(group, tensors, mine.__getitem__)
+            mine.append(tensor.reshape(-1).view(torch.uint8)[start:end].view(tensor.dtype))
+        proof = Proof(proof_seed(command.group, command.file.policy_version), group.device)
+        with AddedBeside(proof) as beside:
+
+            def rows(index: int) -> torch.Tensor:
+                found = mine[index].to(group.device)
+                spec = tensors[index]
+                beside.add(found, spec.offset + byte_range(spec, group.rank, group.num_ranks)[0])
+                return found
+
+            send(group, tensors, rows)
         return proof.sums()
 
     def _leave(self) -> None:

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightrl.broadcast_messages import VersionTaken
 from lightrl.config import Config
 from lightrl.errors import TrainerError
 from lightrl.messages import (
-    Checkpointed,
     Message,
     PublishWeights,
     ShardsTaken,
@@ -31,6 +31,7 @@ from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.trainer.advantage import train_samples
 from lightrl.trainer.batch import streamed, trainable
+from lightrl.trainer.broadcasts import Broadcasts, Order
 from lightrl.trainer.protocol import (
     Cleared,
     ClearStep,
@@ -39,25 +40,22 @@ from lightrl.trainer.protocol import (
     FinishStep,
     Published,
     RankStarted,
-    Save,
-    Saved,
-    SaveFailed,
     StepFinished,
     TrainSample,
 )
 from lightrl.trainer.rank_processes import Ranks, RanksLost
-from lightrl.trainer.saved import CHECKPOINTS, checkpoint_path, oldest_kept
+from lightrl.trainer.saved import CHECKPOINTS
+from lightrl.trainer.saves import Saves
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
 from lightrl.trainer.start_point import where_to_start
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
+from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 
 # In a row: without a step that was never done before.
 RESTARTS = RestartPolicy(max_restarts=3, first_pause_s=0.2, growth=3.0)
-LAST_SAVE_TRIES = 3
-SAVE_PAUSE_S = 1.0
 
 
 class Trainer:
@@ -70,18 +68,20 @@ class Trainer:
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
         gpus: tuple[str, ...] = (),
+        host: str = "127.0.0.1",
     ) -> None:
         """`versions` are served by this daemon's server, which is running. `send` reaches the
         coordinator.
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be
         told that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if
-        it is settled.
+        it is settled. `host`: an address of this machine that other nodes reach.
         """
         self._config = config
         self._run_dir = run_dir
         self._scratch = scratch
         self._gpus = gpus
+        self._host = host
         self._send = send
         self._on_restart = on_restart
         self._versions = versions
@@ -91,11 +91,13 @@ class Trainer:
         self._is_stopping = False
         self._changed = asyncio.Event()  # shards have come, the step begins anew, or the end
         self._shards: deque[TrainShard] = deque()
+        self._broadcasts = Broadcasts(config, host, self._say, self._changed)
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # ever
-        self._saved = 0  # optimizer steps in the newest checkpoint
+        self._saves = Saves(self._checkpoints, config.checkpoint.keep_last, self._say)
         self._crashes = CrashCounter(RESTARTS)
         self._standing: PublishWeights | None = None  # where the ranks are
+        self._file: VersionFile  # of that version; there is one when there are ranks that started
         self._step_done: StepDone | None = None  # how they came there
 
     @property
@@ -103,21 +105,25 @@ class Trainer:
         """The last version is published; a checkpoint may still be written."""
         return self._done >= self._config.train.steps
 
-    def handle(self, message: TrainShard) -> None:
-        if self._state not in UNHEARD:
+    def handle(self, message: TrainShard | VersionTaken | Order) -> None:
+        if self._state in UNHEARD:
+            return
+        if isinstance(message, TrainShard):
             self._shards.append(message)
             self._changed.set()
+        else:
+            self._broadcasts.handle(message)
 
     def pause(self) -> None:
         """The coordinator is gone, or is being told who we are: say nothing, take nothing, until
         `rejoin`."""
         self._move(TrainerEvent.PAUSED)
-        self._shards.clear()
+        self._forget_orders()
 
     def rejoin(self) -> None:
         """The coordinator has welcomed this node again: say where we stand, begin the step anew."""
         self._move(TrainerEvent.WELCOMED)
-        self._shards.clear()
+        self._forget_orders()
         if self._state is TrainerState.DOWN:
             return  # when there are ranks again, `on_restart` says hello for another trainer
         self._changed.set()
@@ -128,6 +134,7 @@ class Trainer:
         """End after the step of which all groups have come, if any, with a checkpoint of the steps
         done."""
         self._is_stopping = True
+        self._broadcasts.clear()
         self._changed.set()
 
     async def run(self) -> None:
@@ -143,19 +150,24 @@ class Trainer:
             except RanksLost as e:
                 lost = e
             self._move(TrainerEvent.RANKS_LOST)
-            self._shards.clear()
+            self._forget_orders()
             if self._is_stopping and not self.all_steps_done:
-                logger.warning("%s; leaving with the checkpoint of step %d", lost, self._saved)
+                logger.warning("%s; leaving with the checkpoint of step %d", lost, self._saves.step)
                 return
             if self._is_stopping:  # nobody sends the last steps once more
                 raise TrainerError(
-                    f"{lost}; the last {self._done - self._saved} steps were not saved"
+                    f"{lost}; the last {self._done - self._saves.step} steps were not saved"
                 )
             step = await self._recover_from(lost)
 
     async def close(self) -> None:
         """Stops serving its weights; call it when no node will pull any more."""
         await self._versions.close()
+
+    def _forget_orders(self) -> None:
+        """Whoever gave them does not count on us any more, or we are not who they were for."""
+        self._shards.clear()
+        self._broadcasts.clear()
 
     async def _recover_from(self, lost: RanksLost) -> int:
         most, pause_s = RESTARTS.max_restarts, self._crashes.crashed()
@@ -173,7 +185,7 @@ class Trainer:
     async def _live(self, step: int) -> None:
         """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly
         one."""
-        ranks = Ranks(self._config, self._run_dir, self._scratch, self._gpus)
+        ranks = Ranks(self._config, self._run_dir, self._scratch, self._gpus, self._host)
         tasks: list[asyncio.Task[Any]] = []
         is_orderly = False
         try:
@@ -199,16 +211,17 @@ class Trainer:
         if started is None:
             if self.all_steps_done:  # by those before
                 raise TrainerError(
-                    f"the last {self._done - self._saved} steps were not saved: ranks had died"
+                    f"the last {self._done - self._saves.step} steps were not saved: ranks had died"
                 )
             return False
         if started.published is None:
             raise TrainerError("rank 0 started without publishing its weights")
         self.device, took_s = started.device, started.start_s
         logger.info("ranks started: %d, on %s, in %.1f s", len(ranks), self.device, took_s)
-        self._done = self._saved = step
+        self._done = self._saves.step = step
         self._furthest = max(self._furthest, step)
         self._step_done = None
+        self._file = started.published.file
         self._standing = await self._versions.serve(started.published)
         is_restart = self._state is TrainerState.DOWN
         self._move(TrainerEvent.RANKS_STARTED)
@@ -239,11 +252,11 @@ class Trainer:
         while not (self.all_steps_done or self._is_stopping) and await self._train(ranks):
             is_due |= interval > 0 and self._done % interval == 0
             if is_due and not self.all_steps_done:
-                problem = await self._save(ranks)
+                problem = await self._saves.save(ranks, self._done)
                 is_due = bool(problem)
                 if problem:
                     logger.warning("%s; trying again after the next step", problem)
-        if self._done > self._saved:
+        if self._done > self._saves.step:
             await self._save_last(ranks)
 
     async def _train(self, ranks: Ranks) -> bool:
@@ -258,12 +271,14 @@ class Trainer:
         step = self._done
         queue = ShardQueue(step)
         while True:
-            while not (self._shards or self._begins_anew or queue.is_complete):
+            while not (self._shards or self._begins_anew or queue.is_complete or self._has_orders):
                 if self._is_stopping:
                     return False
                 self._changed.clear()
                 await self._changed.wait()
-            if self._begins_anew or queue.is_begun_anew_by(self._shards):
+            if self._has_orders:
+                await self._broadcasts.perform(ranks, self._file)
+            elif self._begins_anew or queue.is_begun_anew_by(self._shards):
                 if self._begins_anew:
                     self._move(TrainerEvent.BEGAN_ANEW)
                 if queue.portions:
@@ -302,6 +317,7 @@ class Trainer:
         await self._versions.make_room()
         ranks.tell(FinishStep(step, queue.num_responses, queue.num_tokens, version))
         published = await ranks.reply(0, Published)
+        self._file = published.file
         self._standing = await self._versions.serve(published, tuple(queue.portions))
         self._say(self._standing)
         finished, *_ = await ranks.replies(StepFinished)
@@ -315,7 +331,16 @@ class Trainer:
         self._move(TrainerEvent.UPDATE_ENDED)
         if was_welcomed:
             self._announce()
-        if self._config.weights.delta == "auto" and not self.all_steps_done:
+        if not self.all_steps_done:
+            await self._follow(ranks)
+
+    async def _follow(self, ranks: Ranks) -> None:
+        """What comes after a version before the ranks compute again, other than a checkpoint: it is
+        sent to those who wait for that, and its difference is found for those who pull."""
+        weights, wants_delta = self._config.weights, True
+        if weights.broadcast != "off" and not (self._is_stopping or self._state in SILENT):
+            wants_delta = await self._broadcasts.follow(ranks, self._file)
+        if weights.delta == "auto" and wants_delta:
             await self._offer_delta(ranks)
 
     async def _offer_delta(self, ranks: Ranks) -> None:
@@ -330,27 +355,8 @@ class Trainer:
             self._standing = replace(self._standing, deltas=(offer,))
             self._say(self._standing)
 
-    async def _save(self, ranks: Ranks) -> str:
-        """A checkpoint of the steps done. Returns why there is none, in one line; "" when it is
-        durable."""
-        path = checkpoint_path(self._checkpoints, self._done)
-        ranks.tell(Save(self._done, str(path), export=True))
-        for reply in await ranks.replies(Saved, SaveFailed):
-            if isinstance(reply, SaveFailed):  # that of rank 0 names the reason
-                return f"{path} was not saved: {reply.reason}"
-        logger.info("saved %s", path)
-        self._saved = self._done
-        self._say_saved()
-        return ""
-
     async def _save_last(self, ranks: Ranks) -> None:
-        problem = await self._save(ranks)
-        for _ in range(LAST_SAVE_TRIES - 1):
-            if not problem:
-                return
-            logger.warning("%s; trying again in %.0f s", problem, SAVE_PAUSE_S)
-            await asyncio.sleep(SAVE_PAUSE_S)
-            problem = await self._save(ranks)
+        problem = await self._saves.save_last(ranks, self._done)
         if problem and (self.all_steps_done or not self._config.journal.enabled):
             raise TrainerError(problem)
         if problem:  # the steps since the last checkpoint can be trained again from the journal
@@ -362,12 +368,7 @@ class Trainer:
             self._say(self._standing)
         if self._step_done is not None:
             self._say(self._step_done)
-        if self._saved > 0:
-            self._say_saved()
-
-    def _say_saved(self) -> None:
-        keep_last = self._config.checkpoint.keep_last
-        self._say(Checkpointed(self._saved, oldest_kept(self._checkpoints, self._saved, keep_last)))
+        self._saves.announce()
 
     def _say(self, message: Message) -> None:
         if self._state not in SILENT:
@@ -379,6 +380,10 @@ class Trainer:
     @property
     def _begins_anew(self) -> bool:
         return self._state is TrainerState.BEGINNING_ANEW
+
+    @property
+    def _has_orders(self) -> bool:
+        return self._broadcasts.has_orders
 
     @property
     def _checkpoints(self) -> Path:

@@ -9,7 +9,14 @@ is no number.
 
 from math import isfinite
 
+from lightrl.broadcast_messages import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+)
 from lightrl.core.events import (
+    BroadcastHeard,
     EndpointOpened,
     Event,
     NodeDraining,
@@ -47,6 +54,7 @@ from lightrl.weights.serve.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 
 MIN_SECRET = 16  # characters from which tickets are made: an empty one would let everybody in
 MAX_CANARY_TOKENS = 4096
+MAX_WORKERS = 1024  # of an engine; the others of its group wait for all of them
 
 
 def check_bounds(message: Message) -> None:
@@ -58,9 +66,11 @@ def check_bounds(message: Message) -> None:
             _words(message.node, message.host, *(r for r, _ in message.running))
             if message.serves is not None:
                 _words(message.serves[1])
-        case Heartbeat(load, lag, device, weights):
+        case Heartbeat(load, lag, device, weights, num_workers):
             _words(device)
             _finite(lag)
+            if num_workers > MAX_WORKERS:
+                raise ProtocolError(f"Heartbeat: an engine of {num_workers} workers")
             if weights is not None and weights.num_bytes > weights.total_bytes:
                 raise ProtocolError("Heartbeat: more of a version than there is of it")
             d = load.drafting
@@ -75,8 +85,21 @@ def check_bounds(message: Message) -> None:
         case WeightsReady(_, digest, num_bytes, pull_s, load_s, peer_bytes, delta_bytes, diff):
             _words(digest)
             _finite(pull_s, load_s, diff or 0.0)
+            _finite(message.broadcast_s or 0.0)
             if max(peer_bytes, delta_bytes) > num_bytes:
                 raise ProtocolError("WeightsReady: a part has more bytes than the whole")
+        case BroadcastOpened(_, group, address, reason):
+            _words(group)
+            if not (reason or group):
+                raise ProtocolError("BroadcastOpened: neither a name nor a reason")
+            if not reason and not _is_address(address):
+                raise ProtocolError(f"BroadcastOpened: {address[:80]!r}: not host:port")
+        case BroadcastJoined(group) | BroadcastFailed(group, _, _):
+            _words(group)
+        case BroadcastSums(group, _, sums):
+            _words(group)
+            if not sums or max(sums) >= 1 << 64:
+                raise ProtocolError("BroadcastSums: no sums modulo 2^64")
         case BadSource(_, node, _):
             _words(node)
         case Checkpointed(step, oldest) if oldest > step:
@@ -98,6 +121,8 @@ OF_NODES = (
     WeightsReady,
     WeightsFailed,
     BadSource,
+    BroadcastJoined,
+    BroadcastFailed,
     Bye,
 )
 
@@ -136,6 +161,8 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
             return EndpointOpened(peer, message)
         case BadSource():
             return SourceReported(peer, message)
+        case BroadcastOpened() | BroadcastJoined() | BroadcastSums() | BroadcastFailed():
+            return BroadcastHeard(peer, message)
         case WeightsReady():
             return WeightsConfirmed(peer, message)
         case WeightsFailed():
@@ -181,9 +208,14 @@ def _endpoint(endpoint: WeightsEndpoint) -> None:
     if not endpoint.addresses:
         raise ProtocolError("WeightsEndpoint: no address")
     for address in endpoint.addresses:
-        found = split_address(address)
-        if found is None or found[0] == "*" or found[1] == 0:
+        if not _is_address(address):
             raise ProtocolError(f"WeightsEndpoint: {address[:80]!r}: not host:port")
+
+
+def _is_address(address: str) -> bool:
+    """Of a host and port, both known."""
+    found = split_address(address)
+    return found is not None and found[0] != "*" and found[1] > 0
 
 
 def _words(*words: str) -> None:

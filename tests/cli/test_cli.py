@@ -305,6 +305,13 @@ NO_KEY = (
                 "rollout.slots"
             ),
         ),
+        *(
+            (
+                ("up", *words, "--preemptible"),
+                "--preemptible is for one rollout daemon that has to --join a run",
+            )
+            for words in ((QUICKSTART,), ("--join", "127.0.0.1:1", "--role", "trainer"))
+        ),
         (
             ("up", QUICKSTART, "--name", "a"),
             "--name is for one daemon: --join or --role; else set run.name",

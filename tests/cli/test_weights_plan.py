@@ -10,6 +10,7 @@ import torch
 
 from lightrl.daemon.weights import version_bytes
 from lightrl.devices import memory
+from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.driver import NO_DRIVER, Gpu
 from lightrl.launch import weights_plan
 from lightrl.run_file import load_config
@@ -44,10 +45,69 @@ def config(tmp_path, monkeypatch):
 
 
 def test_bytes_memory_and_seconds_follow_from_the_model(config):
-    version, line = weights_plan.describe(config)
+    version, line, *_ = weights_plan.describe(config)
     assert version.startswith("15.2 GB a version in bfloat16; ")
     assert "holds up to 3, 45.7 GB, in shared memory or on disk" in version
     assert "121.8 s at 1 Gbit/s, 12.2 s at 10 Gbit/s, 1.2 s at 100 Gbit/s" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        (
+            ["rollout.nodes=2"],
+            [
+                "the 2 nodes here map the trainer's file and move nothing; idle nodes of other "
+                "machines get it by broadcast, busy and --preemptible ones pull it, first from "
+                "each other",
+                # one rank sends each byte 1, 4 and 7 times
+                "by broadcast at 100 Gbit/s (gloo: a tree): 1.2 s to 1, 4.9 s to 8, 8.5 s to 64 "
+                "nodes",
+            ],
+        ),
+        (
+            ["rollout.nodes=1", "weights.broadcast=off"],
+            [
+                "the node here maps the trainer's file and moves nothing; those of other machines "
+                "pull it, first from each other"
+            ],
+        ),
+        (
+            ["rollout.nodes=0", "rollout.engine=emulated"],
+            [
+                "nodes here map the trainer's file and move nothing; those of other machines pull "
+                "it, first from each other: emulated engines receive no broadcast"
+            ],
+        ),
+        (
+            ["weights.broadcast=always", "train.ranks=2"],
+            [
+                "all nodes get it by broadcast, those that are busy or on this machine, too; "
+                "--preemptible ones pull it, first from each other",
+                "by broadcast at 100 Gbit/s (gloo: a tree): 1.2 s to 1, 6.1 s to 8, 11.6 s to 64 "
+                "nodes",
+            ],
+        ),
+    ],
+)
+def test_who_gets_a_version_how(config, changes, ways):
+    changed = load_config(QUICKSTART, [f"model.path={config.model.path}", *changes])
+    assert weights_plan.describe(changed)[2:] == ways
+
+
+def test_what_nccl_cannot_do_here_is_said(config):
+    def with_mode(mode):
+        weights = config.weights.model_copy(update={"broadcast": mode})
+        return config.model_copy(update={"weights": weights})
+
+    shared = Assignment(("GPU-a",), (Part(("GPU-a",), 0.5),))
+    [line] = weights_plan.notes(with_mode("always"), shared)
+    assert "NCCL has no two members on one GPU: the engines here map the trainer's file" in line
+    beside = Assignment(("GPU-a",), (Part(("GPU-b",)),))
+    [line] = weights_plan.notes(with_mode("always"), beside)
+    assert "NCCL is not used on the trainer's machine" in line
+    assert weights_plan.notes(with_mode("auto"), shared) == []
+    assert weights_plan.notes(with_mode("always"), Assignment(engines=(Part(),))) == []
 
 
 def test_a_dtype_that_is_asked_for_counts_and_not_the_stored_one(config):

@@ -9,7 +9,7 @@ from lightrl.coordinator.settings import core_settings
 from lightrl.core.settings import Settings, Tail
 from lightrl.devices.assign import Part
 from lightrl.errors import DataError
-from lightrl.rollout.agent import engine_spec
+from lightrl.rollout.engine_spec import engine_spec
 from tests.support.daemons import make_config
 
 

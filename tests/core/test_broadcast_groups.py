@@ -4,138 +4,290 @@ import random
 
 import pytest
 
-from lightrl.core.broadcast_groups import BroadcastGroups, Candidate, Phase, choose
+from lightrl.core import broadcast_groups
+from lightrl.core.broadcast_groups import (
+    FORGIVEN_AFTER,
+    MAX_MARKS,
+    MAX_PAUSE,
+    BroadcastGroups,
+    Candidate,
+    Phase,
+    choose,
+)
 
 
 def node(name: str, incarnation: int = 1, **fields) -> Candidate:
     return Candidate(name, incarnation, fields.pop("host", "elsewhere"), 2, **fields)
 
 
+A, B, C = node("a"), node("b"), node("c")
+
+
+def form(groups: BroadcastGroups, *members: Candidate) -> str:
+    """They all come; the name of the group, which sends now."""
+    groups.at_boundary(members)
+    assert groups.epoch is not None
+    name = f"group {groups.num_epochs}"
+    assert groups.opened(groups.num_epochs, name) is groups.epoch
+    assert [groups.joined(name, m.name) for m in members] == [False] * len(members)
+    assert groups.joined(name, None)
+    assert groups.phase is Phase.SENDING
+    return name
+
+
+def send(groups: BroadcastGroups) -> None:
+    for name in sorted(groups.receiving):
+        assert groups.phase is Phase.SENDING
+        groups.received(name)
+    groups.check()
+
+
 def standing(*members: Candidate) -> BroadcastGroups:
     groups = BroadcastGroups(num_ranks=2)
-    epoch = groups.at_boundary(members)
-    assert epoch is not None
-    assert [groups.joined(epoch.number, m.name) for m in members] == [False] * len(members)
-    assert groups.joined(epoch.number, None)
+    form(groups, *members)
+    send(groups)
+    assert groups.phase is Phase.STANDING
     return groups
 
 
-def test_auto_takes_idle_nodes_of_other_machines_that_stay():
-    nodes = [
-        node("busy", is_busy=True),
-        node("here", host="trainer"),
-        node("b"),
-        node("taken", is_preemptible=True),
-        node("joining", is_up=False),
-        node("a"),
-    ]
-    assert [c.name for c in choose(nodes, "trainer", "auto")] == ["a", "b"]
-    assert [c.name for c in choose(nodes, "trainer", "always")] == ["a", "b", "busy", "here"]
-    assert choose(nodes, "trainer", "off") == ()
+def test_auto_takes_idle_nodes_of_other_machines():
+    nodes = [node("busy", is_busy=True), node("here", host="trainer"), B, A]
+
+    def names(mode) -> list[str]:
+        return [c.name for c in choose(nodes, "trainer", False, mode)[0]]
+
+    assert names("auto") == ["a", "b"]
+    assert names("always") == ["a", "b", "busy", "here"]
+    assert names("off") == []
+
+
+def test_nccl_is_for_devices_alone_and_never_two_members_on_one():
+    cuda, here = node("a", is_cuda=True), node("b", is_cuda=True, host="trainer")
+    assert choose([cuda, here], "trainer", True, "always") == ((cuda,), "nccl")
+    assert choose([cuda, here], "trainer", False, "always") == ((cuda, here), "gloo")
+    assert choose([cuda, here, C], "trainer", True, "always") == ((cuda, here, C), "gloo")
 
 
 def test_workers_of_all_members_have_places_after_the_training_ranks():
     groups = BroadcastGroups(num_ranks=3)
-    epoch = groups.at_boundary((Candidate("a", 1, "x", 2), Candidate("b", 1, "y", 4)))
-    assert epoch is not None
-    assert (epoch.first_ranks, epoch.world) == ((3, 5), 9)
+    groups.at_boundary((Candidate("a", 1, "x", 2), Candidate("b", 1, "y", 4)))
+    assert groups.epoch is not None
+    assert (groups.epoch.first_ranks, groups.epoch.world) == ((3, 5), 9)
 
 
 def test_a_group_lives_for_many_versions():
-    groups = standing(node("a"), node("b"))
+    groups = standing(A, B)
     for _ in range(3):
-        assert groups.at_boundary((node("a"), node("b"))) is None
-        assert groups.begin_sending() == ("a", "b")
-        for name in ("a", "b"):
-            assert groups.phase is Phase.SENDING
-            groups.received(1, name)
+        groups.at_boundary((A, B))
+        assert groups.phase is Phase.SENDING
+        assert groups.receiving == {"a", "b"}
+        send(groups)
         assert groups.phase is Phase.STANDING
-    assert groups.num_epochs == 1
+    assert (groups.num_epochs, groups.num_sent, groups.num_lost) == (1, 4, 0)
 
 
 @pytest.mark.parametrize(
     "members",
-    [(node("a"),), (node("a"), node("b"), node("c")), (node("a"), node("b", incarnation=2)), ()],
+    [(A,), (A, B, C), (A, node("b", incarnation=2)), (A, Candidate("b", 1, "elsewhere", 3)), ()],
 )
 def test_another_membership_is_another_group_from_the_next_boundary_on(members):
-    groups = standing(node("a"), node("b"))
-    epoch = groups.at_boundary(members)
-    assert (epoch.number if epoch else None) == (2 if members else None)
+    groups = standing(A, B)
+    groups.at_boundary(members)
+    assert groups.phase is (Phase.OPENING if members else Phase.NONE)
+    assert groups.num_epochs == (2 if members else 1)
+    assert groups.receiving == {m.name for m in members}
     assert groups.num_lost == 0
-    assert groups.begin_sending() == ()  # nobody waits for a group that forms
 
 
-def test_no_boundary_touches_a_group_that_forms_or_sends():
-    groups = BroadcastGroups(1)
-    assert groups.at_boundary((node("a"),)) is not None
-    assert groups.at_boundary((node("a"), node("b"))) is None
-    assert groups.begin_sending() == ()
-    groups.joined(1, "a")
-    groups.joined(1, None)
-    assert groups.begin_sending() == ("a",)
-    assert groups.at_boundary(()) is None
-    assert groups.phase is Phase.SENDING
-
-
-def test_a_lost_member_sends_those_to_pull_who_were_receiving():
-    groups = standing(node("a"), node("b"), node("c"))
-    groups.begin_sending()
-    groups.received(1, "c")
-    assert groups.lost("unknown") == ()
-    assert groups.lost("b") == ("a",)
-    assert groups.phase is Phase.NONE
-    assert groups.lost("a") == ()
-    assert groups.begin_sending() == ()
-    groups.received(1, "a")  # late
-    epoch = groups.at_boundary((node("a"), node("c")))
-    assert epoch is not None
-    assert epoch.number == 2
-
-
-def test_a_lost_trainer_and_a_failed_proof_end_it_for_all():
-    groups = standing(node("a"), node("b"))
-    groups.begin_sending()
-    assert groups.failed(7) == ()
-    assert groups.failed(1) == ("a", "b")
-    groups = standing(node("a"), node("b"))
-    assert groups.lost("trainer", is_trainer=True) == ()  # nothing was on its way
-    assert groups.phase is Phase.NONE
+def test_another_backend_is_another_group():
+    groups = standing(A)
+    groups.at_boundary((A,), "nccl")
+    assert groups.epoch is not None
+    assert (groups.epoch.number, groups.epoch.backend) == (2, "nccl")
 
 
 def test_news_of_another_epoch_is_not_of_this_one():
     groups = BroadcastGroups(1)
-    groups.at_boundary((node("a"),))
-    assert not groups.joined(1, "a")
-    groups.lost("a")
-    groups.at_boundary((node("a", incarnation=2),))
-    assert not groups.joined(1, None)
-    assert not groups.joined(2, None)
-    assert not groups.joined(2, "stranger")
-    assert groups.joined(2, "a")
+    groups.at_boundary((A,))
+    assert groups.opened(7, "x") is None
+    assert groups.opened(1, "x") is groups.epoch
+    assert groups.opened(1, "y") is None
+    assert groups.name == "x"
+    for group, name in (("y", "a"), ("y", None), ("", "a"), ("x", "stranger")):
+        assert not groups.joined(group, name)
+    assert not groups.joined("x", None)
+    assert not groups.joined("x", None)
+    assert groups.joined("x", "a")
+    assert not groups.joined("x", "a")
 
 
-@pytest.mark.parametrize("seed", range(50))
+def test_a_new_version_ends_what_is_under_way_and_the_next_one_forms_anew():
+    groups = BroadcastGroups(1)
+    for opens in (False, True):
+        groups.at_boundary((A, B))
+        assert groups.phase is Phase.OPENING
+        if opens:
+            groups.opened(groups.num_epochs, "x")
+        groups.at_boundary((A, B))
+        assert groups.phase is Phase.NONE
+        assert groups.receiving == set()
+        groups._pause = 1  # pyright: ignore[reportPrivateUsage]
+    assert groups.num_lost == 0
+    form(groups, A, B)
+    groups.received("a")
+    groups.at_boundary((A, B))
+    assert groups.phase is Phase.NONE
+
+
+def test_a_lost_member_sends_those_to_pull_who_were_receiving():
+    groups = standing(A, B, C)
+    groups.at_boundary((A, B, C))
+    groups.received("c")
+    assert groups.lost("unknown") == set()
+    assert groups.lost("b") == {"a"}
+    assert groups.phase is Phase.NONE
+    assert groups.lost("a") == set()
+    groups.received("a")  # late
+    groups.at_boundary((A, C))
+    assert groups.epoch is not None
+    assert (groups.epoch.number, groups.num_lost) == (2, 1)
+
+
+def test_a_lost_trainer_and_a_failure_end_it_for_all():
+    groups = standing(A, B)
+    groups.at_boundary((A, B))
+    assert groups.fail() == {"a", "b"}
+    groups = standing(A, B)
+    assert groups.lost("trainer", is_trainer=True) == set()  # nothing was on its way
+    assert groups.phase is Phase.NONE
+
+
+# Who is no candidate any more
+
+
+def test_attempts_that_bring_nothing_are_put_off_twice_as_long_each_time():
+    groups, tried = BroadcastGroups(1), []
+    for boundary in range(40):
+        groups.at_boundary((A, B))
+        if groups.phase is Phase.OPENING:
+            tried.append(boundary)
+            groups.opened(groups.num_epochs, "x")
+            groups.fail()
+    assert tried == [0, 1, 3, 7, 15, 31]
+    groups._put_off = 0  # pyright: ignore[reportPrivateUsage]
+    form(groups, A, B)
+    send(groups)
+    groups.fail()
+    groups.at_boundary((A, B))
+    assert groups.phase is Phase.OPENING  # it had brought a version
+
+
+def test_a_pause_has_an_end():
+    groups, boundary, last = BroadcastGroups(1), 0, 0
+    while groups.num_epochs < 12:
+        boundary += 1
+        groups.at_boundary((A,))
+        if groups.phase is Phase.OPENING:
+            assert boundary - last <= MAX_PAUSE
+            last = boundary
+            groups.lost("a")
+
+
+def test_who_cannot_reach_the_trainer_is_none_as_this_process():
+    groups = BroadcastGroups(1)
+    groups.at_boundary((A, B))
+    groups.fail("a", is_unreachable=True)
+    assert groups.bars("a", 1)
+    assert not groups.bars("a", 2)
+    assert not groups.bars("b", 1)
+    groups.lost("b")
+    assert groups.bars("a", 1)  # that was no mistake
+
+
+def test_who_ends_groups_by_its_word_is_none_after_a_few():
+    groups = BroadcastGroups(1)
+    for _ in range(MAX_MARKS):
+        assert not groups.bars("a", 1)
+        form(groups, A, B)
+        send(groups)
+        groups.fail("a")
+    assert groups.bars("a", 1)
+    assert not groups.bars("b", 1)
+
+
+def test_versions_that_were_received_take_marks_away():
+    groups, spoiled = BroadcastGroups(1), 0
+    for version in range(50):
+        groups.at_boundary((A, B))
+        if groups.phase is Phase.OPENING:
+            groups.opened(groups.num_epochs, "x")
+            for name in ("a", "b", None):
+                groups.joined("x", name)
+        send(groups)
+        if version % (FORGIVEN_AFTER + 1) == FORGIVEN_AFTER:
+            groups.fail("a")
+            spoiled += 1
+    assert spoiled > MAX_MARKS
+    assert not groups.bars("a", 1)
+
+
+def test_a_member_that_notices_the_death_of_another_is_not_to_blame():
+    groups = BroadcastGroups(1)
+    for lost in ("b", "t", "b", "t"):
+        form(groups, A, B)
+        send(groups)
+        groups.fail("a")
+        assert groups.lost(lost, is_trainer=lost == "t") == set()
+    assert not groups.bars("a", 1)
+
+
+def test_who_is_late_for_every_version_gets_none_any_more():
+    groups = BroadcastGroups(1)
+    while not groups.bars("b", 1):
+        if groups.phase is Phase.NONE:
+            groups.at_boundary((A, B))
+        if groups.phase is Phase.OPENING:
+            groups.opened(groups.num_epochs, "x")
+            for name in ("a", "b", None):
+                groups.joined("x", name)
+            groups.received("a")
+            groups.at_boundary((A, B))
+        assert groups.num_epochs <= MAX_MARKS
+    assert not groups.bars("a", 1)
+
+
+def test_marks_are_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(broadcast_groups, "MAX_REMEMBERED", 4)
+    groups = BroadcastGroups(1)
+    for number in range(10):
+        form(groups, node(f"n{number}"))
+        send(groups)
+        groups.fail(f"n{number}", is_unreachable=True)
+    assert [n for n in range(10) if groups.bars(f"n{n}", 1)] == [6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("seed", range(100))
 def test_random_news_leaves_nobody_waiting(seed):
     """Whoever was told to receive has either received or been told to pull, when the epoch ends."""
     choice = random.Random(seed)
     groups, owed, names = BroadcastGroups(2), set(), ["a", "b", "c", "d"]
     for _ in range(300):
         number, name = groups.num_epochs - choice.randrange(2), choice.choice(names)
-        match choice.randrange(6):
+        match choice.randrange(8):
             case 0:
                 groups.at_boundary(tuple(node(n) for n in names if choice.random() < 0.7))
+                owed = set(groups.receiving)
             case 1:
-                groups.joined(number, choice.choice([*names, None]))
-            case 2:
-                owed |= set(groups.begin_sending())
-            case 3:
-                groups.received(number, name)
-                if number == groups.num_epochs:
+                groups.opened(number, f"x{number}")
+            case 2 | 3 | 4:
+                groups.joined(f"x{number}", choice.choice([*names, None]))
+            case 5:
+                groups.received(name)
+                if groups.phase in {Phase.SENDING, Phase.STANDING}:
                     owed.discard(name)
-            case 4 if choice.random() < 0.1:
-                owed -= {*groups.failed(number)}
-            case 5 if choice.random() < 0.2:
+            case 6 if choice.random() < 0.1:
+                owed -= groups.fail(choice.choice([None, name, "stranger"]))
+            case 7 if choice.random() < 0.2:
                 owed -= {name, *groups.lost(name)}
         groups.check()
-        if groups.phase is not Phase.SENDING:
-            assert not owed
+        assert owed == groups.receiving

@@ -125,7 +125,7 @@ class EngineClient:
         try:
             started = self.receive(START_S)
             assert isinstance(started, EngineStarted)
-            self.device = started.device
+            self.device, self.num_workers = started.device, started.num_workers
         except ChildDied:
             pytest.fail(log.read_text())
 

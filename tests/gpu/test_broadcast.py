@@ -31,7 +31,7 @@ def content(index: int) -> torch.Tensor:
 
 
 def test_sums_on_the_device_are_those_of_the_cpu(device):
-    data = torch.randint(0, 256, (70 * BLOCK_BYTES + 1234,), dtype=torch.uint8)
+    data = torch.randint(0, 256, (600 * BLOCK_BYTES + 1234,), dtype=torch.uint8)
     for offset in (0, 2, BLOCK_BYTES - 6):
         here, there = Proof(SEED), Proof(SEED, device)
         here.add(data, offset)

@@ -15,9 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lightrl.broadcast_messages import BroadcastFailed
 from lightrl.config_sections import Weights
 from lightrl.messages import Message, PublishWeights, WeightsFailed
-from lightrl.rollout.weights import Fetched, NodeWeights
+from lightrl.rollout.fetched import Fetched
+from lightrl.rollout.weights import NodeWeights
 from lightrl.weights.machine import scratch, store
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
@@ -46,6 +48,7 @@ class Node:
             "127.0.0.1",
             self.said.put_nowait,
             lambda: None,
+            lambda group, reason: self.said.put_nowait(BroadcastFailed(group, reason)),
         )
 
     def offer(self, file: VersionFile, *holders: WeightServer) -> PublishWeights:
@@ -58,6 +61,7 @@ class Node:
 
     async def got(self, file: VersionFile) -> Fetched:
         fetched = await self.weights.next()
+        assert isinstance(fetched, Fetched)
         assert filecmp.cmp(fetched.file.path, file.path, shallow=False)
         assert fetched.file.policy_version == file.policy_version
         return fetched

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lightrl
+from lightrl import message_fields as fields
 from lightrl import messages as m
 from lightrl.daemon.admission import MAX_FILES_BYTES, config_of, write_model_files
 from lightrl.errors import ProtocolError, WeightsError
@@ -69,7 +70,7 @@ def test_honest_messages_pass(message: m.Message):
         dataclasses.replace(HELLO, slots=1 << 40),
         dataclasses.replace(HELLO, incarnation=1 << 63),
         dataclasses.replace(HELLO, serves=(-1, "d")),
-        dataclasses.replace(HELLO, running=(("r", 1),) * (m.MAX_RESPONSES + 1)),
+        dataclasses.replace(HELLO, running=(("r", 1),) * (fields.MAX_RESPONSES + 1)),
         dataclasses.replace(HELLO, running=(("r" * 300, 1),)),
         dataclasses.replace(HELLO, running=(("r", 1 << 31),)),
         m.TokenChunk(1, "d", (m.ResponseTokens("r", 1 << 31, 0, b"", b""),)),
@@ -90,7 +91,7 @@ def test_honest_messages_pass(message: m.Message):
         m.PublishWeights(1, "d" * 1000, 1, 1),
         m.PublishWeights(1, "d\n", 1, 1),
         m.PublishWeights(1, "d", 1, 1, (m.WeightsSource("n", ("h:1",), "t"),)),
-        m.PublishWeights(1, "d", 1, 1, deltas=(DELTA,) * (m.MAX_DELTAS + 1)),
+        m.PublishWeights(1, "d", 1, 1, deltas=(DELTA,) * (fields.MAX_DELTAS + 1)),
         m.PublishWeights(1, "d", 1, 1, deltas=(dataclasses.replace(DELTA, num_bytes=-1),)),
         m.PublishWeights(1, "d", 1, 1, deltas=(dataclasses.replace(DELTA, base="\0"),)),
         m.PublishWeights(1, "d", 1, 1, canary=m.Canary(bytes(8), bytes(8))),
@@ -99,7 +100,7 @@ def test_honest_messages_pass(message: m.Message):
         m.PublishWeights(1, "d", 1, 1, canary=m.Canary(bytes(1 << 20), bytes((1 << 20) - 4))),
         m.PublishWeights(1, "d", 1, 1, portions=(-1,)),
         m.WeightsEndpoint((), SECRET),
-        m.WeightsEndpoint(("h:1",) * (m.MAX_ADDRESSES + 1), SECRET),
+        m.WeightsEndpoint(("h:1",) * (fields.MAX_ADDRESSES + 1), SECRET),
         m.WeightsEndpoint(("h:1",), ""),
         m.WeightsEndpoint(("h:1",), "s" * 15),
         m.WeightsEndpoint(("h:1",), "s" * 129),
@@ -115,7 +116,24 @@ def test_honest_messages_pass(message: m.Message):
         m.WeightsReady(1, "d", num_bytes=1, delta_bytes=2),
         m.WeightsReady(1, "d", num_bytes=-1),
         m.WeightsFailed(1, "x" * 10_000),
-        m.StepDone(1, 2, {f"m{k}": 0.0 for k in range(m.MAX_METRICS + 1)}),
+        m.WeightsReady(1, "d", broadcast_s=float("nan")),
+        m.Heartbeat(num_workers=-1),
+        m.Heartbeat(num_workers=1025),
+        *(m.BroadcastOpened(1, "g", address) for address in NO_ADDRESSES),
+        m.BroadcastOpened(1, "g\n", "h:1"),
+        m.BroadcastOpened(1, "", "h:1"),
+        m.BroadcastOpened(-1, "g", "h:1"),
+        m.BroadcastOpened(1, "g", "h:1", "x" * 10_000),
+        m.BroadcastJoined("\x1b[2J"),
+        m.BroadcastJoined("g" * 300),
+        m.BroadcastSums("g\0", 1, (1,)),
+        m.BroadcastSums("g", 1, ()),
+        m.BroadcastSums("g", 1, (-1,)),
+        m.BroadcastSums("g", 1, (1,) * 17),
+        m.BroadcastSums("g", -1, (1,)),
+        m.BroadcastFailed("g\n", "r"),
+        m.BroadcastFailed("g", "x" * 10_000),
+        m.StepDone(1, 2, {f"m{k}": 0.0 for k in range(fields.MAX_METRICS + 1)}),
         m.Checkpointed(-1),
         m.Drain("n", "x" * 10_000),
         m.Bye("x" * 10_000),
@@ -138,7 +156,8 @@ def test_with_the_join_key_a_node_speaks_of_itself_and_of_its_sources_and_publis
             allowed.add(type(message).__name__)
     of_itself = {"Hello", "Heartbeat", "TokenChunk", "Bye"}
     of_weights = {"WeightsEndpoint", "WeightsReady", "WeightsFailed", "BadSource"}
-    assert allowed == of_itself | of_weights
+    of_groups = {"BroadcastJoined", "BroadcastFailed"}
+    assert allowed == of_itself | of_weights | of_groups
 
 
 def test_garbage_that_decodes_is_sane_or_a_protocol_error():
@@ -211,7 +230,7 @@ def test_model_files_land_in_their_folder_or_nowhere(tmp_path: Path, name: str):
 
 def test_model_files_are_bounded(tmp_path: Path):
     for files in (
-        {f"f{k}": b"" for k in range(m.MAX_FILES + 1)},
+        {f"f{k}": b"" for k in range(fields.MAX_FILES + 1)},
         {f"f{k}": bytes(MAX_FILES_BYTES // 4) for k in range(5)},
     ):
         with pytest.raises(ProtocolError, match="model files of"):
@@ -256,7 +275,7 @@ def manifest_of(
         manifest_of(GOOD, digests=b""),
         manifest_of(GOOD, digests=bytes(DIGEST_BYTES + 1)),
         manifest_of(GOOD, digests=bytes(2 * DIGEST_BYTES)),
-        manifest_of(GOOD, digests=bytes(DIGEST_BYTES * (m.MAX_BUCKETS + 1))),
+        manifest_of(GOOD, digests=bytes(DIGEST_BYTES * (fields.MAX_BUCKETS + 1))),
         manifest_of(GOOD, num_bytes=0),
         manifest_of(GOOD, num_bytes=-24),
         manifest_of(GOOD, num_bytes=25),

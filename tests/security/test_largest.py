@@ -16,6 +16,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from lightrl import message_fields as fields
 from lightrl import messages as m
 from lightrl.errors import ProtocolError
 from lightrl.transport.validate import check_bounds
@@ -68,7 +69,7 @@ HELLO = {
     "pid": 1,
     "host": "h",
 }
-NAMED = {f"{k:x}": 1 for k in range(m.MAX_METRICS + 1)}
+NAMED = {f"{k:x}": 1 for k in range(fields.MAX_METRICS + 1)}
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def text(name: str, rest: dict[str, Any], field: str, most: int) -> Largest:
 
 
 def named(name: str, rest: dict[str, Any], field: str) -> Largest:
-    most = m.MAX_METRICS
+    most = fields.MAX_METRICS
     return Largest(name, field, most, lambda n: {**rest, field: dict(list(NAMED.items())[:n])})
 
 
@@ -114,15 +115,17 @@ SHARD = {"step": 1, "index": 1, "policy_version": 1}
 GROUP = {"group": "g", "prompt": TICK}
 HISTORY = {"group": "g", "responses": (), "rewards": ()}
 GENERATE = {"policy_version": 1, "sampling": {}, "requests": ()}
-R = m.MAX_RESPONSES
+R = fields.MAX_RESPONSES
 TABLE = [
     of("Hello", HELLO, "running", R, ("r", BIG)),
     of("Hello", HELLO, "running", R, ("response", BIG)),
-    text("Hello", HELLO, "host", m.MAX_WORD),
-    text("Welcome", {"run": "r"}, "config_json", m.MAX_CONFIG),
-    text("Welcome", {"run": "r"}, "refused", m.MAX_REASON),
-    Largest("Welcome", "model_files", m.MAX_FILES, lambda n: {"run": "r", "model_files": files(n)}),
-    text("Heartbeat", {}, "device", m.MAX_WORD),
+    text("Hello", HELLO, "host", fields.MAX_WORD),
+    text("Welcome", {"run": "r"}, "config_json", fields.MAX_CONFIG),
+    text("Welcome", {"run": "r"}, "refused", fields.MAX_REASON),
+    Largest(
+        "Welcome", "model_files", fields.MAX_FILES, lambda n: {"run": "r", "model_files": files(n)}
+    ),
+    text("Heartbeat", {}, "device", fields.MAX_WORD),
     of("Generate", GENERATE, "requests", R, REQUEST),
     of("Generate", GENERATE, "histories", R, HISTORY),
     of(
@@ -133,26 +136,26 @@ TABLE = [
         {**HISTORY, "responses": (b"",) * 9},
     ),
     Largest(
-        "Generate", "stop_token_ids", m.MAX_STOPS, lambda n: {**GENERATE, "sampling": stops(n)}
+        "Generate", "stop_token_ids", fields.MAX_STOPS, lambda n: {**GENERATE, "sampling": stops(n)}
     ),
     of("Abort", {}, "attempts", R, ("r", BIG)),
     of("TokenChunk", CHUNK, "responses", R, TOKENS),
-    text("TokenChunk", {"policy_version": 1, "responses": ()}, "digest", m.MAX_WORD),
-    of("TrainShard", SHARD, "groups", m.MAX_GROUPS, {**GROUP, "responses": (TRAINED,)}),
-    of("TrainShard", SHARD, "groups", m.MAX_GROUPS, {**GROUP, "responses": ()}),
+    text("TokenChunk", {"policy_version": 1, "responses": ()}, "digest", fields.MAX_WORD),
+    of("TrainShard", SHARD, "groups", fields.MAX_GROUPS, {**GROUP, "responses": (TRAINED,)}),
+    of("TrainShard", SHARD, "groups", fields.MAX_GROUPS, {**GROUP, "responses": ()}),
     named("StepDone", STEP, "metrics"),
-    of("WeightsEndpoint", {"secret": "s" * 16}, "addresses", m.MAX_ADDRESSES, "h:1"),
-    of("PublishWeights", PUBLISH, "deltas", m.MAX_DELTAS, DELTA),
+    of("WeightsEndpoint", {"secret": "s" * 16}, "addresses", fields.MAX_ADDRESSES, "h:1"),
+    of("PublishWeights", PUBLISH, "deltas", fields.MAX_DELTAS, DELTA),
     of("PublishWeights", PUBLISH, "portions", R, 300),
-    text("WeightsReady", {"policy_version": 1}, "digest", m.MAX_WORD),
-    text("BadSource", {"policy_version": 1, "node": "n"}, "reason", m.MAX_TEXT),
-    text("WeightsFailed", {"policy_version": 1}, "reason", m.MAX_TEXT),
-    text("Drain", {"node": "n"}, "reason", m.MAX_REASON),
-    text("Bye", {}, "reason", m.MAX_TEXT),
-    of("Snapshot", SHOWN, "nodes", m.MAX_ROWS, ROW),
-    of("Snapshot", SHOWN, "evals", m.MAX_ROWS, (BIG, 1)),
-    of("Snapshot", SHOWN, "events", m.MAX_ROWS, (1, "e")),
-    of("Snapshot", SHOWN, "rewards", m.MAX_ROWS, 1),
+    text("WeightsReady", {"policy_version": 1}, "digest", fields.MAX_WORD),
+    text("BadSource", {"policy_version": 1, "node": "n"}, "reason", fields.MAX_TEXT),
+    text("WeightsFailed", {"policy_version": 1}, "reason", fields.MAX_TEXT),
+    text("Drain", {"node": "n"}, "reason", fields.MAX_REASON),
+    text("Bye", {}, "reason", fields.MAX_TEXT),
+    of("Snapshot", SHOWN, "nodes", fields.MAX_ROWS, ROW),
+    of("Snapshot", SHOWN, "evals", fields.MAX_ROWS, (BIG, 1)),
+    of("Snapshot", SHOWN, "events", fields.MAX_ROWS, (1, "e")),
+    of("Snapshot", SHOWN, "rewards", fields.MAX_ROWS, 1),
     named("Snapshot", SHOWN, "counters"),
 ]
 FIXED = {"Checkpointed", "ShardsTaken", "Watch"}  # numbers alone

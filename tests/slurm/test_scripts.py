@@ -42,7 +42,7 @@ def test_a_dry_run_prints_both_scripts_and_leaves_nothing(tmp_path):
     assert done.stdout.count("#SBATCH --time=1:00:00") == 2
     for line in ("--partition=cheap", "--gpus=1", "--mem=0", "--requeue", "--open-mode=append"):
         assert f"#SBATCH {line}\n" in done.stdout
-    assert f"slurm-job node {tmp_path / 'runs' / 'one'}" in done.stdout
+    assert f"slurm-job node --preemptible {tmp_path / 'runs' / 'one'}" in done.stdout
     assert not (tmp_path / "runs").exists()
 
 

@@ -8,6 +8,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+from lightrl.broadcast_messages import VersionTaken
 from lightrl.journal.read import recut
 from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
 from lightrl.trainer.served import ServedVersions
@@ -33,6 +34,7 @@ class Coordinator:
         self.digests = {}
         self.portions = {}
         self.sent = []  # all that the trainer said
+        self.says_taken = True  # of each version that it pulls, as the real one does
         self.waits = False  # with each shard until the one before it was taken
         self.num_hellos = 1
         self.on = {}
@@ -68,6 +70,8 @@ class Coordinator:
                 happens = self.on.pop(("published", version), None)
                 if self._expects_position or version > self._stands_at:
                     self._expects_position, self._stands_at = False, version
+                    if self.says_taken and version < self.config.train.steps:
+                        self.trainer.handle(VersionTaken(version, False, True))
                     if happens is None and version < self.config.train.steps:
                         self.feed(version)
             case StepDone(step):

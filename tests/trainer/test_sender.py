@@ -19,14 +19,12 @@ from lightrl.trainer.protocol import (
     WeightsSent,
 )
 from lightrl.weights.broadcast.group import form
-from lightrl.weights.broadcast.proof import Proof
+from lightrl.weights.broadcast.proof import Proof, proof_seed
 from lightrl.weights.broadcast.rendezvous import Membership
 from lightrl.weights.broadcast.transfer import receive
 from lightrl.weights.version.manifest import read_manifest
 from lightrl.weights.version.tensors import read_tensors
 from tests.trainer.test_rank import DEADLINE_S, started, step
-
-SEED = bytes(32)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -54,8 +52,8 @@ async def joined(ranks, num_receivers=1):
 async def received(ranks, name, group, file):
     """Tensors by name; the sums here and those of the ranks."""
     for rank in ranks:
-        rank.send(SendWeights(file, name, SEED))
-    proof = Proof(SEED)
+        rank.send(SendWeights(file, name))
+    proof = Proof(proof_seed(name, file.policy_version))
     tensors = read_manifest(file).tensors
     got = await asyncio.to_thread(lambda: dict(receive(group, tensors, proof)))
     sent = await replies(ranks)
@@ -81,7 +79,7 @@ def test_two_ranks_send_each_version_and_go_on_when_the_group_is_over(start, pro
             assert any(not torch.equal(got[n], t) for n, t in again.items())
             group.abandon("the engine has ended")
             for rank in ranks:
-                rank.send(SendWeights(file, name, SEED))
+                rank.send(SendWeights(file, name))
             failed = await replies(ranks)
             assert [f.error for f in failed] == ["broadcast: the engine has ended"] * 2
             file = (await step(ranks, samples, 1))[0].file

@@ -1,15 +1,24 @@
 """Broadcasts between processes over gloo: what arrives, and what a dead or stopped member costs."""
 
+import contextlib
+import os
 import random
+import secrets
 import signal
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
+from lightrl.weights.broadcast.group import form
 from lightrl.weights.broadcast.pieces import byte_range, rows, schedule
+from lightrl.weights.broadcast.rendezvous import Membership, Rendezvous
 from lightrl.weights.version.layout import plan
 from tests.weights.broadcast_members import Fault, Plan, members
 
+ETH_P_ALL, SO_RCVBUFFORCE = 3, 33  # of Linux; the second lets root have a larger buffer
 MIXED = (
     ("a.scalar", "float32", ()),
     ("b.one_row", "bfloat16", (1, 7)),
@@ -39,6 +48,28 @@ def test_every_receiver_gets_every_bit_of_two_versions_in_order(num_ranks, num_r
         total = tuple(sum(s) % (1 << 64) for s in zip(*of_ranks, strict=True))
         assert [r.sums[version] for r in receivers] == [total] * num_receivers
     assert receivers[0].sums[0] != receivers[0].sums[1]
+
+
+@pytest.mark.skipif(not hasattr(socket, "AF_PACKET") or os.geteuid() != 0, reason="needs root")
+def test_who_listens_to_a_group_that_forms_does_not_learn_its_name():
+    """Else sums could be forged, the numbers of which are made of it."""
+    meet, name = Rendezvous("127.0.0.1"), secrets.token_hex(16)
+    place = Membership(name, 0, 1, 2, "gloo", timeout_s=20.0)
+    heard = bytearray()
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) as ear:
+        ear.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 64 << 20)
+        ear.bind(("lo", 0))
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(form, meet, place, "cpu")
+            other = pool.submit(form, meet.address, replace(place, rank=1), "cpu")
+            for group in (first.result(), other.result()):
+                group.abandon("the test is over")
+        ear.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                heard += ear.recv(1 << 17)
+    assert place.shown_name in heard
+    assert name.encode() not in heard
 
 
 @pytest.mark.parametrize("member", [0, 1, 2, 3])

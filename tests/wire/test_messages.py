@@ -24,7 +24,7 @@ EXAMPLES: list[m.Message] = [
         running=(("p7@0#3", 1),),
     ),
     m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
-    m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu", m.WeightsProgress(4, 8 << 20, 15 << 30, 3)),
+    m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu", m.WeightsProgress(4, 8 << 20, 15 << 30, 3), 2),
     m.Generate(
         4,
         m.Sampling(0.7, 0.9, 5, (1, 2)),
@@ -61,6 +61,14 @@ EXAMPLES: list[m.Message] = [
     m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03, 1000, 91022, 0.001),
     m.BadSource(4, "rollout-3", "bucket 7: digest differs"),
     m.WeightsFailed(4, "bucket 3: digest differs"),
+    m.VersionTaken(4, broadcasts=True, wants_delta=False),
+    m.OpenBroadcast(3),
+    m.BroadcastOpened(3, "7c1f", "10.0.0.1:41873"),
+    m.JoinBroadcast("7c1f", "10.0.0.1:41873", 2, 2, 4, "gloo"),
+    m.BroadcastJoined("7c1f"),
+    m.SendBroadcast("7c1f", 4),
+    m.BroadcastSums("7c1f", 4, (0, 2**64 - 1)),
+    m.BroadcastFailed("7c1f", "rank 1: timed out", is_unreachable=True),
     m.Drain("rollout-0", "SIGTERM"),
     m.Bye("drained", True),
     m.Watch(0.5),
@@ -109,10 +117,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_6_are_pinned():
+def test_bytes_of_protocol_7_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 6
+    assert m.PROTOCOL == 7
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))
@@ -139,16 +147,29 @@ def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
     offer = m.PublishWeights(4, "b", 9, 8, (source,), (delta,), m.Canary(b"", b""), (3,))
     assert wire.MESSAGES.decode(wire.MESSAGES.encode(offer)) == offer
     assert wire.MESSAGES.encode(offer).hex() == (
-        "92ae5075626c6973685765696768747388ae706f6c6963795f76657273696f6e04a6646967657374a162a96e"
+        "92ae5075626c6973685765696768747389ae706f6c6963795f76657273696f6e04a6646967657374a162a96e"
         "756d5f627974657309ae6d616e69666573745f627974657308a7736f75726365739183a46e6f6465a16ea961"
         "646472657373657391a3683a31a67469636b6574a174a664656c7461739185a462617365a161a67461726765"
         "74a162a6646967657374a163ae6d616e69666573745f627974657301a96e756d5f627974657302a663616e61"
         "727983a9746f6b656e5f696473c400a86c6f6770726f6273c400a56474797065a7666c6f61743332a8706f72"
-        "74696f6e739103"
+        "74696f6e739103a567726f7570a0"
     )
     bad = wire.MESSAGES.encode(m.BadSource(4, "n", "r"))
     assert bad.hex() == (
         "92a9426164536f7572636583ae706f6c6963795f76657273696f6e04a46e6f6465a16ea6726561736f6ea172"
+    )
+
+
+def test_bytes_of_what_is_said_of_broadcasts_are_pinned():
+    join = wire.MESSAGES.encode(m.JoinBroadcast("g", "h:1", 2, 2, 4, "gloo"))
+    assert join.hex() == (
+        "92ad4a6f696e42726f61646361737486a567726f7570a167a761646472657373a3683a31a472616e6b02a96e"
+        "756d5f72616e6b7302a5776f726c6404a76261636b656e64a4676c6f6f"
+    )
+    sums = wire.MESSAGES.encode(m.BroadcastSums("g", 4, (0, 2**64 - 1)))
+    assert sums.hex() == (
+        "92ad42726f61646361737453756d7383a567726f7570a167ae706f6c6963795f76657273696f6e04a473756d"
+        "739200cfffffffffffffffff"
     )
 
 

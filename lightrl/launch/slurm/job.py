@@ -43,7 +43,9 @@ RETURNS = "returns"  # a file that is there while the coordinator, stopped by Sl
 HERE_ONLY = {"127.0.0.1", "localhost"} | ALL_HOSTS  # no address for other machines
 
 
-async def run_part(part: str, what: Sequence[str], slots: int = 0) -> int:
+async def run_part(
+    part: str, what: Sequence[str], slots: int = 0, preemptible: bool = False
+) -> int:
     """One job of a run, as scripts/slurm have it: "head" or "node"; the exit status."""
     configure(LogSettings(node=_name_of(part)))
     if part == "head":
@@ -52,7 +54,9 @@ async def run_part(part: str, what: Sequence[str], slots: int = 0) -> int:
         raise ConfigError(
             "slurm-job: head CONFIG [section.key=value ...], or node RUN_DIR|ADDRESS [KEY_FILE]"
         )
-    return await run_node(what[0], Path(what[1]) if len(what) == 2 else None, slots)
+    options = ["--slots", str(slots)] if slots else []
+    options += ["--preemptible"] if preemptible else []
+    return await run_node(what[0], Path(what[1]) if len(what) == 2 else None, options)
 
 
 async def run_head(arguments: Sequence[str]) -> int:
@@ -88,8 +92,9 @@ async def run_head(arguments: Sequence[str]) -> int:
             logger.warning("the coordinator was killed by %s; the run goes on", name)
 
 
-async def run_node(target: str, key_file: Path | None, slots: int) -> int:
-    """A rollout node of the run in the directory `target`, or at that address; the exit status."""
+async def run_node(target: str, key_file: Path | None, options: Sequence[str]) -> int:
+    """A rollout node of the run in the directory `target`, or at that address, with these more
+    options of `lightrl up`; the exit status."""
     run_dir = _directory(target)
     if run_dir is not None and key_file is None:
         key_file = run_dir / JOIN_FILE
@@ -103,7 +108,9 @@ async def run_node(target: str, key_file: Path | None, slots: int) -> int:
                 break
             _log_as_run(run_dir)
             code = await _daemon(
-                _join_command(address, key_file, slots), told.wait(), _moves_away(run_dir, address)
+                _join_command(address, key_file, options),
+                told.wait(),
+                _moves_away(run_dir, address),
             )
             if told.is_set():
                 break
@@ -142,17 +149,9 @@ def _head_command(config: Config, file: str, overrides: Sequence[str]) -> list[s
     return ["up", file, *overrides, *options]
 
 
-def _join_command(address: str, key_file: Path | None, slots: int) -> list[str]:
-    options = ["--key", str(key_file)] if key_file is not None else []
-    options += ["--slots", str(slots)] if slots else []
-    return [
-        "up",
-        "--join",
-        address,
-        *options,
-        "--name",
-        _name_of("node"),
-    ]
+def _join_command(address: str, key_file: Path | None, options: Sequence[str]) -> list[str]:
+    key = ["--key", str(key_file)] if key_file is not None else []
+    return ["up", "--join", address, *key, *options, "--name", _name_of("node")]
 
 
 def _name_of(part: str) -> str:

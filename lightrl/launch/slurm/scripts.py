@@ -67,7 +67,12 @@ def spot_script(
 ) -> str:
     """The script of which every array task is one rollout node."""
     return _script(
-        "rollout", ("--signal=B:USR1@60", *options), ABOUT_SPOT, lightrl, "node", arguments
+        "rollout",
+        ("--signal=B:USR1@60", *options),
+        ABOUT_SPOT,
+        lightrl,
+        "node",
+        ("--preemptible", *arguments),
     )
 
 

@@ -6,6 +6,7 @@ memory of its own: vLLM keeps references to what it has been given until a layer
 Imports torch; daemons must not import this.
 """
 
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,10 +16,14 @@ import torch
 from lightrl.errors import WeightsError
 from lightrl.weights.broadcast.group import Group
 from lightrl.weights.broadcast.pieces import Piece, byte_range, schedule
-from lightrl.weights.broadcast.proof import Proof
+from lightrl.weights.broadcast.proof import AddedBeside, Proof
 from lightrl.weights.version.layout import TensorSpec
 
 IN_FLIGHT = 6  # pieces at a time; more than gloo works at, so that small ones keep it busy
+
+# From this size on memory is asked for in large pages: to get it in small ones takes as long as to
+# receive into it.
+HUGE_BYTES = 4 << 20
 
 # What a rank holds of tensors[i]: its rows, in the dtype that is served.
 Rows = Callable[[int], torch.Tensor]
@@ -54,32 +59,40 @@ def receive(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """An engine worker's side: all tensors, complete, in order, on the group's device.
 
-    Adds each to `proof` before it is given out; whether the sums are right is known only at the
-    end. Raises WeightsError, and the group is over: what has been given out is then of no use.
-    A consumer that stops in the middle ends the group, too.
+    Adds each to `proof` beside what the consumer does with it; the sums are complete at the end,
+    and only then is it known whether they are right. Raises WeightsError, and the group is over:
+    what has been given out is then of no use. A consumer that stops in the middle ends the group,
+    too.
     """
     with _Ending(group):
-        coming = _Coming(group, tensors)
-        works: deque[tuple[Any, Piece, torch.Tensor]] = deque()
-        pieces = schedule(tensors, group.num_ranks, group.piece_bytes)
-        given = 0
-        while True:
-            while len(works) < IN_FLIGHT and (piece := next(pieces, None)) is not None:
-                data = coming.data(piece)
-                works.append((group.broadcast(data, piece.root), piece, data))
-            if not works:
-                break
-            work, piece, data = works.popleft()
-            group.wait(work)
-            coming.arrived(piece, data)
-            while given < len(tensors) and coming.is_complete(given):
-                tensor = coming.take(given)
-                if proof is not None:
-                    proof.add(tensor, tensors[given].offset)
-                yield tensors[given].name, tensor
-                given += 1
-        for i in range(given, len(tensors)):  # those without a byte, at the end
-            yield tensors[i].name, coming.take(i)
+        if proof is None:
+            yield from _received(group, tensors)
+            return
+        with AddedBeside(proof) as beside:
+            for spec, (name, tensor) in zip(tensors, _received(group, tensors), strict=True):
+                beside.add(tensor, spec.offset)
+                yield name, tensor
+
+
+def _received(group: Group, tensors: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    coming = _Coming(group, tensors)
+    works: deque[tuple[Any, Piece, torch.Tensor]] = deque()
+    pieces = schedule(tensors, group.num_ranks, group.piece_bytes)
+    given = 0
+    while True:
+        while len(works) < IN_FLIGHT and (piece := next(pieces, None)) is not None:
+            data = coming.data(piece)
+            works.append((group.broadcast(data, piece.root), piece, data))
+        if not works:
+            break
+        work, piece, data = works.popleft()
+        group.wait(work)
+        coming.arrived(piece, data)
+        while given < len(tensors) and coming.is_complete(given):
+            yield tensors[given].name, coming.take(given)
+            given += 1
+    for i in range(given, len(tensors)):  # those without a byte, at the end
+        yield tensors[i].name, coming.take(i)
 
 
 class _Ending:
@@ -166,4 +179,8 @@ class _Coming:
             self._data[index] = self._bytes(self._missing[index])
 
     def _bytes(self, size: int) -> torch.Tensor:
+        if self._device.type == "cpu" and size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(size, dtype=torch.uint8, device=self._device)

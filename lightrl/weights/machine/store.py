@@ -144,7 +144,7 @@ class Store:
             held = sum(allocated_bytes(p) for p in folder.glob("*.bin*"))
             free = scratch.free_bytes(root)
             is_shared = i == 0 and len(scratch.roots()) > 1
-            needed = scratch.growing_bytes(num_bytes, begun)
+            needed = scratch.growing_bytes(num_bytes - begun)
             if is_shared:
                 needed = scratch.needed_bytes(num_bytes, held, begun)
             if free >= needed:
@@ -229,6 +229,10 @@ class Claim:
             else:
                 return version, is_own
         return None
+
+    def own_path(self) -> Path:
+        """Where only this caller writes what belongs to the version; removed together with it."""
+        return self._store._control / f"{self.digest}.{os.getpid()}-{secrets.token_hex(4)}.bin"
 
     def partials(self) -> list[Path]:
         """What pulls of this version have begun, of this machine: yet to be proved."""

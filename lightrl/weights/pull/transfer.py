@@ -14,13 +14,15 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.messages import MAX_SOURCES, WeightsProgress, WeightsSource
+from lightrl.message_fields import MAX_SOURCES
+from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import split_address
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread, taken_in_thread
@@ -40,6 +42,7 @@ from lightrl.weights.version.manifest import (
     VersionFile,
     decode,
     manifest_path,
+    read_encoded,
 )
 
 logger = logging.getLogger(__name__)
@@ -194,8 +197,7 @@ class Pull:
             self._follow()
 
     async def run(self) -> PullStats:
-        """Every bucket proved; `path` appears complete or not at all, the manifest beside it
-        (write.manifest_path).
+        """Every bucket proved; `path` appears complete or not at all, the manifest beside it.
 
         A source that cannot be reached or breaks off is tried again and again; waiting in a queue
         is no failure however long it takes. Raises WeightsError when nothing has arrived for
@@ -203,15 +205,24 @@ class Pull:
         sent wrong bytes; at once for a disk that is too small. The partial file stays, for the next
         pull; it is the owner's to remove.
         """
+        begun_at = time.monotonic()
+        await in_thread(self._require_space)
+        await self._attend(self._work)
+        return self._stats(time.monotonic() - begun_at)
+
+    async def run_for_manifest(self) -> VersionFile:
+        """Instead of `run`: only the manifest comes, proved; at `path` nothing does."""
+        await self._attend(self._find_manifest)
+        return self.file
+
+    async def _attend(self, act: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Does it, and looks after the sources meanwhile."""
         if not self._fetch.swarm.sources:
             raise WeightsError(f"{self._about}: nobody holds it")
-        await in_thread(self._require_space)
-        start = time.monotonic()
-        self._is_running = True
-        self._begun_at = start
+        self._is_running, self._begun_at = True, time.monotonic()
         self._fetch.note_progress()
         self._follow()
-        work = asyncio.get_running_loop().create_task(self._work())
+        work = asyncio.get_running_loop().create_task(act())
         is_done = False
         try:
             while not work.done() and self._fetch.failure is None:
@@ -227,7 +238,6 @@ class Pull:
                 self._server.retire(self._wanted.digest)
         if not is_done:
             raise WeightsError(f"{self._about}: {self._fetch.failure}")
-        return self._stats(time.monotonic() - start)
 
     async def _work(self) -> None:
         manifest = await self._find_manifest()
@@ -271,7 +281,7 @@ class Pull:
         """Of an earlier pull, or from the first source that has it."""
         digest, beside = self._wanted.digest, manifest_path(self._path)
         with contextlib.suppress(OSError, WeightsError):
-            encoded = await in_thread(_read, beside)
+            encoded = await in_thread(read_encoded, self.file)
             self._manifest = await in_thread(decode, encoded, digest)
         while self._manifest is None:
             self._follower.known.clear()
@@ -337,13 +347,13 @@ class Pull:
                 WeightsProgress(w.policy_version, fetch.proved_bytes, w.num_bytes, num_sources)
             )
 
-    async def _stop(self, work: asyncio.Task[None]) -> None:
+    async def _stop(self, work: asyncio.Task[Any]) -> None:
         tasks = [work, *self._following.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await retry_on_resource_limit(
-            lambda: in_thread(self._fetch.close), "a thread to close a pull", logger.warning
+            lambda: in_thread(self._fetch.close), "the end of a pull", logger.warning
         )
         self._look_after()
 
@@ -378,21 +388,13 @@ class Pull:
     def _require_space(self) -> None:
         """Raises WeightsError if the version does not fit on the disk: before anything is
         transferred."""
-        part = partial_path(self._path)
-        begun = allocated_bytes(part)
-        rest = self._wanted.num_bytes - begun
+        folder, begun = self._path.parent, allocated_bytes(partial_path(self._path))
         try:
-            free = shutil.disk_usage(part.parent).free
+            free = shutil.disk_usage(folder).free
         except OSError as e:
-            raise WeightsError(f"{part.parent}: cannot be written: {e.strerror}") from e
-        if scratch.growing_bytes(self._wanted.num_bytes, begun) > free:
+            raise WeightsError(f"{folder}: cannot be written: {e.strerror}") from e
+        if scratch.growing_bytes(rest := self._wanted.num_bytes - begun) > free:
             raise WeightsError(
-                f"{self._about}: needs {rest / 1e9:.3g} GB more in {part.parent}, "
+                f"{self._about}: needs {rest / 1e9:.3g} GB more in {folder}, "
                 f"where {free / 1e9:.3g} GB are free"
             )
-
-
-def _read(path: Path) -> bytes:
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise WeightsError(f"{path}: too large for a manifest")
-    return path.read_bytes()

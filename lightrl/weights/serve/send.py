@@ -6,8 +6,8 @@ Must not import torch; knows nothing of requests.
 import asyncio
 import contextlib
 import os
-import select
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,8 @@ IDLE_LIMIT_S = 10.0  # without a single byte, or without a request
 STALL_S = 1.0  # a peer that takes nothing for so long passes its turn on
 
 _SEND_BYTES = 16 << 20  # one stint of a sending thread
-_SEND_PATIENCE_MS = 50  # a thread waits so long for a slow peer, then the event loop does
+# a thread waits so long for a slow peer, then the event loop does; struct timeval
+_SEND_PATIENCE = struct.pack("ll", 0, 50_000)
 _SEND_THREADS = 16
 _THROTTLED_BYTES = 64 << 10
 
@@ -38,7 +39,7 @@ class Sender:
         loop = asyncio.get_running_loop()
         while size > 0:
             portion = min(size, _SEND_BYTES)
-            arguments = (sock.fileno(), file, offset, portion, self._pace)
+            arguments = (sock, file, offset, portion, self._pace)
             stint = loop.run_in_executor(self._threads, _send_some, *arguments)
             try:
                 sent = await asyncio.shield(stint)
@@ -76,25 +77,26 @@ class _Pace:
         time.sleep(wait_s)
 
 
-def _send_some(sock: int, file: int, offset: int, size: int, pace: _Pace | None) -> int:
+def _send_some(sock: socket.socket, file: int, offset: int, size: int, pace: _Pace | None) -> int:
     """Sends up to `size` bytes; fewer if the peer does not take them. Returns how many. Runs in a
-    thread."""
-    poll = select.poll()
-    poll.register(sock, select.POLLOUT)
+    thread. The socket blocks meanwhile: one call sends as much as comes through without a pause,
+    where each of many would have to wait for the interpreter's lock."""
     sent = 0
-    while sent < size:
-        portion = size - sent if pace is None else min(size - sent, _THROTTLED_BYTES)
-        try:
-            n = os.sendfile(sock, file, offset + sent, portion)
-        except BlockingIOError:
-            if not poll.poll(_SEND_PATIENCE_MS):
-                return sent
-            continue
-        if n == 0:
-            raise EOFError("the file is shorter than it was")
-        if pace is not None:
-            pace.wait(n)
-        sent += n
+    os.set_blocking(sock.fileno(), True)  # the socket object, which is the loop's, does not know
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_PATIENCE)
+        while sent < size:
+            portion = size - sent if pace is None else min(size - sent, _THROTTLED_BYTES)
+            n = os.sendfile(sock.fileno(), file, offset + sent, portion)
+            if n == 0:
+                raise EOFError("the file is shorter than it was")
+            if pace is not None:
+                pace.wait(n)
+            sent += n
+    except BlockingIOError:
+        return sent
+    finally:
+        os.set_blocking(sock.fileno(), False)
     return sent
 
 

@@ -14,7 +14,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.messages import MAX_BUCKETS, MAX_TENSORS, Count
+from lightrl.message_fields import MAX_BUCKETS, MAX_TENSORS, Count
 from lightrl.weights.version.layout import TensorSpec, bucket_range, check, num_buckets, num_bytes
 from lightrl.wire import from_bytes, to_bytes
 
@@ -131,7 +131,10 @@ def read_manifest(file: VersionFile) -> Manifest:
 
 def read_encoded(file: VersionFile) -> bytes:
     """The bytes of a version's manifest, not proved. Raises WeightsError."""
+    path = Path(file.manifest_path)
     try:
-        return Path(file.manifest_path).read_bytes()
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise WeightsError(f"{path}: too large for a manifest")
+        return path.read_bytes()
     except OSError as e:
         raise WeightsError(f"{file.manifest_path}: cannot be read: {e.strerror}") from e

@@ -19,7 +19,7 @@ from pathlib import Path
 from blake3 import blake3
 
 BUCKET = 8 << 20
-PORTION = 256 << 10
+PORTION = 1 << 20  # that of fetch.py
 
 
 def serve(path: str, host: str, streams: int) -> None:

@@ -47,7 +47,14 @@ async def main(name: str, host: str, mark: str) -> None:
     store.open()
     said, serves = list[Message](), list[tuple[int, str]]()
     weights = NodeWeights(
-        name, Weights(), store, server, host, said.append, lambda: next(iter(serves), None)
+        name,
+        Weights(),
+        store,
+        server,
+        host,
+        said.append,
+        lambda: next(iter(serves), None),
+        lambda *_: None,
     )
     await server.start(host)
     running = asyncio.create_task(weights.run())

@@ -94,7 +94,14 @@ class Puller(Idle):
     def __init__(self) -> None:
         self._store, self._server = Store(b"bench"), WeightServer()
         self._weights = NodeWeights(
-            NAME, Weights(), self._store, self._server, HOST, self._hear, lambda: None
+            NAME,
+            Weights(),
+            self._store,
+            self._server,
+            HOST,
+            self._hear,
+            lambda: None,
+            lambda *_: None,
         )
         self._running = asyncio.create_task(self._weights.run())
 

@@ -1,0 +1,215 @@
+"""What the trainer and the members of a broadcast group are told, and who must pull instead.
+
+Owns the group of the moment and what was said of it; who is a member, and who is none any more, is
+decided in `broadcast_groups.py`. A version that is sent by broadcast is offered by `fleet.py` as
+any other, once all members are there: until then they are told nothing. A member is no source, for
+it gets no file: so nobody can accuse it of wrong bytes. Nothing of groups is written down: a core
+that was made again has none, and its nodes say hello again.
+"""
+
+from lightrl.broadcast_messages import (
+    BroadcastFailed,
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+    JoinBroadcast,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
+)
+from lightrl.core.broadcast_groups import MAX_MARKS, BroadcastGroups, Candidate, Phase, choose
+from lightrl.core.commands import Outbox
+from lightrl.core.events import BroadcastNews
+from lightrl.core.offers import PULLING, Offers
+from lightrl.core.settings import Settings
+from lightrl.core.state import Node, NodeState
+
+IS_UP = {NodeState.JOINING, NodeState.READY, *PULLING}
+
+
+class Broadcasts:
+    def __init__(
+        self, settings: Settings, nodes: dict[str, Node], offers: Offers, outbox: Outbox
+    ) -> None:
+        self.groups = BroadcastGroups(settings.num_ranks)
+        self._settings = settings
+        self._nodes = nodes
+        self._offers = offers
+        self._outbox = outbox
+        self._formed_by = 0.0  # the group that forms, or it is over
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` is to be called."""
+        is_open = self.groups.phase in {Phase.OPENING, Phase.FORMING}
+        return self._formed_by if is_open else None
+
+    @property
+    def sending(self) -> str:
+        """The group by which members get the version now; "" = they are to wait."""
+        return self.groups.name if self.groups.phase is Phase.SENDING else ""
+
+    # At the boundary
+
+    def begin(self, policy_version: int, now: float) -> None:
+        """A new version is published: decides who gets it by broadcast, and tells the trainer. The
+        last one is for nobody but who evaluates it."""
+        trainer = self._nodes.get(self._offers.trainer or "")
+        if trainer is None:
+            return
+        self._release(self.groups.receiving)
+        is_last = policy_version >= self._settings.num_steps
+        candidates = [] if is_last else self._candidates()
+        is_cuda, mode = trainer.device.startswith("cuda"), self._settings.broadcast
+        self.groups.at_boundary(*choose(candidates, trainer.host, is_cuda, mode))
+        for name in self.groups.receiving:
+            self._nodes[name].receives = True
+            self._offers.place(self._nodes[name])
+        self.taken(trainer.name, policy_version)
+        if self.groups.phase is Phase.OPENING and self.groups.epoch is not None:
+            self._formed_by = now + self._settings.weights_timeout_s
+            self._outbox.send(trainer.name, OpenBroadcast(self.groups.epoch.number))
+        elif self.sending:
+            self._outbox.send(trainer.name, SendBroadcast(self.sending, policy_version))
+
+    def taken(self, trainer: str, policy_version: int) -> None:
+        """The trainer waits for this word, also on a version that it publishes again."""
+        if self._settings.broadcast == "off" or policy_version >= self._settings.num_steps:
+            return
+        is_sent, wants = self.groups.phase is not Phase.NONE, self._wants_delta(policy_version)
+        self._outbox.send(trainer, VersionTaken(policy_version, is_sent, wants))
+
+    def _wants_delta(self, policy_version: int) -> bool:
+        """Whether a node that pulls has the version before, or is at it."""
+        return policy_version == self._offers.policy_version and any(
+            n.state in IS_UP
+            and n.state is not NodeState.READY
+            and "rollout" in n.roles
+            and not n.receives
+            and self._offers.can_go_on(n)
+            for n in self._nodes.values()
+        )
+
+    def _candidates(self) -> list[Candidate]:
+        """Rollout nodes that serve, or are about to, and will stay; none while nobody knows where
+        the trainer serves the manifest. The trainer's own node reads what it has published."""
+        trainer = self._offers.trainer
+        if self._settings.broadcast == "off" or trainer not in self._offers.endpoints:
+            return []
+        return [
+            Candidate(
+                n.name,
+                n.incarnation,
+                n.host,
+                n.num_workers,
+                is_busy=bool(n.running),
+                is_cuda=n.device.startswith("cuda"),
+            )
+            for n in self._nodes.values()
+            if n.num_workers
+            and n.state in IS_UP
+            and "rollout" in n.roles
+            and n.name != trainer
+            and not n.is_preemptible
+            and not self.groups.bars(n.name, n.incarnation)
+        ]
+
+    # What they say. Each returns the nodes that must be offered the version now.
+
+    def heard(self, name: str, message: BroadcastNews) -> list[str]:
+        is_trainer = name == self._offers.trainer
+        match message:
+            case BroadcastOpened() if is_trainer:
+                return self._opened(name, message)
+            case BroadcastJoined(group):
+                return self._joined(group, None if is_trainer else name)
+            case BroadcastSums(group, policy_version, _) if is_trainer:
+                if (group, policy_version) == (self.sending, self._offers.policy_version):
+                    for member in sorted(self.groups.receiving):
+                        self._outbox.send(member, message)
+            case BroadcastFailed(group, reason, is_unreachable):
+                epoch, is_open = self.groups.epoch, self.groups.phase is Phase.OPENING
+                is_member = epoch is not None and name in epoch.members
+                if group == self.groups.name and (is_trainer or (is_member and not is_open)):
+                    return self._fail(name, reason, is_unreachable)
+            case _:
+                pass  # only a trainer says that
+        return []
+
+    def _opened(self, trainer: str, opened: BroadcastOpened) -> list[str]:
+        epoch = self.groups.epoch
+        if epoch is None or self.groups.phase is not Phase.OPENING or opened.epoch != epoch.number:
+            return []
+        if opened.reason or not opened.group:
+            return self._fail(trainer, opened.reason)
+        self.groups.opened(opened.epoch, opened.group)
+        ranks = ((trainer, 0), *zip(epoch.members, epoch.first_ranks, strict=True))
+        for name, rank in ranks:
+            place = rank, epoch.num_ranks, epoch.world
+            join = JoinBroadcast(opened.group, opened.address, *place, epoch.backend)
+            self._outbox.send(name, join)
+        return []
+
+    def _joined(self, group: str, name: str | None) -> list[str]:
+        version, trainer = self._offers.policy_version, self._offers.trainer
+        if version is None or trainer is None or not self.groups.joined(group, name):
+            return []
+        self._outbox.send(trainer, SendBroadcast(group, version))
+        return sorted(self.groups.receiving)
+
+    def confirmed(self, node: Node, is_by_broadcast: bool) -> list[str]:
+        """This node serves the version."""
+        if not node.receives:
+            return []
+        if not (self.sending and is_by_broadcast):
+            return self._fail(node.name, "has the version already")
+        node.receives = False
+        self.groups.received(node.name)
+        return []
+
+    def refused(self, name: str, reason: str) -> list[str]:
+        """This node cannot serve what it was to get, or says hello again, or leaves."""
+        epoch = self.groups.epoch
+        return self._fail(name, reason) if epoch is not None and name in epoch.members else []
+
+    def lost(self, name: str, is_trainer: bool, reason: str = "lost") -> list[str]:
+        """This process has gone, or the trainer's has to say anew where it stands."""
+        epoch = self.groups.epoch
+        owed = self.groups.lost(name, is_trainer)
+        if epoch is not None and self.groups.epoch is None:
+            self._outbox.warn(f"broadcast group {epoch.number} is over: {name} {reason}")
+        return self._over(owed, tells_trainer=not is_trainer)
+
+    def expire(self, now: float) -> list[str]:
+        """A group that does not come about is over: its members wait for it."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        return self._fail("", f"not formed within {self._settings.weights_timeout_s:g} s")
+
+    def _fail(self, name: str, reason: str, is_unreachable: bool = False) -> list[str]:
+        """`name` is a member, or else nobody is to blame."""
+        epoch = self.groups.epoch
+        if epoch is None:
+            return []
+        owed = self.groups.fail(name, is_unreachable)
+        who = f"{name}: " if name else ""
+        self._outbox.warn(f"broadcast group {epoch.number} is over: {who}{reason}")
+        node = self._nodes.get(name)
+        if node is not None and self.groups.bars(name, node.incarnation):
+            why = "cannot reach the trainer" if is_unreachable else f"ended {MAX_MARKS} groups"
+            self._outbox.warn(f"{name} {why}: from now on it pulls all weights")
+        return self._over(owed)
+
+    def _over(self, owed: set[str], tells_trainer: bool = True) -> list[str]:
+        """Those that were receiving pull, and the trainer need not wait."""
+        self._release(owed)
+        version, trainer = self._offers.policy_version, self._offers.trainer
+        if owed and tells_trainer and version is not None and trainer is not None:
+            self.taken(trainer, version)
+        return sorted(name for name in owed if name in self._nodes)
+
+    def _release(self, names: set[str]) -> None:
+        for name in names:
+            if (node := self._nodes.get(name)) is not None:
+                node.receives = False
+                self._offers.place(node)

@@ -1,0 +1,30 @@
+"""What the workers of one engine say of a broadcast, in one: vLLM has one for each of its GPUs.
+
+Pure.
+"""
+
+from collections.abc import Sequence
+
+from lightrl.errors import WeightsError
+from lightrl.weights.broadcast.rendezvous import Unreachable
+
+
+def require_joined(answers: Sequence[tuple[str, bool]]) -> None:
+    """(why it is no member or "", whether the ranks cannot be reached), of each. Raises
+    WeightsError, Unreachable if that is why for any."""
+    for is_unreachable in (True, False):
+        for why, is_why in answers:
+            if why and is_why == is_unreachable:
+                raise Unreachable(why) if is_unreachable else WeightsError(why)
+
+
+def common_sums(answers: Sequence[tuple[tuple[int, ...], str]]) -> tuple[int, ...]:
+    """(sums over what it has received, why it must not be served or ""), of each. Raises
+    WeightsError."""
+    for _, why in answers:
+        if why:
+            raise WeightsError(why)
+    first = answers[0][0]
+    if any(sums != first for sums, _ in answers):
+        raise WeightsError("broadcast: the workers of one engine have received different weights")
+    return first

@@ -1,0 +1,28 @@
+"""What an engine is told when it starts, from the config of the run. Pure."""
+
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.devices.assign import Part
+from lightrl.engine.base import EngineSpec, Kind
+
+
+def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: Part) -> EngineSpec:
+    """What an engine of this node is told when it starts."""
+    rollout, speculation = config.rollout, config.speculation
+    return EngineSpec(
+        kind=kind,
+        model_dir=str(model_dir),
+        dtype=config.model.dtype,
+        max_model_length=config.max_model_length,
+        slots=slots,
+        kv_cache_gib=rollout.kv_cache_gib,
+        chunk_tokens=rollout.chunk_tokens,
+        chunk_ms=rollout.chunk_ms,
+        engine_args=rollout.engine_args,
+        max_window=speculation.max_window if config.speculates else 0,
+        prefer=speculation.prefer,
+        gpu_memory=gpus.memory,
+        is_deterministic=config.run.deterministic,
+        canary=config.weights.canary,
+    )

@@ -1194,7 +1194,7 @@ MUTATIONS = [
     ),
     Mutation(
         "engine takes the whole of a GPU that it shares",
-        "rollout/agent.py",
+        "rollout/engine_spec.py",
         "gpu_memory=gpus.memory",
         "gpu_memory=0.0",
         tests=(

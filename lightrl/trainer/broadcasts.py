@@ -162,13 +162,15 @@ class Broadcasts:
             ranks.send(rank, JoinGroup(address, replace(place, rank=rank)))
         joining = asyncio.ensure_future(ranks.answers(GroupJoined, 2 * self._timeout_s))
         try:
-            await self._unless_over(joining, name, address)
+            await self._unless_over(joining, place, address)
             _raise_first(await joining)
         finally:
             joining.cancel()
         return BroadcastJoined(name)
 
-    async def _unless_over(self, joining: "asyncio.Future[Any]", name: str, address: str) -> None:
+    async def _unless_over(
+        self, joining: "asyncio.Future[Any]", place: Membership, address: str
+    ) -> None:
         """Until the ranks are in the group, or will not be: they need not wait for members who the
         coordinator knows will not come."""
         num_words = self._num_words
@@ -176,7 +178,7 @@ class Broadcasts:
             if self._num_words > num_words:
                 host, port = split_address(address) or ("", 0)
                 meet = ("127.0.0.1" if host == WILDCARD else host, port)
-                await in_thread(partial(give_up, meet, name))
+                await in_thread(partial(give_up, meet, place))
                 return
             self._changed.clear()
             changed = asyncio.ensure_future(self._changed.wait())

@@ -3,6 +3,9 @@ whoever dies, stops, leaves or comes while a version is sent, the result is that
 machine in which all weights are pulled."""
 
 import functools
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightrl.system.interfaces import interface_of
-from lightrl.weights import group as groups
+from lightrl.weights.broadcast import group as groups
 from lightrl.weights.broadcast.group import form
 from lightrl.weights.broadcast.rendezvous import Membership, Rendezvous
 

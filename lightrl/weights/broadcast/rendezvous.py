@@ -57,7 +57,7 @@ class Membership:
     def shown_name(self) -> bytes:
         """What members show each other in the clear. Tells nobody the name, of which the numbers of
         the proof are made."""
-        return _secret(self.name)
+        return blake3(self.name.encode()).digest()
 
 
 class Rendezvous:
@@ -89,7 +89,7 @@ class Rendezvous:
 
         Raises WeightsError at the deadline (time.monotonic()). The listener is closed in any case.
         """
-        secret, world = _secret(place.name), place.world
+        secret, world = place.shown_name, place.world
         members: dict[int, socket.socket] = {}
         try:
             while len(members) < world - 1:
@@ -162,21 +162,21 @@ class Rendezvous:
         sock.close()
 
 
-def give_up(address: tuple[str, int], name: str) -> None:
-    """Ends the group of this name for all that wait there for others; nothing if nobody waits. For
+def give_up(address: tuple[str, int], place: Membership) -> None:
+    """Ends this group for all that wait there for others; nothing if nobody waits. For
     who knows that somebody will not come."""
     with (
         contextlib.suppress(OSError),
         socket.create_connection(address, timeout=HELLO_S) as sock,
     ):
-        sock.sendall(_HELLO.pack(_secret(name), GIVEN_UP))
+        sock.sendall(_HELLO.pack(place.shown_name, GIVEN_UP))
 
 
 def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Lifeline":
     """Connects to member 0. Raises Unreachable if nobody listens there."""
     try:
         sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
-        sock.sendall(_HELLO.pack(_secret(place.name), place.rank))
+        sock.sendall(_HELLO.pack(place.shown_name, place.rank))
     except OSError as e:
         host, port = address
         raise Unreachable(f"broadcast: member 0 at {host}:{port} cannot be reached: {e}") from e
@@ -185,10 +185,6 @@ def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Life
 
 def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-
-
-def _secret(name: str) -> bytes:
-    return blake3(name.encode()).digest()
 
 
 class Lifeline:

@@ -142,8 +142,8 @@ class Deltas:
 
     async def keep_overtaken(self, claim: Claim) -> None:
         """Of a version that was not pulled to its end: what is there of it may be patched."""
-        allocated = await in_thread(_allocated, claim)
-        if allocated >= OVERTAKEN_SHARE * claim.num_bytes:
+        written = await in_thread(_written, claim)
+        if written >= OVERTAKEN_SHARE * num_buckets(claim.num_bytes):
             before, self._overtaken = self._overtaken, claim
         else:
             before = claim
@@ -211,7 +211,12 @@ class Deltas:
 
     async def _go(self, pull: Pull, offer: PublishWeights, route: _Route, gain: Gain) -> None:
         """Raises WeightsError, OSError, TimeoutError."""
-        chain = [await self._open(link, offer, gain) for link in route.links]
+        allocating = asyncio.create_task(pull.allocate(), name="memory for a version")
+        try:
+            chain = [await self._open(link, offer, gain) for link in route.links]
+        finally:
+            allocating.cancel()
+            await asyncio.gather(allocating, return_exceptions=True)
         from lightrl.weights.delta_file import check_chain
         from lightrl.weights.patch import Patch
 
@@ -323,9 +328,15 @@ def _partial_base(path: Path, num_bytes: int, claim: Claim) -> _Base | None:
     return _Base(descriptor, buckets, is_complete=False, claim=claim)
 
 
-def _allocated(claim: Claim) -> int:
-    """In a thread."""
-    return max((path.stat().st_blocks * 512 for path in claim.partials()), default=0)
+def _written(claim: Claim) -> int:
+    """Buckets, of the partial file that has most of them. In a thread."""
+    return max((_num_written(path, claim.num_bytes) for path in claim.partials()), default=0)
+
+
+def _num_written(path: Path, num_bytes: int) -> int:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        return len(written_buckets(file.fileno(), num_bytes))
+    return 0
 
 
 def _open_packed(path: Path, size: int) -> "PackedDelta":

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from lightrl.messages import MAX_SOURCES, WeightsProgress, WeightsSource
 from lightrl.system.addresses import split_address
 from lightrl.system.threads import in_thread
 from lightrl.weights.fetch import Fetch
-from lightrl.weights.fill import Make, fill
+from lightrl.weights.fill import Make, allocate, fill
 from lightrl.weights.follow import Follower
 from lightrl.weights.layout import MAX_BYTES, num_buckets
 from lightrl.weights.leftovers import open_partial
@@ -149,6 +150,21 @@ class Pull:
     def hold(self, *, is_on_hold: bool = True) -> None:
         """While on hold it asks nobody, but serves what it has: somebody is about to `fill` it."""
         self._fetch.hold(is_on_hold=is_on_hold)
+
+    async def allocate(self) -> None:
+        """While on hold: has memory taken for what is to come, so that `fill` need not; until it is
+        cancelled, or has all."""
+        await self.opened()
+        is_enough = threading.Event()
+        part = partial_path(self._path)
+        working = asyncio.ensure_future(
+            in_thread(allocate, self._fetch, part, self._wanted.num_bytes, is_enough)
+        )
+        try:
+            await asyncio.shield(working)
+        finally:
+            is_enough.set()
+            await asyncio.wait({working})
 
     async def fill(self, make: Make, buckets: int) -> int:
         """While on hold: has what is missing of these buckets (bits) made by `make(bucket, out)`,

@@ -143,7 +143,7 @@ class Deltas:
     async def keep_overtaken(self, claim: Claim) -> None:
         """Of a version that was not pulled to its end: what is there of it may be patched."""
         written = await in_thread(_written, claim)
-        if written >= OVERTAKEN_SHARE * num_buckets(claim.num_bytes):
+        if written >= OVERTAKEN_SHARE * claim.num_bytes:
             before, self._overtaken = self._overtaken, claim
         else:
             before = claim
@@ -329,14 +329,19 @@ def _partial_base(path: Path, num_bytes: int, claim: Claim) -> _Base | None:
 
 
 def _written(claim: Claim) -> int:
-    """Buckets, of the partial file that has most of them. In a thread."""
-    return max((_num_written(path, claim.num_bytes) for path in claim.partials()), default=0)
+    """Bytes, of the partial file that has most of them. In a thread."""
+    return max((_data_bytes(path) for path in claim.partials()), default=0)
 
 
-def _num_written(path: Path, num_bytes: int) -> int:
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        return len(written_buckets(file.fileno(), num_bytes))
-    return 0
+def _data_bytes(path: Path) -> int:
+    """Without what is only allocated. In a thread."""
+    found = end = 0
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        while True:  # until nothing but a hole follows
+            start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+            end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            found += end - start
+    return found
 
 
 def _open_packed(path: Path, size: int) -> "PackedDelta":

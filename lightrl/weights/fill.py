@@ -1,8 +1,9 @@
 """Buckets of a pull that are made here instead of being pulled: of what is on this machine already.
 
-Must not import torch. Blocks: for threads.
+Must not import torch. What is not `async` blocks: for threads.
 """
 
+import asyncio
 import contextlib
 import os
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
 
+from lightrl.system.threads import in_thread
 from lightrl.weights.fetch import Fetch
 from lightrl.weights.layout import bucket_range, num_buckets
 from lightrl.weights.local import CHUNK_BYTES, HASH_THREADS
@@ -21,12 +23,20 @@ Write: TypeAlias = Callable[[memoryview, int], None]
 Make: TypeAlias = Callable[[int, memoryview, Write], bool]
 
 
-def allocate(fetch: Fetch, path: Path, num_bytes: int, is_enough: threading.Event) -> None:
+async def allocate(fetch: Fetch, path: Path, num_bytes: int) -> None:
     """While on hold: has memory (or disk) taken for the pull's file at `path`, from the first
-    bucket on, until `is_enough` is set: what has its pages is written in half the time.
+    bucket on, until it is cancelled: what has its pages is written in half the time."""
+    is_enough = threading.Event()
+    working = asyncio.ensure_future(in_thread(_allocate, fetch, path, num_bytes, is_enough))
+    try:
+        await asyncio.shield(working)
+    finally:
+        is_enough.set()
+        await asyncio.wait({working})
 
-    Buckets of which nothing was written stay holes to those who look for data.
-    """
+
+def _allocate(fetch: Fetch, path: Path, num_bytes: int, is_enough: threading.Event) -> None:
+    """Buckets of which nothing was written stay holes to those who look for data."""
     fetch.wait_idle()  # where there is no such call, libc writes zeros to what is not there yet
     with contextlib.suppress(OSError):  # is said when it is written
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,16 +154,7 @@ class Pull:
         """While on hold: has memory taken for what is to come, so that `fill` need not; until it is
         cancelled, or has all."""
         await self.opened()
-        is_enough = threading.Event()
-        part = partial_path(self._path)
-        working = asyncio.ensure_future(
-            in_thread(allocate, self._fetch, part, self._wanted.num_bytes, is_enough)
-        )
-        try:
-            await asyncio.shield(working)
-        finally:
-            is_enough.set()
-            await asyncio.wait({working})
+        await allocate(self._fetch, partial_path(self._path), self._wanted.num_bytes)
 
     async def fill(self, make: Make, buckets: int) -> int:
         """While on hold: has what is missing of these buckets (bits) made by `make(bucket, out)`,

@@ -24,7 +24,7 @@ from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.errors import WeightsError
 from lightrl.messages import DeltaOffer, PublishWeights
 from lightrl.system.threads import in_thread, taken_in_thread
-from lightrl.weights.machine.leftovers import allocated_bytes, written_buckets
+from lightrl.weights.machine.leftovers import written_buckets
 from lightrl.weights.machine.local import (
     LocalVersion,
     close_all,
@@ -148,8 +148,8 @@ class Deltas:
 
     async def keep_overtaken(self, claim: Claim) -> None:
         """Of a version that was not pulled to its end: what is there of it may be patched."""
-        allocated = await in_thread(_allocated, claim)
-        if allocated >= OVERTAKEN_SHARE * claim.num_bytes:
+        written = await in_thread(_written, claim)
+        if written >= OVERTAKEN_SHARE * claim.num_bytes:
             before, self._overtaken = self._overtaken, claim
         else:
             before = claim
@@ -219,7 +219,12 @@ class Deltas:
 
     async def _go(self, pull: Pull, offer: PublishWeights, route: _Route, gain: Gain) -> None:
         """Raises WeightsError, OSError, TimeoutError."""
-        chain = [await self._open(link, offer, gain) for link in route.links]
+        allocating = asyncio.create_task(pull.allocate(), name="memory for a version")
+        try:
+            chain = [await self._open(link, offer, gain) for link in route.links]
+        finally:
+            allocating.cancel()
+            await asyncio.gather(allocating, return_exceptions=True)
         from lightrl.weights.delta.file import check_chain
         from lightrl.weights.delta.patch import Patch
 
@@ -339,9 +344,20 @@ def _partial_base(path: Path, num_bytes: int, claim: Claim) -> _Base | None:
     return _Base(descriptor, buckets, is_complete=False, claim=claim)
 
 
-def _allocated(claim: Claim) -> int:
-    """In a thread."""
-    return max(map(allocated_bytes, claim.partials()), default=0)
+def _written(claim: Claim) -> int:
+    """Bytes, of the partial file that has most of them. In a thread."""
+    return max((_data_bytes(path) for path in claim.partials()), default=0)
+
+
+def _data_bytes(path: Path) -> int:
+    """Without what is only allocated. In a thread."""
+    found = end = 0
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        while True:  # until nothing but a hole follows
+            start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+            end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            found += end - start
+    return found
 
 
 def _open_packed(path: Path, size: int) -> "PackedDelta":

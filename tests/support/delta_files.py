@@ -1,6 +1,6 @@
 """Files of deltas made by one process that has both versions; ranks make theirs together."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,13 +9,16 @@ from lightrl.weights.delta.encoding import Bytes
 from lightrl.weights.delta.file import (
     PAYS_BELOW,
     DeltaManifest,
+    PackedDelta,
     encode_buckets,
     header,
     pays,
     seal,
 )
+from lightrl.weights.delta.patch import Patch
+from lightrl.weights.machine.local import CHUNK_BYTES
 from lightrl.weights.version.layout import TensorSpec, num_buckets, num_bytes
-from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.manifest import Manifest, VersionFile
 
 
 def write_delta(
@@ -44,6 +47,22 @@ def write_delta(
         parts.append(data)
     manifest = DeltaManifest(base.digest, target.digest, size, tuple(map(len, parts)))
     return pack(out, target.policy_version, manifest, parts), manifest
+
+
+def patch_version(base: VersionFile, deltas: Sequence[PackedDelta], target: Manifest) -> bytes:
+    """What a node makes of a version that is here and the deltas to a later one. Raises
+    WeightsError."""
+    out = bytearray(target.num_bytes)
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+
+    def write(data: memoryview, position: int) -> None:
+        out[position : position + len(data)] = data
+
+    with Path(base.path).open("rb") as file:
+        patch = Patch(file.fileno(), True, deltas, target)
+        for bucket in range(target.num_buckets):
+            assert patch.make(bucket, buffer, write)
+    return bytes(out)
 
 
 def pack(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightrl.weights.delta.encoding import apply_bucket, encode_bucket
+from lightrl.weights.delta.encoding import Bytes, decode_bucket, encode_bucket
 from lightrl.weights.version.layout import TensorSpec, bucket_range, num_buckets, num_bytes, plan
 
 
@@ -60,6 +60,13 @@ def flat_version(tensors: dict[str, torch.Tensor]) -> tuple[tuple[TensorSpec, ..
         data = tensors[spec.name].contiguous().reshape(-1).view(torch.uint8).numpy()
         flat[spec.offset : spec.offset + spec.num_bytes] = data.tobytes()
     return specs, flat
+
+
+def apply_bucket(base: Bytes, delta: Bytes, out: bytearray | memoryview) -> None:
+    """Fills `out` with what `encode_bucket` was given as target."""
+    change = decode_bucket(delta, len(base))
+    memoryview(out)[:] = base
+    change.apply(out)
 
 
 def measure(base: memoryview, target: memoryview, itemsize: int) -> Measured:

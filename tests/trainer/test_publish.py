@@ -17,11 +17,12 @@ from lightrl.trainer import export
 from lightrl.trainer.model import load_policy, shards
 from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RankFailed, Save, Saved
 from lightrl.trainer.rank import main
-from lightrl.weights.delta.file import open_packed, patch_bucket
+from lightrl.weights.delta.file import open_packed
 from lightrl.weights.publish.publisher import Shard
-from lightrl.weights.version.layout import BUCKET_BYTES, bucket_range
+from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import read_manifest
 from lightrl.weights.version.tensors import read_tensors, served_dtype, write_tensors
+from tests.support.delta_files import patch_version
 from tests.support.versions import wrong_buckets
 
 DEADLINE_S = 110
@@ -230,12 +231,7 @@ def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_
     one, other = (delta.manifest for delta in deltas)
     assert [one.base, one.target, other.target] == [file.digest for file in digests]
     assert one.num_bytes + other.num_bytes < digests[0].num_bytes // 100
-    patched = bytearray(Path(digests[0].path).read_bytes())
-    target = read_manifest(digests[2])
-    for i in range(target.num_buckets):
-        start, end = bucket_range(i, target.num_bytes)
-        view, parts = memoryview(patched)[start:end], [delta.bucket(i) for delta in deltas]
-        patch_bucket(view, parts, view, target.digest_of(i), i)  # which proves it
+    patch_version(digests[0], deltas, read_manifest(digests[2]))  # which proves it
     [published] = (tmp_path / "versions").glob("version_2.*.bin")
     data = published.read_bytes()
     assert len(data) > 2 * BUCKET_BYTES

@@ -16,13 +16,12 @@ from lightrl.weights.delta.file import (
     encode_buckets,
     header,
     open_packed,
-    patch_bucket,
     pays,
 )
-from lightrl.weights.version.layout import BUCKET_BYTES, ITEMSIZES, bucket_range, num_bytes, plan
+from lightrl.weights.version.layout import BUCKET_BYTES, ITEMSIZES, num_bytes, plan
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 from tests.support.changing import delta_of, write_changed
-from tests.support.delta_files import offer_of, pack, write_delta
+from tests.support.delta_files import offer_of, pack, patch_version, write_delta
 from tests.support.versions import wrong_buckets
 
 
@@ -40,12 +39,7 @@ def patched(base: VersionFile, chain: list[VersionFile], target: VersionFile) ->
     """What a node makes of its version and a chain of deltas."""
     deltas, manifest = [opened(d) for d in chain], read_manifest(target)
     check_chain([d.manifest for d in deltas], base.digest, target.digest, target.num_bytes)
-    out = bytearray(Path(base.path).read_bytes())
-    for i in range(manifest.num_buckets):
-        start, end = bucket_range(i, target.num_bytes)
-        new = memoryview(out)[start:end]
-        patch_bucket(new, [d.bucket(i) for d in deltas], new, manifest.digest_of(i), i)
-    return bytes(out)
+    return patch_version(base, deltas, manifest)
 
 
 def test_a_delta_leads_from_one_version_to_the_next(versions, tmp_path):
@@ -110,11 +104,8 @@ def test_shares_of_several_ranks_are_what_one_writes(versions, tmp_path):
 
 def test_a_wrong_base_is_noticed(versions, tmp_path):
     delta = opened(delta_of(versions[0], versions[1], tmp_path / "delta.bin"))
-    start, end = bucket_range(0, versions[1].num_bytes)
-    wrong = bytearray(Path(versions[2].path).read_bytes()[start:end])
-    digest = read_manifest(versions[1]).digest_of(0)
     with pytest.raises(WeightsError, match="bucket 0, patched: digest differs"):
-        patch_bucket(wrong, [delta.bucket(0)], memoryview(wrong), digest, 0)
+        patch_version(versions[2], [delta], read_manifest(versions[1]))
 
 
 @pytest.mark.parametrize("num_buckets", [3, 10])  # found while it is encoded; before

@@ -19,6 +19,8 @@ Must not import torch.
 
 import struct
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,6 +41,9 @@ OVERHEAD_BYTES = 1
 
 _INTEGERS: dict[int, Any] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _WORD = 8  # bytes; what is compared at a time
+# words that are looked at in one go: they stay in a core's cache, and what is made of them is small
+# enough for memory that was used before (malloc maps larger pieces anew each time, page by page)
+_PORTION = 1 << 17
 _ESCAPE = 255  # in the stream of gaps: so many, and the next byte counts, too
 _SPLIT = 8  # low bits of a gap that have a stream of their own where few elements changed
 _SPLIT_FROM = 512  # mean gap; from here on low bytes are as good as random
@@ -59,12 +64,17 @@ def encode_bucket(base: Bytes, target: Bytes, elements: int | Runs) -> bytes:
     size = len(target)
     if len(base) != size or size > BUCKET_BYTES:
         raise WeightsError(f"a bucket of {size} bytes differs from one of {len(base)}")
-    words, base_words, target_words = _changed_words(base, target)
-    if not len(words):
+    found: dict[int, list[tuple[Array, Array]]] = {}  # by bytes of an element
+    for words, before, after in _changed_words(base, target):
+        for n, chosen in _by_itemsize(words, elements, size):
+            changed = _changed_elements(words[chosen], before[chosen], after[chosen], n)
+            found.setdefault(n, []).append(changed)
+    if not found:
         return b""
     parts = [bytes((SPARSE,))]
-    for itemsize, chosen in _by_itemsize(words, elements, size):
-        parts += _encode_block(words[chosen], base_words[chosen], target_words[chosen], itemsize)
+    for n in sorted(found, reverse=True):
+        positions, differences = map(np.concatenate, zip(*found[n], strict=True))
+        parts += _encode_block(positions, differences)
     if sum(map(len, parts)) <= size:
         return b"".join(parts)
     whole = _zstd().compress(target)
@@ -73,47 +83,74 @@ def encode_bucket(base: Bytes, target: Bytes, elements: int | Runs) -> bytes:
     return bytes((RAW,)) + bytes(target)
 
 
-def apply_bucket(base: Bytes, delta: Bytes, out: bytearray | memoryview) -> None:
-    """Fills `out` with what `encode_bucket` was given as target. `out` may be `base` itself.
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an encoded bucket makes of its base, decoded."""
+
+    # of each size of elements: which ones changed, ascending, and what is added to them
+    blocks: tuple[tuple[Array, Array], ...]
+    # or all bytes of the new bucket
+    whole: Array | None = None
+
+    def apply(self, out: bytearray | memoryview, start: int = 0) -> None:
+        """To a slice of the base that begins with byte `start`, a multiple of 8, and ends with one
+        or with the bucket: `out` is that of the new bucket then. Lets other threads run."""
+        new = np.frombuffer(out, np.uint8)
+        if self.whole is not None:
+            np.copyto(new, self.whole[start : start + len(new)])
+        for positions, differences in self.blocks:
+            itemsize = differences.itemsize
+            elements = new[: len(new) - len(new) % itemsize].view(differences.dtype)
+            begin = start // itemsize
+            ends = np.array((begin, begin + len(elements)), positions.dtype)
+            first, last = np.searchsorted(positions, ends)
+            elements[positions[first:last] - ends[0]] += differences[first:last]
+
+
+def decode_bucket(delta: Bytes, size: int) -> Change:
+    """Of a bucket of `size` bytes. May hold on to `delta`.
 
     Proves nothing: that is for the target's digest. Raises WeightsError for what no `encode_bucket`
     has made for a bucket of this size, before memory is taken: never more than some 16 bytes for
-    each element. `out` is then undefined.
+    each element.
     """
-    if len(base) != len(out):
-        raise WeightsError(f"a bucket of {len(base)} bytes cannot become one of {len(out)}")
     delta = memoryview(delta)
-    if len(delta) > len(out) + OVERHEAD_BYTES:
-        raise WeightsError(f"a delta of {len(delta)} bytes for a bucket of {len(out)}")
-    new = np.frombuffer(out, np.uint8)
+    if len(delta) > size + OVERHEAD_BYTES:
+        raise WeightsError(f"a delta of {len(delta)} bytes for a bucket of {size}")
     kind = delta[0] if delta else SPARSE
     if kind == SPARSE:
-        if out is not base:
-            np.copyto(new, np.frombuffer(base, np.uint8))
-        _apply_blocks(delta[1:], new)
-    elif kind == RAW:
-        if len(delta) - 1 != len(out):
-            raise WeightsError(f"a delta with {len(delta) - 1} of a bucket's {len(out)} bytes")
-        np.copyto(new, np.frombuffer(delta[1:], np.uint8))
-    elif kind == ZSTD:
-        np.copyto(new, _unzip(delta[1:], len(out)))
-    else:
-        raise WeightsError(f"a delta of unknown kind {kind}")
+        return Change(tuple(_blocks(delta[1:], size)))
+    if kind == RAW:
+        if len(delta) - 1 != size:
+            raise WeightsError(f"a delta with {len(delta) - 1} of a bucket's {size} bytes")
+        return Change((), np.frombuffer(delta[1:], np.uint8))
+    if kind == ZSTD:
+        return Change((), _unzip(delta[1:], size))
+    raise WeightsError(f"a delta of unknown kind {kind}")
 
 
-def _changed_words(base: Bytes, target: Bytes) -> tuple[Array, Array, Array]:
-    """Indices of the words that differ, and the words before and after. Bytes behind the last whole
-    word count as one, filled up with zeros."""
+def share_changed(base: Bytes, target: Bytes) -> float:
+    """Of the words of 8 bytes, as far as they are whole."""
+    whole = len(target) // _WORD
+    changed = np.frombuffer(base, "<u8", whole) != np.frombuffer(target, "<u8", whole)
+    return np.count_nonzero(changed) / max(1, whole)
+
+
+def _changed_words(base: Bytes, target: Bytes) -> Iterator[tuple[Array, Array, Array]]:
+    """Indices of the words that differ, and the words before and after, by portions. Bytes behind
+    the last whole word count as one, filled up with zeros."""
     whole = len(target) // _WORD
     before = np.frombuffer(base, "<u8", whole)
     after = np.frombuffer(target, "<u8", whole)
-    words = np.flatnonzero(before != after)
-    found = words.astype(np.int32), before[words], after[words]
+    for start in range(0, whole, _PORTION):
+        old, new = before[start : start + _PORTION], after[start : start + _PORTION]
+        words = np.flatnonzero(old != new)
+        if len(words):
+            # unlike old[words], `take` lets other threads run
+            yield (words + start).astype(np.int32), old.take(words), new.take(words)
     tails = [bytes(memoryview(b)[whole * _WORD :]).ljust(_WORD, b"\0") for b in (base, target)]
-    if tails[0] == tails[1]:
-        return found
-    ends = (np.array([whole], np.int32), *(np.frombuffer(tail, "<u8") for tail in tails))
-    return tuple(np.concatenate(pair) for pair in zip(found, ends, strict=True))  # type: ignore[return-value]
+    if tails[0] != tails[1]:
+        yield np.array([whole], np.int32), *(np.frombuffer(tail, "<u8") for tail in tails)
 
 
 def _by_itemsize(words: Array, elements: int | Runs, size: int) -> list[tuple[int, Any]]:
@@ -134,15 +171,24 @@ def _by_itemsize(words: Array, elements: int | Runs, size: int) -> list[tuple[in
     return [(n, of_words == n) for n in sorted(set(of_words.tolist()), reverse=True)]
 
 
-def _encode_block(words: Array, before: Array, after: Array, itemsize: int) -> list[bytes]:
+def _changed_elements(
+    words: Array, before: Array, after: Array, itemsize: int
+) -> tuple[Array, Array]:
+    """Their indices in the bucket, and their differences."""
     kind = _INTEGERS[itemsize]
     bits = {1: 3, 2: 2, 4: 1}[itemsize]  # of an element's index in its word
     before, after = before.view(kind), after.view(kind)
     changed = np.flatnonzero(before != after)
     in_words = changed.astype(np.int32)
-    positions = (words[in_words >> bits] << bits) | (in_words & ((1 << bits) - 1))
-    gaps = np.diff(positions, prepend=np.int32(-1)) - np.int32(1)
-    magnitudes = after[changed] - before[changed]  # wraps, as it does on the way back
+    positions = (words.take(in_words >> bits) << bits) | (in_words & ((1 << bits) - 1))
+    return positions, after.take(changed) - before.take(changed)  # wraps, as on the way back
+
+
+def _encode_block(positions: Array, magnitudes: Array) -> list[bytes]:
+    """`magnitudes`: differences yet; changed in place."""
+    kind, itemsize = magnitudes.dtype, magnitudes.itemsize
+    gaps = np.diff(positions, prepend=np.int32(-1))
+    gaps -= np.int32(1)
     signs = magnitudes >> (8 * itemsize - 1)
     negative = np.negative(signs)  # all bits set where the difference is negative
     magnitudes ^= negative
@@ -176,8 +222,7 @@ def _stored(stream: Array) -> bytes:
     return smaller if len(smaller) < len(data) else data
 
 
-def _apply_blocks(data: memoryview, new: Array) -> None:
-    """Changes `new` in place, block by block."""
+def _blocks(data: memoryview, size: int) -> Iterator[tuple[Array, Array]]:
     previous = 8
     while data:
         if len(data) < _HEADER.size:
@@ -186,14 +231,14 @@ def _apply_blocks(data: memoryview, new: Array) -> None:
         if itemsize not in _INTEGERS or itemsize >= previous or split not in (0, _SPLIT):
             raise WeightsError(f"a delta of elements of {itemsize} bytes, gaps split at {split}")
         previous = itemsize
-        elements = new[: len(new) - len(new) % itemsize].view(_INTEGERS[itemsize])
-        most = count + (len(elements) >> split) // _ESCAPE
-        if not 0 < count <= len(elements) or not count <= num_gaps <= most:
-            raise WeightsError(f"a delta of {count} elements of {len(elements)}")
+        num_elements = size // itemsize
+        most = count + (num_elements >> split) // _ESCAPE
+        if not 0 < count <= num_elements or not count <= num_gaps <= most:
+            raise WeightsError(f"a delta of {count} elements of {num_elements}")
         lengths = [num_gaps] + [count] * (split > 0) + [-(-count // 8)] + [count] * itemsize
         streams, data = _read_streams(data[_HEADER.size :], lengths)
-        positions = _positions(streams[0], streams[1] if split else None, count, len(elements))
-        elements[positions] += _differences(streams[-itemsize - 1], streams[-itemsize:], count)
+        positions = _positions(streams[0], streams[1] if split else None, count, num_elements)
+        yield positions, _differences(streams[-itemsize - 1], streams[-itemsize:], count)
 
 
 def _read_streams(data: memoryview, lengths: list[int]) -> tuple[list[Array], memoryview]:

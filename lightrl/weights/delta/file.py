@@ -24,8 +24,8 @@ from typing import Annotated, TypeVar
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.message_fields import MAX_BUCKETS, Count, Word
-from lightrl.weights.delta.encoding import OVERHEAD_BYTES, Bytes, Runs, apply_bucket, encode_bucket
+from lightrl.messages import MAX_BUCKETS, Count, Word
+from lightrl.weights.delta.encoding import OVERHEAD_BYTES, Runs, encode_bucket, share_changed
 from lightrl.weights.version.layout import (
     MAX_BYTES,
     TensorSpec,
@@ -38,7 +38,6 @@ from lightrl.weights.version.manifest import (
     VersionFile,
     encode,
     finish_version,
-    hash_bucket,
     hash_buckets,
 )
 from lightrl.wire import from_bytes, to_bytes
@@ -46,6 +45,8 @@ from lightrl.wire import from_bytes, to_bytes
 TENSOR = "delta"  # the one tensor of the file, "uint8"
 LENGTH_BYTES = 8
 PAYS_BELOW = 0.5  # of the version's bytes; a larger delta is not worth its work
+# of words of 8 bytes: so few changed ones make a delta that pays, whatever they are
+SURELY_PAYS = 1 / 8
 PROBES = 64  # slices that are encoded first, to see whether the whole may pay
 PROBE_BYTES = 64 << 10
 
@@ -105,7 +106,7 @@ def open_packed(path: Path, size: int) -> PackedDelta:
     """A delta's file of `size` bytes, mapped; given back with the last view of it.
 
     Raises WeightsError for what no trainer could have made, before memory of a size that it states
-    is taken; OSError. What is encoded in it is `apply_bucket`'s to check, which version it leads
+    is taken; OSError. What is encoded in it is `decode_bucket`'s to check, which version it leads
     to its caller's.
     """
     data = _mapped(path, size)
@@ -174,20 +175,11 @@ def pays(base: memoryview, target: memoryview, tensors: Sequence[TensorSpec]) ->
         return True
     step = size // PROBES // PROBE_BYTES * PROBE_BYTES
     slices = [(i * step, i * step + PROBE_BYTES) for i in range(PROBES)]
+    changed = sum(share_changed(base[a:b], target[a:b]) for a, b in slices)
+    if changed <= SURELY_PAYS * PROBES:
+        return True
     encoded = sum(len(_encode_slice(base, target, tensors, a, b)) for a, b in slices)
     return encoded <= PAYS_BELOW * PROBES * PROBE_BYTES
-
-
-def patch_bucket(
-    base: Bytes, deltas: Sequence[Bytes], out: memoryview, digest: bytes, bucket: int
-) -> None:
-    """Fills `out`, which may be `base` itself, with the bucket that a chain of encoded ones makes
-    of it, and proves it. Raises WeightsError; `out` is then undefined."""
-    apply_bucket(base, deltas[0] if deltas else b"", out)
-    for delta in deltas[1:]:
-        apply_bucket(out, delta, out)
-    if hash_bucket(out) != digest:
-        raise WeightsError(f"bucket {bucket}, patched: digest differs")
 
 
 def check_chain(chain: Sequence[DeltaManifest], base: str, target: str, size: int) -> None:

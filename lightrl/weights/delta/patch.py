@@ -7,10 +7,14 @@ bucket is proved by the digests of the version that it is to be one of. Must not
 import os
 from collections.abc import Sequence
 
+from blake3 import blake3
+
 from lightrl.errors import WeightsError
-from lightrl.weights.delta.file import PackedDelta, patch_bucket
+from lightrl.weights.delta.encoding import decode_bucket
+from lightrl.weights.delta.file import PackedDelta
 from lightrl.weights.version.layout import bucket_range
 from lightrl.weights.version.manifest import Manifest
+from lightrl.weights.version.write import Write
 
 
 class Patch:
@@ -26,19 +30,31 @@ class Patch:
         self._deltas = deltas
         self._target = target
 
-    def make(self, bucket: int, out: memoryview) -> bool:
-        """Fills `out` with a bucket and proves it. False: that could not be. Raises WeightsError if
-        it should have been, OSError."""
-        start, _ = bucket_range(bucket, self._target.num_bytes)
-        encoded = [delta.bucket(bucket) for delta in self._deltas]
+    def make(self, bucket: int, buffer: memoryview, write: Write) -> bool:
+        """Writes a bucket by portions of `buffer` and proves it. False: that could not be, and what
+        was written is of no use. Raises WeightsError if it should have been, OSError."""
         try:
-            _read(self._base, out, start)
-            patch_bucket(out, encoded, out, self._target.digest_of(bucket), bucket)
+            self._make(bucket, buffer, write)
         except WeightsError:
             if self._is_complete:
                 raise
             return False
         return True
+
+    def _make(self, bucket: int, buffer: memoryview, write: Write) -> None:
+        """Each portion stays in a core's cache from reading to writing it."""
+        start, end = bucket_range(bucket, self._target.num_bytes)
+        changes = [decode_bucket(delta.bucket(bucket), end - start) for delta in self._deltas]
+        digest = blake3()
+        for position in range(start, end, len(buffer)):
+            out = buffer[: end - position]
+            _read(self._base, out, position)
+            for change in changes:
+                change.apply(out, position - start)
+            digest.update(out)
+            write(out, position)
+        if digest.digest() != self._target.digest_of(bucket):
+            raise WeightsError(f"bucket {bucket}, patched: digest differs")
 
 
 def _read(file: int, out: memoryview, position: int) -> None:

@@ -116,12 +116,17 @@ class Fetch:
                     shut(sock)
             self.lock.notify_all()
 
+    def wait_idle(self) -> None:
+        """While on hold: until nobody writes to the file any more."""
+        with self.lock:
+            while not self._is_over and (self._transfers or self._leftovers):
+                self.lock.wait(TICK_S)
+
     def take_bucket(self, buckets: int, lacking: Set[int]) -> int | None:
         """One of these (bits) that is missing, but none of `lacking`, while on hold; None: no more.
         `put_bucket` must follow."""
         with self.lock:
-            while not self._is_over and (self._transfers or self._leftovers):
-                self.lock.wait(TICK_S)
+            self.wait_idle()
             found = self.swarm.todo & buckets & ~sum(1 << bucket for bucket in lacking)
             if self._is_over or not found:
                 return None
@@ -129,22 +134,25 @@ class Fetch:
             self.swarm.todo ^= found & -found
             return (found & -found).bit_length() - 1
 
-    def put_bucket(self, bucket: int, data: memoryview | None) -> None:
-        """The bucket that was taken, proved; None = it has to be pulled. Raises WeightsError."""
-        is_whole = False
-        try:
-            if data is not None:
-                self._write(data, bucket_range(bucket, self._num_bytes)[0])
-                is_whole = True
-        finally:
-            with self.lock:
-                self._num_filling -= 1
-                if not is_whole:
-                    self.swarm.todo |= 1 << bucket
-                self._count(bucket, is_whole)
-                self.lock.notify_all()
+    def put_bucket(self, bucket: int, *, is_whole: bool) -> None:
+        """The bucket that was taken is written and proved; or not, and has to be pulled, all of it:
+        what was there of it may have been overwritten."""
+        with self.lock:
+            self._num_filling -= 1
+            self._begun.pop(bucket, None)
+            if not is_whole:
+                self.swarm.todo |= 1 << bucket
+            self._count(bucket, is_whole)
+            self.lock.notify_all()
         if is_whole and self._partial is not None:
             self._partial.proved(bucket)
+
+    def write(self, data: memoryview, position: int) -> None:
+        """Raises WeightsError."""
+        try:
+            write_at(self._file, position, data)
+        except OSError as e:  # the disk's fault, not the source's
+            raise WeightsError(f"cannot write: {e.strerror}") from e
 
     def look_after(self) -> None:
         """Now and then: takes from slow sources what they owe, ends what has waited too long."""
@@ -332,7 +340,7 @@ class Fetch:
                 raise EOFError(REFUSAL)
             data = buffer[:n]
             begun.digest.update(data)
-            self._write(data, start + transfer.received)
+            self.write(data, start + transfer.received)
             transfer.received += n
             transfer.last_at = time.monotonic()
             transfer.source.is_starved = False
@@ -354,12 +362,6 @@ class Fetch:
         with self.lock:
             self._begun[transfer.bucket] = Begun()
         return False
-
-    def _write(self, data: memoryview, position: int) -> None:
-        try:
-            write_at(self._file, position, data)
-        except OSError as e:  # the disk's fault, not the source's
-            raise WeightsError(f"cannot write: {e.strerror}") from e
 
     def note_busy(self, source: Source) -> None:
         """It has too many peers: that it says so counts as progress."""

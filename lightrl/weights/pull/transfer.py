@@ -29,7 +29,7 @@ from lightrl.system.threads import in_thread, taken_in_thread
 from lightrl.weights.machine import scratch
 from lightrl.weights.machine.leftovers import allocated_bytes, open_partial, partial_path
 from lightrl.weights.pull.fetch import Fetch
-from lightrl.weights.pull.fill import Make, fill
+from lightrl.weights.pull.fill import Make, allocate, fill
 from lightrl.weights.pull.follow import Follower
 from lightrl.weights.pull.swarm import Source, Swarm
 from lightrl.weights.serve.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
@@ -152,6 +152,12 @@ class Pull:
     def hold(self, *, is_on_hold: bool = True) -> None:
         """While on hold it asks nobody, but serves what it has: somebody is about to `fill` it."""
         self._fetch.hold(is_on_hold=is_on_hold)
+
+    async def allocate(self) -> None:
+        """While on hold: has memory taken for what is to come, so that `fill` need not; until it is
+        cancelled, or has all."""
+        await self.opened()
+        await allocate(self._fetch, partial_path(self._path), self._wanted.num_bytes)
 
     async def fill(self, make: Make, buckets: int) -> int:
         """While on hold: has what is missing of these buckets (bits) made by `make(bucket, out)`,

@@ -3,9 +3,10 @@
 Ranks use `publish/publisher.py`. Must not import torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from lightrl.weights.version.layout import num_bytes, plan
 from lightrl.weights.version.manifest import (
@@ -15,6 +16,9 @@ from lightrl.weights.version.manifest import (
     finish_version,
     hash_buckets,
 )
+
+# (bytes, where in the version)
+Write: TypeAlias = Callable[[memoryview, int], None]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ DEFAULTS = {
     "runaway_share": 0.0,
     "train_token_ms": 0.0,  # of a trained token, on its rank
     "train_step_ms": 0.0,  # of an optimizer step
+    "version_mb": 0.0,  # size of a version of the weights, at least 4 KiB
+    "load_ms": 0.0,  # of a version, by an engine
     # by which an engine's logprobs of a text are wrong, as if it served other weights
     "score_error": 0.0,
 }

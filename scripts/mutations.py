@@ -514,14 +514,14 @@ MUTATIONS = [
     Mutation(
         "all pull from the same nodes",
         "core/sources.py",
-        "ring[(start + step) % len(ring)]",
-        "ring[step % len(ring)]",
+        "few = (ring[(start + step) % size]",
+        "few = (ring[step % size]",
     ),
     Mutation(
         "source that sent wrong bytes is assigned again",
         "core/offers.py",
-        "return name in (receiver, trainer) or self.bad.bars(receiver, name)",
-        "return name in (receiver, trainer)",
+        "return name in others or self.bad.bars(receiver, name)",
+        "return name in others",
     ),
     Mutation(
         "liar bars all sources",
@@ -538,20 +538,57 @@ MUTATIONS = [
     Mutation(
         "trainer that is behind is a source of the newest version",
         "core/coordinator.py",
-        "            self.fleet.trainer_is_behind()\n",
+        "            self.fleet.trainer_is_behind(version)\n",
         "",
     ),
     Mutation(
         "node whose sources are lost is told of no others",
         "core/fleet.py",
-        "        self.offers.forget(name)\n        self._tell_news(self.offers.short_of(name))\n",
-        "        self.offers.forget(name)\n",
+        "is_trainer))\n        self._tell_news(self.offers.short_of(name))\n",
+        "is_trainer))\n",
     ),
     Mutation(
         "node that came before there was a source is forgotten",
         "core/offers.py",
         "            return list(dict.fromkeys([*self.waiting, *self.told]))\n",
         "            return list(self.told)\n",
+    ),
+    # Who gets it by broadcast
+    Mutation(
+        "members of a group that is over wait for ever",
+        "core/broadcasts.py",
+        "        self._release(owed)\n        version",
+        "        version",
+    ),
+    Mutation(
+        "node that was fed by broadcast is a source",
+        "core/offers.py",
+        "holds = has_newest and node.has_file",
+        "holds = has_newest",
+    ),
+    Mutation(
+        "version is sent before all members are there",
+        "core/broadcast_groups.py",
+        "if len(self._joined) < 1 + len(self.epoch.members):",
+        "if len(self._joined) < len(self.epoch.members):",
+    ),
+    Mutation(
+        "member that is lost is waited for",
+        "core/fleet.py",
+        "        self._offer_to(self.broadcasts.lost(name, is_trainer))\n",
+        "",
+    ),
+    Mutation(
+        "group outlives the process of a member",
+        "core/broadcast_groups.py",
+        "incarnations = tuple(m.incarnation for m in members)",
+        "incarnations = tuple(0 for m in members)",
+    ),
+    Mutation(
+        "one member ends all broadcasts for ever",
+        "core/broadcast_groups.py",
+        "before + count * FORGIVEN_AFTER",
+        "before",
     ),
     Mutation(
         "delta is offered though it is as large as the version",
@@ -852,7 +889,7 @@ MUTATIONS = [
     ),
     Mutation(
         "length of a list is not bounded",
-        "messages.py",
+        "message_fields.py",
         "RESPONSES = Meta(max_length=MAX_RESPONSES)",
         "RESPONSES = Meta()",
         tests=("tests/security/test_largest.py",),
@@ -1157,7 +1194,7 @@ MUTATIONS = [
     ),
     Mutation(
         "engine takes the whole of a GPU that it shares",
-        "rollout/agent.py",
+        "rollout/engine_spec.py",
         "gpu_memory=gpus.memory",
         "gpu_memory=0.0",
         tests=(

@@ -110,6 +110,7 @@ class BroadcastGroups:
         self._put_off = 0  # boundaries until there may be another attempt
         # name -> process, and its marks times FORGIVEN_AFTER
         self._marks: dict[str, tuple[int, int]] = {}
+        self._over: tuple[str, Epoch] | None = None  # the last group with a name, which has ended
         # who has got a mark since the last boundary, and the other members
         self._blamed: tuple[str, frozenset[str]] | None = None
 
@@ -119,10 +120,10 @@ class BroadcastGroups:
         nobody, attempts are put off, or the version before was still on its way."""
         self._put_off = max(0, self._put_off - 1)
         self._blamed = None
-        if self.receiving:
+        if self.receiving and self.epoch is not None:
             late = self.receiving if self.phase is Phase.SENDING else ()
             for name in late:
-                self._mark(name)
+                self._mark(self.epoch, name)
             self.end()
             return
         wanted = self._epoch_of(members, backend)
@@ -188,7 +189,7 @@ class BroadcastGroups:
             return set()
         self.num_lost += 1
         if culprit in self.epoch.members:
-            self._mark(culprit, MAX_MARKS if is_unreachable else 1)
+            self._mark(self.epoch, culprit, MAX_MARKS if is_unreachable else 1)
             if not is_unreachable:
                 self._blamed = culprit, frozenset(self.epoch.members) - {culprit}
         return self.end()
@@ -207,6 +208,8 @@ class BroadcastGroups:
         """The epoch is over. Returns the nodes that were receiving and must pull."""
         if self.epoch is not None and not self._has_sent:
             self._put_off, self._pause = self._pause, min(2 * self._pause, MAX_PAUSE)
+        if self.epoch is not None and self.name:
+            self._over = self.name, self.epoch
         were = self.receiving
         self.phase, self.epoch, self.name = Phase.NONE, None, ""
         self.receiving, self._joined, self._has_sent = set(), set(), False
@@ -219,9 +222,19 @@ class BroadcastGroups:
         process, marks = self._marks.get(name, (incarnation, 0))
         return process == incarnation and marks > (MAX_MARKS - 1) * FORGIVEN_AFTER
 
-    def _mark(self, name: str, count: int = 1) -> None:
-        assert self.epoch is not None
-        incarnation = self.epoch.incarnations[self.epoch.members.index(name)]
+    def bar_late(self, group: str, name: str) -> bool:
+        """A member could not reach the trainer, and says so when the group is over; whether that is
+        news."""
+        if self._over is None or self._over[0] != group or name not in self._over[1].members:
+            return False
+        epoch = self._over[1]
+        incarnation = epoch.incarnations[epoch.members.index(name)]
+        if is_news := not self.bars(name, incarnation):
+            self._mark(epoch, name, MAX_MARKS)
+        return is_news
+
+    def _mark(self, epoch: Epoch, name: str, count: int = 1) -> None:
+        incarnation = epoch.incarnations[epoch.members.index(name)]
         process, marks = self._marks.pop(name, (incarnation, 0))
         before = marks if process == incarnation else 0
         self._marks[name] = incarnation, before + count * FORGIVEN_AFTER

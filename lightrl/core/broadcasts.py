@@ -24,6 +24,9 @@ from lightrl.core.offers import PULLING, Offers
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState
 
+FORMING_TIMEOUTS = 2  # times the time limit of members, who say before it why they are not there
+UNREACHABLE = "cannot reach the trainer"
+PULLS = ": from now on it pulls all weights"
 IS_UP = {NodeState.JOINING, NodeState.READY, *PULLING}
 
 
@@ -67,7 +70,7 @@ class Broadcasts:
             self._offers.place(self._nodes[name])
         self.taken(trainer.name, policy_version)
         if self.groups.phase is Phase.OPENING and self.groups.epoch is not None:
-            self._formed_by = now + self._settings.weights_timeout_s
+            self._formed_by = now + FORMING_TIMEOUTS * self._settings.weights_timeout_s
             self._outbox.send(trainer.name, OpenBroadcast(self.groups.epoch.number))
         elif self.sending:
             self._outbox.send(trainer.name, SendBroadcast(self.sending, policy_version))
@@ -132,6 +135,8 @@ class Broadcasts:
                 is_member = epoch is not None and name in epoch.members
                 if group == self.groups.name and (is_trainer or (is_member and not is_open)):
                     return self._fail(name, reason, is_unreachable)
+                if is_unreachable and self.groups.bar_late(group, name):
+                    self._outbox.warn(f"{name} {UNREACHABLE}{PULLS}")
             case _:
                 pass  # only a trainer says that
         return []
@@ -184,7 +189,8 @@ class Broadcasts:
         """A group that does not come about is over: its members wait for it."""
         if self.deadline is None or now < self.deadline:
             return []
-        return self._fail("", f"not formed within {self._settings.weights_timeout_s:g} s")
+        limit_s = FORMING_TIMEOUTS * self._settings.weights_timeout_s
+        return self._fail("", f"not formed within {limit_s:g} s")
 
     def _fail(self, name: str, reason: str, is_unreachable: bool = False) -> list[str]:
         """`name` is a member, or else nobody is to blame."""
@@ -196,8 +202,8 @@ class Broadcasts:
         self._outbox.warn(f"broadcast group {epoch.number} is over: {who}{reason}")
         node = self._nodes.get(name)
         if node is not None and self.groups.bars(name, node.incarnation):
-            why = "cannot reach the trainer" if is_unreachable else f"ended {MAX_MARKS} groups"
-            self._outbox.warn(f"{name} {why}: from now on it pulls all weights")
+            why = UNREACHABLE if is_unreachable else f"ended {MAX_MARKS} groups"
+            self._outbox.warn(f"{name} {why}{PULLS}")
         return self._over(owed)
 
     def _over(self, owed: set[str], tells_trainer: bool = True) -> list[str]:

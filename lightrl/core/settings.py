@@ -70,7 +70,7 @@ class Settings:
     broadcast: Literal["auto", "always", "off"] = "off"
     # of the trainer, the first members of each broadcast group
     num_ranks: int = 1
-    # which such a group may take to form
+    # after which a member of such a group gives up
     weights_timeout_s: float = 60.0
     # running responses may move inside a step; off only for comparison
     migration: bool = True

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 
 from lightrl import log
-from lightrl.broadcast_messages import JoinBroadcast, OpenBroadcast, SendBroadcast, VersionTaken
 from lightrl.config import Config
 from lightrl.daemon.admission import config_of
 from lightrl.daemon.roles import Roles
@@ -36,13 +35,14 @@ from lightrl.messages import (
     PROTOCOL,
     REJOIN,
     TAKEN,
+    Abort,
     Bye,
     Drain,
     Generate,
     Hello,
     Message,
+    PublishWeights,
     Role,
-    TrainShard,
     Welcome,
 )
 from lightrl.state_machine import next_state
@@ -354,18 +354,16 @@ class Worker:
                 # sent before the coordinator knew; it hands it to another node, or sends it once
                 # more
                 pass
-            case (
-                TrainShard() | VersionTaken() | OpenBroadcast() | JoinBroadcast() | SendBroadcast()
-            ) if not is_admitted:
-                pass  # as above
             case Drain(_, reason):
                 self.drain(reason)
             case Welcome(refused=refused) if refused == REJOIN:
                 self._rejoin()
             case Welcome():
                 self._on_welcome(message)
-            case _:
+            case _ if is_admitted or isinstance(message, Abort | PublishWeights):
                 self._roles.handle(message)
+            case _:
+                pass  # as above
 
     async def _beat(self, link: Link, config: Config) -> None:
         """Says that this node lives and how late its loop is; loses patience with a silent

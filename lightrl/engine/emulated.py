@@ -42,7 +42,7 @@ class EmulatedEngine:
         self._mean_length, self._runaway_share = args["mean_length"], args["runaway_share"]
         self._vocabulary = vocabulary_size(Path(spec.model_dir))
         self._max_length, self._slots = spec.max_model_length, spec.slots
-        self._score_error = args["score_error"]
+        self._score_error, self._load_s = args["score_error"], args["load_ms"] / 1000
         self._digest, self._salt = "", 0
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
@@ -87,6 +87,8 @@ class EmulatedEngine:
         size = Path(file.path).stat().st_size
         if size != manifest.num_bytes:
             raise WeightsError(f"{file.path}: {size} bytes, not {manifest.num_bytes}")
+        if self._load_s:
+            time.sleep(self._load_s)
         self._digest, self._salt = file.digest, int(file.digest[:15], 16)
 
     def join_group(self, command: JoinGroup) -> None:

@@ -49,6 +49,7 @@ class _Loads:
             self.delta_full_bytes += full_bytes
         if ready.broadcast_s is not None:
             self.broadcast_nodes += 1
+            self.num_bytes += full_bytes
             self.broadcast_s = max(self.broadcast_s, ready.broadcast_s)
         self.pull_s = max(self.pull_s, ready.pull_s)
         self.pause_s = max(self.pause_s, ready.load_s)

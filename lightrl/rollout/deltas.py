@@ -23,9 +23,15 @@ from typing import TYPE_CHECKING
 from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.errors import WeightsError
 from lightrl.messages import DeltaOffer, PublishWeights
-from lightrl.system.threads import in_thread
-from lightrl.weights.machine.leftovers import written_buckets
-from lightrl.weights.machine.local import LocalVersion, close_all, open_version
+from lightrl.system.threads import in_thread, taken_in_thread
+from lightrl.weights.machine.leftovers import allocated_bytes, written_buckets
+from lightrl.weights.machine.local import (
+    LocalVersion,
+    close_all,
+    close_found,
+    close_version,
+    open_version,
+)
 from lightrl.weights.machine.store import Claim, Store
 from lightrl.weights.pull.transfer import Pull, PullStats, Wanted
 from lightrl.weights.serve.server import WeightServer
@@ -189,7 +195,9 @@ class Deltas:
             links = offer.deltas[first:]
             if any(link.digest in tried for link in links):
                 return None
-            base = await in_thread(self._open_base, links[0].base, offer.num_bytes)
+            base = await taken_in_thread(
+                _close_base, self._open_base, links[0].base, offer.num_bytes
+            )
             if base is None:
                 continue
             if self._pays(pull, links, base, offer.num_bytes):
@@ -237,10 +245,11 @@ class Deltas:
 
     async def _get(self, link: DeltaOffer, offer: PublishWeights, gain: Gain) -> LocalVersion:
         """As any version: from this machine, else from those who have it."""
-        claim = await in_thread(self._store.claim, link.digest, link.num_bytes)
+        claim = await taken_in_thread(Claim.release, self._store.claim, link.digest, link.num_bytes)
         try:
             async with claim.turn() as path:
-                found = await in_thread(claim.find_proved, threading.Event())  # it is small
+                # it is small
+                found = await taken_in_thread(close_found, claim.find_proved, threading.Event())
                 version = None if found is None else found[0]
                 if version is None:
                     wanted = Wanted(
@@ -250,7 +259,7 @@ class Deltas:
                     stats = await pull.run()
                     gain.num_bytes += stats.num_bytes
                     gain.peer_bytes += stats.peer_bytes
-                    version = await in_thread(open_version, pull.file)
+                    version = await taken_in_thread(close_version, open_version, pull.file)
             if version is None:
                 raise WeightsError(f"{path}: gone")
         except BaseException:
@@ -269,8 +278,10 @@ class Deltas:
             if (len(self._kept) <= MAX_CHAIN and total <= offer.num_bytes) or digest in used:
                 return
             del self._kept[digest]
-            await self._server.retire(digest)
-            await in_thread(kept.close)
+            try:
+                await self._server.retire(digest)
+            finally:
+                await in_thread(kept.close)
 
     def _serve_kept(self, policy_version: int) -> None:
         """For tickets of this version."""
@@ -299,6 +310,11 @@ class Deltas:
         return None
 
 
+def _close_base(base: _Base | None) -> None:
+    if base is not None:
+        base.close()
+
+
 def _check(offer: PublishWeights) -> None:
     """Raises WeightsError unless the differences lead to this version, one after the other."""
     links = offer.deltas
@@ -325,7 +341,7 @@ def _partial_base(path: Path, num_bytes: int, claim: Claim) -> _Base | None:
 
 def _allocated(claim: Claim) -> int:
     """In a thread."""
-    return max((path.stat().st_blocks * 512 for path in claim.partials()), default=0)
+    return max(map(allocated_bytes, claim.partials()), default=0)
 
 
 def _open_packed(path: Path, size: int) -> "PackedDelta":

@@ -32,8 +32,8 @@ from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, Gain
 from lightrl.rollout.fetched import Announced, Fetched, are_same, wanted_of
 from lightrl.system.addresses import not_everywhere
 from lightrl.system.child import is_for_lack, retry_on_resource_limit
-from lightrl.system.threads import in_thread
-from lightrl.weights.machine.local import close_all, open_version
+from lightrl.system.threads import in_thread, taken_in_thread
+from lightrl.weights.machine.local import close_all, close_found, close_version, open_version
 from lightrl.weights.machine.store import Claim, Store
 from lightrl.weights.pull.transfer import Pull, Wanted
 from lightrl.weights.serve.server import WeightServer
@@ -204,6 +204,10 @@ class NodeWeights:
                 if not self._goes_on(offer, self.wanted):
                     return None
                 self._is_offered.clear()
+        except asyncio.CancelledError:
+            if fetching.done() and not fetching.cancelled() and fetching.exception() is None:
+                self._put(fetching.result())  # in the same turn: `close` gives it back
+            raise
         finally:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
@@ -226,7 +230,7 @@ class NodeWeights:
                 if not known.is_own:
                     self._server.publish(again.file)  # for its tickets
                 return again
-        claim = await _patiently(self._store.claim, offer.digest, offer.num_bytes)
+        claim = await _taken(Claim.release, self._store.claim, offer.digest, offer.num_bytes)
         try:
             fetched = await self._obtain(claim, offer)
             fetched.version.on_close.append(claim.release)
@@ -237,7 +241,7 @@ class NodeWeights:
 
     async def _announce(self, offer: PublishWeights) -> Announced:
         """Its manifest, from whoever has it."""
-        claim = await _patiently(self._store.claim, offer.digest, offer.num_bytes)
+        claim = await _taken(Claim.release, self._store.claim, offer.digest, offer.num_bytes)
         try:
             pull = self._make_pull(offer, wanted_of(offer), claim.own_path(), is_served=False)
             return Announced(offer, await pull.run_for_manifest(), claim)
@@ -265,7 +269,7 @@ class NodeWeights:
                 raise
             finally:
                 self._pull = None
-            version = await _patiently(open_version, pull.file)
+            version = await _taken(close_version, open_version, pull.file)
             if version is None:
                 raise WeightsError(f"{path}: gone")
             return Fetched(offer, version, False, gain.added_to(stats), delta_bytes=gain.num_bytes)
@@ -299,7 +303,7 @@ class NodeWeights:
         """On this machine; proved."""
         is_ended = threading.Event()
         try:
-            found = await _patiently(claim.find_proved, is_ended)
+            found = await _taken(close_found, claim.find_proved, is_ended)
         except asyncio.CancelledError:
             is_ended.set()
             raise
@@ -329,9 +333,11 @@ class NodeWeights:
 
     async def _close(self, fetched: Fetched) -> None:
         """Peers have a moment to end; then its pages go, if no other node wants it."""
-        if not fetched.is_own:
-            await self._retire(fetched.offer.digest)
-        await _patiently(fetched.version.close)
+        try:
+            if not fetched.is_own:
+                await self._retire(fetched.offer.digest)
+        finally:
+            await _patiently(fetched.version.close)
         await _patiently(self._store.sweep)
 
     async def _retire(self, digest: str) -> None:
@@ -371,4 +377,15 @@ class NodeWeights:
 async def _patiently(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
     """In a thread; again and again while this machine lacks one."""
     call = partial(in_thread, partial(act, *args, **kwargs))
+    return await retry_on_resource_limit(call, "a thread for the weights", logger.warning)
+
+
+async def _taken(
+    give_back: Callable[[Result], object],
+    act: Callable[P, Result],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Result:
+    """The same; what it returns when nobody waits for it any more goes to `give_back`."""
+    call = partial(taken_in_thread, give_back, partial(act, *args, **kwargs))
     return await retry_on_resource_limit(call, "a thread for the weights", logger.warning)

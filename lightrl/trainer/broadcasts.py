@@ -12,7 +12,8 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 from lightrl.broadcast_messages import (
     BroadcastFailed,
@@ -27,6 +28,8 @@ from lightrl.broadcast_messages import (
 from lightrl.config import Config
 from lightrl.errors import WeightsError
 from lightrl.messages import Message
+from lightrl.system.addresses import WILDCARD, split_address
+from lightrl.system.threads import in_thread
 from lightrl.trainer.protocol import (
     GroupJoined,
     GroupOpened,
@@ -36,7 +39,7 @@ from lightrl.trainer.protocol import (
     WeightsSent,
 )
 from lightrl.trainer.rank_processes import Ranks
-from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import Membership, give_up
 from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ class Broadcasts:
         self._taken: VersionTaken | None = None  # the last one
         self._opened = ("", "")  # name and address of the group that was opened last
         self._num_cleared = 0
+        self._num_words = 0  # after which all groups that form are over
 
     @property
     def has_orders(self) -> bool:
@@ -75,6 +79,7 @@ class Broadcasts:
     def handle(self, message: VersionTaken | Order) -> None:
         if isinstance(message, VersionTaken):
             self._taken = message
+            self._num_words += 1
             self._orders.clear()  # of a group that is over: orders follow what they are about
         else:
             self._orders.append(message)
@@ -86,6 +91,7 @@ class Broadcasts:
         self._orders.clear()
         self._taken = None
         self._num_cleared += 1
+        self._num_words += 1
         self._changed.set()
 
     async def follow(self, ranks: Ranks, file: VersionFile) -> bool:
@@ -154,9 +160,32 @@ class Broadcasts:
         place = Membership(name, 0, len(ranks), order.world, order.backend, self._timeout_s)
         for rank in range(len(ranks)):
             ranks.send(rank, JoinGroup(address, replace(place, rank=rank)))
-        joined = await ranks.answers(GroupJoined, 2 * self._timeout_s)
-        _raise_first(joined)
+        joining = asyncio.ensure_future(ranks.answers(GroupJoined, 2 * self._timeout_s))
+        try:
+            await self._unless_over(joining, place, address)
+            _raise_first(await joining)
+        finally:
+            joining.cancel()
         return BroadcastJoined(name)
+
+    async def _unless_over(
+        self, joining: "asyncio.Future[Any]", place: Membership, address: str
+    ) -> None:
+        """Until the ranks are in the group, or will not be: they need not wait for members who the
+        coordinator knows will not come."""
+        num_words = self._num_words
+        while not joining.done():
+            if self._num_words > num_words:
+                host, port = split_address(address) or ("", 0)
+                meet = ("127.0.0.1" if host == WILDCARD else host, port)
+                await in_thread(partial(give_up, meet, place))
+                return
+            self._changed.clear()
+            changed = asyncio.ensure_future(self._changed.wait())
+            try:
+                await asyncio.wait({joining, changed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
 
     async def _send_weights(
         self, ranks: Ranks, file: VersionFile, group: str, policy_version: int

@@ -66,7 +66,7 @@ from lightrl.wire import from_json, pack_f32, pack_i32, to_json
 STATE = Path("state", "digest")  # in a checkpoint
 TENSOR = "emulated.weight"  # no model has one of that name
 DTYPE = "uint8"
-TENSOR_BYTES = 4096  # of which the first ones are the digest
+MIN_BYTES = 4096  # of the tensor, of which the first ones are the digest
 UNTRAINED = hashlib.blake2b(b"emulated", digest_size=16).digest()
 
 NO_WEIGHTS = "emulated ranks send no weights"
@@ -91,6 +91,7 @@ class EmulatedRank:
         except ValueError as e:
             raise TrainerError(f"rollout.{e}") from None
         self._token_s, self._step_s = times["train_token_ms"] / 1000, times["train_step_ms"] / 1000
+        self._num_bytes = max(MIN_BYTES, int(times["version_mb"] * 1e6))
         self._meeting = Meeting(start.rank, start.world, Path(start.rendezvous))
         self._buffers = Buffers(Path(start.publish_dir))
         self._clear()
@@ -198,8 +199,9 @@ class EmulatedRank:
         self.policy_version = policy_version
         self.file: VersionFile | None = None
         if self.start.rank == 0:
-            data = memoryview(self._trained.ljust(TENSOR_BYTES, b"\0"))
-            flat, manifest = flatten([TensorBytes(TENSOR, DTYPE, (TENSOR_BYTES,), data)])
+            block = self._trained.ljust(MIN_BYTES, b"\0")  # again and again
+            data = memoryview((block * -(-self._num_bytes // MIN_BYTES))[: self._num_bytes])
+            flat, manifest = flatten([TensorBytes(TENSOR, DTYPE, (self._num_bytes,), data)])
             draft = self._buffers.take(len(flat))
             os.pwrite(draft.descriptor, flat, 0)
             self.file = self._buffers.finish(draft, policy_version, manifest)

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightrl.system.interfaces import interface_of
 from lightrl.trainer.protocol import StartRank
 
 # ranks may wait for each other so long, e.g. while one loads its model
@@ -24,10 +25,18 @@ def join(start: StartRank, device: torch.device) -> None:
 
     So they find each other through a file in a directory of their user's, where TCPStore would
     listen on every interface, and gloo listens on loopback, where it would choose the address of
-    this host's name. NCCL's ranks meet over sockets, too, which have a variable of their own.
+    this host's name.
+
+    NCCL's ranks meet over sockets, too, at which nobody is heard who does not know the random
+    number of the communicator, and nothing is unpickled. NCCL looks once for the interface of all
+    of a process's communicators, at the first of them: where a later one may be that of a
+    broadcast, with engines on other machines, it cannot be loopback.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
-    os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
+    if not start.nccl_host:
+        os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
+    elif interface := interface_of(start.nccl_host):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

@@ -61,6 +61,8 @@ class StartRank:
     publish_dir: str
     run_dir: str
     start_step: int = 0
+    # an address of this machine by which engines on others reach the ranks; "" = none need to
+    nccl_host: str = ""
 
 
 @dataclass(frozen=True, slots=True)

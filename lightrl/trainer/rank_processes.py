@@ -58,13 +58,20 @@ class Ranks:
     calls."""
 
     def __init__(
-        self, config: Config, run_dir: Path, publish_dir: Path, gpus: Sequence[str] = ()
+        self,
+        config: Config,
+        run_dir: Path,
+        publish_dir: Path,
+        gpus: Sequence[str] = (),
+        host: str = "",
     ) -> None:
-        """`gpus`: what each rank's CUDA_VISIBLE_DEVICES says; empty = whatever it finds."""
+        """`gpus`: what each rank's CUDA_VISIBLE_DEVICES says; empty = whatever it finds. `host`:
+        where engines reach the ranks for broadcasts."""
         self._config = config
         self._run_dir = run_dir
         self._publish_dir = publish_dir
         self._gpus = gpus
+        self._nccl_host = host if config.weights.broadcast != "off" else ""
         self._ranks: list[Child[RankCommand, RankEvent]] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
         self._awaited: int | None = None  # the rank that owes a reply soon
@@ -91,6 +98,7 @@ class Ranks:
                         publish_dir=str(self._publish_dir),
                         run_dir=str(self._run_dir),
                         start_step=step,
+                        nccl_host=self._nccl_host,
                     )
                 )
         except OSError as e:

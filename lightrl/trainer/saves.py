@@ -23,12 +23,12 @@ SAVE_PAUSE_S = 1.0
 
 class Saves:
     def __init__(
-        self, checkpoints: Path, keep_last: int, say: Callable[[Checkpointed], None]
+        self, checkpoints: Path, keep_last: int, send: Callable[[Checkpointed], None]
     ) -> None:
-        """`checkpoints` is their folder. What `say` is given is for the coordinator."""
+        """`checkpoints` is their folder. What `send` is given is for the coordinator."""
         self._checkpoints = checkpoints
         self._keep_last = keep_last
-        self._say = say
+        self._send = send
         self.step = 0  # optimizer steps in the newest one, or in the one the ranks started from
 
     async def save(self, ranks: Ranks, step: int) -> str:
@@ -59,4 +59,4 @@ class Saves:
         """That there is this one, if there is any."""
         if self.step > 0:
             oldest = oldest_kept(self._checkpoints, self.step, self._keep_last)
-            self._say(Checkpointed(self.step, oldest))
+            self._send(Checkpointed(self.step, oldest))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.system.addresses import join_address, split_address
+from lightrl.system.addresses import WILDCARD, join_address, split_address
 from lightrl.trainer.protocol import (
     GroupJoined,
     GroupOpened,
@@ -66,6 +66,8 @@ class Sender:
         device = self._device if command.place.backend == "nccl" else torch.device("cpu")
         if meet is None:
             self._leave()
+        if address is not None and address[0] == WILDCARD:  # rank 0's, on this machine
+            address = ("127.0.0.1", address[1])
         self._group = form(meet or address or ("", 0), command.place, device)
         self._name = command.place.name
 

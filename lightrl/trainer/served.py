@@ -132,8 +132,8 @@ def _remove(files: list[VersionFile]) -> None:
 
 
 def _offer(made: DeltaMade, file: VersionFile) -> DeltaOffer:
-    manifest_bytes = Path(file.manifest_path).stat().st_size
-    return DeltaOffer(made.base, made.target, file.digest, manifest_bytes, file.num_bytes)
+    size = file.manifest_bytes()
+    return DeltaOffer(made.base, made.target, file.digest, size, file.num_bytes)
 
 
 def _message(published: Published, portions: tuple[int, ...]) -> PublishWeights:
@@ -142,7 +142,7 @@ def _message(published: Published, portions: tuple[int, ...]) -> PublishWeights:
         file.policy_version,
         file.digest,
         file.num_bytes,
-        Path(file.manifest_path).stat().st_size,
+        file.manifest_bytes(),
         canary=published.canary,
         portions=portions,
     )

@@ -81,6 +81,7 @@ class Trainer:
         self._run_dir = run_dir
         self._scratch = scratch
         self._gpus = gpus
+        self._host = host
         self._send = send
         self._on_restart = on_restart
         self._versions = versions
@@ -184,7 +185,7 @@ class Trainer:
     async def _live(self, step: int) -> None:
         """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly
         one."""
-        ranks = Ranks(self._config, self._run_dir, self._scratch, self._gpus)
+        ranks = Ranks(self._config, self._run_dir, self._scratch, self._gpus, self._host)
         tasks: list[asyncio.Task[Any]] = []
         is_orderly = False
         try:

@@ -7,7 +7,16 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Phase = Literal["any", "rollout", "training", "publishing", "evaluation"]
+Phase = Literal[
+    "any",
+    "rollout",
+    "training",
+    "publishing",
+    "evaluation",
+    # of the weights, on one node: see weights_plan.py
+    "pulling",
+    "loading",
+]
 
 SHORT_S, LONG_S = (0.2, 0.6), (1.3, 2.0)  # pauses, in leases of a node
 MAX_LATE = 2  # nodes that join and are there at a time

@@ -30,6 +30,16 @@ EMULATED = (
     "train.engine=emulated",
     "algorithm.name=grpo",
 )
+# On several machines, with versions that take a while.
+WEIGHTS_TIMEOUT_S = 5.0
+WEIGHTS = ("run.bind=tcp://0.0.0.0:*", f"weights.timeout_s={WEIGHTS_TIMEOUT_S}")
+WEIGHTS_EMULATED = (
+    "rollout.engine_args={t0_ms=8.0,mean_length=25.0,train_token_ms=0.1,train_step_ms=60.0,"
+    "version_mb=17.0,load_ms=400.0}",
+)
+# More than it may take until the next step is done, after whatever was done is over: what nobody
+# may wait longer for, a pull, what starts again, a step.
+PATIENCE_S = WEIGHTS_TIMEOUT_S + 1.5 + 10 + 5
 REWARD = "def reward(sample):\n    return sum(sample.response_ids) % 11 / 10\n"
 
 

@@ -6,15 +6,17 @@ Owns when something was seen. Sends nothing but the request to be told.
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_lib.plan import Phase
+from chaos_lib.weights_plan import ON_NODE, nodes
 from lightrl.client import ask
 from lightrl.client.address import accepts, listening, reachable
 from lightrl.errors import LightRLError
 from lightrl.keys import KEY_FILE, read_key
-from lightrl.messages import Snapshot
+from lightrl.messages import NodeRow, Snapshot
 
 EVERY_S = 0.05
 SILENT_S = 1.0  # then the connection is made again
@@ -39,6 +41,7 @@ class Watch:
         self._seen_at = 0.0
         self._changed = asyncio.Event()
         self._marks: list[Mark] = []
+        self._pulled: dict[str, int] = {}  # by node: the last version of which it had a part
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -75,7 +78,15 @@ class Watch:
 
     async def until(self, step: int, wanted: Phase) -> None:
         """Returns when `step` steps are done and the run is in that phase, or further."""
-        while not self._is_there(step, wanted):
+        await self._until(lambda last: is_there(last, step, wanted))
+
+    async def until_at(self, step: int, wanted: Phase, target: str) -> None:
+        """As `until`, but nothing else than the phase will do: `target`, or any node if that is no
+        rollout node, is in it."""
+        await self._until(lambda last: self._is_at(last, step, wanted, target))
+
+    async def _until(self, is_so: Callable[[Snapshot], bool]) -> None:
+        while self.last is None or not is_so(self.last):
             self._changed.clear()
             await self._changed.wait()
 
@@ -85,19 +96,36 @@ class Watch:
             self._changed.clear()
             await self._changed.wait()
 
-    def _is_there(self, step: int, wanted: Phase) -> bool:
-        last = self.last
-        if last is None or last.step < step:
+    def _is_at(self, last: Snapshot, step: int, wanted: Phase, target: str) -> bool:
+        if last.step < step or not self.is_live:
             return False
-        return last.step > step or wanted == "any" or phase(last) == wanted
+        meant = [n for n in last.nodes if n.name == target or target not in nodes()]
+        if wanted in ON_NODE:
+            return any(self._on_node(n) == wanted for n in meant)
+        return phase(last) == wanted
+
+    def _on_node(self, node: NodeRow) -> str:
+        """What it is at with the newest version; "" = nothing, or nothing yet."""
+        if node.weights is not None:
+            return "pulling"
+        newest = self.last.policy_version if self.last is not None else None
+        is_at_it = node.state in ("loading", "updating")
+        return "loading" if is_at_it and self._pulled.get(node.name) == newest else ""
 
     def _note(self, snapshot: Snapshot) -> None:
+        for node in snapshot.nodes:
+            if node.weights is not None:
+                self._pulled[node.name] = node.weights.policy_version
         now = time.monotonic()
         for mark in self._marks:
             if mark.tokens_after_s is None and snapshot.rollout_tokens > mark.tokens:
                 mark.tokens_after_s = now - mark.at
             if mark.step_after_s is None and snapshot.step > mark.step:
                 mark.step_after_s = now - mark.at
+
+
+def is_there(last: Snapshot, step: int, wanted: Phase) -> bool:
+    return last.step > step or (last.step == step and (wanted == "any" or phase(last) == wanted))
 
 
 def phase(snapshot: Snapshot) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chaos_lib.machines import Machines
 from chaos_lib.plan import Event
 from chaos_lib.processes import Process, Processes, send
 from chaos_lib.watch import Mark, Watch
@@ -60,13 +61,21 @@ class Outcome:
 class World:
     """Use: `await World(folder, command, say).run(plan, limit_s)`."""
 
-    def __init__(self, folder: Path, command: tuple[str, ...], say: Callable[[str], None]) -> None:
-        """`command` begins the run in `folder`/run; what it prints goes to `folder`/out."""
+    def __init__(
+        self,
+        folder: Path,
+        command: tuple[str, ...],
+        say: Callable[[str], None],
+        machines: Machines | None = None,
+    ) -> None:
+        """`command` begins the run in `folder`/run; what it prints goes to `folder`/out.
+        `machines`: its nodes are on those, which are up."""
         self._folder = folder
         self._run_dir = folder / "run"
         self._command = command
         self._say = say
         self._processes = Processes(uuid.uuid4().hex)
+        self._machines = machines
         self._up: subprocess.Popen[bytes] | None = None
         self._watch = Watch(self._run_dir)
         self._began = time.monotonic()
@@ -80,24 +89,27 @@ class World:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._begin(*self._command)
         watching = asyncio.create_task(self._watch.run())
+        keeping = asyncio.create_task(self._keep())
         hitting = asyncio.create_task(self._hit(plan))
         left: list[Process] = []
         try:
             async with asyncio.timeout(limit_s):
-                await self._until_over(hitting, watching)
+                await self._until_over(hitting, watching, keeping)
             wall_s = time.monotonic() - self._began
         except TimeoutError:
             raise ChaosFailed(self._account(f"not finished after {limit_s:.0f} s")) from None
         finally:
-            hitting.cancel()
-            watching.cancel()
-            for task in self._asleep:
+            for task in (tasks := (hitting, watching, keeping, *self._asleep)):
                 task.cancel()
-            await asyncio.gather(hitting, watching, *self._asleep, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             left = await asyncio.to_thread(self._clean_up)
         if self._up is None or self._up.wait() != 0 or self._state() != "finished":
             raise ChaosFailed(self._account("the run did not finish"))
         return Outcome(wall_s, self._summary(), self._felt, left)
+
+    async def _keep(self) -> None:
+        if self._machines is not None:
+            await self._machines.keep(self._run_dir, self._processes.environment)
 
     def _begin(self, *command: str) -> None:
         with (self._folder / "out").open("ab") as out:
@@ -141,7 +153,9 @@ class World:
 
     async def _hit(self, plan: list[Event]) -> None:
         for event in plan:
-            if not event.together:
+            if self._machines is not None:
+                await self._watch.until_at(event.step, event.phase, event.target)
+            elif not event.together:
                 await self._watch.until(event.step, event.phase)
             await asyncio.sleep(event.delay_s)
             act = await self._ready(event)
@@ -154,7 +168,8 @@ class World:
     def _feel(self, event: Event) -> Felt:
         step = self._watch.last.step if self._watch.last is not None else 0
         at_s = time.monotonic() - self._began
-        self._felt.append(Felt(event, at_s, step, self._watch.phase, self._watch.mark()))
+        phase = self._watch.phase if self._machines is None else event.phase
+        self._felt.append(Felt(event, at_s, step, phase, self._watch.mark()))
         return self._felt[-1]
 
     async def _ready(self, event: Event) -> Callable[[], Awaitable[str]]:
@@ -165,6 +180,8 @@ class World:
         if verb in ("join", "drain"):
             await self._watch.until_live()
             return lambda: self._join(event.target) if verb == "join" else self._drain(event.target)
+        if verb == "cut":
+            return lambda: self._cut(event.target, event.hold_s)
         victim = await self._victim(event.target, what)
         if victim is None:
             return _nobody
@@ -195,15 +212,26 @@ class World:
     async def _stop(self, victim: Process, hold_s: float) -> str:
         """The process alone: its children go on without it."""
         send(victim.pid, signal.SIGSTOP)
+        self._later(hold_s, lambda: send(victim.pid, signal.SIGCONT))
+        return f"pid {victim.pid}"
 
-        async def go_on() -> None:
-            await asyncio.sleep(hold_s)
-            send(victim.pid, signal.SIGCONT)
+    async def _cut(self, target: str, hold_s: float) -> str:
+        assert self._machines is not None
+        self._later(hold_s, self._machines.cut(target))
+        return ""
 
-        task = asyncio.create_task(go_on())
+    def _later(self, seconds: float, act: Callable[[], object]) -> None:
+        """Also when this is over before."""
+
+        async def wait() -> None:
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                act()
+
+        task = asyncio.create_task(wait())
         self._asleep.add(task)
         task.add_done_callback(self._asleep.discard)
-        return f"pid {victim.pid}"
 
     async def _join(self, name: str) -> str:
         address = reachable(listening(self._run_dir) or "")

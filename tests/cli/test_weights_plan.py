@@ -122,7 +122,7 @@ def test_a_dtype_that_is_asked_for_counts_and_not_the_stored_one(config):
     [
         (46, 1, "shared", "3 versions of 15.2 GB fit into {shared}"),
         (45, 46, "disk", "fit into {disk}: shared memory is too small for them, and the disk"),
-        (1, 40, None, "need 45.8 GB; free are 1.0 GB in {shared}, 40.0 GB in {disk}: set TMPDIR"),
+        (1, 40, None, "need 45.7 GB; free are 1.0 GB in {shared}, 40.0 GB in {disk}: set TMPDIR"),
     ],
 )
 def test_memory_and_disk_are_held_against_the_model(

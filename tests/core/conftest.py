@@ -154,6 +154,7 @@ class Driver:
         incarnation: int = 1,
         serves: int | None = None,
         running: dict[str, int] | None = None,
+        **fields: Any,
     ) -> list[Command]:
         hello = Hello(
             name,
@@ -161,10 +162,10 @@ class Driver:
             (role,),  # type: ignore[arg-type]
             PROTOCOL,
             pid=1,
-            host="h",
             slots=slots,
             serves=None if serves is None else (serves, f"digest-{serves}"),
             running=tuple((running or {}).items()),
+            **{"host": "h", **fields},
         )
         commands = self.feed(NodeJoined(hello))
         return commands + self.open(name, incarnation) if self.opens_endpoints else commands

@@ -430,8 +430,8 @@ def test_a_group_that_does_not_form_in_time_is_over():
     g.publish(1)
     g.opened()
     g.hear("a", BroadcastJoined(g.name))
-    assert g.d.core.next_deadline() == g.d.now + 9.0
-    assert said(g.d.feed(TimerFired(), g.d.now + 8.9)) == []
+    assert g.d.core.next_deadline() == g.d.now + 18.0
+    assert said(g.d.feed(TimerFired(), g.d.now + 17.9)) == []
     commands = g.d.feed(TimerFired(), g.d.now + 0.2)
     assert set(pulls(commands)) == {"a", "b"}
     assert sent(commands, VersionTaken) == [("t", VersionTaken(1, False, True))]
@@ -467,6 +467,21 @@ def test_a_node_that_cannot_reach_the_trainer_is_a_member_only_as_another_proces
     g.d.confirm("a", 2)
     g.publish(3)
     assert g.groups.receiving == {"b"}
+
+
+def test_who_says_too_late_that_the_trainer_cannot_be_reached_is_none_either():
+    g = Group("a", "b", "s")
+    g.publish(1)
+    g.opened()
+    g.fail("t")
+    for _ in range(2):
+        lines = warnings(g.fail("a", "no route", is_unreachable=True))
+    assert lines == []  # once is enough
+    assert warnings(g.fail("stranger", "no route", is_unreachable=True)) == []
+    for name in "abs":
+        g.d.confirm(name, 1)
+    g.publish(2)
+    assert g.groups.receiving == {"b", "s"}
 
 
 def test_a_member_cannot_end_the_broadcasts_of_others_for_ever():

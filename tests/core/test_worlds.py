@@ -42,6 +42,8 @@ def settings(seed: int, race: str = "tokens", **changes: Any) -> dict[str, Any]:
         "eval_interval": rng.choice([0, 1, 2]),
         "reward_on_failure": rng.choice([None, None, -1.0]),
         "slots": rng.randint(1, 4),
+        "broadcast": rng.choice(["auto", "always", "always", "off"]),
+        "weights_timeout_s": 3.0,
         **changes,
     }
 
@@ -127,6 +129,29 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
     assert {step: len(shards) for step, shards in world.shards.items()} == known
 
 
+@pytest.mark.parametrize("seeds", [range(700 + 30 * k, 730 + 30 * k) for k in range(10)])
+def test_world_of_many_versions_sends_them_by_broadcast_and_nobody_waits(seeds):
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        small = {"prompts_per_step": 1 + seed % 2, "group_size": 1, "num_prompts": 8}
+        mode = "always" if seed % 3 else "auto"
+        world = World(
+            seed,
+            **settings(seed, **small, num_steps=14, broadcast=mode, max_staleness=seed % 4 // 3),
+        )
+        world.feed(lambda world=world: world.driver.open("t"))
+        for _ in range(8):
+            world.live(40).settle()
+        totals["received"] += world.broadcasts.num_received
+        totals["sent"] += world.broadcasts.num_sent
+        totals["failed"] += world.broadcasts.num_failed
+        totals["pulled after all"] += world.broadcasts.num_hurried
+        world.heal()
+        check_end(world)
+    assert len(totals) == 4, totals
+    assert min(totals.values()) >= 3, totals
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 3000))
 def test_fresh_world(seed: int):
@@ -170,6 +195,12 @@ def test_in_these_worlds_everything_does_happen():
         totals["told_again"] += world.num_told_again
         totals["told_without_trainer"] += world.num_without_trainer
         totals["late_endpoints"] += world.num_late_endpoints
+        groups = world.core.fleet.broadcasts.groups
+        totals["broadcasts"] += groups.num_sent
+        totals["broadcasts_lost"] += groups.num_lost
+        totals["by_broadcast"] += world.broadcasts.num_received
+        totals["broadcasts_failed"] += world.broadcasts.num_failed
+        totals["pulled_after_all"] += world.broadcasts.num_hurried
         totals["surplus"] += sum(
             len(g.responses) > len(g.kept) for r in world.rounds for g in r.accepted
         )

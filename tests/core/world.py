@@ -10,11 +10,11 @@ from lightrl.core import trainer_feed
 from lightrl.core.commands import CloseRound, Command, Finish, ReplayShards
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
+    BroadcastHeard,
     DrainRequested,
     EndpointOpened,
     Event,
     NodeDraining,
-    NodeHeard,
     NodeLeft,
     NodeLost,
     ResponseScored,
@@ -33,7 +33,6 @@ from lightrl.core.state import Node, Response, Round
 from lightrl.messages import (
     BadSource,
     Drain,
-    Heartbeat,
     PublishWeights,
     ResponseTokens,
     ShardsTaken,
@@ -46,6 +45,7 @@ from lightrl.messages import (
 )
 from lightrl.tickets import pull_ticket
 from tests.core.conftest import Driver, ids, logprobs, of_kind, publication, sent
+from tests.core.world_broadcasts import WorldBroadcasts
 
 NAMES = "abcde"
 MAX_TOKENS = 12
@@ -84,10 +84,13 @@ class World:
         self.num_told_again = 0
         self.num_without_trainer = 0  # nodes told of sources while the trainer was away
         self.num_late_endpoints = 0
+        self.broadcasts = WorldBroadcasts(self)
         self.feed(lambda: self.driver.join("t", "trainer"))
         self.feed(lambda: self.driver.publish(0))
         for name in self.rng.sample(NAMES, 2):
-            self.feed(lambda name=name: self.driver.join(name, slots=self.rng.randint(1, 4)))
+            slots = self.rng.randint(1, 4)
+            self.feed(lambda name=name, slots=slots: self.greet(name, slots=slots))
+            self.broadcasts.start_engine(name)
             self.feed(lambda name=name: self.driver.confirm(name, 0))
 
     @property
@@ -123,6 +126,7 @@ class World:
     def feed(self, act: Callable[[], list[Command]]) -> None:
         commands = act()
         self.finished += of_kind(commands, Finish)
+        self.broadcasts.hear(commands)
         for node, offer in sent(commands, PublishWeights):
             self.take_offer(node, offer)
         for closed in of_kind(commands, CloseRound):
@@ -170,6 +174,9 @@ class World:
             endpoint = self.core.fleet.offers.endpoints[source.node]
             assert source.addresses == endpoint.addresses
             assert source.ticket == pull_ticket(endpoint.secret, node, version)
+        if offer.group:
+            assert "t" in names
+            return
         known, told = self.offered.get(node, (-1, set()))
         self.num_told_again += known == version
         self.num_without_trainer += "t" not in names
@@ -217,7 +224,21 @@ class World:
         self.incarnation += 1
         name = self.rng.choice(NAMES)
         slots = self.rng.randint(0, 4)
-        self.feed(lambda: self.driver.join(name, incarnation=self.incarnation, slots=slots))
+        is_spot = self.rng.random() < 0.1
+        self.feed(
+            lambda: self.greet(
+                name, incarnation=self.incarnation, slots=slots, is_preemptible=is_spot
+            )
+        )
+        self.broadcasts.start_engine(name)
+
+    def greet(self, name: str, **fields: Any) -> list[Command]:
+        """e lives on the trainer's machine. Offers are looked at before the endpoint changes."""
+        driver, opens = self.driver, self.driver.opens_endpoints
+        driver.opens_endpoints = False
+        self.feed(lambda: driver.join(name, host="h" if name == "e" else name, **fields))
+        driver.opens_endpoints = opens
+        return driver.open(name, fields.get("incarnation", 1)) if opens else []
 
     def open_endpoint(self) -> None:
         """A node says only now where it serves, or that it does so elsewhere."""
@@ -287,6 +308,7 @@ class World:
         if node.state == "updating":
             self.give_up(name)
         wanted = published.policy_version if version is None else version
+        self.broadcasts.fed.pop(name, None)
         self.feed(lambda: self.driver.confirm(name, wanted, digest))
 
     def give_up(self, name: str) -> None:
@@ -370,6 +392,7 @@ class World:
         """It dies, or its connection breaks; or it leaves in order, with a checkpoint."""
         if self.has_trainer and self.core.state != "finishing":
             self.has_trainer = False
+            self.broadcasts.forget("t")
             self.untaken.clear()
             self.to_train.clear()
             if self.rng.random() < 0.3:
@@ -393,7 +416,8 @@ class World:
         """
         self.to_train.clear()
         self.untaken.clear()
-        said = WeightsPublished | StepTrained | ShardsDelivered
+        self.broadcasts.forget("t")
+        said = WeightsPublished | StepTrained | ShardsDelivered | BroadcastHeard
         self.past = [e for e in self.past if not isinstance(e, said)]
         self.feed(lambda: self.driver.join("t", "trainer", incarnation=self.incarnation))
         self.feed(lambda: self.driver.publish(self.stands_at))
@@ -427,8 +451,16 @@ class World:
 
     def return_node(self, name: str, node: Node, running: dict[str, int]) -> list[Command]:
         serves, incarnation, slots = node.policy_version, node.incarnation, node.slots
-        return self.driver.join(
-            name, slots=slots, incarnation=incarnation, serves=serves, running=running
+        if self.rng.random() < 0.7:
+            self.broadcasts.forget(name)
+        return self.greet(
+            name,
+            slots=slots,
+            incarnation=incarnation,
+            serves=serves,
+            running=running,
+            has_file=serves is None or self.broadcasts.fed.get(name) != serves,
+            is_preemptible=node.is_preemptible,
         )
 
     def break_connection(self) -> None:
@@ -472,7 +504,7 @@ class World:
         for name in list(self.core.fleet.nodes):
             late = self.driver.now - self.core.fleet.nodes[name].heard_at > 3.0
             if late and (name == "t" or self.rng.random() < 0.9):
-                self.feed(lambda name=name: self.driver.feed(NodeHeard(name, Heartbeat())))
+                self.broadcasts.beat(name)
         deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self.driver.now:
             self.feed(lambda: self.driver.feed(TimerFired()))
@@ -487,6 +519,7 @@ class World:
             self.drain: 0.3,
             self.load: 10,
             self.generate: 30,
+            self.broadcasts.speak: 25,
             self.score: 20,
             self.train: 4,
             self.publish_early: 0.5,
@@ -504,14 +537,36 @@ class World:
             act()
         return self
 
+    def settle(self) -> None:
+        """With everybody doing what it was told, nobody waits for the newest version."""
+        if self.core.state in {"finishing", "finished"} or self.core.fleet.published is None:
+            return
+        self.return_trainer()
+        fleet, num_left = self.core.fleet, -1
+        if "t" not in fleet.offers.endpoints:
+            self.feed(lambda: self.driver.open("t"))
+        while num_left != len(fleet.ready):
+            num_left = len(fleet.ready)
+            self.broadcasts.finish()
+            for name in self.rollouts():
+                if fleet.nodes[name].state in {"loading", "updating"} and self.can_load(name):
+                    self.load_newest(name)
+        for name in self.rollouts():
+            node = fleet.nodes[name]
+            was_told_to_go = node.state == "draining" or node.weights_failures >= 3
+            if fleet.offers.trainer == "t" and not was_told_to_go:
+                assert node.state == "ready", f"{name} waits: {node}"
+
     def heal(self) -> "World":
         """One good node does what is left to do, and everybody leaves."""
         self.driver.opens_endpoints = True
         self.return_trainer()
+        self.settle()
         if "t" not in self.core.fleet.offers.endpoints:
             self.feed(lambda: self.driver.open("t"))
         self.incarnation += 1
-        self.feed(lambda: self.driver.join("healer", incarnation=self.incarnation, slots=6))
+        self.feed(lambda: self.greet("healer", incarnation=self.incarnation, slots=6))
+        self.broadcasts.start_engine("healer")
         for name in self.rollouts():
             if name != "healer":
                 self.feed(lambda name=name: self.driver.feed(NodeLost(name, "gone")))
@@ -520,6 +575,7 @@ class World:
             self.train()
             if self.core.state in {"finishing", "finished"}:
                 break
+            self.broadcasts.finish()
             node = self.core.fleet.nodes["healer"]
             if node.state != "ready" and self.can_load("healer"):
                 self.load_newest("healer")

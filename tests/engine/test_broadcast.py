@@ -54,10 +54,10 @@ class Rank:
 
 
 @contextmanager
-def rank(timeout_s: float = 20.0, world: int = 2) -> Iterator[Rank]:
+def rank(timeout_s: float = 20.0, world: int = 2, piece_bytes: int = 4096) -> Iterator[Rank]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([broadcast_rank.__name__])
-    place = Membership(secrets.token_hex(16), 0, 1, world, "gloo", timeout_s, piece_bytes=4096)
+    place = Membership(secrets.token_hex(16), 0, 1, world, "gloo", timeout_s, piece_bytes)
     ours, theirs = context.Pipe()
     process = context.Process(target=broadcast_rank.main, args=(place, theirs), daemon=True)
     process.start()

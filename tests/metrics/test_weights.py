@@ -39,8 +39,9 @@ def test_bytes_add_up_and_seconds_are_those_of_the_slowest():
 
 def test_nodes_that_were_sent_a_version_are_counted_beside_those_that_pulled():
     pulled = ready(num_bytes=1000, pull_s=2.0)
-    received = (ready(num_bytes=1000, broadcast_s=s, load_s=s + 0.1) for s in (0.5, 0.25))
+    received = (ready(broadcast_s=s, load_s=s + 0.1) for s in (0.5, 0.25))
     figures = loaded(pulled, *received).figures()
+    assert figures["weights/bytes"] == 3000
     assert figures["weights/broadcast_nodes"] == 2
     assert figures["weights/broadcast_s"] == 0.5
     assert figures["weights/pull_s"] == 2.0
@@ -48,7 +49,7 @@ def test_nodes_that_were_sent_a_version_are_counted_beside_those_that_pulled():
         "broadcast to 2 in 0.50 s · pulled in 2.00 s · paused 0.60 s"
     )
     assert not any("broadcast" in name for name in loaded(pulled).figures())
-    alone = loaded(ready(num_bytes=1000, broadcast_s=0.5)).figures()
+    alone = loaded(ready(broadcast_s=0.5)).figures()
     assert display.weights(alone) == "1.0kB moved · broadcast to 1 in 0.50 s · paused 0.00 s"
     whole = WeightsMetrics()
     whole.count(figures)

@@ -326,12 +326,11 @@ def test_memory_must_have_room_for_all_that_a_machine_holds_at_a_time(
     free = dict.fromkeys(roots, 1 << 40)
     monkeypatch.setattr(scratch, "free_bytes", lambda root: free[root])
     size = 100 << 20
-    all_three = 3 * size + scratch.SPARE_BYTES
-    for shared, wanted in ((all_three, 0), (all_three - 1, 1)):
+    for shared, wanted in ((3 * size, 0), (3 * size - 1, 1)):
         free[roots[0]] = shared
         assert one.place("d.bin", size).is_relative_to(roots[wanted])
     # one of the three is here already
     (one._control / "c.bin").write_bytes(bytes(size))
-    free[roots[0]] = all_three - size
+    free[roots[0]] = 2 * size
     assert one.place("d.bin", size).is_relative_to(roots[0])
     one.close()

@@ -84,7 +84,7 @@ def published(
         file.policy_version,
         file.digest,
         file.num_bytes,
-        Path(file.manifest_path).stat().st_size,
+        file.manifest_bytes(),
         sources,
         portions=portions,
     )

@@ -1,6 +1,5 @@
 """Files of deltas made by one process that has both versions; ranks make theirs together."""
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +62,7 @@ def pack(
 
 def offer_of(file: VersionFile, manifest: DeltaManifest) -> DeltaOffer:
     """How nodes are told of a delta that `pack` has written."""
-    size = os.stat(file.manifest_path).st_size
+    size = file.manifest_bytes()
     return DeltaOffer(manifest.base, manifest.target, file.digest, size, file.num_bytes)
 
 

@@ -17,7 +17,10 @@ from tests.support.cli import QUICKSTART
 from tests.support.lines import Star
 
 DEADLINE_S = 120.0  # generous: the machine may be busy; nothing waits that long when all is well
-APART = 'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && exec "$@"'
+# Names as on a cluster: where nobody answers for them, torch's store waits for a name server.
+APART = (
+    'mount -t tmpfs tmpfs /dev/shm && mount --bind hosts /etc/hosts && hostname "$0" && exec "$@"'
+)
 WATCH = """
 import asyncio, sys
 from lightrl.client import ask
@@ -44,6 +47,7 @@ class Machines:
         self.address = f"tcp://{star.address(0)}:5600"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._watcher: subprocess.Popen[str] | None = None
+        self._listener: threading.Thread | None = None
         self._changed = threading.Condition()
         self._snapshot: Snapshot = {}
 
@@ -115,10 +119,14 @@ class Machines:
 
     def close(self) -> None:
         for process in (*self.processes.values(), self._watcher):
-            if process is not None and process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):  # children of one that was killed
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        if self._watcher is not None and self._listener is not None:
+            self._listener.join()
+            assert self._watcher.stdout is not None
+            self._watcher.stdout.close()
 
     def _join(self) -> tuple[str, ...]:
         return ("up", "--join", self.address)
@@ -145,7 +153,8 @@ class Machines:
             text=True,
             start_new_session=True,
         )
-        threading.Thread(target=self._listen, args=(self._watcher,), daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(self._watcher,))
+        self._listener.start()
 
     def _listen(self, watcher: "subprocess.Popen[str]") -> None:
         assert watcher.stdout is not None
@@ -167,8 +176,10 @@ class Machines:
             time.sleep(0.01)
 
     def _raise_if_ended(self) -> None:
-        head = self.processes["head"].poll()
-        assert head in {None, 0, -signal.SIGKILL}, f"head: {head}\n{self.log('head')[-3000:]}"
+        """Nobody fails: who ends has left, or was killed."""
+        for name, process in self.processes.items():
+            code = process.poll()
+            assert code in {None, 0, -signal.SIGKILL}, f"{name}: {code}\n{self.log(name)[-3000:]}"
 
 
 def _is_worker(pid: int) -> bool:
@@ -183,6 +194,8 @@ def _is_worker(pid: int) -> bool:
 def machines(folder: Path, num: int, rate: float, *overrides: str) -> Iterator[Machines]:
     """`num` machines on lines of `rate` bytes/s in each direction."""
     star = Star(f"{os.getpid()}-run", num)
+    names = [f"{p}{star.address(k)} machine-{k}" for k in range(num) for p in ("", "::ffff:")]
+    (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
     with star.up():
         for k in range(num):
             star.set_rate(k, rate, rate)

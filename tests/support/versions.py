@@ -30,7 +30,7 @@ def make_version(
 
 
 def wanted(version: VersionFile) -> Wanted:
-    size = Path(version.manifest_path).stat().st_size
+    size = version.manifest_bytes()
     return Wanted(version.policy_version, version.digest, version.num_bytes, size)
 
 

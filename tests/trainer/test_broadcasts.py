@@ -25,7 +25,7 @@ from lightrl.run_file import parse_config
 from lightrl.system.addresses import split_address
 from lightrl.weights.broadcast.rendezvous import Membership
 from lightrl.weights.version.manifest import VersionFile
-from tests.support.trainer_coordinator import DEADLINE_S, Coordinator, kill, until
+from tests.support.trainer_coordinator import DEADLINE_S, Coordinator, kill, turns, until
 from tests.trainer.broadcast_receiver import receiver
 from tests.trainer.test_recovery import groups  # noqa: F401 - a fixture
 
@@ -211,6 +211,38 @@ def test_a_member_that_never_comes_costs_the_time_limit(new_config, groups, tmp_
     said = coordinator.sent
     assert [m.policy_version for m in said if isinstance(m, PublishWeights) and m.deltas] == [1]
     assert coordinator.num_hellos == 1
+
+
+@pytest.mark.parametrize("how", ["the coordinator says so", "the coordinator is gone", "stop"])
+def test_a_group_that_will_not_form_is_not_waited_for(new_config, groups, tmp_path, how):  # noqa: F811
+    config = new_config(2, timeout_s=200.0)
+
+    def script(coordinator, orders):
+        async def first():
+            orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
+            orders.tell(OpenBroadcast(1))
+            opened = await orders.answer(BroadcastOpened)
+            orders.tell(JoinBroadcast(opened.group, opened.address, 0, 1, 2, "gloo"))
+            await turns()
+            if how == "stop":
+                coordinator.trainer.stop()
+            elif how == "the coordinator is gone":
+                coordinator.trainer.pause()
+                coordinator.says_taken = True
+                coordinator.rejoin()
+            else:
+                orders.tell(VersionTaken(1, broadcasts=False, wants_delta=False))
+                failed = await orders.answer(BroadcastFailed)
+                assert failed.reason == "it was given up while it formed"
+                coordinator.feed(1)
+
+        coordinator.on["published", 1] = first
+
+    began = time.monotonic()
+    coordinator = run(lambda: Coordinator(config, tmp_path / "run", groups), script)
+    assert time.monotonic() < began + 100
+    assert coordinator.num_hellos == 1
+    assert coordinator.sent[-1].step == (1 if how == "stop" else 2)
 
 
 def test_a_version_of_which_the_coordinator_says_nothing_costs_a_second(

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from lightrl.broadcast_messages import VersionTaken
 from lightrl.errors import TrainerError
 from lightrl.messages import PublishWeights, StepDone, TrainGroup, TrainResponse, TrainShard
 from lightrl.run_file import parse_config
@@ -131,6 +132,7 @@ async def run_trainer(config, folder, next_shards, pause, digests):
             case PublishWeights(version, digest, deltas=()):
                 digests.append(digest)
                 published.put_nowait(version)
+                trainer.handle(VersionTaken(version, broadcasts=False, wants_delta=True))
             case StepDone():
                 done.append(message.metrics)
 

@@ -15,7 +15,7 @@ def bytes_of(size: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
 
 
-def sums(data: torch.Tensor, offset: int = 0, at_once: int = 1) -> tuple[int, ...]:
+def sums(data: torch.Tensor, offset: int = 0, at_once: int | None = 1) -> tuple[int, ...]:
     proof = Proof(SEED, blocks_at_once=at_once)
     proof.add(data, offset)
     return proof.sums()
@@ -42,11 +42,19 @@ def test_sums_are_those_of_the_definition():
     assert sums(data) == tuple(expected)
 
 
+def test_matrices_of_doubles_are_exact_where_words_and_digits_are_largest():
+    for value in (0x80, 0x7F, 0xFF):  # the top byte of each word; the least and the largest words
+        data = torch.full((300 * BLOCK_BYTES,), 0xFF if value == 0x7F else 0, dtype=torch.uint8)
+        data[3::4] = value
+        assert sums(data, at_once=None) == sums(data)
+
+
 @pytest.mark.parametrize("offset", [0, 2, 64, BLOCK_BYTES - 6, 5 * BLOCK_BYTES])
-def test_parts_in_any_order_and_cut_anywhere_add_up_as_a_device_does_it(offset):
+def test_parts_in_any_order_and_cut_anywhere_add_up_in_each_way(offset):
     data = bytes_of(9 * BLOCK_BYTES + 1234)
     whole = sums(data, offset)
     assert sums(data, offset, at_once=4) == whole
+    assert sums(data, offset, at_once=None) == whole
     cuts = [0, 1, 777, BLOCK_BYTES + 2, 5 * BLOCK_BYTES + 3, 5 * BLOCK_BYTES + 7, len(data)]
     parts = list(pairwise(cuts))
     proof = Proof(SEED, blocks_at_once=3)

@@ -16,7 +16,8 @@ from lightrl.errors import WeightsError
 from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import join_address
 from lightrl.tickets import pull_ticket
-from lightrl.weights.pull.transfer import Pull, partial_path
+from lightrl.weights.machine.leftovers import partial_path
+from lightrl.weights.pull.transfer import Pull
 from lightrl.weights.serve.request import ASK_DATA, ASK_MANIFEST, BUSY, DATA, Request
 from lightrl.weights.serve.send import IDLE_LIMIT_S
 from lightrl.weights.serve.server import MAX_HELD, MAX_OF_A_NODE, TURNS_AT_ONCE, WeightServer

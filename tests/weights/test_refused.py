@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+import shutil
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lightrl.errors import WeightsError
 from lightrl.messages import WeightsSource
-from lightrl.weights.pull.transfer import Pull, parse_address, partial_path
+from lightrl.weights.machine.leftovers import partial_path
+from lightrl.weights.pull.transfer import Pull, parse_address
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import decode, digest_version, encode, manifest_path
 from tests.support.relay import address_of, bound_socket
@@ -56,7 +60,17 @@ def test_an_address_to_which_nobody_could_connect(address):
         parse_address(address)
 
 
-def test_a_disk_that_is_too_small_is_found_before_anything_is_transferred(tmp_path):
+def test_a_disk_that_is_too_small_is_found_before_anything_is_transferred(tmp_path, monkeypatch):
+    """In a thread: a disk that is busy answers late."""
+    lookers: list[threading.Thread] = []
+    look = shutil.disk_usage
+
+    def note(path: Path) -> object:
+        lookers.append(threading.current_thread())
+        return look(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", note)
+
     async def scenario() -> None:
         version = make_version(tmp_path / "v1", num_buckets=1, bucket=64)
         async with serving(version) as server, asyncio.timeout(DEADLINE_S):
@@ -69,6 +83,8 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_transferred(tmp_pa
         assert not partial_path(tmp_path / "pulled").exists()
 
     asyncio.run(scenario())
+    assert lookers
+    assert threading.main_thread() not in lookers
 
 
 LIES = {

@@ -1,5 +1,6 @@
 """The folder that the nodes of a machine share: whose it is, and what becomes of it."""
 
+import asyncio
 import os
 import shutil
 import stat
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from lightrl.errors import WeightsError
+from lightrl.system.threads import in_thread
 from lightrl.weights.machine import scratch, store
 from lightrl.weights.machine.store import Store
 
+DEADLINE_S = 20.0
 DIGEST = "ab" * 32
 
 
@@ -136,3 +139,35 @@ def test_what_somebody_wants_stays(root: Path):
     assert not any(file.exists() for file in files)
     one.close()
     two.close()
+
+
+def test_a_turn_that_comes_when_nobody_waits_any_more_is_given_up(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The thread that takes it is in the middle of that, and is over before anybody asks."""
+    one = opened()
+    begun, may_go_on = threading.Event(), threading.Event()
+    take = store._try_lock
+
+    def take_slowly(lock: int, kind: int) -> bool:
+        begun.set()
+        may_go_on.wait(DEADLINE_S)
+        return take(lock, kind)
+
+    async def scenario() -> None:
+        claim = one.claim(DIGEST, 1)
+        monkeypatch.setattr(store, "_try_lock", take_slowly)
+        taking = asyncio.ensure_future(claim.turn().__aenter__())
+        async with asyncio.timeout(DEADLINE_S):
+            await in_thread(begun.wait)  # the loop goes on meanwhile
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        monkeypatch.setattr(store, "_try_lock", take)
+        may_go_on.set()
+        async with asyncio.timeout(DEADLINE_S), claim.turn() as path:
+            assert path.name == f"{DIGEST}.bin"
+        claim.release()
+
+    asyncio.run(scenario())
+    one.close()

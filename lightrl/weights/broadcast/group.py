@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from lightrl.errors import WeightsError
-from lightrl.weights.broadcast.rendezvous import Lifeline, Membership, Rendezvous, reach
+from lightrl.system.interfaces import interface_of
+from lightrl.weights.broadcast.rendezvous import (
+    Lifeline,
+    Membership,
+    Rendezvous,
+    is_loopback,
+    reach,
+)
 
 POLL_S = 0.0005
 NEWS_S = 0.2  # after a failed operation, until somebody says whose fault it was
@@ -131,18 +138,25 @@ def _connect(
     lifeline: Lifeline, host: str, place: Membership, device: torch.device, deadline: float
 ) -> Any:
     """The backend, once all members have theirs. The store listens only meanwhile."""
-    port = int(lifeline.expect(deadline)) if place.rank > 0 else None
+    if place.rank > 0:
+        word, _, there = lifeline.expect(deadline).partition(" ")
+        port, own = int(word), lifeline.host
+        if is_loopback(own):  # from the machine of member 0: those of others must reach us, too
+            own = there
+    else:
+        port, own = None, lifeline.host
 
     def make() -> tuple[Any, Any]:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
         store = _store(host, port, place) if port is not None else _serve(host, place, lifeline)
-        backend = _backend(PrefixStore(place.shown_name.hex(), store), lifeline.host, place)
-        probe = torch.zeros(1, dtype=torch.uint8, device=device)
-        work = backend.broadcast([probe], _options(0, place.timeout_s))  # NCCL connects only now
-        while not work.is_completed():
-            time.sleep(POLL_S)
-        work.wait()
+        with _environment(_nccl_settings(own) if place.backend == "nccl" else {}):
+            backend = _backend(PrefixStore(place.shown_name.hex(), store), own, place)
+            probe = torch.zeros(1, dtype=torch.uint8, device=device)
+            work = backend.broadcast([probe], _options(0, place.timeout_s))  # NCCL connects now
+            while not work.is_completed():
+                time.sleep(POLL_S)
+            work.wait()
         return backend, store
 
     backend, store = _in_thread(make, lifeline, deadline)
@@ -161,12 +175,13 @@ def _connect(
 
 
 def _serve(host: str, place: Membership, lifeline: Lifeline) -> TCPStore:
-    """Member 0's store, which listens on `host` only; the others are told its port."""
+    """Member 0's store, which listens where the rendezvous did; the others are told its port, and
+    the address that member 0 has among them."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=place.world)
     port = listener.getsockname()[1]
     store = _store(host, port, place, listener.detach())
-    lifeline.tell(str(port))
+    lifeline.tell(f"{port} {lifeline.host}")
     return store
 
 
@@ -196,8 +211,16 @@ def _backend(store: Any, host: str, place: Membership) -> Any:
         raise RuntimeError(f"this torch has no {place.backend}")
     options = kind.Options()
     options._timeout = timedelta(seconds=place.timeout_s)
-    with _environment(NCCL_SETTINGS):
-        return kind(store, place.rank, place.world, options)
+    return kind(store, place.rank, place.world, options)
+
+
+def _nccl_settings(host: str) -> dict[str, str]:
+    """NCCL looks for its interface once in a process, so this counts only where the communicator is
+    the first; trainer/group.py sees to it that ranks that had one before have the right one."""
+    interface = interface_of(host)
+    if interface is None or "NCCL_SOCKET_IFNAME" in os.environ:  # as its user wants it
+        return NCCL_SETTINGS
+    return NCCL_SETTINGS | {"NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def _options(root: int, timeout_s: float) -> Any:

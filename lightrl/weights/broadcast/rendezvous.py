@@ -8,6 +8,7 @@ it waits for somebody else, never. Must not import torch.
 
 import contextlib
 import hmac
+import ipaddress
 import selectors
 import socket
 import struct
@@ -24,6 +25,7 @@ HELLO_S = 2.0  # from a connection to its whole hello
 MAX_PENDING = 64  # connections without a hello; the oldest makes room
 MAX_WORD = 300  # bytes
 CUT_S = 1.0  # to tell all others that it is over
+GIVEN_UP = (1 << 32) - 1  # in place of a rank
 _HELLO = struct.Struct("<32sI")
 
 
@@ -62,7 +64,8 @@ class Rendezvous:
     """The listener of member 0; its address goes to the others over the encrypted channel."""
 
     def __init__(self, host: str) -> None:
-        """Listens on this address of the machine only, on a free port. Raises WeightsError."""
+        """Listens on this address of the machine only, 0.0.0.0 = all, on a free port. Raises
+        WeightsError."""
         self._pending: dict[socket.socket, tuple[float, bytearray]] = {}
         try:
             self._listener = socket.create_server(
@@ -86,7 +89,7 @@ class Rendezvous:
 
         Raises WeightsError at the deadline (time.monotonic()). The listener is closed in any case.
         """
-        secret, world = _secret(place), place.world
+        secret, world = place.shown_name, place.world
         members: dict[int, socket.socket] = {}
         try:
             while len(members) < world - 1:
@@ -94,6 +97,9 @@ class Rendezvous:
                     missing = sorted(set(range(1, world)) - set(members))
                     raise WeightsError(f"broadcast: members {missing} of {world} did not come")
                 for sock, rank in self._hellos(min(left, HELLO_S), secret):
+                    if rank == GIVEN_UP:
+                        sock.close()
+                        raise WeightsError("broadcast: it was given up while it formed")
                     if 0 < rank < world and rank not in members:
                         members[rank] = sock
                     else:
@@ -156,19 +162,29 @@ class Rendezvous:
         sock.close()
 
 
+def give_up(address: tuple[str, int], place: Membership) -> None:
+    """Ends this group for all that wait there for others; nothing if nobody waits. For
+    who knows that somebody will not come."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(address, timeout=HELLO_S) as sock,
+    ):
+        sock.sendall(_HELLO.pack(place.shown_name, GIVEN_UP))
+
+
 def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Lifeline":
     """Connects to member 0. Raises Unreachable if nobody listens there."""
     try:
         sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
-        sock.sendall(_HELLO.pack(_secret(place), place.rank))
+        sock.sendall(_HELLO.pack(place.shown_name, place.rank))
     except OSError as e:
         host, port = address
         raise Unreachable(f"broadcast: member 0 at {host}:{port} cannot be reached: {e}") from e
     return Lifeline({0: sock})
 
 
-def _secret(place: Membership) -> bytes:
-    return place.shown_name
+def is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 class Lifeline:
@@ -188,7 +204,9 @@ class Lifeline:
         for sock in peers.values():
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.host: str = next(iter(peers.values())).getsockname()[0] if peers else ""
+        # by which this member reaches its peers; not loopback if it is not for all of them
+        hosts = sorted({sock.getsockname()[0] for sock in peers.values()}, key=is_loopback)
+        self.host: str = hosts[0] if hosts else ""
         threading.Thread(target=self._listen, daemon=True, name="broadcast lifeline").start()
 
     @property

@@ -6,6 +6,7 @@ memory of its own: vLLM keeps references to what it has been given until a layer
 Imports torch; daemons must not import this.
 """
 
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,10 @@ from lightrl.weights.broadcast.proof import AddedBeside, Proof
 from lightrl.weights.version.layout import TensorSpec
 
 IN_FLIGHT = 6  # pieces at a time; more than gloo works at, so that small ones keep it busy
+
+# From this size on memory is asked for in large pages: to get it in small ones takes as long as to
+# receive into it.
+HUGE_BYTES = 4 << 20
 
 # What a rank holds of tensors[i]: its rows, in the dtype that is served.
 Rows = Callable[[int], torch.Tensor]
@@ -174,4 +179,8 @@ class _Coming:
             self._data[index] = self._bytes(self._missing[index])
 
     def _bytes(self, size: int) -> torch.Tensor:
+        if self._device.type == "cpu" and size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(size, dtype=torch.uint8, device=self._device)

@@ -36,10 +36,10 @@ from lightrl.weights.version.layout import (
 from lightrl.weights.version.manifest import (
     Manifest,
     VersionFile,
-    digest_version,
     encode,
+    finish_version,
     hash_bucket,
-    manifest_path,
+    hash_buckets,
 )
 from lightrl.wire import from_bytes, to_bytes
 
@@ -90,13 +90,9 @@ def seal(path: Path, policy_version: int) -> VersionFile:
     """Writes the manifest with which a delta travels beside its file, which is complete: for ranks
     that wrote their parts to their places, behind `header`. Reads all of it. Raises OSError."""
     size = path.stat().st_size
-    data = _mapped(path, size)
-    slices = [bucket_range(i, size) for i in range(num_buckets(size))]
-    digests = b"".join(hash_bucket(data[start:end]) for start, end in slices)
+    digests = hash_buckets(_mapped(path, size))
     encoded = encode(Manifest(plan([(TENSOR, "uint8", (size,))]), size, digests))
-    beside = manifest_path(path)
-    beside.write_bytes(encoded)
-    return VersionFile(policy_version, digest_version(encoded), size, str(path), str(beside))
+    return finish_version(path, policy_version, size, encoded)
 
 
 def header(manifest: DeltaManifest) -> bytes:

@@ -34,6 +34,20 @@ class Begun:
     nodes: set[str] = field(default_factory=set)  # that sent it
 
 
+def partial_path(path: Path) -> Path:
+    """Where a version that will be at `path` grows: "path.part". What an earlier pull left there,
+    of whatever process, is hashed and used as far as it is right."""
+    return path.with_name(path.name + ".part")
+
+
+def allocated_bytes(path: Path) -> int:
+    """That the file takes; holes take nothing, nor does a file that is not there."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
 def open_partial(path: Path, size: int) -> tuple[int, list[int]]:
     """The file, of that size from now on, and the buckets of which something was written. Raises
     OSError."""

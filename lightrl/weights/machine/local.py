@@ -80,6 +80,17 @@ def prove(version: LocalVersion, is_ended: threading.Event) -> None:
         raise WeightsError("not wanted any more")
 
 
+def close_version(version: LocalVersion | None) -> None:
+    if version is not None:
+        version.close()
+
+
+def close_found(found: tuple[LocalVersion, bool] | None) -> None:
+    """As a store finds it."""
+    if found is not None:
+        found[0].close()
+
+
 def close_all(versions: Iterable[LocalVersion]) -> None:
     for version in versions:
         version.close()

@@ -81,10 +81,16 @@ def _available_memory() -> int:
     return sys.maxsize
 
 
-def needed_bytes(num_bytes: int, held: int = 0) -> int:
-    """That must be free in shared memory for versions of this size to lie there: all that a machine
-    may hold at a time must have room, or none of it. `held`: bytes of such that are there."""
-    return NUM_VERSIONS * num_bytes - held + SPARE_BYTES
+def needed_bytes(num_bytes: int, held: int = 0, begun: int = 0) -> int:
+    """That must be free in shared memory for a version of this size to lie there: all that a
+    machine may hold at a time must have room, or none of it. `held`: bytes of versions that are
+    there, `begun` of them of this one."""
+    return max(NUM_VERSIONS * num_bytes - held, growing_bytes(num_bytes - begun))
+
+
+def growing_bytes(num_bytes: int) -> int:
+    """That must be free wherever a version, or the rest of one, is to be written."""
+    return num_bytes + SPARE_BYTES
 
 
 def _root(need_bytes: int) -> Path:

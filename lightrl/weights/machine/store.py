@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.system.threads import in_thread
+from lightrl.system.threads import in_thread, taken_in_thread
 from lightrl.weights.machine import scratch
+from lightrl.weights.machine.leftovers import allocated_bytes, partial_path
 from lightrl.weights.machine.local import LocalVersion, open_version, prove
 from lightrl.weights.version.manifest import VersionFile, manifest_path
 from lightrl.wire import from_json, to_json
@@ -138,15 +139,18 @@ class Store:
         for i, root in enumerate(scratch.roots()):
             folder = self._folder(root)
             path = folder / name
-            begun = _allocated(path.with_name(path.name + ".part"))
-            held = sum(_allocated(p) for p in folder.glob("*.bin*"))
+            part = partial_path(path)
+            begun = allocated_bytes(part)
+            held = sum(allocated_bytes(p) for p in folder.glob("*.bin*"))
             free = scratch.free_bytes(root)
             is_shared = i == 0 and len(scratch.roots()) > 1
-            needed = scratch.needed_bytes(num_bytes, held) if is_shared else 0
-            if free >= max(needed, num_bytes - begun + scratch.SPARE_BYTES):
+            needed = scratch.growing_bytes(num_bytes - begun)
+            if is_shared:
+                needed = scratch.needed_bytes(num_bytes, held, begun)
+            if free >= needed:
                 self._say_where(root, num_bytes, on_disk=not is_shared, why="; ".join(lacking))
                 return path
-            path.with_name(path.name + ".part").unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             lacking.append(f"{free / 1e9:.3g} GB free in {root}")
         raise WeightsError(f"no room for {num_bytes / 1e9:.3g} GB: {', '.join(lacking)}")
 
@@ -248,37 +252,55 @@ class Claim:
         """When it is this node's turn to pull: where to. Look with `found` first: another may have
         pulled it meanwhile. Raises WeightsError, OSError."""
         number, lock = await self._take_turn()
-        beating = asyncio.create_task(self._beat(lock), name="pull lock")
+        beating = asyncio.create_task(self._beat(self._turn_path(number)), name="pull lock")
         try:
             name = f"{self.digest}.bin" if number == 0 else f"{self.digest}.{number}.bin"
             yield await in_thread(self._store.place, name, self.num_bytes)
-        finally:
+        finally:  # without a wait, in which a cancel would lose what has come
             beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
             os.close(lock)
 
+    def _turn_path(self, number: int) -> Path:
+        return self._store._control / f"{self.digest}.pull{number}"
+
     async def _take_turn(self) -> tuple[int, int]:
+        """Which of those who pull it this one is, and the lock that says so."""
         has_warned = False
         while True:
-            for number in range(MAX_PULLERS):
-                path = self._store._control / f"{self.digest}.pull{number}"
-                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                if _try_lock(lock, fcntl.LOCK_EX):
-                    os.utime(lock)
-                    return number, lock
-                silent_s = time.time() - os.fstat(lock).st_mtime
-                os.close(lock)
-                if silent_s < STOPPED_S:
-                    break
-                if not has_warned:
-                    logger.warning("what pulls the weights for this machine stands still")
+            turn, is_stopped = await taken_in_thread(_end_turn, self._try_turn)
+            if is_stopped and not has_warned:
+                logger.warning("what pulls the weights for this machine stands still")
                 has_warned = True
+            if turn is not None:
+                return turn
             await asyncio.sleep(POLL_S)
 
-    async def _beat(self, lock: int) -> None:
+    def _try_turn(self) -> tuple[tuple[int, int] | None, bool]:
+        """None while somebody pulls; and whether somebody who should stands still."""
+        is_stopped = False
+        for number in range(MAX_PULLERS):
+            lock = os.open(self._turn_path(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if _try_lock(lock, fcntl.LOCK_EX):
+                os.utime(lock)
+                return (number, lock), is_stopped
+            silent_s = time.time() - os.fstat(lock).st_mtime
+            os.close(lock)
+            if silent_s < STOPPED_S:
+                break
+            is_stopped = True
+        return None, is_stopped
+
+    async def _beat(self, path: Path) -> None:
+        """By its name: a thread may be late, and the lock's descriptor another file's by then."""
         while True:
             await asyncio.sleep(BEAT_S)
-            await in_thread(os.utime, lock)
+            with contextlib.suppress(OSError):
+                await in_thread(os.utime, path)
+
+
+def _end_turn(tried: tuple[tuple[int, int] | None, bool]) -> None:
+    if tried[0] is not None:
+        os.close(tried[0][1])
 
 
 def _enter_folder(root: Path, name: str) -> tuple[Path, int]:
@@ -346,11 +368,3 @@ def _is_at(lock: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(lock), os.stat(path))
     except FileNotFoundError:
         return False
-
-
-def _allocated(path: Path) -> int:
-    """Bytes that it takes."""
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrl.weights.version.manifest import VersionFile, digest_version, manifest_path
+from lightrl.weights.version.manifest import VersionFile, finish_version, manifest_path
 
 # So often in a row a file may be too many before it goes: engines on this machine that read the
 # version before the last, now and then, need it.
@@ -88,12 +88,11 @@ class Buffers:
         """The file is complete; `encoded` is its manifest. From now on others may read it."""
         size = os.fstat(draft.descriptor).st_size
         path = self.folder / f"version_{policy_version}.{draft.key:015x}.bin"
-        manifest = manifest_path(path)
-        manifest.write_bytes(encoded)
+        file = finish_version(path, policy_version, size, encoded)
         draft.path.rename(path)
         self._newest = path
         os.close(draft.descriptor)
-        return VersionFile(policy_version, digest_version(encoded), size, str(path), str(manifest))
+        return file
 
     def _unread(self) -> Iterator[tuple[Path, int]]:
         """Each file that may be overwritten, locked, those that have been unread longest first."""

@@ -10,6 +10,8 @@ torch.
 import asyncio
 import contextlib
 import hashlib
+import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,9 +24,10 @@ from lightrl.errors import ProtocolError, WeightsError
 from lightrl.message_fields import MAX_SOURCES
 from lightrl.messages import WeightsProgress, WeightsSource
 from lightrl.system.addresses import split_address
-from lightrl.system.threads import in_thread
+from lightrl.system.child import retry_on_resource_limit
+from lightrl.system.threads import in_thread, taken_in_thread
 from lightrl.weights.machine import scratch
-from lightrl.weights.machine.leftovers import open_partial
+from lightrl.weights.machine.leftovers import allocated_bytes, open_partial, partial_path
 from lightrl.weights.pull.fetch import Fetch
 from lightrl.weights.pull.fill import Make, fill
 from lightrl.weights.pull.follow import Follower
@@ -41,6 +44,8 @@ from lightrl.weights.version.manifest import (
     manifest_path,
     read_encoded,
 )
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 0.1  # sources are looked after so often
 PROGRESS_S = 0.25
@@ -79,12 +84,6 @@ class PullStats:
     peer_bytes: int = 0
     # by node
     by_source: dict[str, int] = field(default_factory=dict)
-
-
-def partial_path(path: Path) -> Path:
-    """Where a version that will be at `path` grows: "path.part". What an earlier pull left there,
-    of whatever process, is hashed and used as far as it is right."""
-    return path.with_name(path.name + ".part")
 
 
 class Pull:
@@ -198,8 +197,7 @@ class Pull:
             self._follow()
 
     async def run(self) -> PullStats:
-        """Every bucket proved; `path` appears complete or not at all, the manifest beside it
-        (write.manifest_path).
+        """Every bucket proved; `path` appears complete or not at all, the manifest beside it.
 
         A source that cannot be reached or breaks off is tried again and again; waiting in a queue
         is no failure however long it takes. Raises WeightsError when nothing has arrived for
@@ -208,7 +206,7 @@ class Pull:
         pull; it is the owner's to remove.
         """
         begun_at = time.monotonic()
-        self._require_space()
+        await in_thread(self._require_space)
         await self._attend(self._work)
         return self._stats(time.monotonic() - begun_at)
 
@@ -245,7 +243,9 @@ class Pull:
         manifest = await self._find_manifest()
         part = partial_path(self._path)
         try:
-            file, written = await asyncio.to_thread(open_partial, part, manifest.num_bytes)
+            file, written = await taken_in_thread(
+                lambda opened: os.close(opened[0]), open_partial, part, manifest.num_bytes
+            )
         except OSError as e:
             raise WeightsError(f"{self._about}: {part}: cannot be written: {e.strerror}") from e
         partial = None
@@ -280,9 +280,9 @@ class Pull:
     async def _find_manifest(self) -> Manifest:
         """Of an earlier pull, or from the first source that has it."""
         digest, beside = self._wanted.digest, manifest_path(self._path)
-        with contextlib.suppress(WeightsError):
-            encoded = await asyncio.to_thread(read_encoded, self.file)
-            self._manifest = await asyncio.to_thread(decode, encoded, digest)
+        with contextlib.suppress(OSError, WeightsError):
+            encoded = await in_thread(read_encoded, self.file)
+            self._manifest = await in_thread(decode, encoded, digest)
         while self._manifest is None:
             self._follower.known.clear()
             for source in list(self._fetch.swarm.sources):
@@ -312,12 +312,12 @@ class Pull:
                 source.pause(time.monotonic(), TICK_S)
             return None
         try:
-            manifest = await asyncio.to_thread(decode, encoded, self._wanted.digest)
+            manifest = await in_thread(decode, encoded, self._wanted.digest)
         except WeightsError as e:
             self._fetch.note_bad(source, str(e))
             return None
         try:
-            await asyncio.to_thread(beside.write_bytes, encoded)
+            await in_thread(beside.write_bytes, encoded)
         except OSError as e:
             raise WeightsError(f"{self._about}: {beside}: cannot be written: {e.strerror}") from e
         return manifest
@@ -352,7 +352,9 @@ class Pull:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._fetch.close)
+        await retry_on_resource_limit(
+            lambda: in_thread(self._fetch.close), "the end of a pull", logger.warning
+        )
         self._look_after()
 
     def _stats(self, seconds: float) -> PullStats:
@@ -386,15 +388,13 @@ class Pull:
     def _require_space(self) -> None:
         """Raises WeightsError if the version does not fit on the disk: before anything is
         transferred."""
-        part, needed = partial_path(self._path), self._wanted.num_bytes
-        with contextlib.suppress(FileNotFoundError):
-            needed -= part.stat().st_blocks * 512
+        folder, begun = self._path.parent, allocated_bytes(partial_path(self._path))
         try:
-            free = shutil.disk_usage(part.parent).free
+            free = shutil.disk_usage(folder).free
         except OSError as e:
-            raise WeightsError(f"{part.parent}: cannot be written: {e.strerror}") from e
-        if needed + scratch.SPARE_BYTES > free:
+            raise WeightsError(f"{folder}: cannot be written: {e.strerror}") from e
+        if scratch.growing_bytes(rest := self._wanted.num_bytes - begun) > free:
             raise WeightsError(
-                f"{self._about}: needs {needed / 1e9:.3g} GB more in {part.parent}, "
+                f"{self._about}: needs {rest / 1e9:.3g} GB more in {folder}, "
                 f"where {free / 1e9:.3g} GB are free"
             )

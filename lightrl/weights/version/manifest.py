@@ -5,6 +5,7 @@ which name every tensor and the digest of every bucket, but not the version's nu
 have equal digests, whoever wrote them and however many did. Must not import torch.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.message_fields import MAX_BUCKETS, MAX_TENSORS, Count
-from lightrl.weights.version.layout import TensorSpec, check, num_buckets, num_bytes
+from lightrl.weights.version.layout import TensorSpec, bucket_range, check, num_buckets, num_bytes
 from lightrl.wire import from_bytes, to_bytes
 
 DIGEST_BYTES = 32  # BLAKE3-256
@@ -55,6 +56,10 @@ class VersionFile:
     path: str
     manifest_path: str
 
+    def manifest_bytes(self) -> int:
+        """Of its manifest, as messages say it. Looks at the disk; raises OSError."""
+        return os.stat(self.manifest_path).st_size
+
 
 def manifest_path(path: Path) -> Path:
     """Where the manifest of the version in `path` lies: beside it."""
@@ -66,6 +71,12 @@ def hash_bucket(data: bytes | bytearray | memoryview) -> bytes:
     return blake3(data).digest()
 
 
+def hash_buckets(data: memoryview) -> bytes:
+    """The digests of all of them, of the bytes of a whole version."""
+    ranges = (bucket_range(i, len(data)) for i in range(num_buckets(len(data))))
+    return b"".join(hash_bucket(data[start:end]) for start, end in ranges)
+
+
 def encode(manifest: Manifest) -> bytes:
     """The same bytes for equal manifests; `digest_version` of them is the version's digest."""
     return to_bytes(manifest)
@@ -74,6 +85,15 @@ def encode(manifest: Manifest) -> bytes:
 def digest_version(encoded: bytes) -> str:
     """Of a manifest's bytes; hex."""
     return blake3(encoded).hexdigest()
+
+
+def finish_version(path: Path, policy_version: int, num_bytes: int, encoded: bytes) -> VersionFile:
+    """Writes a manifest, these bytes, beside the version's file, which is complete. Raises
+    OSError."""
+    beside = manifest_path(path)
+    beside.write_bytes(encoded)
+    digest = digest_version(encoded)
+    return VersionFile(policy_version, digest, num_bytes, str(path), str(beside))
 
 
 def require_digest(encoded: bytes, digest: str) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightrl.weights.version.layout import bucket_range, num_buckets, num_bytes, plan
+from lightrl.weights.version.layout import num_bytes, plan
 from lightrl.weights.version.manifest import (
     Manifest,
     VersionFile,
-    digest_version,
     encode,
-    hash_bucket,
-    manifest_path,
+    finish_version,
+    hash_buckets,
 )
 
 
@@ -32,9 +31,7 @@ def write_version(path: Path, policy_version: int, tensors: Iterable[TensorBytes
     """Writes a version to `path` and its manifest beside it. Raises WeightsError, OSError."""
     flat, encoded = flatten(tensors)
     path.write_bytes(flat)
-    manifest_path(path).write_bytes(encoded)
-    digest = digest_version(encoded)
-    return VersionFile(policy_version, digest, len(flat), str(path), str(manifest_path(path)))
+    return finish_version(path, policy_version, len(flat), encoded)
 
 
 def flatten(tensors: Iterable[TensorBytes]) -> tuple[bytearray, bytes]:
@@ -45,7 +42,4 @@ def flatten(tensors: Iterable[TensorBytes]) -> tuple[bytearray, bytes]:
     flat = bytearray(size)
     for spec in specs:
         flat[spec.offset : spec.offset + spec.num_bytes] = given[spec.name].data.cast("B")
-    view = memoryview(flat)
-    slices = [bucket_range(i, size) for i in range(num_buckets(size))]
-    encoded = encode(Manifest(specs, size, b"".join(hash_bucket(view[a:b]) for a, b in slices)))
-    return flat, encoded
+    return flat, encode(Manifest(specs, size, hash_buckets(memoryview(flat))))

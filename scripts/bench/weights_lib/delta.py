@@ -144,13 +144,13 @@ def _get(node: subprocess.Popen[str], trainer: Node, step: Step, mode: str) -> d
     ticket = pull_ticket(trainer.secret, "node", version.policy_version)
     offer = PublishWeights(
         version.policy_version, version.digest, version.num_bytes,
-        Path(version.manifest_path).stat().st_size,
+        version.manifest_bytes(),
         (WeightsSource("trainer", tuple(trainer.addresses), ticket),),
     )  # fmt: skip
     offers: list[tuple[float, dict[str, Any]]] = [(0.0, asdict(offer))]
     if mode in ("delta", "auto") and delta is not None:
         trainer.publish(delta)
-        size = Path(delta.manifest_path).stat().st_size
+        size = delta.manifest_bytes()
         link = DeltaOffer(step.said["base"], version.digest, delta.digest, size, delta.num_bytes)
         later = (step.encode_s, {**asdict(offer), "deltas": [asdict(link)]})
         offers = [(0.0, later[1])] if mode == "delta" else [*offers, later]

@@ -53,7 +53,7 @@ class Node:
         return {"node": self.name, "addresses": self.addresses, "ticket": ticket}
 
     def pull(self, version: VersionFile, to: Path, sources: list["Node"], streams: int) -> None:
-        size = Path(version.manifest_path).stat().st_size
+        size = version.manifest_bytes()
         wanted = {
             "policy_version": 1,
             "digest": version.digest,

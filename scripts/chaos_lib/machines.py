@@ -1,0 +1,86 @@
+"""A run on several machines: network namespaces with lines between them, each with shared memory of
+its own, so that versions are pulled and relayed. Machine 0 has the coordinator and the trainer.
+
+Owns the far nodes, which it starts again when they end, and the lines. Root on Linux.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from chaos_lib.weights_plan import nodes
+from lightrl.client.address import listening
+from lightrl.errors import LightRLError
+from lightrl.keys import JOIN_FILE
+from lightrl.system.addresses import host_and_port
+from tests.support.lines import Star
+
+LINE = 16e6  # bytes/s in each direction: a version of three buckets takes 1 s
+CLONE_NEWNET = 0x40000000
+LOOK_S = 0.1
+# what `ip netns exec` mounts is its own already
+PRIVATE = 'mount -t tmpfs -o size=1g lightrl-chaos /dev/shm && exec "$@"'
+
+
+class Machines:
+    """Use: `with Machines(mark).up() as machines`, then `keep` as a task."""
+
+    def __init__(self, mark: str) -> None:
+        self.names = nodes()
+        self._star = Star(mark, 1 + len(self.names))
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    @contextlib.contextmanager
+    def up(self) -> Iterator["Machines"]:
+        """This process is on machine 0 from then on, if it has no other threads yet."""
+        with self._star.up():
+            for k in range(1 + len(self.names)):
+                self._star.set_rate(k, LINE, LINE)
+            _enter(self._star.space(0))
+            yield self
+
+    async def keep(self, run_dir: Path, environment: dict[str, str]) -> None:
+        """Nodes that have ended are started again, as a scheduler would. Until cancelled; then the
+        next run may begin."""
+        self._running.clear()
+        while True:
+            with contextlib.suppress(LightRLError, OSError):
+                for k, name in enumerate(self.names, 1):
+                    running = self._running.get(name)
+                    if running is None or running.poll() not in (None, 0):
+                        self._begin(k, name, run_dir, environment)
+            await asyncio.sleep(LOOK_S)
+
+    def cut(self, target: str) -> Callable[[], None]:
+        """The line of that node, or of machine 0; returns what mends it."""
+        k = self.names.index(target) + 1 if target in self.names else 0
+        self._star.cut(k)
+        return lambda: self._star.cut(k, is_cut=False)
+
+    def _begin(self, k: int, name: str, run_dir: Path, environment: dict[str, str]) -> None:
+        if (address := listening(run_dir)) is None:
+            return
+        _, port = host_and_port(address)
+        (folder := run_dir.parent / name).mkdir(exist_ok=True)
+        words = (sys.executable, "-m", "lightrl.cli", "up", "--name", name)
+        join = ("--join", f"tcp://{self._star.address(0)}:{port}")
+        key = ("--key", str(run_dir / JOIN_FILE))
+        with (run_dir.parent / f"{name}.log").open("ab") as out:
+            self._running[name] = subprocess.Popen(
+                self._star.command(k, "sh", "-c", PRIVATE, "sh", *words, *join, *key),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**environment, "TMPDIR": str(folder)},
+                start_new_session=True,
+            )
+
+
+def _enter(space: str) -> None:
+    with open(f"/var/run/netns/{space}", "rb") as place:
+        if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {space}")

@@ -1,0 +1,46 @@
+"""A run whose nodes pull and relay, on lines of their own: who does is killed, stopped, cut off."""
+
+import importlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import LIMIT_S, SCRIPTS, run_chaos
+from tests.support.lines import why_not
+
+SHORT = ("--weights", "--engine", "emulated", "--steps", "3", "--events", "2")
+LONG = ("--weights", "--engine", "emulated", "--steps", "10", "--events", "8")
+SEED = "10"  # a rank stands still while it publishes, a node that relays is killed
+# The same versions and rewards; only nothing takes any time.
+AT_ONCE = "rollout.engine_args={t0_ms=0.0,mean_length=25.0,version_mb=17.0}"
+
+needs_lines = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def test_twelve_seeds_have_all_kinds_in_all_their_phases(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    plan = importlib.import_module("chaos_lib.weights_plan")
+    drawn = Counter(
+        (e.kind, e.phase) for seed in range(12) for e in plan.draw_weights(seed, 8, 10, 2.0)
+    )
+    assert set(drawn) == {(kind, phase) for kind, phases in plan.PHASES.items() for phase in phases}
+
+
+@needs_lines
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_events_in_phases_of_the_weights_change_no_bit_and_hold_up_nobody(tmp_path: Path):
+    compared = ("--reference", str(tmp_path / "reference.json"))
+    run_chaos(*SHORT, *compared, "--events", "0", AT_ONCE)
+    result = run_chaos(*SHORT, *compared, "--seed", SEED)
+    (outcome,) = result["seeds"]
+    assert outcome["ok"], outcome.get("why", outcome)
+    assert outcome["missed"] == 0
+
+
+@needs_lines
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_more_events_in_phases_of_the_weights_change_no_bit():
+    result = run_chaos(*LONG, "--seed", "1,2,3,4,5,6")
+    assert all(outcome["ok"] for outcome in result["seeds"]), result

@@ -97,9 +97,9 @@ def test_who_dies_in_the_middle_leaves_the_others_to_pull(num: int, after: float
     out = broadcast(num, (TraceEvent(at, "n1", False),), slow).run()
     assert out.counters["nodes_lost"] == 1
     assert out.weights.num_broken == 1
-    # The survivors pull that version, all of it, and are a group again for the next one; unless
-    # that was the first attempt, after which it waits for a boundary.
-    assert out.weights.num_pulls == num + (num - 1) * 2
+    # the survivors pull that version, all of it, and are a group again for the next one
+    assert out.weights.num_pulls == num + (num - 1)
+    assert out.weights.num_broadcast == num - 1
     assert out.weights.num_bytes == pytest.approx(out.weights.num_pulls * SIZE, rel=0.01)
     assert out.counters["trained_responses"] == 3 * RESPONSES
 
@@ -110,11 +110,12 @@ def test_the_last_member_that_dies_does_not_hold_up_the_trainer(after: float):
     trace = (TraceEvent(at, "n0", False), TraceEvent(at + 3.0, "n0", True))
     out = broadcast(1, trace).run()
     assert out.weights.num_broken == 1
-    assert out.device_times["trainer"]["publish"] < after + 0.5 + SEND_S + 0.1
+    waited_s = after + LINE.lost_after_s + FORM_S + SEND_S  # and then sent the next version
+    assert out.device_times["trainer"]["publish"] == pytest.approx(waited_s)
     assert out.counters["trained_responses"] == 3 * RESPONSES
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("mode", ["auto", "always"])
 def test_members_that_die_at_any_time_leave_nobody_stuck(mode: str, seed: int):
     """Reserved nodes and spot nodes, one of each kind dying every few seconds."""
@@ -122,8 +123,8 @@ def test_members_that_die_at_any_time_leave_nobody_stuck(mode: str, seed: int):
     num = rng.choice([4, MANY])
     spot = synthetic_trace(4, 200.0, up_s=20.0, down_s=4.0, seed=seed)
     trace = list(spot)
-    for k in range(1, num):
-        for at in sorted(rng.uniform(5.0, 150.0) for _ in range(rng.randint(0, 3))):
+    for k in range(1, 4):
+        for at in sorted(rng.uniform(5.0, 60.0) for _ in range(rng.randint(1, 3))):
             trace += [TraceEvent(at, f"n{k}", False), TraceEvent(at + 3.0, f"n{k}", True)]
     trace.sort(key=lambda e: (e.at_s, e.node, e.added))
     settings = {"broadcast": mode, "max_staleness": rng.choice([0, 1]), "num_steps": 8}

@@ -61,6 +61,16 @@ async def add_machine(run: Running, name: str) -> asyncio.subprocess.Process:
     return process
 
 
+async def let_publish_to(run: Running, names: str) -> None:
+    """A machine for each name has the first version, and the trainer publishes the next one; until
+    then the step is not over."""
+    run.trainer.may_publish.clear()
+    for name in names:
+        await add_machine(run, name)
+    await run.until(lambda s: is_ready(s, *names))
+    run.trainer.may_publish.set()
+
+
 def row(s: Snapshot, name: str) -> NodeRow | None:
     return next((n for n in s.nodes if n.name == name), None)
 
@@ -81,11 +91,7 @@ def pulls(s: Snapshot, *names: str) -> bool:
 def test_nodes_get_a_version_from_each_other_and_metrics_say_how(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
-            run.trainer.may_publish.clear()  # the first step is not over before all is ready
-            for name in "abc":
-                await add_machine(run, name)
-            await run.until(lambda s: is_ready(s, *"abc"))
-            run.trainer.may_publish.set()
+            await let_publish_to(run, "abc")
             await run.until_finished()
             assert run.head.succeeded
             version = NUM_BUCKETS * BUCKET_BYTES
@@ -122,11 +128,7 @@ def test_who_comes_while_the_trainer_is_away_pulls_from_those_who_have_the_versi
 def test_node_that_is_killed_while_it_relays_disturbs_nobody(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
-            run.trainer.may_publish.clear()  # the first step is not over before all is ready
-            for name in "abc":
-                await add_machine(run, name)
-            await run.until(lambda s: is_ready(s, *"abc"))
-            run.trainer.may_publish.set()
+            await let_publish_to(run, "abc")
             await run.until(lambda s: pulls(s, *"abc"))
             run.processes["b"].kill()
             await run.until_finished()
@@ -138,11 +140,7 @@ def test_node_that_is_killed_while_it_relays_disturbs_nobody(tmp_path: Path):
 def test_node_that_drains_in_the_middle_of_a_pull_disturbs_nobody(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
-            run.trainer.may_publish.clear()  # the first step is not over before all is ready
-            for name in "abc":
-                await add_machine(run, name)
-            await run.until(lambda s: is_ready(s, *"abc"))
-            run.trainer.may_publish.set()
+            await let_publish_to(run, "abc")
             await run.until(lambda s: pulls(s, *"abc"))
             run.processes["b"].terminate()
             assert await run.processes["b"].wait() == 0
@@ -157,11 +155,7 @@ def test_node_that_drains_in_the_middle_of_a_pull_disturbs_nobody(tmp_path: Path
 def test_coordinator_that_is_resumed_while_nodes_pull_lets_them_go_on(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as gone:
-            gone.trainer.may_publish.clear()
-            for name in "ab":
-                await add_machine(gone, name)
-            await gone.until(lambda s: is_ready(s, "a", "b"))
-            gone.trainer.may_publish.set()
+            await let_publish_to(gone, "ab")
             await gone.until(lambda s: pulls(s, "a", "b"))
             await gone.silence()
             async with a_run(tmp_path, resume=True) as run:

@@ -1380,9 +1380,23 @@ MUTATIONS = [
     ),
     Mutation(
         "a broadcast goes on without who has died",
+        "sim/broadcast.py",
+        "        if name in self._path:\n",
+        "        if False:\n",
+        ("tests/sim/test_broadcast.py",),
+    ),
+    Mutation(
+        "who got a version by broadcast says that it has it as a file",
         "sim/transfers.py",
-        "            group.is_over = True\n            world.at(world.now + missed_after_s",
-        "            world.at(world.now + missed_after_s",
-        ("tests/sim/test_transfers.py",),
+        "        if inbound.group:\n            num_bytes",
+        "        if False:\n            num_bytes",
+        ("tests/sim/test_broadcast.py",),
+    ),
+    Mutation(
+        "the trainer waits for its only member, which is lost",
+        "core/broadcasts.py",
+        "        return self._over(owed, tells_trainer=is_over and is_awaited and not is_trainer)\n",
+        "        return self._over(owed, tells_trainer=bool(owed) and not is_trainer)\n",
+        ("tests/core/test_broadcasts.py", "tests/sim/test_broadcast.py"),
     ),
 ]

@@ -179,11 +179,13 @@ class Broadcasts:
 
     def lost(self, name: str, is_trainer: bool, reason: str = "lost") -> list[str]:
         """This process has gone, or the trainer's has to say anew where it stands."""
-        epoch = self.groups.epoch
+        epoch, is_awaited = self.groups.epoch, bool(self.groups.receiving)
         owed = self.groups.lost(name, is_trainer)
-        if epoch is not None and self.groups.epoch is None:
+        is_over = epoch is not None and self.groups.epoch is None
+        if epoch is not None and is_over:
             self._outbox.warn(f"broadcast group {epoch.number} is over: {name} {reason}")
-        return self._over(owed, tells_trainer=not is_trainer)
+        # also where it was the only one to whom it was to be sent
+        return self._over(owed, tells_trainer=is_over and is_awaited and not is_trainer)
 
     def expire(self, now: float) -> list[str]:
         """A group that does not come about is over: its members wait for it."""
@@ -204,13 +206,13 @@ class Broadcasts:
         if node is not None and self.groups.bars(name, node.incarnation):
             why = UNREACHABLE if is_unreachable else f"ended {MAX_MARKS} groups"
             self._outbox.warn(f"{name} {why}{PULLS}")
-        return self._over(owed)
+        return self._over(owed, tells_trainer=bool(owed))
 
-    def _over(self, owed: set[str], tells_trainer: bool = True) -> list[str]:
+    def _over(self, owed: set[str], tells_trainer: bool) -> list[str]:
         """Those that were receiving pull, and the trainer need not wait."""
         self._release(owed)
         version, trainer = self._offers.policy_version, self._offers.trainer
-        if owed and tells_trainer and version is not None and trainer is not None:
+        if tells_trainer and version is not None and trainer is not None:
             self.taken(trainer, version)
         return sorted(name for name in owed if name in self._nodes)
 

@@ -39,6 +39,15 @@ class _Pull:
     peer_bytes: float = 0.0
 
 
+@dataclass(slots=True)
+class _Send:
+    path: tuple[str, ...]
+    parcel: Parcel
+    num_bytes: float
+    left: float
+    rate: float = 0.0
+
+
 class FluidSwarm:
     def __init__(self, last_resort: str) -> None:
         self.sent: dict[str, float] = {}
@@ -46,6 +55,7 @@ class FluidSwarm:
         self._up: dict[str, float] = {}
         self._down: dict[str, float] = {}
         self._pulls: dict[str, _Pull] = {}  # by node
+        self._send: _Send | None = None
         self._whole: set[tuple[str, Parcel]] = set()
         self._new: dict[Parcel, float] = {}  # bytes that have come to those who pull
         self._new_rates: dict[Parcel, float] = {}
@@ -86,6 +96,14 @@ class FluidSwarm:
             others = [p for p in self._pulls.values() if p.parcel == pull.parcel]
             self._new[pull.parcel] = max((p.num_bytes - p.left for p in others), default=0.0)
 
+    def send(self, now: float, path: tuple[str, ...], parcel: Parcel, num_bytes: float) -> None:
+        self.end_send(now)
+        self._send = _Send(path, parcel, num_bytes, num_bytes)
+
+    def end_send(self, now: float) -> None:
+        self._move(now)
+        self._send, self._is_stale = None, True
+
     def lose(self, now: float, node: str, missed_after_s: float) -> None:
         self.end_pull(now, node)
         self._whole = {(n, p) for n, p in self._whole if n != node}
@@ -99,6 +117,8 @@ class FluidSwarm:
     def next_at(self) -> float:
         self._share()
         soonest, grain_s = math.inf, math.inf
+        if (send := self._send) is not None and send.rate > 0:
+            soonest, grain_s = send.left / send.rate, GRAIN * send.num_bytes / send.rate
         for pull in self._pulls.values():
             if pull.rate <= 0:
                 continue
@@ -116,6 +136,9 @@ class FluidSwarm:
         self._move(now)
         self._is_stale = True
         arrived: list[Arrived] = []
+        if (send := self._send) is not None and send.left <= GRAIN / 2 * send.num_bytes:
+            self._send = None
+            arrived.append(Arrived(send.path[0], send.parcel, send.num_bytes, 0.0))
         for node, pull in list(self._pulls.items()):
             if pull.left <= GRAIN / 2 * pull.num_bytes:
                 del self._pulls[node]
@@ -132,6 +155,8 @@ class FluidSwarm:
         for pull in self._pulls.values():
             pull.left -= pull.rate * elapsed
             pull.peer_bytes += pull.peer_rate * elapsed
+        if self._send is not None:
+            self._send.left -= self._send.rate * elapsed
         for parcel, rate in self._new_rates.items():
             self._new[parcel] += rate * elapsed
         for source, rate in self._sending.items():
@@ -151,8 +176,12 @@ class FluidSwarm:
             new = min(self._new[pull.parcel], pull.num_bytes)
             if pull.num_bytes - pull.left >= new - GRAIN / 2 * pull.num_bytes:
                 down[node] = min(down[node], can_be_new.get(pull.parcel, 0.0))
-        rates = fair_rates(flows, self._up, down)
+        paths = [self._send.path] if self._send is not None else []
+        rates = fair_rates([*flows, *paths], self._up, down)
         self._sending = {}
+        if self._send is not None:
+            self._send.rate = rates.pop()
+            self._sending = dict.fromkeys(self._send.path[:-1], self._send.rate)
         for (source, node), rate in zip(flows, rates, strict=True):
             self._pulls[node].rate += rate
             self._pulls[node].peer_rate += rate if source != self._last_resort else 0.0

@@ -23,17 +23,19 @@ ROUNDING_S, ROUNDING = 1e-9, 1e-12
 
 
 def fair_rates(
-    flows: Sequence[tuple[str, str]], up: Mapping[str, float], down: Mapping[str, float]
+    flows: Sequence[Sequence[str]], up: Mapping[str, float], down: Mapping[str, float]
 ) -> list[float]:
-    """The rate of each flow (source, destination), with these rates of the nodes' lines.
+    """The rate of each flow, with these rates of the nodes' lines. A flow goes from its first node
+    to its last, through those between, if any, at one rate all the way.
 
     In O(n log n): the share that a line can give only grows while other lines fill up, so a stale
     entry of the heap is always too early, never too late.
     """
     members: dict[tuple[bool, str], list[int]] = {}
-    for k, (source, destination) in enumerate(flows):
-        members.setdefault((True, source), []).append(k)
-        members.setdefault((False, destination), []).append(k)
+    crossed = [[*((True, n) for n in f[:-1]), *((False, n) for n in f[1:])] for f in flows]
+    for k, lines in enumerate(crossed):
+        for line in lines:
+            members.setdefault(line, []).append(k)
     left = {line: (up if line[0] else down)[line[1]] for line in members}
     growing = {line: len(flows) for line, flows in members.items()}
     heap = [(left[line] / growing[line], line) for line in members]
@@ -49,8 +51,7 @@ def fair_rates(
         for k in members[line]:
             if math.isnan(rates[k]):
                 rates[k] = grown
-                source, destination = flows[k]
-                for full in ((True, source), (False, destination)):
+                for full in crossed[k]:
                     left[full] -= grown
                     growing[full] -= 1
     return rates
@@ -58,8 +59,7 @@ def fair_rates(
 
 @dataclass(slots=True)
 class _Flow:
-    source: str
-    destination: str
+    path: tuple[str, ...]
     # bytes
     left: float
     rate: float = 0.0
@@ -78,14 +78,18 @@ class Lines(Generic[F]):
     def add_node(self, node: str, up: float, down: float) -> None:
         self.up[node], self.down[node] = up, down
 
-    def open(self, flow: F, source: str, destination: str, num_bytes: float) -> None:
-        """From now on, in the place of what had its name; both nodes must be known."""
-        self._flows[flow] = _Flow(source, destination, num_bytes)
+    def open(self, flow: F, path: tuple[str, ...], num_bytes: float) -> None:
+        """From now on, in the place of what had its name; all nodes must be known."""
+        self._flows[flow] = _Flow(path, num_bytes)
         self._is_stale = True
 
     def go_on(self, flow: F, num_bytes: float) -> None:
         """So much more, from where it is now, between the same nodes; no rate changes."""
         self._flows[flow].left = num_bytes
+
+    def left(self, flow: F) -> float:
+        """Bytes, at the time of the last `advance`."""
+        return max(0.0, self._flows[flow].left)
 
     def close(self, flow: F) -> None:
         """Also of one that is not there."""
@@ -114,7 +118,7 @@ class Lines(Generic[F]):
         if not self._is_stale:
             return
         flows = self._flows.values()
-        ends = [(f.source, f.destination) for f in flows]
-        for flow, rate in zip(flows, fair_rates(ends, self.up, self.down), strict=True):
+        paths = [f.path for f in flows]
+        for flow, rate in zip(flows, fair_rates(paths, self.up, self.down), strict=True):
             flow.rate = rate
         self._is_stale = False

@@ -7,10 +7,10 @@ loading. Decides nothing and schedules nothing; `world` does.
 import math
 from dataclasses import dataclass, field
 
-from lightrl.messages import TokenChunk
+from lightrl.messages import Hello, TokenChunk
 from lightrl.sim.engine import PROMPT_BATCH, SimDelta, SimEngine
 from lightrl.sim.engine_profile import EngineProfile
-from lightrl.sim.messages import chunk_of
+from lightrl.sim.messages import TRAINER, chunk_of, hello
 from lightrl.sim.scenario import Switches
 
 SPOT = "spot"  # the kind of nodes that come and go; they never train
@@ -59,6 +59,12 @@ class SimMachine:
 
     def chunk(self, deltas: list[SimDelta]) -> TokenChunk:
         return chunk_of(self.serves, deltas)
+
+    def hello(self, is_colocated: bool) -> Hello:
+        """`is_colocated`: with the trainer, unless it is a spot node."""
+        name, is_spot = self.spec.name, self.spec.kind == SPOT
+        host = TRAINER if is_colocated and not is_spot else name
+        return hello(name, self.incarnation, "rollout", host, self.engine.slots, is_spot)
 
     def come(self, now: float) -> None:
         if not self.released:

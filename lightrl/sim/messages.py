@@ -5,11 +5,12 @@ import math
 from functools import lru_cache
 from typing import cast
 
-from lightrl.core.events import EndpointOpened
+from lightrl.core.events import EndpointOpened, Event, NodeHeard, NodeJoined
 from lightrl.messages import (
     PROTOCOL,
     DeltaOffer,
     FinishReason,
+    Heartbeat,
     Hello,
     PublishWeights,
     ResponseTokens,
@@ -20,6 +21,7 @@ from lightrl.messages import (
 from lightrl.sim.engine import SimDelta
 
 TRAINER = "trainer"
+DEVICE = "cuda"  # of all
 
 
 @lru_cache(maxsize=4096)
@@ -60,9 +62,25 @@ def publication(policy_version: int, num_bytes: float, delta_bytes: float) -> Pu
     return PublishWeights(policy_version, digest, math.ceil(num_bytes), 1, deltas=deltas)
 
 
-def endpoint(name: str) -> EndpointOpened:
-    return EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret=name))
+def arrival(hello: Hello, num_workers: int = 0) -> tuple[Event, ...]:
+    """All that a node says at first. `num_workers`: of its engine, each a member of its own in a
+    broadcast group; 0 = it pulls."""
+    name = hello.node
+    opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret=name))
+    heard = NodeHeard(name, Heartbeat(device=DEVICE, num_workers=num_workers))
+    return NodeJoined(hello), opened, heard
 
 
-def hello(name: str, incarnation: int, role: str, slots: int = 0) -> Hello:
-    return Hello(name, incarnation, (cast("Role", role),), PROTOCOL, pid=1, host="sim", slots=slots)
+def hello(
+    name: str, incarnation: int, role: Role, host: str, slots: int = 0, is_preemptible: bool = False
+) -> Hello:
+    return Hello(
+        name,
+        incarnation,
+        (role,),
+        PROTOCOL,
+        pid=1,
+        host=host,
+        slots=slots,
+        is_preemptible=is_preemptible,
+    )

@@ -80,12 +80,12 @@ class WeightsSums:
     # of these: from other rollout nodes; as differences
     peer_bytes: float = 0.0
     delta_bytes: float = 0.0
-    # that the trainer sent to those who pulled
+    # that the trainer sent, in all
     trainer_bytes: float = 0.0
-    # machines that got a version by broadcast
+    # machines that got a version by broadcast; from the first byte until it is proved
     num_broadcast: int = 0
     broadcast_s: float = 0.0
-    # broadcasts that ended with the loss of a member
+    # announced, but some had to pull
     num_broken: int = 0
 
     def add_pull(

@@ -21,6 +21,7 @@ from lightrl.sim.lines import Lines
 
 MAX_BUCKETS = 512
 NOTHING = -1  # was asked for
+PATH = ("", "")  # the flow along a path: others are called (source, destination)
 _NONE: set[int] = set()
 
 
@@ -38,7 +39,7 @@ class Parcel(NamedTuple):
 
 class Arrived(NamedTuple):
     """A node has all of it now. Bytes: those that this pull transferred, from others than the last
-    resort."""
+    resort. The first node of a path has sent it to all behind it."""
 
     node: str
     parcel: Parcel
@@ -73,6 +74,13 @@ class Swarm(Protocol):
 
     def end_pull(self, now: float, node: str) -> None: ...
 
+    def send(self, now: float, path: tuple[str, ...], parcel: Parcel, num_bytes: float) -> None:
+        """From the first node to all others, none of which serves it: each passes on to the next
+        what it gets, in the moment in which it gets it. There is one path at a time."""
+        ...
+
+    def end_send(self, now: float) -> None: ...
+
     def lose(self, now: float, node: str, missed_after_s: float) -> None:
         """It serves and holds nothing any more; those who pull from it find out after a while."""
         ...
@@ -84,6 +92,13 @@ class Swarm(Protocol):
     def next_at(self) -> float: ...
 
     def advance(self, now: float) -> list[Arrived]: ...
+
+
+@dataclass(slots=True)
+class _Send:
+    path: tuple[str, ...]
+    parcel: Parcel
+    num_bytes: float
 
 
 @dataclass(slots=True)
@@ -104,7 +119,8 @@ class BucketSwarm:
         self.sent: dict[str, float] = {}
         self._last_resort = last_resort
         self._bucket_bytes = bucket_bytes
-        self._lines: Lines[tuple[str, str]] = Lines()  # (source, destination)
+        self._lines: Lines[tuple[str, str]] = Lines()
+        self._send: _Send | None = None
         self._pulls: dict[str, _Pull] = {}  # by node
         self._held: dict[tuple[str, Parcel], set[int]] = {}  # of those who hold a part
         self._whole: set[tuple[str, Parcel]] = set()
@@ -151,6 +167,19 @@ class BucketSwarm:
         for source in pull.asked if pull is not None else ():
             self._lines.close((source, node))
 
+    def send(self, now: float, path: tuple[str, ...], parcel: Parcel, num_bytes: float) -> None:
+        self.end_send(now)
+        self._send = _Send(path, parcel, num_bytes)
+        self._lines.open(PATH, path, num_bytes)
+
+    def end_send(self, now: float) -> None:
+        self._lines.advance(now)
+        send, self._send = self._send, None
+        if send is not None:
+            for node in send.path[:-1]:
+                self.sent[node] += send.num_bytes - self._lines.left(PATH)
+            self._lines.close(PATH)
+
     def lose(self, now: float, node: str, missed_after_s: float) -> None:
         self.end_pull(now, node)
         self._whole = {(n, p) for n, p in self._whole if n != node}
@@ -171,8 +200,13 @@ class BucketSwarm:
         return min(missed_at, self._lines.next_at())
 
     def advance(self, now: float) -> list[Arrived]:
-        for source, node in self._lines.advance(now):
-            self._take(node, self._pulls[node], source)
+        arrived: list[Arrived] = []
+        for flow in self._lines.advance(now):
+            if flow != PATH:
+                self._take(flow[1], self._pulls[flow[1]], flow[0])
+            elif (send := self._send) is not None:
+                self.end_send(now)
+                arrived.append(Arrived(send.path[0], send.parcel, send.num_bytes, 0.0))
         while self._missed and self._missed[0][0] <= now:
             _, node, source, bucket = heappop(self._missed)
             if (pull := self._pulls.get(node)) is None:
@@ -182,7 +216,6 @@ class BucketSwarm:
                 pull.missing[bucket] = None
             for other in pull.sources:
                 self._ask(node, pull, other)
-        arrived: list[Arrived] = []
         for node, pull in list(self._pulls.items()):
             if not pull.missing and not pull.asked:
                 del self._pulls[node]
@@ -215,7 +248,7 @@ class BucketSwarm:
         if source not in pull.asked and (bucket := self._choose(pull, source)) is not None:
             pull.asked[source] = bucket
             del pull.missing[bucket]
-            self._lines.open((source, node), source, node, pull.bucket_bytes)
+            self._lines.open((source, node), (source, node), pull.bucket_bytes)
 
     def _choose(self, pull: _Pull, source: str) -> int | None:
         """The first that it holds; of the last resort none that peers have or will have soon."""

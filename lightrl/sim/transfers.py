@@ -4,9 +4,7 @@ loaded.
 Owns which machine is at which version and what that has cost. Decides nothing: the core says who
 gets which version from which sources and over which differences, a scenario's `Transfer` how long
 that takes. How bytes get from one to another: `swarm.py` for few machines, `fluid.py` for many.
-
-A broadcast has lines of its own, as fast as `broadcast_bytes_per_s`. Who takes part in one: those
-that served a version before, are idle and are not preemptible.
+Groups that are sent to: `broadcast.py`.
 """
 
 import math
@@ -15,9 +13,16 @@ from dataclasses import dataclass, field
 
 from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.core.events import TokensArrived, WeightsPublished
-from lightrl.messages import PublishWeights, WeightsReady
+from lightrl.messages import (
+    BroadcastSums,
+    JoinBroadcast,
+    Message,
+    PublishWeights,
+    WeightsReady,
+)
+from lightrl.sim.broadcast import Broadcast
 from lightrl.sim.fluid import FluidSwarm
-from lightrl.sim.machines import SPOT, SimMachine
+from lightrl.sim.machines import SimMachine
 from lightrl.sim.mechanism import Simulation
 from lightrl.sim.messages import TRAINER, digest_of, publication, version_of
 from lightrl.sim.swarm import Arrived, BucketSwarm, Parcel, Swarm
@@ -32,6 +37,8 @@ class _Inbound:
     machine: SimMachine
     version: int
     began_at: float
+    # by which it comes; "" = it is pulled
+    group: str = ""
     sources: tuple[str, ...] = ()
     # and their bytes: still to be pulled, in this order
     parcels: deque[tuple[Parcel, float]] = field(default_factory=deque[tuple[Parcel, float]])
@@ -44,15 +51,6 @@ class _Inbound:
     @property
     def is_pulled(self) -> bool:
         return not self.parcels
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Machines that get a version by broadcast, and what they would be told if it fails."""
-
-    version: int
-    offers: dict[str, PublishWeights]
-    is_over: bool = False
 
 
 class Transfers:
@@ -69,7 +67,7 @@ class Transfers:
             self._swarm.add_node(name, transfer.relay_bytes_per_s or down, down)
         self._offered: list[tuple[SimMachine, PublishWeights]] = []  # by the event at hand
         self._inbound: dict[str, _Inbound] = {}  # by node, until its engine serves it
-        self._group: _Group | None = None  # the newest
+        self._broadcast = Broadcast(world, self._swarm)
         self._next_at = math.inf  # of the newest entry in the world's heap
         self._is_planning = False  # there is another one, to find out about the next
 
@@ -82,28 +80,43 @@ class Transfers:
         message = publication(version, transfer.num_bytes, transfer.delta_bytes)
         self._world.feed(WeightsPublished(TRAINER, message))
 
-    def offer(self, machine: SimMachine, message: PublishWeights) -> None:
-        machine.loading = message.policy_version
-        self._offered.append((machine, message))
+    def num_workers(self, machine: SimMachine) -> int:
+        """Of its engine, that can be members of a group; a version without bytes is not sent."""
+        can_be = self._transfer.num_bytes and self._world.settings.broadcast != "off"
+        return machine.width if can_be else 0
+
+    def tell(self, machine: SimMachine, message: Message) -> None:
+        match message:
+            case PublishWeights(policy_version):
+                machine.loading = policy_version
+                self._offered.append((machine, message))
+            case JoinBroadcast():
+                self._broadcast.join(machine, message)
+            case BroadcastSums(group):
+                inbound = self._inbound.get(machine.spec.name)
+                if inbound is not None and inbound.group == group:
+                    self._world.at(self._world.now, lambda: self._received(inbound))
+            case _:
+                pass
+
+    def tell_trainer(self, message: Message) -> None:
+        self._broadcast.tell_trainer(message)
+        self._plan()
 
     def begin(self) -> None:
         """All that were told of a version in one breath begin together."""
         if not self._offered:
             return
         offered, self._offered = self._offered, []
-        group: dict[str, PublishWeights] = {}
         for machine, message in offered:
             inbound = self._inbound.get(machine.spec.name)
-            if inbound is not None and inbound.version == message.policy_version:
+            comes = (inbound.version, inbound.group) if inbound is not None else None
+            if inbound is not None and comes == (message.policy_version, message.group):
                 self._hear(inbound, message)
                 continue
             if not machine.engine.running:
                 machine.engine.hold(self._world.now, "weights")
-            if self._takes_part(machine):
-                group[machine.spec.name] = message
-            self._begin(machine, message, is_broadcast=machine.spec.name in group)
-        if group:
-            self._broadcast(group)
+            self._begin(machine, message)
         self._plan()
 
     def lose(self, machine: SimMachine, missed_after_s: float) -> None:
@@ -111,10 +124,7 @@ class Transfers:
         world, name = self._world, machine.spec.name
         self._inbound.pop(name, None)
         self._swarm.lose(world.now, name, missed_after_s)
-        group = self._group
-        if group is not None and not group.is_over and name in group.offers:
-            group.is_over = True
-            world.at(world.now + missed_after_s, lambda: self._break_up(group))
+        self._broadcast.lose(name)
         self._plan()
 
     def confirm(self, machine: SimMachine, version: int) -> WeightsReady:
@@ -122,11 +132,15 @@ class Transfers:
         name, now = machine.spec.name, self._world.now
         inbound = self._inbound.pop(name, None) or _Inbound(machine, version, now)
         self._swarm.end_pull(now, name)
+        digest = digest_of(version)
+        if inbound.group:
+            num_bytes = round(self._transfer.num_bytes)
+            return WeightsReady(version, digest, num_bytes, broadcast_s=now - inbound.began_at)
         self._swarm.hold(now, name, Parcel(version))
         self._plan()
         return WeightsReady(
             version,
-            digest_of(version),
+            digest,
             num_bytes=round(inbound.num_bytes),
             pull_s=inbound.pull_s,
             load_s=self._transfer.load_s,
@@ -135,24 +149,26 @@ class Transfers:
         )
 
     def end(self) -> None:
-        """What the trainer has sent to those who pulled."""
+        """What the trainer has sent."""
         self._swarm.advance(self._world.now)
         self._world.outcome.weights.trainer_bytes += self._swarm.sent[TRAINER]
 
     # Pull
 
-    def _begin(self, machine: SimMachine, message: PublishWeights, is_broadcast: bool) -> None:
-        name, version = machine.spec.name, message.policy_version
-        parcels = self._parcels(machine, message)
-        inbound = _Inbound(machine, version, self._world.now, parcels=parcels)
+    def _begin(self, machine: SimMachine, message: PublishWeights) -> None:
+        world, name, version = self._world, machine.spec.name, message.policy_version
+        inbound = _Inbound(machine, version, world.now, message.group)
         self._inbound[name] = inbound
-        if is_broadcast:
-            self._swarm.end_pull(self._world.now, name)
-        elif self._transfer.num_bytes:
+        if message.group:
+            self._swarm.end_pull(world.now, name)
+            world.at(world.now, lambda: self._stop(inbound))
+            return
+        inbound.parcels = self._parcels(machine, message)
+        if self._transfer.num_bytes:
             self._hear(inbound, message)
         else:
-            parcels.clear()
-            self._world.at(self._world.now, lambda: self._load(inbound))
+            inbound.parcels.clear()
+            world.at(world.now, lambda: self._load(inbound))
 
     def _parcels(self, machine: SimMachine, message: PublishWeights) -> deque[tuple[Parcel, float]]:
         """The differences to what it holds or has begun to pull, else the whole version."""
@@ -178,7 +194,7 @@ class Transfers:
         if not self._transfer.relays:
             sources = tuple(s for s in sources if s == TRAINER) or (TRAINER,)
         inbound.sources = tuple(dict.fromkeys((*inbound.sources, *sources)))
-        if not inbound.is_pulled and not self._is_in_group(inbound):
+        if not inbound.is_pulled:
             self._pull(inbound)
 
     def _pull(self, inbound: _Inbound) -> None:
@@ -205,7 +221,10 @@ class Transfers:
             return  # superseded
         self._next_at = math.inf
         for arrived in self._swarm.advance(now):
-            self._take(self._inbound[arrived.node], arrived)
+            if arrived.node == TRAINER:
+                self._broadcast.sent()
+            else:
+                self._take(self._inbound[arrived.node], arrived)
         self._plan()
 
     def _take(self, inbound: _Inbound, arrived: Arrived) -> None:
@@ -224,18 +243,30 @@ class Transfers:
         self._load(inbound)
 
     def _load(self, inbound: _Inbound) -> None:
+        world = self._world
+        if not self._is_wanted(inbound):
+            return
+        # Those who can have it from here need not wait until it is loaded.
+        self._swarm.hold(world.now, inbound.machine.spec.name, Parcel(inbound.version))
+        self._stop(inbound)
+        world.at(world.now + self._transfer.load_s, lambda: self._loaded(inbound))
+
+    def _stop(self, inbound: _Inbound) -> None:
         """The engine stops for it; what it was at resumes under the new version."""
         world, machine = self._world, inbound.machine
         if not self._is_wanted(inbound):
             return
-        # Those who can have it from here need not wait until it is loaded.
-        self._swarm.hold(world.now, machine.spec.name, Parcel(inbound.version))
         deltas = machine.engine.give_up(world.now)
         chunk = machine.chunk(deltas) if deltas else None
         machine.engine.hold(world.now, "weights")
-        world.at(world.now + self._transfer.load_s, lambda: self._loaded(inbound))
         if chunk is not None:
             world.feed(TokensArrived(machine.spec.name, chunk))
+
+    def _received(self, inbound: _Inbound) -> None:
+        """By broadcast, in place, and the sums agree."""
+        if self._is_wanted(inbound):
+            self._world.outcome.weights.add_broadcast(self._world.now - inbound.began_at)
+            self._world.confirm(inbound.machine, inbound.version)
 
     def _loaded(self, inbound: _Inbound) -> None:
         if self._is_wanted(inbound):
@@ -244,50 +275,3 @@ class Transfers:
     def _is_wanted(self, inbound: _Inbound) -> bool:
         """Neither has the machine gone, nor is there a newer version on its way to it."""
         return self._inbound.get(inbound.machine.spec.name) is inbound
-
-    # Broadcast
-
-    def _takes_part(self, machine: SimMachine) -> bool:
-        return (
-            self._transfer.broadcast_bytes_per_s > 0
-            and machine.serves >= 0
-            and machine.spec.kind != SPOT
-            and not (machine.engine.running or machine.engine.waiting)
-        )
-
-    def _is_in_group(self, inbound: _Inbound) -> bool:
-        group, name = self._group, inbound.machine.spec.name
-        return (
-            group is not None
-            and not group.is_over
-            and group.version == inbound.version
-            and name in group.offers
-        )
-
-    def _broadcast(self, offers: dict[str, PublishWeights]) -> None:
-        world, transfer = self._world, self._transfer
-        version = next(iter(offers.values())).policy_version
-        self._group = group = _Group(version, offers)
-        seconds = transfer.num_bytes / transfer.broadcast_bytes_per_s
-
-        def received() -> None:
-            if group.is_over:
-                return
-            group.is_over = True
-            for name in offers:
-                inbound = self._inbound.get(name)
-                if inbound is not None and inbound.version == version:
-                    inbound.parcels.clear()
-                    world.outcome.weights.add_broadcast(seconds)
-                    world.confirm(inbound.machine, version)
-
-        world.at(world.now + seconds, received)
-
-    def _break_up(self, group: _Group) -> None:
-        """Somebody in it was lost: all others pull."""
-        self._world.outcome.weights.num_broken += 1
-        for name, message in group.offers.items():
-            inbound = self._inbound.get(name)
-            if inbound is not None and inbound.version == group.version:
-                self._hear(inbound, message)
-        self._plan()

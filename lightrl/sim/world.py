@@ -26,7 +26,6 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
     Event,
     NodeDraining,
-    NodeJoined,
     NodeLeft,
     NodeLost,
     PromptsDrawn,
@@ -45,8 +44,8 @@ from lightrl.messages import (
     Abort,
     Drain,
     Generate,
+    Hello,
     Message,
-    PublishWeights,
     ShardsTaken,
     StepDone,
     TrainShard,
@@ -57,7 +56,7 @@ from lightrl.sim.engine import Attempt
 from lightrl.sim.engine_profile import SimSpeculation
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine, new_machine
 from lightrl.sim.mechanism import Mechanism
-from lightrl.sim.messages import TRAINER, blank, endpoint, hello
+from lightrl.sim.messages import TRAINER, arrival, blank, hello
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome, StepRecord
 from lightrl.sim.scenario import DEFAULT, Scenario, Switches
@@ -143,8 +142,7 @@ class World:
             machine.engine.adopt(self.now, profile)
 
     def _set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
-        self.at(0.0, lambda: self.feed(NodeJoined(hello(TRAINER, 1, "trainer"))))
-        self.at(0.0, lambda: self.feed(endpoint(TRAINER)))
+        self.at(0.0, lambda: self._arrive(hello(TRAINER, 1, "trainer", TRAINER)))
         self.at(0.0, lambda: self._transfers.publish(0))
         for spec in nodes:
             self.at(0.0, lambda name=spec.name: self.join(self.machines[name]))
@@ -239,6 +237,8 @@ class World:
             todo.append(ShardsDelivered(TRAINER, ShardsTaken(message.step, message.index)))
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
+        else:
+            self._transfers.tell_trainer(message)
 
     def _tell(self, machine: SimMachine, message: Message, todo: deque[Event]) -> None:
         match message:
@@ -248,12 +248,10 @@ class World:
                 for response, number in attempts:
                     if not self.deferred.goes_on(machine, response, number):
                         self.abort(machine, response, number)
-            case PublishWeights():
-                self._transfers.offer(machine, message)
             case Drain(_, reason):
                 todo.extend(self.leave(machine, reason))
             case _:
-                pass
+                self._transfers.tell(machine, message)
 
     def _generate(self, machine: SimMachine, message: Generate) -> None:
         responses = self.core.table.responses
@@ -358,9 +356,12 @@ class World:
             return
         self.observer.fleet_changes(machine, 0 if machine.released else 1)
         machine.come(self.now)
-        name = machine.spec.name
-        self.feed(NodeJoined(hello(name, machine.incarnation, "rollout", machine.engine.slots)))
-        self.feed(endpoint(name))
+        is_colocated = self.scenario.training.placement == "colocated"
+        self._arrive(machine.hello(is_colocated), self._transfers.num_workers(machine))
+
+    def _arrive(self, said: Hello, num_workers: int = 0) -> None:
+        for event in arrival(said, num_workers):
+            self.feed(event)
 
     def _boot(self, machine: SimMachine) -> None:
         """A machine of the trace is there; its engine starts."""

@@ -317,6 +317,14 @@ def phase(g: Group, name: str) -> None:
 PHASES = ["opening", "forming", "half", "sending", "proving", "one left"]
 
 
+@pytest.mark.parametrize("at", ["opening", "forming", "sending"])
+def test_the_trainer_does_not_wait_for_its_only_member_that_is_lost(at: str):
+    g = Group("a")
+    phase(g, at)
+    commands = g.d.feed(NodeLost("a", "gone"))
+    assert sent(commands, VersionTaken) == [("t", VersionTaken(1, False, False))]
+
+
 @pytest.mark.parametrize("at", PHASES)
 @pytest.mark.parametrize("how", ["lost", "drains", "hello", "refuses", "fails", "restarts"])
 def test_a_member_that_goes_ends_it_for_all_and_who_lacks_the_version_pulls(how, at):

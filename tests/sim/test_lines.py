@@ -50,14 +50,14 @@ def test_flows_end_one_after_the_other():
     lines.add_node("a", 2.0, math.inf)
     for name in "xy":
         lines.add_node(name, math.inf, 10.0)
-    lines.open("long", "a", "x", 30.0)
-    lines.open("short", "a", "y", 10.0)
+    lines.open("long", ("a", "x"), 30.0)
+    lines.open("short", ("a", "y"), 10.0)
     assert lines.next_at() == 10.0
     assert lines.advance(10.0) == ["short"]
     lines.close("short")
     assert lines.next_at() == 20.0  # 20 bytes are left, at 2 a second
     assert lines.advance(15.0) == []
-    lines.open("again", "a", "y", 5.0)
+    lines.open("again", ("a", "y"), 5.0)
     assert lines.next_at() == 20.0
     assert lines.advance(20.0) == ["again"]
     lines.go_on("again", 1.0)
@@ -70,7 +70,7 @@ def test_late_clocks_do_not_stand_still():
     lines.add_node("b", 1.0, 3e9)
     lines.advance(1e8 / 3)
     for num_bytes in (1e9 / 3, 1e3 / 7, 1.0):
-        lines.open(0, "a", "b", num_bytes)
+        lines.open(0, ("a", "b"), num_bytes)
         for _ in range(3):
             if lines.advance(lines.next_at()):
                 break
@@ -86,3 +86,10 @@ def test_a_thousand_nodes_of_five_flows_are_shared_quickly():
     began = process_time()
     fair_rates(flows, rates, rates)
     assert process_time() - began < 0.5
+
+
+def test_a_flow_through_several_nodes_has_one_rate_on_all_their_lines():
+    flows = [("a", "x", "y", "z"), ("a", "z"), ("x", "q")]
+    up = {"a": 4.0, "x": 3.0, "y": 9.0}
+    down = dict.fromkeys("xyzq", 9.0)
+    assert fair_rates(flows, up, down) == [1.5, 2.5, 1.5]

@@ -229,3 +229,43 @@ def test_a_thousand_are_simulated_quickly():
     p.until()
     assert len(p.done) == 1000 - 19
     assert process_time() - began < 8.0
+
+
+PATH = ("trainer", *NAMES)
+
+
+@pytest.mark.parametrize("kind", SWARMS)
+def test_along_a_path_each_line_carries_the_bytes_once(kind: str):
+    swarm = play(kind, up={"n3": SIZE / 2}).swarm
+    swarm.send(0.0, PATH, NEWS, SIZE)
+    assert swarm.next_at() == pytest.approx(2.0)  # all at the pace of the slowest
+    [arrived] = swarm.advance(swarm.next_at())
+    assert arrived == ("trainer", NEWS, SIZE, 0.0)
+    assert swarm.next_at() == math.inf
+    assert swarm.sent == {
+        **dict.fromkeys(PATH[:-1], pytest.approx(SIZE)),
+        **dict.fromkeys([NAMES[-1], "late"], 0.0),
+    }
+
+
+@pytest.mark.parametrize("kind", SWARMS)
+def test_a_path_and_a_pull_share_the_line_of_the_trainer(kind: str):
+    p = play(kind)
+    p.swarm.send(0.0, PATH, NEWS, SIZE)
+    p.swarm.pull(0.0, "late", NEWS, SIZE, ["trainer"])
+    p.until()
+    assert p.done == {"late": pytest.approx(2.0, rel=0.02), "trainer": pytest.approx(2.0, rel=0.02)}
+    assert p.versions_of_trainer == pytest.approx(2.0, rel=0.02)
+    assert sum(p.swarm.sent.values()) == pytest.approx((8 + 1) * SIZE, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", SWARMS)
+def test_a_path_that_is_given_up_has_sent_what_it_has_and_leaves_its_lines(kind: str):
+    p = play(kind)
+    p.swarm.send(0.0, PATH, NEWS, SIZE)
+    p.until(0.25)
+    p.swarm.end_send(0.25)
+    assert p.swarm.sent["n6"] == pytest.approx(SIZE / 4)
+    p.swarm.pull(0.25, "n0", NEWS, SIZE, ["trainer"])
+    p.until()
+    assert p.done == {"n0": pytest.approx(1.25, rel=0.02)}

@@ -110,33 +110,6 @@ def test_an_overtaken_pull_goes_on_as_the_base_of_a_difference():
     assert out.elapsed_s < whole.elapsed_s - 20
 
 
-def test_broadcast_reaches_those_who_are_idle_and_stay():
-    trace = (TraceEvent(0.0, "spot", True),)
-    scenario = lines(broadcast_bytes_per_s=1e11)
-    out = world(scenario, fleet=nodes(3), trace=trace, num_steps=3).run()
-    w = figures(out, scenario).weights
-    assert w.broadcasts == 3 * 2  # nobody waits for the last version
-    assert w.broadcast_s == pytest.approx(0.1)
-    assert w.broken_broadcasts == 0
-    pulled = world(lines(), fleet=nodes(3), trace=trace, num_steps=3).run()
-    assert pulled.weights.num_pulls == w.pulls + w.broadcasts
-    assert out.elapsed_s < pulled.elapsed_s
-
-
-def test_who_dies_in_a_broadcast_leaves_the_others_to_pull():
-    scenario = lines(broadcast_bytes_per_s=5e9)
-    first = world(scenario, fleet=nodes(3), num_steps=2).run()
-    published_at = first.steps[1].opened_at - 2.0
-    # A machine of the fleet that the trace takes away; its name makes it no spot node.
-    trace = (TraceEvent(published_at + 1.0, "n1", False),)
-    out = world(scenario, fleet=nodes(3), trace=trace, num_steps=2, check=True).run()
-    assert out.counters["nodes_lost"] == 1
-    assert out.weights.num_broken == 1
-    assert out.weights.num_broadcast < first.weights.num_broadcast
-    assert out.weights.num_pulls == 3 + 2
-    assert out.counters["trained_responses"] == 2 * 8 * 4
-
-
 def test_publishing_takes_its_time_and_the_trainer_does_nothing_else():
     at_once = world(lines(), num_steps=3).run()
     out = world(lines(publish_s=1.5), num_steps=3).run()
@@ -155,12 +128,12 @@ def test_a_version_that_overtakes_one_on_its_way_is_loaded_alone():
 
 
 def test_what_transfers_took_is_printed():
-    scenario = lines(broadcast_bytes_per_s=1e11, delta_ratio=0.5)
-    out = world(scenario, fleet=nodes(3), num_steps=2).run()
+    scenario = lines(delta_ratio=0.5)
+    out = world(scenario, fleet=nodes(3), num_steps=2, broadcast="auto").run()
     text = str(tables(figures(out, scenario))[-1])
     assert "weights    3 pulls, 1.0" in text
-    assert "% of the bytes from peers, the trainer sent each version 0.3 times" in text
-    assert "broadcast  to 3 nodes, 0.1 s each; 0 broken off" in text
+    assert "% of the bytes from peers, the trainer sent each version 0.7 times" in text
+    assert "broadcast  to 3 nodes, 1 s each; 0 broken off" in text
     nothing = figures(world(num_steps=1, scenario=lines(num_bytes=0.0)).run(), lines())
     assert "weights  " not in str(tables(nothing)[-1])
 
@@ -171,8 +144,9 @@ def test_what_transfers_took_is_printed():
         ({"delta_ratio": 0.0}, "delta_ratio = 0.0: above 0, at most 1"),
         ({"delta_ratio": 1.5}, "delta_ratio = 1.5"),
         ({"bucket_bytes": 0.0}, "bucket_bytes = 0.0: must be positive"),
-        ({"relay_bytes_per_s": -1.0}, "must not be negative"),
-        ({"broadcast_bytes_per_s": float("nan")}, "must not be negative"),
+        ({"relay_bytes_per_s": -1.0}, "is negative"),
+        ({"prove_bytes_per_s": float("nan")}, "must be positive"),
+        ({"form_s": -1.0}, "must not be negative"),
         ({"publish_s": -1.0}, "must not be negative"),
         ({"sender_bytes_per_s": 0.0}, "must be positive"),
     ],

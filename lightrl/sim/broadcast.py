@@ -1,0 +1,108 @@
+"""Broadcasts among simulated machines: a group forms, its trainer sends, its members prove.
+
+Owns what the trainer and the members answer to the core's orders, and when. Decides nothing: who is
+a member, when a group is over and who pulls instead, the core says.
+
+As over NCCL: along a ring, so that the trainer's line and those of the members carry the bytes
+once in each direction, all at the pace of the one that has least left beside the pulls. (Gloo's
+tree, for nodes without GPUs, costs the trainer's line more; it is not simulated.) Sums are made
+beside the transfer, so only what they take longer is added. Until the trainer has sent, it does not
+train. Who misses a member waits for the core's word, which comes when the core misses it, too.
+"""
+
+import math
+
+from lightrl.core.events import BroadcastHeard, BroadcastNews
+from lightrl.messages import (
+    BroadcastJoined,
+    BroadcastOpened,
+    BroadcastSums,
+    JoinBroadcast,
+    Message,
+    OpenBroadcast,
+    SendBroadcast,
+    VersionTaken,
+)
+from lightrl.sim.machines import SimMachine
+from lightrl.sim.mechanism import Simulation
+from lightrl.sim.messages import TRAINER
+from lightrl.sim.swarm import Parcel, Swarm
+
+
+class Broadcast:
+    def __init__(self, world: Simulation, swarm: Swarm) -> None:
+        self._world = world
+        self._transfer = world.scenario.transfer
+        self._swarm = swarm
+        self._path: tuple[str, ...] = ()  # of the newest group, the trainer first
+        self._order: SendBroadcast | None = None  # being carried out
+        self._began_at = 0.0
+        self._is_awaited = False  # the trainer waits for orders, or sends
+
+    def tell_trainer(self, message: Message) -> None:
+        match message:
+            case VersionTaken(_, broadcasts):
+                self._stop()
+                self._world.outcome.weights.num_broken += self._is_awaited and not broadcasts
+                self._await(broadcasts)
+            case OpenBroadcast(epoch):
+                self._answer(TRAINER, BroadcastOpened(epoch, f"group-{epoch}", f"{TRAINER}:1"))
+            case JoinBroadcast(group):
+                self._path = (TRAINER,)
+                self._answer(TRAINER, BroadcastJoined(group), self._transfer.form_s)
+            case SendBroadcast():
+                self._send(message)
+            case _:
+                pass
+
+    def join(self, machine: SimMachine, message: JoinBroadcast) -> None:
+        """Members are told in the order of their ranks, after the trainer."""
+        self._path = (*self._path, machine.spec.name)
+        world, incarnation = self._world, machine.incarnation
+
+        def joined() -> None:
+            if machine.present and machine.incarnation == incarnation:
+                self._answer(machine.spec.name, BroadcastJoined(message.group))
+
+        world.at(world.now + self._transfer.form_s, joined)
+
+    def lose(self, name: str) -> None:
+        """It is gone: nothing goes through it any more."""
+        if name in self._path:
+            self._stop()
+
+    def sent(self) -> None:
+        """All members have it; the sums are ready when they are on both sides."""
+        world, order = self._world, self._order
+        proved_at = self._began_at + self._transfer.num_bytes / self._transfer.prove_bytes_per_s
+
+        def prove() -> None:
+            if order is not None and self._order is order:
+                self._order = None
+                self._await(False)
+                sums = BroadcastSums(order.group, order.policy_version, (0,))
+                world.feed(BroadcastHeard(TRAINER, sums))
+
+        world.at(max(world.now, proved_at), prove)
+
+    def _send(self, order: SendBroadcast) -> None:
+        machines = self._world.machines
+        if all(machines[name].present for name in self._path[1:]):  # else some are missed soon
+            self._order, self._began_at = order, self._world.now
+            parcel = Parcel(order.policy_version)
+            self._swarm.send(self._world.now, self._path, parcel, self._transfer.num_bytes)
+
+    def _stop(self) -> None:
+        self._order = None
+        self._swarm.end_send(self._world.now)
+
+    def _await(self, is_awaited: bool) -> None:
+        """The trainer trains the next step when it has nothing more to send."""
+        if self._is_awaited or is_awaited:
+            self._is_awaited = is_awaited
+            self._world.trainer.publish(self._world.now, math.inf if is_awaited else 0.0)
+            self._world.plan_training()
+
+    def _answer(self, name: str, message: BroadcastNews, after_s: float = 0.0) -> None:
+        world = self._world
+        world.at(world.now + after_s, lambda: world.feed(BroadcastHeard(name, message)))

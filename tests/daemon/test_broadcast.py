@@ -5,6 +5,7 @@ machine in which all weights are pulled."""
 import functools
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,3 +205,18 @@ def test_whatever_happens_while_a_version_is_sent_the_others_go_on(
         )
         assert time.monotonic() - disturbed_at < LIMIT_S
         assert result_of(run) == pulled(1)
+
+
+def test_a_version_is_served_no_later_by_broadcast_than_by_pull(tmp_path: Path):
+    """By the second machine, on equal lines; from when a step is trained."""
+    seconds: dict[str, float] = {}
+    for mode in ("off", "auto"):
+        (folder := tmp_path / mode).mkdir()
+        with machines(folder, 2, SLOW, *APART, f"weights.broadcast={mode}", "train.steps=6") as run:
+            run.begin("a")
+            run.finish()
+            steps = [r for r in sinks.read(run.run_dir) if "reward/mean" in r]
+            # the first version forms the group, the last one is for nobody
+            seconds[mode] = statistics.median(r["timing_s/weights"] for r in steps[1:-1])
+            assert (sum(broadcast_to(run)) >= 5) == (mode == "auto")
+    assert seconds["auto"] < 1.05 * seconds["off"]

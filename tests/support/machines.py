@@ -35,6 +35,7 @@ async def watch():
             await asyncio.sleep(0.1)
 asyncio.run(watch())
 """
+OVER = {"finished", "stopped", "failed"}
 Snapshot = dict[str, Any]
 
 
@@ -98,6 +99,7 @@ class Machines:
                 left = deadline - time.monotonic()
                 told = [self._snapshot.get(key) for key in ("state", "step", "nodes", "events")]
                 assert left > 0, f"not within {DEADLINE_S:.0f} s: {what}; {told}"
+                assert told[0] not in OVER, f"the run is over, not: {what}; {told}"
                 self._changed.wait(min(left, 1.0))
                 self._raise_if_ended()
             return self._snapshot
@@ -148,6 +150,7 @@ class Machines:
         words = (sys.executable, "-c", WATCH, self.address, key)
         self._watcher = subprocess.Popen(
             self._on(0, "watcher", words),
+            cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -177,6 +180,7 @@ class Machines:
 
     def _raise_if_ended(self) -> None:
         """Nobody fails: who ends has left, or was killed."""
+        assert self._watcher is None or self._watcher.poll() is None
         for name, process in self.processes.items():
             code = process.poll()
             assert code in {None, 0, -signal.SIGKILL}, f"{name}: {code}\n{self.log(name)[-3000:]}"

@@ -19,7 +19,8 @@ from lightrl.keys import JOIN_FILE
 from lightrl.system.addresses import host_and_port
 from tests.support.lines import Star
 
-LINE = 16e6  # bytes/s in each direction: a version of three buckets takes 1 s
+# bytes/s in each direction: an emulated version of three buckets takes 1 s, the quickstart's 1.5 s
+LINE, SLOW_LINE = 16e6, 1.5e6
 CLONE_NEWNET = 0x40000000
 LOOK_S = 0.1
 # what `ip netns exec` mounts is its own already
@@ -27,10 +28,12 @@ PRIVATE = 'mount -t tmpfs -o size=1g lightrl-chaos /dev/shm && exec "$@"'
 
 
 class Machines:
-    """Use: `with Machines(mark).up() as machines`, then `keep` as a task."""
+    """Use: `with Machines(mark, LINE).up() as machines`, then `keep` as a task."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, line: float) -> None:
+        """`line`: bytes/s in each direction of each machine."""
         self.names = nodes()
+        self._line = line
         self._star = Star(mark, 1 + len(self.names))
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -39,7 +42,7 @@ class Machines:
         """This process is on machine 0 from then on, if it has no other threads yet."""
         with self._star.up():
             for k in range(1 + len(self.names)):
-                self._star.set_rate(k, LINE, LINE)
+                self._star.set_rate(k, self._line, self._line)
             _enter(self._star.space(0))
             yield self
 

@@ -39,8 +39,11 @@ def nodes() -> list[str]:
     return [f"far-{k}" for k in range(NODES)]
 
 
-def draw_weights(seed: int, events: int, steps: int, lease_s: float) -> list[Event]:
-    """In the order in which they come, one a step at most; seeds in a row share out the kinds."""
+def draw_weights(
+    seed: int, events: int, steps: int, lease_s: float, loads_are_seen: bool = True
+) -> list[Event]:
+    """In the order in which they come, one a step at most; seeds in a row share out the kinds.
+    `loads_are_seen`: else they are over too soon, and nothing waits for them."""
     if events >= steps:
         raise ValueError(f"{events} events: at most one a step, none in the last")
     rng = random.Random(seed)
@@ -48,7 +51,8 @@ def draw_weights(seed: int, events: int, steps: int, lease_s: float) -> list[Eve
     plan: list[Event] = []
     for kind, step in zip(hand, sorted(rng.sample(range(steps - 1), events)), strict=True):
         what = kind.split()[1]
-        phase, hold_s = rng.choice(PHASES[kind]), 0.0
+        phases = [p for p in PHASES[kind] if loads_are_seen or p != "loading"]
+        phase, hold_s = rng.choice(phases), 0.0
         if not kind.startswith("kill"):
             hold_s = lease_s * rng.uniform(*rng.choice((SHORT_S, LONG_S)))
         target = TARGETS.get(what) or rng.choice(nodes())

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -183,6 +183,14 @@ class Config(Section):
         """How much is drafted depends on the clock, and so do the shapes of batches and their
         rounding."""
         return self.speculation.enabled and not self.run.deterministic
+
+    @property
+    def broadcast(self) -> Literal["auto", "always", "off"]:
+        """`weights.broadcast` as far as it acts. An asynchronous run has other idle nodes at each
+        boundary: a group would form for each version, and the trainer wait for it, while busy nodes
+        that pull go on."""
+        mode = self.weights.broadcast
+        return "off" if mode == "auto" and self.async_.max_staleness else mode
 
     @property
     def max_model_length(self) -> int:

@@ -328,8 +328,8 @@ class Weights(Section):
     broadcast: Literal["auto", "always", "off"] = Field(
         default="auto",
         description="auto: new weights are sent at once to all idle nodes of other machines that "
-        "are not preemptible; always: to busy nodes and those of the trainer's machine, too; off: "
-        "every node pulls them",
+        "are not preemptible, unless the run is asynchronous; always: to busy nodes and those of "
+        "the trainer's machine, too; off: every node pulls them",
     )
 
 

@@ -40,7 +40,7 @@ def settings_of(
         dynamic_sampling=config.algorithm.dynamic_sampling,
         deterministic=config.run.deterministic,
         deltas=config.weights.delta == "auto",
-        broadcast=config.weights.broadcast,
+        broadcast=config.broadcast,
         num_ranks=config.train.ranks,
         weights_timeout_s=config.weights.timeout_s,
     )

@@ -59,7 +59,7 @@ def notes(config: Config, gpus: Assignment) -> list[str]:
 
 def _ways(config: Config, size: memory.VersionSize) -> list[str]:
     """How nodes get a version, as weights.broadcast says."""
-    mode, num = config.weights.broadcast, config.rollout.nodes
+    mode, num = config.broadcast, config.rollout.nodes
     who = f"the {num} nodes" if num else "nodes"
     maps = (
         "the node here maps the trainer's file and moves nothing"
@@ -68,7 +68,9 @@ def _ways(config: Config, size: memory.VersionSize) -> list[str]:
     )
     pull = "pull it, first from each other"
     if mode == "off":
-        return [f"{maps}; those of other machines {pull}"]
+        is_async = config.weights.broadcast != "off"
+        why = ": async.max_staleness > 0, broadcasts would hold up the trainer" if is_async else ""
+        return [f"{maps}; those of other machines {pull}{why}"]
     if config.rollout.engine == "emulated":
         return [f"{maps}; those of other machines {pull}: emulated engines receive no broadcast"]
     if mode == "auto":

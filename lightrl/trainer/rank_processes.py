@@ -71,7 +71,7 @@ class Ranks:
         self._run_dir = run_dir
         self._publish_dir = publish_dir
         self._gpus = gpus
-        self._nccl_host = host if config.weights.broadcast != "off" else ""
+        self._nccl_host = host if config.broadcast != "off" else ""
         self._ranks: list[Child[RankCommand, RankEvent]] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
         self._awaited: int | None = None  # the rank that owes a reply soon

@@ -337,10 +337,10 @@ class Trainer:
     async def _follow(self, ranks: Ranks) -> None:
         """What comes after a version before the ranks compute again, other than a checkpoint: it is
         sent to those who wait for that, and its difference is found for those who pull."""
-        weights, wants_delta = self._config.weights, True
-        if weights.broadcast != "off" and not (self._is_stopping or self._state in SILENT):
+        config, wants_delta = self._config, True
+        if config.broadcast != "off" and not (self._is_stopping or self._state in SILENT):
             wants_delta = await self._broadcasts.follow(ranks, self._file)
-        if weights.delta == "auto" and wants_delta:
+        if config.weights.delta == "auto" and wants_delta:
             await self._offer_delta(ranks)
 
     async def _offer_delta(self, ranks: Ranks) -> None:

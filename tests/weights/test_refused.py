@@ -12,7 +12,8 @@ import pytest
 from lightrl.errors import WeightsError
 from lightrl.messages import WeightsSource
 from lightrl.weights.machine.leftovers import partial_path
-from lightrl.weights.pull.transfer import Pull, parse_address
+from lightrl.weights.pull.connections import parse_address
+from lightrl.weights.pull.transfer import Pull
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import decode, digest_version, encode, manifest_path
 from tests.support.relay import address_of, bound_socket

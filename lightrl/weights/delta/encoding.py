@@ -150,7 +150,8 @@ def _changed_words(base: Bytes, target: Bytes) -> Iterator[tuple[Array, Array, A
             yield (words + start).astype(np.int32), old.take(words), new.take(words)
     tails = [bytes(memoryview(b)[whole * _WORD :]).ljust(_WORD, b"\0") for b in (base, target)]
     if tails[0] != tails[1]:
-        yield np.array([whole], np.int32), *(np.frombuffer(tail, "<u8") for tail in tails)
+        old, new = (np.frombuffer(tail, "<u8") for tail in tails)
+        yield np.array([whole], np.int32), old, new
 
 
 def _by_itemsize(words: Array, elements: int | Runs, size: int) -> list[tuple[int, Any]]:

@@ -30,8 +30,7 @@ MAX_PAUSE_S = 2.0  # before a source that fails is asked again
 BUSY_PAUSE_S = 2.0  # before one that has no place for us is
 
 REFUSAL = "closed the connection (wrong ticket, or it no longer holds the version)"
-# fits the cache, where it is hashed and written; with smaller ones threads wait for the
-# interpreter's lock more often (256 KiB: a tenth slower on two cores)
+# fits the cache; smaller ones wait for the interpreter's lock more often (256 KiB: a tenth slower)
 _PORTION = 1 << 20
 
 

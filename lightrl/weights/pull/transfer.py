@@ -23,11 +23,11 @@ from typing import Any
 from lightrl.errors import ProtocolError, WeightsError
 from lightrl.message_fields import MAX_SOURCES
 from lightrl.messages import WeightsProgress, WeightsSource
-from lightrl.system.addresses import split_address
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.threads import in_thread, taken_in_thread
 from lightrl.weights.machine import scratch
 from lightrl.weights.machine.leftovers import allocated_bytes, open_partial, partial_path
+from lightrl.weights.pull.connections import parse_address
 from lightrl.weights.pull.fetch import Fetch
 from lightrl.weights.pull.fill import Make, allocate, fill
 from lightrl.weights.pull.follow import Follower
@@ -50,14 +50,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1  # sources are looked after so often
 PROGRESS_S = 0.25
 RATED_AFTER_S = 0.1
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Of a holder. Raises WeightsError for one that nobody could connect to."""
-    found = split_address(address)
-    if found is None or found[0] == "*" or found[1] == 0:
-        raise WeightsError(f"{address[:80]!r}: a holder looks like host:port")
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ drives it), so that a forward pass never blocks an event loop and a crash is an 
 import torch or vllm.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -158,6 +159,8 @@ EngineCommand: TypeAlias = (
 EngineEvent: TypeAlias = (
     EngineStarted | TokenChunk | EngineLoaded | EngineFailed | GroupJoined | Load
 )
+# Whether what is received is of no use any more, by what has been said meanwhile.
+IsUnwanted: TypeAlias = Callable[[], bool]
 
 
 @dataclass(slots=True)
@@ -228,8 +231,9 @@ class Engine(Protocol):
         one."""
         ...
 
-    def receive_weights(self, command: ReceiveWeights) -> tuple[int, ...]:
-        """As `load_weights`, by a broadcast: the sums over what all workers have received."""
+    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
+        """As `load_weights`, by a broadcast: the sums over what all workers have received. Where
+        it can, it gives up as soon as that is `is_unwanted`, with WeightsError."""
         ...
 
     def score(self, token_ids: list[int]) -> list[float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from lightrl.emulation import arguments, logprobs
-from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, IsUnwanted, JoinGroup, ReceiveWeights
 from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
@@ -97,7 +97,7 @@ class EmulatedEngine:
     def leave_group(self, why: str) -> None:
         """It is in none."""
 
-    def receive_weights(self, command: ReceiveWeights) -> tuple[int, ...]:
+    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
         raise WeightsError("an emulated engine has no weights to receive")
 
     def score(self, token_ids: list[int]) -> list[float]:

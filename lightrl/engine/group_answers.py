@@ -1,10 +1,13 @@
-"""What the workers of one engine say of a broadcast, in one: vLLM has one for each of its GPUs.
+"""What the workers of one engine say of a broadcast, in one, and what they can ask meanwhile: vLLM
+has one for each of its GPUs.
 
 Pure.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+from lightrl.engine.base import IsUnwanted
 from lightrl.errors import WeightsError
 from lightrl.weights.broadcast.rendezvous import Unreachable
 
@@ -16,6 +19,12 @@ def require_joined(answers: Sequence[tuple[str, bool]]) -> None:
         for why, is_why in answers:
             if why and is_why == is_unreachable:
                 raise Unreachable(why) if is_unreachable else WeightsError(why)
+
+
+def askable(parallel: Any, is_unwanted: IsUnwanted) -> IsUnwanted | None:
+    """None where, by vLLM's `parallel_config`, a worker runs in another process than its engine: it
+    cannot ask, and goes on until all has come or nothing moves any more."""
+    return is_unwanted if parallel.distributed_executor_backend == "uni" else None
 
 
 def common_sums(answers: Sequence[tuple[tuple[int, ...], str]]) -> tuple[int, ...]:

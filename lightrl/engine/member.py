@@ -4,7 +4,7 @@ Owns the group that this process is in, one at a time, and the sums over what it
 tensors go, and whether the sums are right, is the engine's business. Imports torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,7 +40,11 @@ class Member:
             self._group = None
 
     def receive(
-        self, command: ReceiveWeights, tensors: Sequence[TensorSpec], sums: list[int]
+        self,
+        command: ReceiveWeights,
+        tensors: Sequence[TensorSpec],
+        sums: list[int],
+        is_unwanted: Callable[[], bool] | None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, in order; after the last one adds the sums over them to `sums`, which the
         caller compares. Raises WeightsError, and the group is over."""
@@ -48,7 +52,7 @@ class Member:
             raise WeightsError("broadcast: not a member of this group")
         seed = proof_seed(command.group, command.file.policy_version)
         proof = Proof(seed, self._group.device)
-        yield from receive(self._group, tensors, proof)
+        yield from receive(self._group, tensors, proof, is_unwanted)
         sums += proof.sums()
 
     def load(
@@ -56,9 +60,10 @@ class Member:
         command: ReceiveWeights,
         tensors: Sequence[TensorSpec],
         targets: dict[str, torch.Tensor],
+        is_unwanted: Callable[[], bool],
     ) -> tuple[int, ...]:
         """Copies all tensors to where they are served from; the sums over them."""
         sums: list[int] = []
-        for name, tensor in self.receive(command, tensors, sums):
+        for name, tensor in self.receive(command, tensors, sums, is_unwanted):
             targets[name].copy_(tensor)
         return tuple(sums)

@@ -34,6 +34,7 @@ from lightrl.engine.base import (
     ProveWeights,
     ReceiveWeights,
 )
+from lightrl.engine.inbox import EnginePipe, Inbox
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
 from lightrl.log import environment as log_environment
 from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, ResponseTokens, TokenChunk
@@ -51,7 +52,6 @@ EVERY_DEVICE: Mapping[str, str] = MappingProxyType({})
 FINISHED_SHARE = 5  # a finished response waits chunk_ms / 5 for others to finish with it
 
 EngineChild: TypeAlias = Child[EngineCommand, EngineEvent]
-EnginePipe: TypeAlias = Pipe[EngineCommand, EngineEvent]
 
 
 def resolve_engine(kind: EngineKind) -> Kind:
@@ -115,7 +115,7 @@ def main(sock: socket.socket) -> None:
         gc.freeze()
         start_s = time.perf_counter() - started
         pipe.send(EngineStarted(engine.device, start_s, engine.notes, engine.num_workers))
-        Server(engine, spec, pipe).serve(commands)
+        Server(engine, spec, pipe, Inbox(pipe, commands)).serve()
     except EOFError:
         sys.exit(0)  # the daemon closed the pipe; engines hold nothing that must be saved
 
@@ -166,8 +166,9 @@ class Server:
     """Drives one engine from one pipe. Blocking; `serve` ends with EOFError when the pipe
     closes."""
 
-    def __init__(self, engine: Engine, spec: EngineSpec, pipe: EnginePipe) -> None:
+    def __init__(self, engine: Engine, spec: EngineSpec, pipe: EnginePipe, inbox: Inbox) -> None:
         self._engine = engine
+        self._inbox = inbox
         self._pipe = pipe
         self._canary = spec.canary
         self._chunk_tokens = spec.chunk_tokens
@@ -182,20 +183,19 @@ class Server:
         self._load = Load()
         self._load_sent_at = 0.0
 
-    def serve(self, commands: Iterable[EngineCommand] = ()) -> None:
+    def serve(self) -> None:
         while True:
-            for command in commands:
+            for command in self._inbox.take_all():
                 self._perform(command)
             if self._is_served and self._engine.num_unfinished():
                 self._step(time.perf_counter())
                 self._report_load(time.perf_counter(), LOAD_EVERY_S)
-                commands = self._pipe.receive(0.0)
+                self._inbox.wait(0.0)
             else:
                 # what finished waits for another step; after an abort none comes
                 self._send(self._outboxes)
                 self._report_load(time.perf_counter(), 0.0)
-                commands = self._pipe.receive(self._group_timeout_s if self._received else None)
-                if not commands:
+                if not self._inbox.wait(self._group_timeout_s if self._received else None):
                     self._drop("nobody has said what was sent")
 
     def _perform(self, command: EngineCommand) -> None:
@@ -280,7 +280,7 @@ class Server:
         self._is_served = False
         begun_at = time.perf_counter()
         try:
-            sums = self._engine.receive_weights(command)
+            sums = self._engine.receive_weights(command, self._inbox.is_unwanted)
         except (LightRLError, OSError) as e:
             self._fail(command.file, e, is_dropped=True)
             self._engine.leave_group("what was sent could not be received")

@@ -17,7 +17,7 @@ import torch
 
 from lightrl.devices import memory
 from lightrl.devices.cuda import has_cuda
-from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, IsUnwanted, JoinGroup, ReceiveWeights
 from lightrl.engine.checkpoint import (
     Layouts,
     attention_windows,
@@ -162,10 +162,10 @@ class TorchEngine:
         self._member.leave(why)
 
     @torch.inference_mode()
-    def receive_weights(self, command: ReceiveWeights) -> tuple[int, ...]:
+    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
         tensors = self._layouts.read(command.file)
         self._requeue()
-        return self._member.load(command, tensors, self._targets)
+        return self._member.load(command, tensors, self._targets, is_unwanted)
 
     def _requeue(self) -> None:
         """What runs has KV of the old weights: prefill again."""

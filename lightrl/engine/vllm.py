@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
-from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
-from lightrl.engine.group_answers import common_sums, require_joined
+from lightrl.engine.base import Delta, EngineSpec, IsUnwanted, JoinGroup, ReceiveWeights
+from lightrl.engine.group_answers import askable, common_sums, require_joined
 from lightrl.engine.requests import accept, check_text
 from lightrl.engine.vllm_score import computing_dtype, score
 from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, other_torch
@@ -173,10 +173,9 @@ class VllmEngine:
 
     def load(self) -> Load:
         scheduler = self._core.scheduler
-        running, waiting = scheduler.get_request_counts()
         usage = scheduler.kv_cache_manager.usage
         drafting = None if self._speculation is None else self._speculation.drafter.counts
-        return Load(running, waiting, usage, self._num_preemptions, drafting)
+        return Load(*scheduler.get_request_counts(), usage, self._num_preemptions, drafting)
 
     def load_weights(self, file: VersionFile) -> None:
         self._layouts.read(file)  # vLLM itself is silent about a missing tensor
@@ -189,9 +188,10 @@ class VllmEngine:
     def leave_group(self, why: str) -> None:
         self._core.collective_rpc("lightrl_leave", args=(why,))
 
-    def receive_weights(self, command: ReceiveWeights) -> tuple[int, ...]:
+    def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
         self._layouts.read(command.file)
-        sums = common_sums(self._core.collective_rpc("lightrl_receive", args=(command,)))
+        asked = askable(self._core.vllm_config.parallel_config, is_unwanted)
+        sums = common_sums(self._core.collective_rpc("lightrl_receive", args=(command, asked)))
         self._requeue()
         return sums
 

@@ -8,7 +8,7 @@ sampler, so it must not be imported outside one. Works with the V1 model runner 
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -129,7 +129,9 @@ class WorkerExtension:
     def lightrl_leave(self, why: str) -> None:
         _member.leave(why)
 
-    def lightrl_receive(self, command: ReceiveWeights) -> tuple[tuple[int, ...], str]:
+    def lightrl_receive(
+        self, command: ReceiveWeights, is_unwanted: Callable[[], bool] | None
+    ) -> tuple[tuple[int, ...], str]:
         """As `lightrl_load`, by a broadcast: the sums over it, and why it must not be served, or
         "".
 
@@ -141,7 +143,8 @@ class WorkerExtension:
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             try:
-                yield from _member.receive(command, _layouts.read(command.file), sums)
+                layout = _layouts.read(command.file)
+                yield from _member.receive(command, layout, sums, is_unwanted)
             except WeightsError as e:
                 failures.append(str(e))
 

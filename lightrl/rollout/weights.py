@@ -73,6 +73,7 @@ class NodeWeights:
         self._on_broadcast_failed = on_broadcast_failed
         self._is_offered = asyncio.Event()
         self._pull: Pull | None = None
+        self._fetching: asyncio.Task[Fetched | Announced] | None = None
         self._deltas = Deltas(store, server, partial(self._make_pull, timeout_s=DELTA_TIMEOUT_S))
         self._next: Fetched | Announced | None = None  # to be loaded
         self._is_next = asyncio.Event()
@@ -115,6 +116,11 @@ class NodeWeights:
             if before is not None and not self.has_file:
                 self._held = None
                 self._give_back(before)
+            if self._fetching is not None and self._is_served(self.wanted):
+                self._fetching.cancel()  # it was to be pulled, and has come by broadcast after all
+
+    def _is_served(self, offer: PublishWeights | None) -> bool:
+        return offer is not None and self._serves() == (offer.policy_version, offer.digest)
 
     def reject(self, fetched: Fetched) -> None:
         """It could not be loaded: it is proved once more before it is tried again."""
@@ -129,7 +135,7 @@ class NodeWeights:
             self._is_offered.clear()
             offer = self.wanted
             assert offer is not None
-            if self._serves() == (offer.policy_version, offer.digest):
+            if self._is_served(offer):
                 self._put(None)
                 broadcast_s = None if self.has_file else 0.0
                 ready = WeightsReady(offer.policy_version, offer.digest, broadcast_s=broadcast_s)
@@ -188,9 +194,10 @@ class NodeWeights:
             self._give_back(before)
 
     async def _unless_overtaken(self, offer: PublishWeights) -> Fetched | Announced | None:
-        """None if another version was offered before this one was here."""
+        """None if another version was offered before this one was here, or it has come
+        otherwise."""
         fetch = self._announce(offer) if offer.group else self._fetch(offer)
-        fetching = asyncio.create_task(fetch, name="fetch weights")
+        fetching = self._fetching = asyncio.create_task(fetch, name="fetch weights")
         try:
             while True:
                 newer = asyncio.create_task(self._is_offered.wait(), name="newer weights")
@@ -199,7 +206,7 @@ class NodeWeights:
                 finally:
                     newer.cancel()
                 if fetching.done():
-                    return fetching.result()
+                    return None if fetching.cancelled() else fetching.result()
                 assert self.wanted is not None
                 if not self._goes_on(offer, self.wanted):
                     return None
@@ -209,6 +216,7 @@ class NodeWeights:
                 self._put(fetching.result())  # in the same turn: `close` gives it back
             raise
         finally:
+            self._fetching = None
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
 
@@ -350,13 +358,14 @@ class NodeWeights:
         await _patiently(self._store.sweep)
 
     async def _drop(self, claim: Claim) -> None:
-        """Of a version that did not come. What was pulled of it is a beginning, as long as it is
-        wanted; if another version is, it may be what that one is made of."""
+        """Of a version that did not come, or not as a file. What was pulled of it is a beginning,
+        as long as it is wanted; if another version is, it may be what that one is made of."""
         if self.wanted is None or self.wanted.digest == claim.digest:
             await _patiently(claim.release)
         else:
             await self._deltas.keep_overtaken(claim)
-        if self.wanted is not None and self.wanted.digest != claim.digest:
+        is_other = self.wanted is not None and self.wanted.digest != claim.digest
+        if is_other or self._is_served(self.wanted):
             await _patiently(self._store.sweep)
 
     async def _release(self, claim: Claim) -> None:

@@ -241,26 +241,70 @@ def test_what_is_not_what_was_sent_is_not_served_but_pulled(tmp_path: Path, file
 
 
 def test_what_is_to_be_pulled_instead_is_dropped_without_a_word(tmp_path: Path, files):
-    """In the middle, by an offer of the same version; and a newer one while the sums are
-    missing."""
+    """In the middle, by an offer of the same version, while a rank keeps all waiting; and by a
+    newer one while the sums are missing."""
 
     async def scenario() -> None:
         async with serving(*files.values()) as trainer, member(tmp_path) as a:
             await a.serve(files[1], trainer)
-            for newest in (2, 3):
+            for comes, wanted in ((2, 2), (1, 3)):
                 with sender() as one:
                     group = await a.join(one)
-                    a.offer(files[2], trainer, group)
-                    await send(one, files[2], at=3)
+                    a.offer(files[comes], trainer, group)
+                    await send(one, files[comes], at=3)
                     assert await says(one) == "waits"
                     await a.until_receiving()
-                    if newest == 2:
-                        a.offer(files[2], trainer)
-                    one.pipe.send("go on")
-                    assert await says(one) == "sent"
-                    await a.serve(files[newest], trainer)
-                    await send(one, files[1])
+                    if comes != wanted:
+                        one.pipe.send("go on")
+                        assert await says(one) == "sent"
+                    await a.serve(files[wanted], trainer)
+                    if comes != wanted:
+                        await send(one, files[1])
+                    else:
+                        one.pipe.send("go on")
                     assert "not wanted" in await says(one)
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_comes_by_broadcast_after_all_is_pulled_no_further(tmp_path: Path, files):
+    """It was given up when the engine had been told already what was sent: what is there of the
+    file goes."""
+    asked = asyncio.Event()
+
+    async def scenario() -> None:
+        async def answer(request: Any, writer: asyncio.StreamWriter) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        async with (
+            serving(*files.values()) as trainer,
+            holder(of(files[2], answer)) as slow,
+            member(tmp_path) as a,
+        ):
+            await a.serve(files[1], trainer)
+            with sender() as one:
+                group = await a.join(one)
+                a.offer(files[2], trainer, group)
+                sums = await send(one, files[2], at=3)
+                assert await says(one) == "waits"
+                await a.until_receiving()
+                a.prove(group, files[2], sums)
+                a.rollout.handle(published(files[2], (source(trainer, "a", 2, via=slow),)))
+                await asked.wait()
+                one.pipe.send("go on")
+                assert await says(one) == "sent"
+                ready = await a.hears(WeightsReady)
+                assert ready.policy_version == 2
+                assert ready.broadcast_s is not None
+                await until(lambda: a.rollout.pulls is None)
+                await until(lambda: files[2].digest not in a.here())
+                assert not a.rollout.has_file
+                assert a.said.empty()
+                # and the group goes on
+                a.offer(files[3], trainer, group)
+                a.prove(group, files[3], await send(one, files[3]))
+                assert (await a.hears(WeightsReady)).policy_version == 3
 
     asyncio.run(scenario())
 

@@ -35,7 +35,9 @@ from lightrl.weights.broadcast.rendezvous import (
     reach,
 )
 
+UNWANTED = "it is not wanted any more"
 POLL_S = 0.0005
+LOOK_S = 0.1  # at whether what comes is wanted still
 NEWS_S = 0.2  # after a failed operation, until somebody says whose fault it was
 GLOO_THREADS = 3  # operations at a time
 # Else NCCL's threads end the process when an operation has failed or takes too long.
@@ -61,6 +63,7 @@ class Group:
         self._lifeline = lifeline
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
         self._timeout_s = place.timeout_s
+        self._looked_at = 0.0  # of time.monotonic()
         self.rank, self.num_ranks, self.world = place.rank, place.num_ranks, place.world
         self.piece_bytes = place.piece_bytes
         self.device = device
@@ -81,15 +84,21 @@ class Group:
         self._in_flight.append((work, data))
         return work
 
-    def wait(self, work: Any) -> None:
+    def wait(self, work: Any, is_unwanted: Callable[[], bool] | None = None) -> None:
         """Until this operation is over. Raises WeightsError, at the latest after timeout_s: who
-        waits for one operation after the other has a deadline that moves with progress."""
+        waits for one operation after the other has a deadline that moves with progress. Also where
+        `is_unwanted` says so, which is asked now and then."""
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
+            now = time.monotonic()
             if self.over is not None:
                 raise self._failed()
-            if time.monotonic() > deadline:
+            if now > deadline:
                 raise self._failed(f"no progress for {self._timeout_s:g} s at member {self.rank}")
+            if is_unwanted is not None and now > self._looked_at + LOOK_S:
+                self._looked_at = now
+                if is_unwanted():
+                    raise self._failed(UNWANTED)
             time.sleep(POLL_S)
         try:
             work.wait()

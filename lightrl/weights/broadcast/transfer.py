@@ -55,26 +55,32 @@ def send(group: Group, tensors: Sequence[TensorSpec], rows: Rows) -> None:
 
 
 def receive(
-    group: Group, tensors: Sequence[TensorSpec], proof: Proof | None = None
+    group: Group,
+    tensors: Sequence[TensorSpec],
+    proof: Proof | None = None,
+    is_unwanted: Callable[[], bool] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """An engine worker's side: all tensors, complete, in order, on the group's device.
 
     Adds each to `proof` beside what the consumer does with it; the sums are complete at the end,
     and only then is it known whether they are right. Raises WeightsError, and the group is over:
     what has been given out is then of no use. A consumer that stops in the middle ends the group,
-    too.
+    too, and so does one that says meanwhile that it is unwanted.
     """
     with _Ending(group):
         if proof is None:
-            yield from _received(group, tensors)
+            yield from _received(group, tensors, is_unwanted)
             return
         with AddedBeside(proof) as beside:
-            for spec, (name, tensor) in zip(tensors, _received(group, tensors), strict=True):
+            received = _received(group, tensors, is_unwanted)
+            for spec, (name, tensor) in zip(tensors, received, strict=True):
                 beside.add(tensor, spec.offset)
                 yield name, tensor
 
 
-def _received(group: Group, tensors: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+def _received(
+    group: Group, tensors: Sequence[TensorSpec], is_unwanted: Callable[[], bool] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     coming = _Coming(group, tensors)
     works: deque[tuple[Any, Piece, torch.Tensor]] = deque()
     pieces = schedule(tensors, group.num_ranks, group.piece_bytes)
@@ -86,7 +92,7 @@ def _received(group: Group, tensors: Sequence[TensorSpec]) -> Iterator[tuple[str
         if not works:
             break
         work, piece, data = works.popleft()
-        group.wait(work)
+        group.wait(work, is_unwanted)
         coming.arrived(piece, data)
         while given < len(tensors) and coming.is_complete(given):
             yield tensors[given].name, coming.take(given)

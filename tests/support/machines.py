@@ -54,7 +54,8 @@ class Machines:
 
     def begin(self, *nodes: str) -> None:
         """Coordinator, trainer, and these nodes on the machines 1, 2, ..."""
-        self.start_coordinator("up", str(QUICKSTART), "run.name=one", f"run.bind={self.address}")
+        at = (f"run.dir={self.folder / 'runs'}", f"run.bind={self.address}")
+        self.start_coordinator("up", str(QUICKSTART), "run.name=one", *at)
         self.start_trainer()
         for k, name in enumerate(nodes, 1):
             self.start_node(name, k)

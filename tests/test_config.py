@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightrl.config import Config, keys
+from lightrl.core_settings import settings_of
 from lightrl.errors import ConfigError
 from lightrl.run_file import load_config, parse_config, to_toml
 
@@ -318,3 +319,13 @@ def test_paths_are_relative_to_the_file_and_overrides_to_where_one_is(tmp_path, 
     assert loaded.data.path == str(tmp_path / "configs" / "a.jsonl")
     assert loaded.reward.functions == (f"{tmp_path}/configs/r.py:f",)
     assert loaded.eval.path == str(tmp_path / "elsewhere" / "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("mode", "staleness", "acts"),
+    [("auto", 0, "auto"), ("auto", 1, "off"), ("always", 1, "always"), ("off", 0, "off")],
+)
+def test_asynchronous_runs_broadcast_only_when_told_to(tmp_path: Path, mode, staleness, acts):
+    config = load(tmp_path, f"weights.broadcast={mode}", f"async.max_staleness={staleness}")
+    assert config.broadcast == acts
+    assert settings_of(config, 1).broadcast == acts

@@ -172,10 +172,10 @@ class VllmEngine:
         return len(self._ids)
 
     def load(self) -> Load:
-        scheduler = self._core.scheduler
-        usage = scheduler.kv_cache_manager.usage
+        running, waiting = self._core.scheduler.get_request_counts()
+        usage = self._core.scheduler.kv_cache_manager.usage
         drafting = None if self._speculation is None else self._speculation.drafter.counts
-        return Load(*scheduler.get_request_counts(), usage, self._num_preemptions, drafting)
+        return Load(running, waiting, usage, self._num_preemptions, drafting)
 
     def load_weights(self, file: VersionFile) -> None:
         self._layouts.read(file)  # vLLM itself is silent about a missing tensor

@@ -21,7 +21,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.weights.broadcast.group import Group, form
 from lightrl.weights.broadcast.pieces import byte_range
-from lightrl.weights.broadcast.proof import AddedBeside, Proof, proof_seed
+from lightrl.weights.broadcast.proof import Proof, proof_seed
 from lightrl.weights.broadcast.rendezvous import Rendezvous
 from lightrl.weights.broadcast.transfer import send
 from lightrl.weights.version.manifest import read_manifest
@@ -80,15 +80,7 @@ class Sender:
             start, end = byte_range(spec, group.rank, group.num_ranks)
             mine.append(tensor.reshape(-1).view(torch.uint8)[start:end].view(tensor.dtype))
         proof = Proof(proof_seed(command.group, command.file.policy_version), group.device)
-        with AddedBeside(proof) as beside:
-
-            def rows(index: int) -> torch.Tensor:
-                found = mine[index].to(group.device)
-                spec = tensors[index]
-                beside.add(found, spec.offset + byte_range(spec, group.rank, group.num_ranks)[0])
-                return found
-
-            send(group, tensors, rows)
+        send(group, tensors, lambda i: mine[i].to(group.device), proof)
         return proof.sums()
 
     def _leave(self) -> None:

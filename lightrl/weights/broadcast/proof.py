@@ -31,7 +31,7 @@ NUM_SUMS = 2
 SEED_BYTES = 32
 BLOCK_WORDS = 1 << 11  # 32-bit words
 BLOCK_BYTES = 4 * BLOCK_WORDS
-MAX_WAITING = 4  # tensors that have come and are not added up yet
+MAX_WAITING = 4  # pieces that have come and are not added up yet
 BLOCKS_AT_ONCE = 2048  # on a device: 16 MiB of weights
 BLOCKS_HERE = 128  # on a CPU, in the cache of which they stay: at most, see `_add_blocks_here`
 DIGITS = 4  # of 16 bits, in a number
@@ -159,7 +159,7 @@ class AddedBeside:
         return self
 
     def add(self, tensor: torch.Tensor, offset: int) -> None:
-        """As `Proof.add`, soon; waits while MAX_WAITING tensors do."""
+        """As `Proof.add`, soon; waits while MAX_WAITING others do."""
         if self._thread is None:
             self._proof.add(tensor, offset)
         elif self._error is None:

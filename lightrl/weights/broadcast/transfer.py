@@ -7,8 +7,10 @@ Imports torch; daemons must not import this.
 """
 
 import mmap
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,18 +26,23 @@ IN_FLIGHT = 6  # pieces at a time; more than gloo works at, so that small ones k
 # From this size on memory is asked for in large pages: to get it in small ones takes as long as to
 # receive into it.
 HUGE_BYTES = 4 << 20
+REUSED_BYTES = 1 << 20  # from this size on
+KEPT_BYTES = 128 << 20  # at most
 
 # What a rank holds of tensors[i]: its rows, in the dtype that is served.
 Rows = Callable[[int], torch.Tensor]
 
 
-def send(group: Group, tensors: Sequence[TensorSpec], rows: Rows) -> None:
+def send(
+    group: Group, tensors: Sequence[TensorSpec], rows: Rows, proof: Proof | None = None
+) -> None:
     """A training rank's side. Returns when all pieces have been sent, not when they have arrived.
 
     `rows` is asked once for each tensor of which this rank has any, in order; what it returns must
-    not change until this returns. Raises WeightsError, and the group is over.
+    not change until this returns. Adds all of it to `proof`, beside, piece by piece: the sums are
+    complete at the end. Raises WeightsError, and the group is over.
     """
-    with _Ending(group):
+    with _Ending(group), _beside(proof) as beside:
         spare = [
             torch.empty(group.piece_bytes, dtype=torch.uint8, device=group.device)
             for _ in range(IN_FLIGHT if group.num_ranks > 1 else 0)
@@ -46,7 +53,7 @@ def send(group: Group, tensors: Sequence[TensorSpec], rows: Rows) -> None:
             if len(works) == IN_FLIGHT:
                 group.wait(works.popleft())
             if piece.root == group.rank:
-                data = mine.data(piece)
+                data = mine.data(piece, beside)
             else:  # what other ranks send is nothing to this one
                 data = spare[i % IN_FLIGHT][: piece.num_bytes]
             works.append(group.broadcast(data, piece.root))
@@ -62,6 +69,7 @@ def receive(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """An engine worker's side: all tensors, complete, in order, on the group's device.
 
+<<<<<<< HEAD
     Adds each to `proof` beside what the consumer does with it; the sums are complete at the end,
     and only then is it known whether they are right. Raises WeightsError, and the group is over:
     what has been given out is then of no use. A consumer that stops in the middle ends the group,
@@ -82,6 +90,25 @@ def _received(
     group: Group, tensors: Sequence[TensorSpec], is_unwanted: Callable[[], bool] | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     coming = _Coming(group, tensors)
+=======
+    Adds each piece to `proof` as it comes, while it is in the cache, beside what else is done; the
+    sums are complete at the end, and only then is it known whether they are right. A consumer must
+    not write to a tensor meanwhile. Raises WeightsError, and the group is over: what has been given
+    out is then of no use. A consumer that stops in the middle ends the group, too.
+    """
+    with _Ending(group), _beside(proof) as beside:
+        yield from _received(group, tensors, beside)
+
+
+def _beside(proof: Proof | None) -> AbstractContextManager[AddedBeside | None]:
+    return nullcontext() if proof is None else AddedBeside(proof)
+
+
+def _received(
+    group: Group, tensors: Sequence[TensorSpec], beside: AddedBeside | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    coming = _Coming(group, tensors, beside)
+>>>>>>> w/btrain
     works: deque[tuple[Any, Piece, torch.Tensor]] = deque()
     pieces = schedule(tensors, group.num_ranks, group.piece_bytes)
     given = 0
@@ -123,8 +150,11 @@ class _Mine:
         self._group, self._tensors, self._rows = group, tensors, rows
         self._last: tuple[int, torch.Tensor] | None = None
 
-    def data(self, piece: Piece) -> torch.Tensor:
+    def data(self, piece: Piece, beside: AddedBeside | None) -> torch.Tensor:
         parts = [self._part(part.tensor, part.start, part.end) for part in piece.parts]
+        if beside is not None:
+            for part, data in zip(piece.parts, parts, strict=True):
+                beside.add(data, self._tensors[part.tensor].offset + part.start)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(self, index: int, start: int, end: int) -> torch.Tensor:
@@ -145,8 +175,11 @@ class _Mine:
 class _Coming:
     """The tensors that are on their way here."""
 
-    def __init__(self, group: Group, tensors: Sequence[TensorSpec]) -> None:
-        self._device, self._tensors = group.device, tensors
+    def __init__(
+        self, group: Group, tensors: Sequence[TensorSpec], beside: AddedBeside | None
+    ) -> None:
+        self._device, self._tensors, self._beside = group.device, tensors, beside
+        self._memory = _Memory()
         self._data: dict[int, torch.Tensor] = {}
         self._missing: dict[int, int] = {}  # bytes
 
@@ -167,6 +200,9 @@ class _Coming:
                     position : position + part.num_bytes
                 ]
                 position += part.num_bytes
+            if self._beside is not None:
+                came = self._data[part.tensor][part.start : part.end]
+                self._beside.add(came, self._tensors[part.tensor].offset + part.start)
             self._missing[part.tensor] -= part.num_bytes
 
     def is_complete(self, index: int) -> bool:
@@ -185,8 +221,33 @@ class _Coming:
             self._data[index] = self._bytes(self._missing[index])
 
     def _bytes(self, size: int) -> torch.Tensor:
-        if self._device.type == "cpu" and size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(memory, dtype=torch.uint8)
+        if self._device.type == "cpu":
+            return self._memory.take(size)
         return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+
+class _Memory:
+    """Of tensors on a CPU. What nobody holds any more is given out again, for a tensor of the same
+    size, as layers repeat: to get new memory takes a third as long as to receive into it."""
+
+    def __init__(self) -> None:
+        # each with the last view of it, which its tensor alone holds
+        self._kept: list[tuple[mmap.mmap, weakref.ref[memoryview]]] = []
+        self._size = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        if size < REUSED_BYTES:
+            return torch.empty(size, dtype=torch.uint8)
+        for i, (memory, last) in enumerate(self._kept):
+            if len(memory) == size and last() is None:
+                view = memoryview(memory)
+                self._kept[i] = (memory, weakref.ref(view))
+                return torch.frombuffer(view, dtype=torch.uint8)
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(memory)
+        if self._size + size <= KEPT_BYTES:
+            self._kept.append((memory, weakref.ref(view)))
+            self._size += size
+        return torch.frombuffer(view, dtype=torch.uint8)

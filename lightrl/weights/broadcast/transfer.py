@@ -69,35 +69,14 @@ def receive(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """An engine worker's side: all tensors, complete, in order, on the group's device.
 
-<<<<<<< HEAD
-    Adds each to `proof` beside what the consumer does with it; the sums are complete at the end,
-    and only then is it known whether they are right. Raises WeightsError, and the group is over:
-    what has been given out is then of no use. A consumer that stops in the middle ends the group,
-    too, and so does one that says meanwhile that it is unwanted.
-    """
-    with _Ending(group):
-        if proof is None:
-            yield from _received(group, tensors, is_unwanted)
-            return
-        with AddedBeside(proof) as beside:
-            received = _received(group, tensors, is_unwanted)
-            for spec, (name, tensor) in zip(tensors, received, strict=True):
-                beside.add(tensor, spec.offset)
-                yield name, tensor
-
-
-def _received(
-    group: Group, tensors: Sequence[TensorSpec], is_unwanted: Callable[[], bool] | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    coming = _Coming(group, tensors)
-=======
     Adds each piece to `proof` as it comes, while it is in the cache, beside what else is done; the
     sums are complete at the end, and only then is it known whether they are right. A consumer must
     not write to a tensor meanwhile. Raises WeightsError, and the group is over: what has been given
-    out is then of no use. A consumer that stops in the middle ends the group, too.
+    out is then of no use. A consumer that stops in the middle ends the group, too, and so does one
+    that says meanwhile that it is unwanted.
     """
     with _Ending(group), _beside(proof) as beside:
-        yield from _received(group, tensors, beside)
+        yield from _received(group, tensors, beside, is_unwanted)
 
 
 def _beside(proof: Proof | None) -> AbstractContextManager[AddedBeside | None]:
@@ -105,10 +84,12 @@ def _beside(proof: Proof | None) -> AbstractContextManager[AddedBeside | None]:
 
 
 def _received(
-    group: Group, tensors: Sequence[TensorSpec], beside: AddedBeside | None
+    group: Group,
+    tensors: Sequence[TensorSpec],
+    beside: AddedBeside | None,
+    is_unwanted: Callable[[], bool] | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     coming = _Coming(group, tensors, beside)
->>>>>>> w/btrain
     works: deque[tuple[Any, Piece, torch.Tensor]] = deque()
     pieces = schedule(tensors, group.num_ranks, group.piece_bytes)
     given = 0

@@ -173,9 +173,9 @@ class VllmEngine:
 
     def load(self) -> Load:
         scheduler = self._core.scheduler
-        usage = scheduler.kv_cache_manager.usage
+        (running, waiting), kv = scheduler.get_request_counts(), scheduler.kv_cache_manager
         drafting = None if self._speculation is None else self._speculation.drafter.counts
-        return Load(*scheduler.get_request_counts(), usage, self._num_preemptions, drafting)
+        return Load(running, waiting, kv.usage, self._num_preemptions, drafting)
 
     def load_weights(self, file: VersionFile) -> None:
         self._layouts.read(file)  # vLLM itself is silent about a missing tensor
@@ -190,8 +190,8 @@ class VllmEngine:
 
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
         self._layouts.read(command.file)
-        asked = askable(self._core.vllm_config.parallel_config, is_unwanted)
-        sums = common_sums(self._core.collective_rpc("lightrl_receive", args=(command, asked)))
+        args = command, askable(self._core.vllm_config.parallel_config, is_unwanted)
+        sums = common_sums(self._core.collective_rpc("lightrl_receive", args=args))
         self._requeue()
         return sums
 

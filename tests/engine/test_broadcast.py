@@ -63,7 +63,7 @@ def rank(timeout_s: float = 20.0, world: int = 2, piece_bytes: int = 4096) -> It
     process.start()
     theirs.close()
     try:
-        assert ours.poll(30)
+        assert ours.poll(60)
         yield Rank(join_address(*ours.recv()), replace(place, rank=1), process, ours)
     finally:
         ours.close()

@@ -190,8 +190,8 @@ class VllmEngine:
 
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
         self._layouts.read(command.file)
-        asked = askable(self._core.vllm_config.parallel_config, is_unwanted)
-        sums = common_sums(self._core.collective_rpc("lightrl_receive", args=(command, asked)))
+        args = command, askable(self._core.vllm_config.parallel_config, is_unwanted)
+        sums = common_sums(self._core.collective_rpc("lightrl_receive", args=args))
         self._requeue()
         return sums
 

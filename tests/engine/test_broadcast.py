@@ -63,7 +63,7 @@ def rank(timeout_s: float = 20.0, world: int = 2, piece_bytes: int = 4096) -> It
     process.start()
     theirs.close()
     try:
-        assert ours.poll(30)
+        assert ours.poll(60)
         yield Rank(join_address(*ours.recv()), replace(place, rank=1), process, ours)
     finally:
         ours.close()
@@ -153,7 +153,8 @@ def test_a_rank_that_is_stopped_is_waited_for_so_long(real_engine, ask, tiny):
         failed = answer(real_engine)
         assert failed.is_dropped
         # whoever notices it first: we, or gloo
-        assert "no progress for 1 s" in failed.reason or "timeout" in failed.reason
+        words = "no progress for 1 s", "timeout", "Timed out"
+        assert any(word in failed.reason for word in words), failed.reason
     real_engine.child.send(DROP)  # came too late: answered already
     real_engine.load(2)
 

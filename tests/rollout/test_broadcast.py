@@ -52,8 +52,10 @@ M = TypeVar("M")
 
 @pytest.fixture(scope="module", autouse=True)
 def engines() -> Iterator[None]:
-    """They are forked where torch is there."""
+    """They are forked where torch is there, and so are the ranks."""
     with origin("lightrl.engine.process", "lightrl.engine.torch") as process, forking(process):
+        with sender():  # the first one takes long
+            pass
         yield
 
 
@@ -340,10 +342,10 @@ def test_an_engine_that_does_not_drop_what_it_receives_is_killed(tmp_path: Path,
                 a.offer(files[2], trainer)
                 assert "hangs" in (await a.hears(WeightsFailed)).reason
                 assert (await a.hears(BroadcastFailed)).group == group
-                one.pipe.send("go on")
-                assert "member 1 is gone" in await says(one)
                 assert a.rollout.num_workers == 0
                 await a.serve(files[2], trainer)
+                one.pipe.send("go on")
+                assert "member 1 is gone" in await says(one)
 
     asyncio.run(scenario())
 

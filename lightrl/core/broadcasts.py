@@ -40,6 +40,7 @@ class Broadcasts:
         self._offers = offers
         self._outbox = outbox
         self._formed_by = 0.0  # the group that forms, or it is over
+        self._num_known = 0  # nodes that had joined at the last boundary
 
     @property
     def deadline(self) -> float | None:
@@ -62,8 +63,9 @@ class Broadcasts:
             return
         self._release(self.groups.receiving)
         is_last = policy_version >= self._settings.num_steps
-        candidates = [] if is_last else self._candidates()
+        candidates = [] if is_last else self._candidates(policy_version - 1)
         is_cuda, mode = trainer.device.startswith("cuda"), self._settings.broadcast
+        self._num_known = max((n.number + 1 for n in self._nodes.values()), default=0)
         self.groups.at_boundary(*choose(candidates, trainer.host, is_cuda, mode))
         for name in self.groups.receiving:
             self._nodes[name].receives = True
@@ -93,9 +95,11 @@ class Broadcasts:
             for n in self._nodes.values()
         )
 
-    def _candidates(self) -> list[Candidate]:
-        """Rollout nodes that serve, or are about to, and will stay; none while nobody knows where
-        the trainer serves the manifest. The trainer's own node reads what it has published."""
+    def _candidates(self, before: int) -> list[Candidate]:
+        """Rollout nodes that serve the version before, or have come since, and will stay: one that
+        is still at that version may stand still, and a group would wait for it. None while nobody
+        knows where the trainer serves the manifest. The trainer's own node reads what it has
+        published."""
         trainer = self._offers.trainer
         if self._settings.broadcast == "off" or trainer not in self._offers.endpoints:
             return []
@@ -111,6 +115,7 @@ class Broadcasts:
             for n in self._nodes.values()
             if n.num_workers
             and n.state in IS_UP
+            and (n.policy_version == before or n.number >= self._num_known)
             and "rollout" in n.roles
             and n.name != trainer
             and not n.is_preemptible

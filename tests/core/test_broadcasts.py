@@ -207,6 +207,32 @@ def test_who_joins_in_the_middle_pulls_and_is_a_member_from_the_next_boundary_on
     assert pulls(commands) == {}
 
 
+def test_no_group_waits_again_for_who_stands_still():
+    """"b" is a member once, and is lost to broadcasts until it serves again."""
+    g = Group("a", "b")
+    g.publish(1)
+    g.opened()
+    g.fail("t", "members [4, 5] of 6 did not come")
+    g.d.confirm("a", 1)
+    members: list[tuple[str, ...]] = []
+    for version in (2, 3, 4):
+        g.publish(version)
+        epoch = g.groups.epoch
+        members.append(epoch.members if epoch is not None else ())
+        if epoch is not None:
+            if g.groups.phase is Phase.OPENING:
+                g.form()
+            g.sums(version)
+            g.ready("a", version)
+        else:
+            g.d.confirm("a", version)
+    assert members == [("a",)] * 3
+    g.d.confirm("b", 4)
+    g.publish(5)
+    assert g.groups.epoch is not None
+    assert g.groups.epoch.members == ("a", "b")
+
+
 def test_off_says_nothing_of_broadcasts():
     g = Group("a", broadcast="off")
     commands = g.publish(1)

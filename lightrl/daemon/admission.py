@@ -30,6 +30,15 @@ def config_of(welcome: Welcome) -> Config:
         ) from None
 
 
+def is_same_config(one: Config | None, other: Config) -> bool:
+    """Whether a node may go on with `one` where the coordinator has `other` now: a run that is
+    resumed may name its directory otherwise, which lies on the coordinator's machine."""
+    if one is None:
+        return False
+    run = other.run.model_copy(update={"dir": one.run.dir})
+    return one == other.model_copy(update={"run": run})
+
+
 def write_model_files(folder: Path, files: dict[str, bytes]) -> None:
     """Into a new `folder`. Raises ProtocolError before anything is written."""
     if len(files) > MAX_FILES or sum(map(len, files.values())) > MAX_FILES_BYTES:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lightrl import log
 from lightrl.config import Config
-from lightrl.daemon.admission import config_of
+from lightrl.daemon.admission import config_of, is_same_config
 from lightrl.daemon.roles import Roles
 from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
 from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
@@ -104,7 +104,7 @@ class Worker:
         # since when another process has had our name; valid in NAME_TAKEN only
         self._taken_since = 0.0
         self._heard_at = 0.0
-        self._config_json = ""
+        self._config: Config | None = None  # of the first welcome
         # To be asked to leave may happen in every state and changes none of them.
         self._drained = asyncio.Event()
         self._reason = "drained"
@@ -126,8 +126,7 @@ class Worker:
             joined = await self._join(link)
             if joined is not None:
                 welcome, early = joined
-                self._config_json = welcome.config_json
-                config = config_of(welcome)
+                config = self._config = config_of(welcome)
                 log.configure_again(config.logging.level, config.logging.json_)
                 # a checkpoint is worth waiting for
                 if self._is_alone and "trainer" not in self._role_names:
@@ -205,7 +204,7 @@ class Worker:
         if welcome.refused == TAKEN and self._may_wait_for_name():
             return  # `_beat` says it again
         _raise_if_refused(welcome)
-        if self._roles.has_trainer and welcome.config_json != self._config_json:
+        if self._roles.has_trainer and not is_same_config(self._config, config_of(welcome)):
             self._move(ConnectionEvent.DISMISSED)
             self.drain("the config of the run has changed: restart this trainer")
             return

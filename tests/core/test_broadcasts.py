@@ -208,7 +208,7 @@ def test_who_joins_in_the_middle_pulls_and_is_a_member_from_the_next_boundary_on
 
 
 def test_no_group_waits_again_for_who_stands_still():
-    """"b" is a member once, and is lost to broadcasts until it serves again."""
+    """ "b" is a member once, and is lost to broadcasts until it serves again."""
     g = Group("a", "b")
     g.publish(1)
     g.opened()

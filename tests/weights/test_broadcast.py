@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lightrl.weights.broadcast.group import form
 from lightrl.weights.broadcast.pieces import byte_range, rows, schedule
 from lightrl.weights.broadcast.rendezvous import Membership, Rendezvous
+from lightrl.weights.broadcast.transfer import REUSED_BYTES, _Memory
 from lightrl.weights.version.layout import plan
 from tests.weights.broadcast_members import Fault, Plan, members
 
@@ -166,10 +168,20 @@ def test_thousands_of_small_tensors_are_a_few_operations():
 
 
 def test_rows_are_those_of_torch_chunk():
-    import torch
 
     for length in range(12):
         for num_ranks in (1, 2, 3, 5, 8):
             chunks = [list(c) for c in torch.chunk(torch.arange(length), num_ranks)]
             ours = [list(range(*rows(length, r, num_ranks))) for r in range(num_ranks)]
             assert [c for c in ours if c] == [[int(x) for x in c] for c in chunks if len(c)]
+
+
+def test_memory_is_given_out_again_only_when_nobody_holds_a_view_of_it():
+    memory = _Memory()
+    tensor = memory.take(REUSED_BYTES)
+    place, view = tensor.data_ptr(), tensor.view(torch.float32)[3:]
+    del tensor
+    other = memory.take(REUSED_BYTES)
+    assert other.data_ptr() != place
+    del view
+    assert memory.take(REUSED_BYTES).data_ptr() == place

@@ -168,7 +168,6 @@ def test_thousands_of_small_tensors_are_a_few_operations():
 
 
 def test_rows_are_those_of_torch_chunk():
-
     for length in range(12):
         for num_ranks in (1, 2, 3, 5, 8):
             chunks = [list(c) for c in torch.chunk(torch.arange(length), num_ranks)]

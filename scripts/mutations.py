@@ -832,7 +832,7 @@ MUTATIONS = [
     Mutation(
         "overtaken pull leaves its part",
         "rollout/weights.py",
-        """        if self.wanted is not None and self.wanted.digest != claim.digest:
+        """        if is_other or self._is_served(self.wanted):
             await _patiently(self._store.sweep)
 """,
         "",

@@ -112,6 +112,7 @@ def named(name: str, rest: dict[str, Any], field: str) -> Largest:
 STEP = {"step": 1, "policy_version": 1}
 CHUNK = {"policy_version": 1, "digest": "d"}
 SHARD = {"step": 1, "index": 1, "policy_version": 1}
+JOIN = {"group": "g", "rank": 1, "num_ranks": 1, "world": 2, "backend": "gloo"}
 GROUP = {"group": "g", "prompt": TICK}
 HISTORY = {"group": "g", "responses": (), "rewards": ()}
 GENERATE = {"policy_version": 1, "sampling": {}, "requests": ()}
@@ -150,6 +151,14 @@ TABLE = [
     text("WeightsReady", {"policy_version": 1}, "digest", fields.MAX_WORD),
     text("BadSource", {"policy_version": 1, "node": "n"}, "reason", fields.MAX_TEXT),
     text("WeightsFailed", {"policy_version": 1}, "reason", fields.MAX_TEXT),
+    text("BroadcastOpened", {"epoch": 1, "group": "g", "address": "a"}, "reason", fields.MAX_TEXT),
+    text("JoinBroadcast", JOIN, "address", fields.MAX_WORD),
+    text("BroadcastJoined", {}, "group", fields.MAX_WORD),
+    text("SendBroadcast", {"policy_version": 1}, "group", fields.MAX_WORD),
+    text("BroadcastFailed", {"group": "g"}, "reason", fields.MAX_TEXT),
+    of(
+        "BroadcastSums", {"group": "g", "policy_version": 1}, "sums", fields.MAX_SUMS, (1 << 64) - 1
+    ),
     text("Drain", {"node": "n"}, "reason", fields.MAX_REASON),
     text("Bye", {}, "reason", fields.MAX_TEXT),
     of("Snapshot", SHOWN, "nodes", fields.MAX_ROWS, ROW),
@@ -158,7 +167,7 @@ TABLE = [
     of("Snapshot", SHOWN, "rewards", fields.MAX_ROWS, 1),
     named("Snapshot", SHOWN, "counters"),
 ]
-FIXED = {"Checkpointed", "ShardsTaken", "Watch"}  # numbers alone
+FIXED = {"Checkpointed", "OpenBroadcast", "ShardsTaken", "VersionTaken", "Watch"}  # numbers alone
 
 
 def files(count: int) -> dict[str, bytes]:

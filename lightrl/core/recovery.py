@@ -101,9 +101,14 @@ class _Recovery:
         self._now = now
         self._began = SnapshotBegan()
         self._closed: list[Round] = []  # of those restated
+        # tokens of responses that are not there yet: a journal that is read merged has all tokens
+        # before the scores, and a score may bring the prompt that replaces a group without signal
+        self._early: list[tuple[int, ResponseTokens]] = []
 
     def apply(self, entry: LogEntry) -> None:
         core = self._core
+        if not isinstance(entry, TokensTaken | ResponseScored):
+            self._early.clear()  # of responses that had been given up
         match entry:
             case SnapshotBegan():
                 self._began = entry
@@ -117,10 +122,12 @@ class _Recovery:
             case PromptsDrawn(prompts):
                 core.steps.fill(prompts)
             case TokensTaken(version, items):
-                for item in items:
-                    core.arrivals.replay(version, item)
+                self._take(version, items)
             case ResponseScored():
                 self._score(entry)
+                early, self._early = self._early, []
+                for version, item in early:
+                    self._take(version, (item,))
             case VersionPublished(version, digest, _, num_bytes, manifest_bytes, canary):
                 core.fleet.know(
                     PublishedVersion(version, digest, num_bytes, manifest_bytes, canary)
@@ -133,6 +140,13 @@ class _Recovery:
             case _:
                 assert_never(entry)
         core.steps.close_finished_rounds(self._now)
+
+    def _take(self, version: int, items: tuple[ResponseTokens, ...]) -> None:
+        for item in items:
+            if item.response in self._core.table.responses:
+                self._core.arrivals.replay(version, item)
+            else:
+                self._early.append((version, item))
 
     def conclude(self) -> list[Command]:
         core = self._core

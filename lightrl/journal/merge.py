@@ -25,7 +25,8 @@ def merge(entries: Iterable[LogEntry | PackedTokens]) -> Iterator[LogEntry]:
     scores.
 
     That a score comes later than it did changes nothing: all that was taken of a response stands
-    before it, and what a score gave up, got no tokens afterwards. A version may come twice, if
+    before it, and what a score gave up, got no tokens afterwards. But a response that a score has
+    brought (for a group without signal) may have tokens before it. A version may come twice, if
     tokens were sent twice or a response went on under an older version.
     """
     tokens = _Items()

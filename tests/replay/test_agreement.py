@@ -42,7 +42,7 @@ def lived(world: World, num_events: int) -> list[tuple[int, list[LogEntry]]]:
     return [(began.step, [began, told, *rest]) for began, *rest in segments]
 
 
-@pytest.mark.parametrize("num_events", [3, 60, 800])
+@pytest.mark.parametrize("num_events", [3, 60, 1200])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(6))
 def test_status_replay_and_resume_agree_on_where_a_killed_run_stands(
@@ -91,7 +91,7 @@ def test_status_replay_and_resume_agree_on_where_a_killed_run_stands(
             assert (one.finish_reason, one.is_scored) == (r.finish_reason, r.scored)
             assert one.reward == (None if one.failure else r.reward)
 
-    assert num_events < 800 or len(segments) > 1
+    assert num_events < 1200 or len(segments) > 1
     for round in replay.rounds:
         if round.kind != "eval":
             assert round.is_done == (round.step < killed.step)

@@ -22,7 +22,8 @@ from lightrl.message_fields import MAX_SUMS, Count, Text, UInt64, Version, Word
 @dataclass(frozen=True, slots=True)
 class VersionTaken:
     """To the trainer: the coordinator knows this version and has decided how nodes get it. Said
-    once for each; if a broadcast fails that was announced, it is told what to send next, or to end.
+    again when that changes, as when a broadcast fails that was announced: then all orders before it
+    are void.
 
     Example: VersionTaken(5, broadcasts=True, wants_delta=False)
     """
@@ -37,7 +38,7 @@ class VersionTaken:
 @dataclass(frozen=True, slots=True)
 class OpenBroadcast:
     """To the trainer: rank 0 is to listen for the members of a new broadcast group; answered by
-    BroadcastOpened or BroadcastFailed. `epoch` numbers the groups of one coordinator process."""
+    BroadcastOpened, which may say why not. `epoch` numbers the groups of one coordinator."""
 
     epoch: Count
 

@@ -145,7 +145,7 @@ class WorkerExtension:
             try:
                 layout = _layouts.read(command.file)
                 yield from _member.receive(command, layout, sums, is_unwanted)
-            except WeightsError as e:
+            except (WeightsError, OSError) as e:
                 failures.append(str(e))
 
         self._reload(tensors())

@@ -143,7 +143,8 @@ class BroadcastMember:
 
     def fail(self, group: str, reason: str) -> None:
         """Nothing can be received here: nobody shall wait for this node."""
-        self._announced = None
+        if self._announced is not None and self._announced.group == group:
+            self._announced = None
         self._send(BroadcastFailed(group, reason[:MAX_TEXT]))
         self._leave(group)
 

@@ -47,8 +47,9 @@ logger = logging.getLogger(__name__)
 Order: TypeAlias = OpenBroadcast | JoinBroadcast | SendBroadcast
 
 TAKEN_S = 1.0  # from a publication to the coordinator's word of it: it says it at once
-# Bytes a second; a version that is sent no faster than this is not sent any more.
-LEAST_RATE = 100e6
+# Bytes a second: a rank that has not sent a version at this rate is taken to hang, and is killed.
+# Whoever waits for bytes gives the group up long before, after the time limit without progress.
+LEAST_RATE = 10e6
 _SUM = 1 << 64  # sums are added up modulo this
 
 

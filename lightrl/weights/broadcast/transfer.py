@@ -10,7 +10,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -224,9 +224,13 @@ class _Memory:
                 view = memoryview(memory)
                 self._kept[i] = (memory, weakref.ref(view))
                 return torch.frombuffer(view, dtype=torch.uint8)
-        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise WeightsError(f"broadcast: no memory for a tensor of {size} bytes: {e}") from e
         if size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(memory)
         if self._size + size <= KEPT_BYTES:
             self._kept.append((memory, weakref.ref(view)))

@@ -15,6 +15,7 @@ from lightrl.config import Config
 from lightrl.coordinator.daemon import CoordinatorDaemon
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
+from lightrl.errors import PeerUnreachable
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.keys import read_key, write_keys
 from lightrl.messages import (
@@ -194,12 +195,15 @@ class Running:
         return process
 
     async def until(self, holds: Callable[[Snapshot], bool]) -> Snapshot:
-        """The first snapshot for which `holds`."""
+        """The first snapshot for which `holds`. A coordinator that is busy for longer than a
+        watcher waits, as on a machine with other tests, is asked again."""
         async with asyncio.timeout(DEADLINE_S):
-            async for snapshot in ask.watch(self.head.address, 0.05, self.key):
-                if holds(snapshot):
-                    return snapshot
-        raise AssertionError("the coordinator stopped answering")
+            while True:
+                with contextlib.suppress(PeerUnreachable):
+                    async for snapshot in ask.watch(self.head.address, 0.05, self.key):
+                        if holds(snapshot):
+                            return snapshot
+                    raise AssertionError("the coordinator stopped answering")
 
     async def replace_trainer(self, begins_at: int) -> ScriptedTrainer:
         """The trainer vanishes without a word; returns the one before. Another one begins at this

@@ -308,7 +308,8 @@ def _dry_run(config: "Config | None") -> None:
         raise typer.BadParameter("--dry-run needs a CONFIG")
     require_files(config)
     devices = describe_devices(config)
-    weights = [*describe_weights(config), *notes(config, assigned(config, look()))]
+    machine = look()
+    weights = [*describe_weights(config, machine), *notes(config, assigned(config, machine))]
     show(f"{to_toml(config)}\n{describe(config, devices, weights)}".split("\n"))
 
 

@@ -84,7 +84,7 @@ def choose(
     machine, where the version's file is mapped as it lies. "always": busy ones and those, too; but
     not with NCCL, where two processes of one device cannot be two members.
     """
-    fit = [c for c in candidates if mode != "off"]
+    fit = [] if mode == "off" else list(candidates)
     if mode == "auto":
         fit = [c for c in fit if not c.is_busy and c.host != trainer_host]
     backend: Backend = "nccl" if trainer_is_cuda and all(c.is_cuda for c in fit) else "gloo"

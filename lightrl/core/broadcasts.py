@@ -97,11 +97,11 @@ class Broadcasts:
 
     def _candidates(self, before: int) -> list[Candidate]:
         """Rollout nodes that serve the version before, or have come since, and will stay: one that
-        is still at that version may stand still, and a group would wait for it. None while nobody
-        knows where the trainer serves the manifest. The trainer's own node reads what it has
+        still loads the version before may stand still, and a group would wait for it. None while
+        nobody knows where the trainer serves the manifest. The trainer's own node reads what it has
         published."""
         trainer = self._offers.trainer
-        if self._settings.broadcast == "off" or trainer not in self._offers.endpoints:
+        if trainer not in self._offers.endpoints:
             return []
         return [
             Candidate(
@@ -147,12 +147,10 @@ class Broadcasts:
         return []
 
     def _opened(self, trainer: str, opened: BroadcastOpened) -> list[str]:
-        epoch = self.groups.epoch
-        if epoch is None or self.groups.phase is not Phase.OPENING or opened.epoch != epoch.number:
+        if (epoch := self.groups.opened(opened.epoch, opened.group)) is None:
             return []
         if opened.reason or not opened.group:
             return self._fail(trainer, opened.reason)
-        self.groups.opened(opened.epoch, opened.group)
         ranks = ((trainer, 0), *zip(epoch.members, epoch.first_ranks, strict=True))
         for name, rank in ranks:
             place = rank, epoch.num_ranks, epoch.world

@@ -2,8 +2,7 @@
 
 Owns nodes, leases and when a node is told of a version; from whom it pulls it is decided in
 `offers.py`, what it is told if it gets it by broadcast in `broadcasts.py`. Knows nothing of
-responses: whoever removes a node decides what becomes of the work
-that it held.
+responses: whoever removes a node decides what becomes of the work that it held.
 """
 
 from collections import deque
@@ -95,14 +94,12 @@ class Fleet:
         if known is not None:
             known.heard_at = now
             self._outbox.add(Admit(hello.node))
-            is_trainer = hello.node == self.trainer
             again = "said hello again"
-            self._offer_to(
-                self.broadcasts.lost(hello.node, is_trainer, again)
-                if is_trainer
-                else self.broadcasts.refused(hello.node, again),
-                but=known,
-            )
+            if hello.node == self.trainer:
+                owed = self.broadcasts.lost(hello.node, True, again)
+            else:
+                owed = self.broadcasts.refused(hello.node, again)
+            self._offer_to(owed, but=known)
             self._believe(known, hello)
             return
         node = Node(

@@ -137,10 +137,13 @@ class Roles:
         """Takes what the coordinator sends to a role; nothing if this node does not have it. In a
         broadcast group the trainer's ranks come first."""
         match message:
-            case TrainShard() | VersionTaken() | OpenBroadcast() | SendBroadcast():
-                if self._trainer is not None:
-                    self._trainer.handle(message)
-            case JoinBroadcast(rank=0):
+            case (
+                TrainShard()
+                | VersionTaken()
+                | OpenBroadcast()
+                | SendBroadcast()
+                | JoinBroadcast(rank=0)
+            ):
                 if self._trainer is not None:
                     self._trainer.handle(message)
             case Generate() | Abort() | PublishWeights() | JoinBroadcast() | BroadcastSums():

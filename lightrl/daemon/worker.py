@@ -362,7 +362,7 @@ class Worker:
             case _ if is_admitted or isinstance(message, Abort | PublishWeights):
                 self._roles.handle(message)
             case _:
-                pass  # as above
+                pass  # of the time before this node was welcomed
 
     async def _beat(self, link: Link, config: Config) -> None:
         """Says that this node lives and how late its loop is; loses patience with a silent

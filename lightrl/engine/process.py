@@ -40,7 +40,7 @@ from lightrl.log import environment as log_environment
 from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.system.child import Child, Pipe
 from lightrl.system.imports import importing
-from lightrl.weights.broadcast.rendezvous import Unreachable
+from lightrl.weights.broadcast.rendezvous import UNWANTED, Unreachable
 from lightrl.weights.canary import compare, tolerance
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec, pack_f32, pack_i32, unpack_f32, unpack_i32
@@ -291,8 +291,8 @@ class Server:
         """What has failed to come has been answered already."""
         received = self._received
         if not sums:
-            self._drop("it is not wanted any more")
-            self._engine.leave_group("it is not wanted any more")
+            self._drop(UNWANTED)
+            self._engine.leave_group(UNWANTED)
         elif received is not None and sums != received.sums:
             self._drop("broadcast: it is not what the ranks sent")
         elif received is not None:

@@ -10,14 +10,14 @@ from pathlib import Path
 from lightrl.config import Config
 from lightrl.devices import memory
 from lightrl.devices.assign import Assignment
-from lightrl.devices.driver import look
+from lightrl.devices.driver import Machine, look
 from lightrl.weights.machine import scratch
 
 LINES_GBIT = (1, 10, 100)  # for which seconds are said
 NODES = (1, 8, 64)  # of other machines, likewise
 
 
-def version_size(config: Config) -> memory.VersionSize | None:
+def version_size(config: Config, machine: Machine) -> memory.VersionSize | None:
     """None where the model's files are not on this machine, or nothing is trained."""
     if config.train.engine == "emulated":
         return None
@@ -26,12 +26,12 @@ def version_size(config: Config) -> memory.VersionSize | None:
     if shape is None:
         return None
     stored = (folder / "config.json").read_bytes()
-    return memory.version_size(shape, stored, config.model.dtype, bool(look().gpus))
+    return memory.version_size(shape, stored, config.model.dtype, bool(machine.gpus))
 
 
-def describe(config: Config) -> list[str]:
+def describe(config: Config, machine: Machine) -> list[str]:
     """Lines of the dry run; none where nothing is known of the model."""
-    size = version_size(config)
+    size = version_size(config, machine)
     if size is None:
         return []
     held = scratch.NUM_VERSIONS * size.num_bytes
@@ -42,7 +42,7 @@ def describe(config: Config) -> list[str]:
         f"{_bytes(size.num_bytes)} a version in {size.dtype}; each machine that serves or trains "
         f"holds up to {scratch.NUM_VERSIONS}, {_bytes(held)}, in shared memory or on disk",
         f"a whole version on the line takes {seconds}",
-        *_ways(config, size),
+        *_ways(config, size, has_gpus=bool(machine.gpus)),
     ]
 
 
@@ -57,7 +57,7 @@ def notes(config: Config, gpus: Assignment) -> list[str]:
     ]
 
 
-def _ways(config: Config, size: memory.VersionSize) -> list[str]:
+def _ways(config: Config, size: memory.VersionSize, has_gpus: bool) -> list[str]:
     """How nodes get a version, as weights.broadcast says."""
     mode, num = config.broadcast, config.rollout.nodes
     who = f"the {num} nodes" if num else "nodes"
@@ -77,18 +77,18 @@ def _ways(config: Config, size: memory.VersionSize) -> list[str]:
         return [
             f"{maps}; idle nodes of other machines get it by broadcast, busy and --preemptible "
             f"ones {pull}",
-            _broadcast_seconds(config, size),
+            _broadcast_seconds(config, size, has_gpus),
         ]
     return [
         "all nodes get it by broadcast, those that are busy or on this machine, too; "
         f"--preemptible ones {pull}",
-        _broadcast_seconds(config, size),
+        _broadcast_seconds(config, size, has_gpus),
     ]
 
 
-def _broadcast_seconds(config: Config, size: memory.VersionSize) -> str:
+def _broadcast_seconds(config: Config, size: memory.VersionSize, has_gpus: bool) -> str:
     """Gloo sends along a tree, NCCL along a ring."""
-    has_gpus, gbit = bool(look().gpus), LINES_GBIT[-1]
+    gbit = LINES_GBIT[-1]
     workers = config.gpus_per_engine
     parts: list[str] = []
     for nodes in NODES:
@@ -121,7 +121,7 @@ class Room:
 
 def room(config: Config) -> Room | None:
     """None where nothing is known of the model."""
-    size = version_size(config)
+    size = version_size(config, look())
     if size is None:
         return None
     needed = scratch.needed_bytes(size.num_bytes)

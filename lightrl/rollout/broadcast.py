@@ -18,6 +18,7 @@ from lightrl.broadcast_messages import (
 from lightrl.engine.base import EngineCommand, GroupJoined, JoinGroup, ProveWeights, ReceiveWeights
 from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import Message, PublishWeights
+from lightrl.rollout.fetched import are_same
 from lightrl.system.addresses import not_everywhere
 from lightrl.weights.broadcast.rendezvous import Membership
 from lightrl.weights.version.manifest import VersionFile
@@ -103,10 +104,10 @@ class BroadcastMember:
 
     def offered(self, message: PublishWeights) -> None:
         """What comes by broadcast, if it is not this, is not wanted any more."""
-        if self._announced is not None and _what(self._announced) != _what(message):
+        if self._announced is not None and not are_same(self._announced, message):
             self._leave(self._announced.group)
         receiving = self._receiving
-        is_same = receiving is not None and _what(receiving) == _what(message)
+        is_same = receiving is not None and are_same(receiving, message)
         if receiving is not None and not is_same and not self._has_said:
             logger.info("version %d: not wanted by broadcast any more", receiving.policy_version)
             self._is_withdrawn = True
@@ -116,7 +117,8 @@ class BroadcastMember:
     def receive(self, file: VersionFile, offer: PublishWeights) -> bool:
         """The engine does, from now on, and `answered` must follow. False if this is not what was
         offered last."""
-        if self._order is None or self._announced is None or _what(self._announced) != _what(offer):
+        announced = self._announced
+        if self._order is None or announced is None or not are_same(announced, offer):
             return False
         self._announced = None
         self._receiving, self._has_said = offer, False
@@ -158,7 +160,3 @@ class BroadcastMember:
         if self._order is not None and not self._has_said:
             self._has_said = True
             self._order(ProveWeights(sums))
-
-
-def _what(offer: PublishWeights) -> tuple[int, str, str]:
-    return offer.policy_version, offer.digest, offer.group

@@ -24,7 +24,7 @@ from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.errors import WeightsError
 from lightrl.messages import DeltaOffer, PublishWeights
 from lightrl.system.threads import in_thread, taken_in_thread
-from lightrl.weights.machine.leftovers import written_buckets
+from lightrl.weights.machine.leftovers import written_buckets, written_bytes
 from lightrl.weights.machine.local import (
     LocalVersion,
     close_all,
@@ -346,18 +346,7 @@ def _partial_base(path: Path, num_bytes: int, claim: Claim) -> _Base | None:
 
 def _written(claim: Claim) -> int:
     """Bytes, of the partial file that has most of them. In a thread."""
-    return max((_data_bytes(path) for path in claim.partials()), default=0)
-
-
-def _data_bytes(path: Path) -> int:
-    """Without what is only allocated. In a thread."""
-    found = end = 0
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        while True:  # until nothing but a hole follows
-            start = os.lseek(file.fileno(), end, os.SEEK_DATA)
-            end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
-            found += end - start
-    return found
+    return max((written_bytes(path) for path in claim.partials()), default=0)
 
 
 def _open_packed(path: Path, size: int) -> "PackedDelta":

@@ -31,6 +31,12 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def split_known(address: str) -> tuple[str, int] | None:
+    """As `split_address`, of a service that listens: host and port are known."""
+    found = split_address(address)
+    return None if found is None or found[0] == "*" or found[1] == 0 else found
+
+
 def not_everywhere(address: str, host: str) -> str:
     """Of whoever listens everywhere, the one by which it can be reached: that of another of its
     services, `host`. Any other address as it is."""

@@ -66,7 +66,8 @@ class Broadcasts:
         self._host = host
         self._send = send
         self._changed = changed
-        self._timeout_s = config.weights.timeout_s
+        self._timeout_s = config.weights.timeout_s  # of the members
+        self._limit_s = 2 * self._timeout_s  # in which they notice themselves what goes wrong
         self._orders: deque[Order] = deque()
         self._taken: VersionTaken | None = None  # the last one
         self._opened = ("", "")  # name and address of the group that was opened last
@@ -104,7 +105,7 @@ class Broadcasts:
         """
         version = file.policy_version
         await self._until(lambda: self._word_of(version) is not None, TAKEN_S)
-        patience_s = 2 * self._timeout_s  # members are waited for by the coordinator
+        patience_s = self._limit_s  # members are waited for by the coordinator
         while self._is_awaited(version):
             if not await self._until(
                 lambda: self.has_orders or not self._is_awaited(version), patience_s
@@ -145,7 +146,7 @@ class Broadcasts:
 
     async def _open(self, ranks: Ranks, epoch: int) -> BroadcastOpened:
         ranks.send(0, OpenGroup(self._host))
-        [opened] = await ranks.answers(GroupOpened, 2 * self._timeout_s, (0,))
+        [opened] = await ranks.answers(GroupOpened, self._limit_s, (0,))
         if opened.error is not None:
             raise WeightsError(opened.error)
         self._opened = (secrets.token_hex(16), opened.address)
@@ -161,7 +162,7 @@ class Broadcasts:
         place = Membership(name, 0, len(ranks), order.world, order.backend, self._timeout_s)
         for rank in range(len(ranks)):
             ranks.send(rank, JoinGroup(address, replace(place, rank=rank)))
-        joining = asyncio.ensure_future(ranks.answers(GroupJoined, 2 * self._timeout_s))
+        joining = asyncio.ensure_future(ranks.answers(GroupJoined, self._limit_s))
         try:
             await self._unless_over(joining, place, address)
             _raise_first(await joining)
@@ -196,7 +197,7 @@ class Broadcasts:
                 f"version {policy_version} is not the newest, which is {file.policy_version}"
             )
         ranks.tell(SendWeights(file, group))
-        limit_s = 2 * self._timeout_s + file.num_bytes / LEAST_RATE
+        limit_s = self._limit_s + file.num_bytes / LEAST_RATE
         sent = await ranks.answers(WeightsSent, limit_s)
         _raise_first(sent)
         sums = tuple(sum(of_ranks) % _SUM for of_ranks in zip(*(s.sums for s in sent), strict=True))

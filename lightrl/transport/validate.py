@@ -49,7 +49,7 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
-from lightrl.system.addresses import split_address
+from lightrl.system.addresses import split_known
 from lightrl.weights.serve.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 
 MIN_SECRET = 16  # characters from which tickets are made: an empty one would let everybody in
@@ -92,7 +92,7 @@ def check_bounds(message: Message) -> None:
             _words(group)
             if not (reason or group):
                 raise ProtocolError("BroadcastOpened: neither a name nor a reason")
-            if not reason and not _is_address(address):
+            if not reason and split_known(address) is None:
                 raise ProtocolError(f"BroadcastOpened: {address[:80]!r}: not host:port")
         case BroadcastJoined(group) | BroadcastFailed(group, _, _):
             _words(group)
@@ -208,14 +208,8 @@ def _endpoint(endpoint: WeightsEndpoint) -> None:
     if not endpoint.addresses:
         raise ProtocolError("WeightsEndpoint: no address")
     for address in endpoint.addresses:
-        if not _is_address(address):
+        if split_known(address) is None:
             raise ProtocolError(f"WeightsEndpoint: {address[:80]!r}: not host:port")
-
-
-def _is_address(address: str) -> bool:
-    """Of a host and port, both known."""
-    found = split_address(address)
-    return found is not None and found[0] != "*" and found[1] > 0
 
 
 def _words(*words: str) -> None:

@@ -45,7 +45,7 @@ def config(tmp_path, monkeypatch):
 
 
 def test_bytes_memory_and_seconds_follow_from_the_model(config):
-    version, line, *_ = weights_plan.describe(config)
+    version, line, *_ = weights_plan.describe(config, NO_DRIVER)
     assert version.startswith("15.2 GB a version in bfloat16; ")
     assert "holds up to 3, 45.7 GB, in shared memory or on disk" in version
     assert "121.8 s at 1 Gbit/s, 12.2 s at 10 Gbit/s, 1.2 s at 100 Gbit/s" in line
@@ -100,7 +100,7 @@ def test_bytes_memory_and_seconds_follow_from_the_model(config):
 )
 def test_who_gets_a_version_how(config, changes, ways):
     changed = load_config(QUICKSTART, [f"model.path={config.model.path}", *changes])
-    assert weights_plan.describe(changed)[2:] == ways
+    assert weights_plan.describe(changed, NO_DRIVER)[2:] == ways
 
 
 def test_what_nccl_cannot_do_here_is_said(config):
@@ -122,7 +122,7 @@ def test_a_dtype_that_is_asked_for_counts_and_not_the_stored_one(config):
     wider = config.model_copy(
         update={"model": config.model.model_copy(update={"dtype": "float32"})}
     )
-    assert weights_plan.describe(wider)[0].startswith("30.5 GB a version in float32; ")
+    assert weights_plan.describe(wider, NO_DRIVER)[0].startswith("30.5 GB a version in float32; ")
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,7 @@ def test_check_and_daemon_and_rank_mean_the_same_dtype(
     model = config.model.model_copy(update={"dtype": asked})
     config = config.model_copy(update={"model": model})
     machine = replace(NO_DRIVER, gpus=(Gpu(0, "GPU-0", "H100", 1 << 36, 1 << 36),))
-    monkeypatch.setattr(weights_plan, "look", lambda: machine if on_gpu else NO_DRIVER)
-    size = weights_plan.version_size(config)
+    size = weights_plan.version_size(config, machine if on_gpu else NO_DRIVER)
     assert size is not None
     assert version_bytes(config, {"config.json": config_json}, on_gpu) == size.num_bytes
     known = getattr(torch, stored) if stored in memory.BYTES_OF else None
@@ -183,5 +182,5 @@ def test_nothing_is_said_where_nothing_is_known(config):
     elsewhere = config.model_copy(
         update={"model": config.model.model_copy(update={"path": "org/name"})}
     )
-    assert weights_plan.describe(elsewhere) == []
+    assert weights_plan.describe(elsewhere, NO_DRIVER) == []
     assert weights_plan.room(elsewhere) is None

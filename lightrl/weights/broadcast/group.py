@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from lightrl.errors import WeightsError
 from lightrl.system.interfaces import interface_of
 from lightrl.weights.broadcast.rendezvous import (
+    UNWANTED,
     Lifeline,
     Membership,
     Rendezvous,
@@ -35,7 +36,6 @@ from lightrl.weights.broadcast.rendezvous import (
     reach,
 )
 
-UNWANTED = "it is not wanted any more"
 POLL_S = 0.0005
 LOOK_S = 0.1  # at whether what comes is wanted still
 NEWS_S = 0.2  # after a failed operation, until somebody says whose fault it was

@@ -25,6 +25,7 @@ HELLO_S = 2.0  # from a connection to its whole hello
 MAX_PENDING = 64  # connections without a hello; the oldest makes room
 MAX_WORD = 300  # bytes
 CUT_S = 1.0  # to tell all others that it is over
+UNWANTED = "it is not wanted any more"  # why a member leaves that is to pull instead
 GIVEN_UP = (1 << 32) - 1  # in place of a rank
 _HELLO = struct.Struct("<32sI")
 

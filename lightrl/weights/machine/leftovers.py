@@ -4,6 +4,7 @@ them are right.
 Must not import torch. Blocks: for threads.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,6 +47,17 @@ def allocated_bytes(path: Path) -> int:
         return path.stat().st_blocks * 512
     except OSError:
         return 0
+
+
+def written_bytes(path: Path) -> int:
+    """Of the file that hold data; not what is only allocated."""
+    found = end = 0
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        while True:  # until nothing but a hole follows
+            start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+            end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            found += end - start
+    return found
 
 
 def open_partial(path: Path, size: int) -> tuple[int, list[int]]:

@@ -9,7 +9,7 @@ import struct
 import threading
 
 from lightrl.errors import WeightsError
-from lightrl.system.addresses import split_address
+from lightrl.system.addresses import split_known
 from lightrl.weights.pull.swarm import Source
 
 CONNECT_LIMIT_S = 3.0
@@ -19,8 +19,7 @@ _TICK = struct.pack("ll", 0, int(TICK_S * 1e6))  # struct timeval
 
 def parse_address(address: str) -> tuple[str, int]:
     """Of a holder. Raises WeightsError for one that nobody could connect to."""
-    found = split_address(address)
-    if found is None or found[0] == "*" or found[1] == 0:
+    if (found := split_known(address)) is None:
         raise WeightsError(f"{address[:80]!r}: a holder looks like host:port")
     return found
 

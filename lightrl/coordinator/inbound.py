@@ -14,7 +14,7 @@ from lightrl.coordinator.peers import Peers
 from lightrl.coordinator.replays import Replays
 from lightrl.coordinator.watchers import Watchers
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.events import DrainRequested, Event, NodeJoined, NodeLost
+from lightrl.core.events import CheckpointWritten, DrainRequested, Event, NodeJoined, NodeLost
 from lightrl.errors import PeerUnreachable, ProtocolError
 from lightrl.messages import (
     REJOIN,
@@ -110,6 +110,7 @@ class Inbound:
                 and message.step <= stands_at
             ):
                 self._journaling.drop_before(message.oldest)
+                self._feed(CheckpointWritten(message.step))
         else:
             event = as_event(node, message)
             if isinstance(event, NodeLost):

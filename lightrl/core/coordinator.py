@@ -19,6 +19,7 @@ from lightrl.core.commands import Command, Outbox
 from lightrl.core.ending import Ending
 from lightrl.core.events import (
     BroadcastHeard,
+    CheckpointWritten,
     DrainRequested,
     EndpointOpened,
     Event,
@@ -129,6 +130,8 @@ class Coordinator:
             case StepTrained(name, done):
                 if name == self.fleet.trainer:
                     self.steps.on_step_done(done)
+            case CheckpointWritten(step):
+                self.trainer_feed.has_finished |= step == self.settings.num_steps
             case ShardsDelivered(name, taken):
                 if name == self.fleet.trainer:
                     self.ending.hand_on(lambda: self.steps.shards_taken(taken.step, taken.index))
@@ -245,9 +248,8 @@ class Coordinator:
             self._lose(name, problem, now)
 
     def _score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
-        if self.ending.has_begun:
-            return
-        self.judge.score(name, attempt, reward, failure)
+        if not self.ending.has_begun:
+            self.judge.score(name, attempt, reward, failure)
 
     def _dispatch(self) -> None:
         """Sends waiting responses to nodes with free slots.
@@ -315,7 +317,7 @@ class Coordinator:
         """A trainer that says that it failed, would fail again."""
         is_trainer = name == self.fleet.trainer
         if is_trainer and ok and self.trainer_feed.stands_at == self.settings.num_steps:
-            self.trainer_feed.has_left = True
+            self.trainer_feed.has_finished = True
         self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now, ok)
         if is_trainer and not ok:
             self.ending.begin(RunState.FAILED, f"trainer node {name}: {reason}")

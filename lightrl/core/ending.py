@@ -64,8 +64,9 @@ class Ending:
 
     @property
     def awaits_trainer(self) -> bool:
-        """All steps are done, but the trainer has not left with the last checkpoint written."""
-        return self._ends_as(RunState.FINISHED) and not self._trainer_feed.has_left
+        """All steps are done, but the last checkpoint is not written. Once it is, a trainer that is
+        lost, or whose last word is, is needed no more."""
+        return self._ends_as(RunState.FINISHED) and not self._trainer_feed.has_finished
 
     @property
     def patience_ends_at(self) -> float | None:

@@ -149,6 +149,13 @@ class StepTrained:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """The trainer's, of so many steps, is durable."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardLeft:
     """A TrainShard is durable and on its way. Feed it in a later turn than it was made in."""
 
@@ -193,6 +200,7 @@ Event: TypeAlias = (
     | WeightsConfirmed
     | WeightsRefused
     | StepTrained
+    | CheckpointWritten
     | ShardLeft
     | ShardsDelivered
     | ShellFailed

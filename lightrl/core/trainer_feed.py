@@ -49,7 +49,8 @@ class TrainerFeed:
         self.stands_at: int | None = None  # it trains this step next; None: it has not said so yet
         self.missing_since: float | None = None  # when it was lost; None: it is here, or was never
         self.num_hellos = 0
-        self.has_left = False  # in order, with nothing left to do
+        # nothing is left to do: its last checkpoint is durable, or it has left in order
+        self.has_finished = False
         self._fleet = fleet
         self._outbox = outbox
         self._window = Window()

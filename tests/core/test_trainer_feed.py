@@ -5,6 +5,7 @@ import pytest
 from lightrl.core import trainer_feed as trainer_feed
 from lightrl.core.commands import Finish, Record, ReplayShards, Report
 from lightrl.core.events import (
+    CheckpointWritten,
     DrainRequested,
     Event,
     NodeJoined,
@@ -151,6 +152,21 @@ def test_run_that_has_done_all_steps_waits_for_the_checkpoint_of_the_last():
     assert of_kind(come_back(d, 0), ReplayShards) == [ReplayShards("t", 0, 2)]  # type: ignore[arg-type]
     assert [n for n, _ in sent(d.publish(1), Drain)] == ["t"]
     [finish] = of_kind(d.feed(NodeLeft("t", "drained", ok=True)), Finish)
+    assert str(finish.state) == "finished"
+
+
+def test_run_whose_last_checkpoint_is_written_waits_for_no_last_word():
+    """A trainer's good-bye can be lost with its connection: unread bytes make the kernel drop what
+    it was yet to send."""
+    d = Driver(num_steps=1)
+    d.start("a", slots=4)
+    d.finish_round()
+    d.train(0)
+    d.confirm("a", 1)
+    d.feed(CheckpointWritten(0))  # an older one
+    d.feed(NodeLeft("a", "drained", ok=True))
+    assert of_kind(d.feed(CheckpointWritten(1)), Finish) == []  # it is still there
+    [finish] = of_kind(d.feed(NodeLost("t", "connection lost")), Finish)
     assert str(finish.state) == "finished"
 
 

@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from lightrl.errors import WeightsError
+from lightrl.system.addresses import is_loopback
 from lightrl.system.interfaces import interface_of
 from lightrl.weights.broadcast.rendezvous import (
     UNWANTED,
     Lifeline,
     Membership,
     Rendezvous,
-    is_loopback,
     reach,
 )
 

@@ -8,7 +8,6 @@ it waits for somebody else, never. Must not import torch.
 
 import contextlib
 import hmac
-import ipaddress
 import selectors
 import socket
 import struct
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from lightrl.errors import WeightsError
+from lightrl.system.addresses import is_loopback
 from lightrl.weights.version.layout import BUCKET_BYTES
 
 HELLO_S = 2.0  # from a connection to its whole hello
@@ -182,10 +182,6 @@ def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Life
         host, port = address
         raise Unreachable(f"broadcast: member 0 at {host}:{port} cannot be reached: {e}") from e
     return Lifeline({0: sock})
-
-
-def is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 class Lifeline:

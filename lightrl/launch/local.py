@@ -30,7 +30,7 @@ from lightrl.launch.folder import create_run_dir, point_latest, remove_run_dir
 from lightrl.log import WARNING
 from lightrl.messages import Role, Snapshot
 from lightrl.metrics import sinks
-from lightrl.system.addresses import is_loopback
+from lightrl.system.addresses import host_and_port, is_loopback
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 
@@ -370,7 +370,8 @@ def _announce(run_dir: Path, before: float | None, over: threading.Event) -> Non
 def join_line(address: str, run_dir: Path) -> str:
     """How a node elsewhere takes part. Its key is a file, so that it is in no list of processes."""
     key = relative(run_dir / JOIN_FILE)
-    where = "from this machine" if is_loopback(address) else "from elsewhere"
+    host, _ = host_and_port(address)
+    where = "from this machine" if is_loopback(host) else "from elsewhere"
     return f"join it {where}: lightrl up --join {address} --key {key}"
 
 

@@ -3,6 +3,7 @@
 Pure: owns the grammar. Looks nothing up, and does not say whether anybody listens there.
 """
 
+import ipaddress
 import re
 
 from lightrl.errors import ConfigError
@@ -59,7 +60,10 @@ def host_and_port(address: str) -> tuple[str, int]:
     return found
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine can reach it."""
-    host, _ = host_and_port(address)
-    return host == "localhost" or host.startswith("127.")
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach it. Example: "127.0.0.1", "::1",
+    "localhost"; of other names nobody knows it here."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -10,10 +10,9 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
 
 from lightrl.broadcast_messages import (
     BroadcastFailed,
@@ -28,29 +27,41 @@ from lightrl.broadcast_messages import (
 from lightrl.config import Config
 from lightrl.errors import WeightsError
 from lightrl.messages import Message
-from lightrl.system.addresses import WILDCARD, split_address
-from lightrl.system.threads import in_thread
 from lightrl.trainer.protocol import (
     GroupJoined,
     GroupOpened,
     JoinGroup,
+    LeaveGroup,
     OpenGroup,
     SendWeights,
     WeightsSent,
 )
 from lightrl.trainer.rank_processes import Ranks
-from lightrl.weights.broadcast.rendezvous import Membership, give_up
+from lightrl.weights.broadcast.rendezvous import UNWANTED, Membership
 from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 
 Order: TypeAlias = OpenBroadcast | JoinBroadcast | SendBroadcast
+Reply = TypeVar("Reply", GroupOpened, GroupJoined, WeightsSent)
 
 TAKEN_S = 1.0  # from a publication to the coordinator's word of it: it says it at once
-# Bytes a second: a rank that has not sent a version at this rate is taken to hang, and is killed.
-# Whoever waits for bytes gives the group up long before, after the time limit without progress.
+# Bytes a second: a version that is not sent at this rate is to be pulled. Whoever waits for bytes
+# gives the group up long before, after the time limit without progress.
 LEAST_RATE = 10e6
+# of the members' time limit: a rank that leaves a group is held up by one operation at most
+GRACE_TIMEOUTS = 1.25
+ENDS = "the trainer ends"
 _SUM = 1 << 64  # sums are added up modulo this
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Where rank 0 of these ranks listens, for whom."""
+
+    ranks: Ranks
+    group: str
+    address: str
 
 
 class Broadcasts:
@@ -70,19 +81,26 @@ class Broadcasts:
         self._limit_s = 2 * self._timeout_s  # in which they notice themselves what goes wrong
         self._orders: deque[Order] = deque()
         self._taken: VersionTaken | None = None  # the last one
-        self._opened = ("", "")  # name and address of the group that was opened last
+        self._grace_s = GRACE_TIMEOUTS * self._timeout_s  # in which ranks leave a group
+        self._opened: Opened | None = None  # until the ranks are told to join it
+        self._over: asyncio.Future[str] | None = None  # why that is what the ranks are at
         self._num_cleared = 0
-        self._num_words = 0  # after which all groups that form are over
+        self._is_stopping = False
 
     @property
     def has_orders(self) -> bool:
         return bool(self._orders)
 
     def handle(self, message: VersionTaken | Order) -> None:
-        if isinstance(message, VersionTaken):
+        if self._is_stopping:
+            if not isinstance(message, VersionTaken):
+                self._send(_refusal(message, ENDS))
+        elif isinstance(message, VersionTaken):
+            is_said_again = message.broadcasts and self._is_awaited(message.policy_version)
             self._taken = message
-            self._num_words += 1
-            self._orders.clear()  # of a group that is over: orders follow what they are about
+            if not is_said_again:
+                self._orders.clear()  # of a group that is over: orders follow what they are about
+                self._end(UNWANTED)
         else:
             self._orders.append(message)
         self._changed.set()
@@ -93,8 +111,26 @@ class Broadcasts:
         self._orders.clear()
         self._taken = None
         self._num_cleared += 1
-        self._num_words += 1
+        self._end("the coordinator is gone")
         self._changed.set()
+
+    def stop(self) -> None:
+        """The trainer ends: nothing more is sent, and whoever counts on it is told so."""
+        self._is_stopping = True
+        for order in self._orders:
+            self._send(_refusal(order, ENDS))
+        self._orders.clear()
+        self._taken = None
+        self._end(ENDS)
+        self._changed.set()
+
+    def _end(self, why: str) -> None:
+        """Of the group that forms, or is sent to; one that stands stays."""
+        if self._over is not None and not self._over.done():
+            self._over.set_result(why)
+        if self._opened is not None:  # members would wait there
+            self._opened.ranks.send(0, LeaveGroup())
+            self._opened = None
 
     async def follow(self, ranks: Ranks, file: VersionFile) -> bool:
         """After a version was published: carries out what the coordinator orders for it, until it
@@ -134,10 +170,7 @@ class Broadcasts:
             reason = str(e).removeprefix("broadcast: ")
             logger.warning("no broadcast: %s", reason)
             is_done = False
-            if isinstance(order, OpenBroadcast):
-                answer = BroadcastOpened(order.epoch, "", "", reason)
-            else:
-                answer = BroadcastFailed(order.group, reason)
+            answer = _refusal(order, reason)
         if num_cleared == self._num_cleared:  # else it was another coordinator's order
             self._send(answer)
             if isinstance(answer, BroadcastSums) and self._taken is not None:
@@ -146,48 +179,24 @@ class Broadcasts:
 
     async def _open(self, ranks: Ranks, epoch: int) -> BroadcastOpened:
         ranks.send(0, OpenGroup(self._host))
-        [opened] = await ranks.answers(GroupOpened, self._limit_s, (0,))
-        if opened.error is not None:
-            raise WeightsError(opened.error)
-        self._opened = (secrets.token_hex(16), opened.address)
-        return BroadcastOpened(epoch, *self._opened)
+        [at] = await self._answers(ranks, GroupOpened, self._limit_s, (0,))
+        self._opened = opened = Opened(ranks, secrets.token_hex(16), at.address)
+        return BroadcastOpened(epoch, opened.group, opened.address)
 
     async def _join(self, ranks: Ranks, order: JoinBroadcast) -> BroadcastJoined:
-        name, address = self._opened
-        if order.group != name:
+        opened = self._opened
+        if opened is None or order.group != opened.group:
             raise WeightsError("another group was opened since")
         if order.num_ranks != len(ranks) or order.world <= len(ranks):
-            raise WeightsError(f"{order.num_ranks} ranks of {order.world}, not {len(ranks)}")
-        self._opened = ("", "")  # the listener is used up
-        place = Membership(name, 0, len(ranks), order.world, order.backend, self._timeout_s)
+            why = f"{order.num_ranks} ranks of {order.world}, not {len(ranks)}"
+            self._end(why)
+            raise WeightsError(why)
+        self._opened = None  # the listener is used up
+        place = Membership(order.group, 0, len(ranks), order.world, order.backend, self._timeout_s)
         for rank in range(len(ranks)):
-            ranks.send(rank, JoinGroup(address, replace(place, rank=rank)))
-        joining = asyncio.ensure_future(ranks.answers(GroupJoined, self._limit_s))
-        try:
-            await self._unless_over(joining, place, address)
-            _raise_first(await joining)
-        finally:
-            joining.cancel()
-        return BroadcastJoined(name)
-
-    async def _unless_over(
-        self, joining: "asyncio.Future[Any]", place: Membership, address: str
-    ) -> None:
-        """Until the ranks are in the group, or will not be: they need not wait for members who the
-        coordinator knows will not come."""
-        num_words = self._num_words
-        while not joining.done():
-            if self._num_words > num_words:
-                host, port = split_address(address) or ("", 0)
-                meet = ("127.0.0.1" if host == WILDCARD else host, port)
-                await in_thread(partial(give_up, meet, place))
-                return
-            self._changed.clear()
-            changed = asyncio.ensure_future(self._changed.wait())
-            try:
-                await asyncio.wait({joining, changed}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                changed.cancel()
+            ranks.send(rank, JoinGroup(opened.address, replace(place, rank=rank)))
+        await self._answers(ranks, GroupJoined, self._limit_s)
+        return BroadcastJoined(order.group)
 
     async def _send_weights(
         self, ranks: Ranks, file: VersionFile, group: str, policy_version: int
@@ -198,10 +207,24 @@ class Broadcasts:
             )
         ranks.tell(SendWeights(file, group))
         limit_s = self._limit_s + file.num_bytes / LEAST_RATE
-        sent = await ranks.answers(WeightsSent, limit_s)
-        _raise_first(sent)
+        sent = await self._answers(ranks, WeightsSent, limit_s)
         sums = tuple(sum(of_ranks) % _SUM for of_ranks in zip(*(s.sums for s in sent), strict=True))
         return BroadcastSums(group, policy_version, sums)
+
+    async def _answers(
+        self, ranks: Ranks, kind: type[Reply], limit_s: float, of: Sequence[int] | None = None
+    ) -> list[Reply]:
+        """What these ranks, all by default, say to what they were told, unless it is over before.
+        Raises WeightsError for the first one that says why not."""
+        over = self._over = asyncio.get_running_loop().create_future()
+        try:
+            answers = await ranks.answers(kind, over, limit_s, self._grace_s, of)
+        finally:
+            self._over = None
+        for answer in answers:
+            if answer.error is not None:
+                raise WeightsError(answer.error)
+        return answers
 
     def _word_of(self, version: int) -> VersionTaken | None:
         taken = self._taken
@@ -224,8 +247,7 @@ class Broadcasts:
         return True
 
 
-def _raise_first(answers: list[GroupJoined] | list[WeightsSent]) -> None:
-    """Raises WeightsError for the first rank that says why not."""
-    for answer in answers:
-        if answer.error is not None:
-            raise WeightsError(answer.error)
+def _refusal(order: Order, reason: str) -> BroadcastOpened | BroadcastFailed:
+    if isinstance(order, OpenBroadcast):
+        return BroadcastOpened(order.epoch, "", "", reason)
+    return BroadcastFailed(order.group, reason)

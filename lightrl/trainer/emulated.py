@@ -39,6 +39,7 @@ from lightrl.trainer.protocol import (
     GroupJoined,
     GroupOpened,
     JoinGroup,
+    LeaveGroup,
     MicroBatch,
     OpenGroup,
     Published,
@@ -57,6 +58,7 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, STEP_FILE, SavedStep, checkpoint_path, put_in_place
 from lightrl.trainer.seal import sealed
+from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.version.manifest import VersionFile
@@ -106,7 +108,9 @@ class EmulatedRank:
             saved.require_digest(self.file.digest, DTYPE)
         self.started = RankStarted("emulated", time.monotonic() - begun, self._published())
 
-    def perform(self, command: RankCommand) -> Iterator[RankEvent]:
+    def perform(
+        self, command: RankCommand, is_unwanted: IsUnwanted | None = None
+    ) -> Iterator[RankEvent]:
         match command:
             case Accumulate(step, batches):
                 self._expect(step, command)
@@ -140,6 +144,8 @@ class EmulatedRank:
                 yield GroupJoined(place.name, NO_WEIGHTS)
             case SendWeights():
                 yield WeightsSent((), NO_WEIGHTS)
+            case LeaveGroup():
+                pass
             case StartRank():
                 raise TrainerError("StartRank, but the rank has started")
             case _:

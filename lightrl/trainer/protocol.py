@@ -3,7 +3,7 @@
 Owns only the vocabulary. Must not import torch: the daemon imports this file.
 
     daemon -> rank   StartRank Accumulate ClearStep FinishStep EncodeDelta Save OpenGroup JoinGroup
-                     SendWeights
+                     SendWeights LeaveGroup
     rank -> daemon   RankStarted Accumulated Cleared Published StepFinished DeltaMade Saved
                      SaveFailed GroupOpened GroupJoined WeightsSent RankFailed
 
@@ -152,6 +152,12 @@ class SendWeights:
     group: str
 
 
+@dataclass(frozen=True, slots=True)
+class LeaveGroup:
+    """What the rank does, or is a member of, for broadcasts is over: it stops listening, forming or
+    sending at once, and tells the other members. No answer but that of the command that it ends."""
+
+
 RankCommand: TypeAlias = (
     StartRank
     | Accumulate
@@ -162,6 +168,7 @@ RankCommand: TypeAlias = (
     | OpenGroup
     | JoinGroup
     | SendWeights
+    | LeaveGroup
 )
 
 

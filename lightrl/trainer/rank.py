@@ -44,6 +44,7 @@ from lightrl.trainer.protocol import (
     EncodeDelta,
     FinishStep,
     JoinGroup,
+    LeaveGroup,
     MicroBatch,
     OpenGroup,
     Published,
@@ -60,6 +61,7 @@ from lightrl.trainer.protocol import (
 from lightrl.trainer.rank_main import serve
 from lightrl.trainer.saved import CHECKPOINTS, SavedStep, checkpoint_path
 from lightrl.trainer.sender import Sender
+from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.publish.buffers import Buffers
 from lightrl.weights.publish.publisher import Publisher
 from lightrl.weights.version.manifest import VersionFile
@@ -135,7 +137,9 @@ class Rank:
         published = self._published()
         self.started = RankStarted(str(self.device), time.monotonic() - begun, published)
 
-    def perform(self, command: RankCommand) -> Iterator[RankEvent]:
+    def perform(
+        self, command: RankCommand, is_unwanted: IsUnwanted | None = None
+    ) -> Iterator[RankEvent]:
         match command:
             case Accumulate(step, batches):
                 self._expect(step, command)
@@ -172,7 +176,9 @@ class Rank:
                 else:
                     yield Saved(path)
             case OpenGroup() | JoinGroup() | SendWeights():
-                yield from self._sender.perform(command)
+                yield self._sender.perform(command, is_unwanted)
+            case LeaveGroup():
+                self._sender.leave("the trainer has left it")
             case StartRank():
                 raise TrainerError("StartRank, but the rank has started")
             case _:
@@ -197,8 +203,7 @@ class Rank:
 
     def _accumulate(self, batches: Sequence[MicroBatch], advantage_factor: float = 1.0) -> None:
         for samples in batches:
-            # Without samples there is still work to do when others compute: their collectives need
-            # us.
+            # Without samples, too, when others compute: their collectives need us.
             if samples or self.start.world > 1:
                 batch = collate(samples, self.device, self.policy.vocabulary)
                 with self.computing.running():

@@ -7,6 +7,7 @@ torch.
 
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -15,12 +16,14 @@ from lightrl.system.child import Pipe
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
+    LeaveGroup,
     RankCommand,
     RankEvent,
     RankFailed,
     RankStarted,
     StartRank,
 )
+from lightrl.weights.broadcast.rendezvous import IsUnwanted
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +33,11 @@ RankPipe = Pipe[RankCommand, RankEvent]
 class AnyRank(Protocol):
     started: RankStarted
 
-    def perform(self, command: RankCommand) -> Iterator[RankEvent]:
-        """Carries the command out; each event is to be sent as soon as it comes out."""
+    def perform(
+        self, command: RankCommand, is_unwanted: IsUnwanted | None = None
+    ) -> Iterator[RankEvent]:
+        """Carries the command out; each event is to be sent as soon as it comes out. What it does
+        as a member of a broadcast group is over as soon as that `is_unwanted`."""
         ...
 
 
@@ -53,13 +59,21 @@ def serve(sock: socket.socket, new_rank: Callable[[StartRank], AnyRank]) -> None
 
 def _obey(pipe: RankPipe, new_rank: Callable[[StartRank], AnyRank]) -> None:
     rank: AnyRank | None = None
+    commands: deque[RankCommand] = deque()
+
+    def is_unwanted() -> bool:
+        commands.extend(pipe.receive(0.0))
+        return any(isinstance(command, LeaveGroup) for command in commands)
+
     while True:
-        for command in pipe.receive():
-            if rank is not None:
-                for event in rank.perform(command):
-                    pipe.send(event)
-            elif isinstance(command, StartRank):
-                rank = new_rank(command)
-                pipe.send(rank.started)
-            else:
-                raise TrainerError(f"{type(command).__name__} before StartRank")
+        if not commands:
+            commands.extend(pipe.receive())
+        command = commands.popleft()
+        if rank is not None:
+            for event in rank.perform(command, is_unwanted):
+                pipe.send(event)
+        elif isinstance(command, StartRank):
+            rank = new_rank(command)
+            pipe.send(rank.started)
+        else:
+            raise TrainerError(f"{type(command).__name__} before StartRank")

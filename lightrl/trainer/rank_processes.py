@@ -11,11 +11,11 @@ import secrets
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lightrl.config import Config
 from lightrl.devices.assign import environment
-from lightrl.errors import TrainerError
+from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
 from lightrl.system.child import LOOKS, Child, ChildDied, retry_on_resource_limit
 from lightrl.trainer.protocol import (
@@ -27,6 +27,7 @@ from lightrl.trainer.protocol import (
     Accumulated,
     GroupJoined,
     GroupOpened,
+    LeaveGroup,
     MicroBatch,
     RankCommand,
     RankEvent,
@@ -201,24 +202,38 @@ class Ranks:
         return [await self.reply(rank, *kinds) for rank in range(len(self))]
 
     async def answers(
-        self, kind: type[Reply], limit_s: float, ranks: Sequence[int] | None = None
+        self,
+        kind: type[Reply],
+        over: asyncio.Future[str],
+        limit_s: float,
+        grace_s: float,
+        ranks: Sequence[int] | None = None,
     ) -> list[Reply]:
-        """One of each of these ranks, of all by default. Raises RanksLost when a rank says nothing
-        for `limit_s`, counted in looks as in `Child.require_answers`."""
-        found: list[Reply] = []
-        for rank in range(len(self)) if ranks is None else ranks:
-            reply = asyncio.ensure_future(self.reply(rank, kind))
-            try:
-                for _ in range(LOOKS):
-                    if (await asyncio.wait({reply}, timeout=limit_s / LOOKS))[0]:
-                        break
-                else:
-                    name = self._ranks[rank].name
-                    raise RanksLost(f"{name} hangs: no {kind.__name__} for {limit_s:g} s")
-                found.append(reply.result())
-            finally:
-                reply.cancel()
-        return found
+        """One of each of these ranks, of all by default, to what they do for a broadcast.
+
+        They are told to leave the group when `over` says why, or after `limit_s`. Raises
+        WeightsError with the reason once they have answered then, RanksLost when one says nothing
+        for `grace_s` more.
+        """
+        asked = range(len(self)) if ranks is None else ranks
+        replies = [asyncio.ensure_future(self.reply(rank, kind)) for rank in asked]
+        answering = asyncio.gather(*replies)
+        try:
+            if await _any_done({answering, over}, limit_s) and not over.done():
+                return answering.result()
+            why = over.result() if over.done() else f"no {kind.__name__} within {limit_s:g} s"
+            logger.info("the ranks are told to leave their broadcast group: %s", why)
+            self.tell(LeaveGroup())
+            if not await _any_done({answering}, grace_s):
+                silent = next(
+                    r for r, reply in zip(asked, replies, strict=True) if not reply.done()
+                )
+                name = self._ranks[silent].name
+                raise RanksLost(f"{name} hangs: no {kind.__name__} when it was to leave its group")
+            answering.result()
+            raise WeightsError(why)
+        finally:
+            answering.cancel()
 
     async def accumulate(self, step: int, batches_R: Sequence[tuple[MicroBatch, ...]]) -> None:
         """Has each rank compute its micro-batches; all of them have as many."""
@@ -238,3 +253,12 @@ class Ranks:
         for rank in self._ranks:
             rank.kill()
         await self.stop()
+
+
+async def _any_done(futures: set[asyncio.Future[Any]], limit_s: float) -> bool:
+    """Whether one of them is done in time, counted in looks as in `Child.require_answers`."""
+    for _ in range(LOOKS):
+        some = asyncio.FIRST_COMPLETED
+        if (await asyncio.wait(futures, timeout=limit_s / LOOKS, return_when=some))[0]:
+            return True
+    return False

@@ -134,7 +134,7 @@ class Trainer:
         """End after the step of which all groups have come, if any, with a checkpoint of the steps
         done."""
         self._is_stopping = True
-        self._broadcasts.clear()
+        self._broadcasts.stop()
         self._changed.set()
 
     async def run(self) -> None:

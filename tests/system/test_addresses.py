@@ -3,7 +3,7 @@
 import pytest
 
 from lightrl.errors import ConfigError
-from lightrl.system.addresses import host_and_port, join_address, split_address
+from lightrl.system.addresses import host_and_port, is_loopback, join_address, split_address
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,8 @@ def test_what_a_user_may_not_write_is_one_line_with_an_example(address: str, rea
     with pytest.raises(ConfigError) as raised:
         host_and_port(address)
     assert reason in str(raised.value)
+
+
+def test_what_only_this_machine_reaches_is_known_by_its_host():
+    hosts = ["127.0.0.1", "127.8.0.1", "::1", "localhost", "10.0.0.1", "fe80::1%eth0", "h", "*"]
+    assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 4

@@ -4,8 +4,10 @@ scripted coordinator that gives the orders."""
 import asyncio
 import contextlib
 import hashlib
+import logging
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,11 @@ from lightrl.broadcast_messages import (
     SendBroadcast,
     VersionTaken,
 )
+from lightrl.errors import WeightsError
 from lightrl.messages import Checkpointed, PublishWeights
 from lightrl.run_file import parse_config
 from lightrl.system.addresses import split_address
-from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import Membership, Unreachable, reach
 from lightrl.weights.version.manifest import VersionFile
 from tests.support.trainer_coordinator import DEADLINE_S, Coordinator, kill, turns, until
 from tests.trainer.broadcast_receiver import receiver
@@ -233,7 +236,7 @@ def test_a_group_that_will_not_form_is_not_waited_for(new_config, groups, tmp_pa
             else:
                 orders.tell(VersionTaken(1, broadcasts=False, wants_delta=False))
                 failed = await orders.answer(BroadcastFailed)
-                assert failed.reason == "it was given up while it formed"
+                assert failed.reason == "it is not wanted any more"
                 coordinator.feed(1)
 
         coordinator.on["published", 1] = first
@@ -364,3 +367,160 @@ def test_a_trainer_that_is_to_stop_waits_for_no_order(new_config, groups, tmp_pa
     coordinator = run(lambda: Coordinator(config, tmp_path / "run", groups), script)
     assert time.monotonic() < began + 60
     assert coordinator.sent[-1] == Checkpointed(1, 0)
+
+
+@pytest.mark.parametrize("how", ["the coordinator says so", "the coordinator is gone", "stop"])
+def test_a_send_that_is_over_is_given_up_at_once(new_config, groups, tmp_path, how):  # noqa: F811
+    """Though a receiver that does not take part yet could do so for a long time."""
+    config = new_config(2, ranks=2, timeout_s=200.0)
+    taken = []
+
+    def script(coordinator, orders):
+        async def first():
+            orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
+            name, _, pipe = await formed(orders)
+            began = time.monotonic()
+            orders.tell(SendBroadcast(name, 1))
+            await turns()
+            if how == "stop":
+                coordinator.trainer.stop()
+            elif how == "the coordinator is gone":
+                coordinator.trainer.pause()
+            else:
+                orders.tell(VersionTaken(1, broadcasts=False, wants_delta=False))
+            pipe.send(file_of(coordinator, 1))
+            assert "broadcast: " in await said(pipe)
+            taken.append(time.monotonic() - began)
+            if how == "the coordinator is gone":
+                coordinator.says_taken = True
+                coordinator.rejoin()
+            elif how != "stop":
+                coordinator.feed(1)
+
+        coordinator.on["published", 1] = first
+
+    coordinator = run(lambda: Coordinator(config, tmp_path / "run", groups), script)
+    assert taken[0] < 30
+    assert coordinator.num_hellos == 1
+    assert BroadcastSums not in kinds_of(coordinator)
+    failed = [m.reason for m in coordinator.sent if isinstance(m, BroadcastFailed)]
+    reasons = {
+        "the coordinator says so": ["it is not wanted any more"],
+        "stop": ["the trainer ends"],
+    }
+    assert failed == reasons.get(how, [])  # who is gone hears nothing
+    assert coordinator.sent[-1].step == (1 if how == "stop" else 2)
+
+
+def test_orders_that_a_trainer_is_given_as_it_ends_are_refused(new_config, groups, tmp_path):  # noqa: F811
+    config = new_config(3, timeout_s=60.0)
+
+    def script(coordinator, orders):
+        async def first():
+            orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
+            orders.tell(SendBroadcast("waits", 1))
+            coordinator.trainer.stop()
+            orders.tell(JoinBroadcast("comes late", "10.0.0.1:1", 0, 1, 2, "gloo"))
+            orders.tell(OpenBroadcast(7))
+
+        coordinator.on["published", 1] = first
+
+    coordinator = run(lambda: Coordinator(config, tmp_path / "run", groups), script)
+    why = "the trainer ends"
+    refused = [m for m in coordinator.sent if isinstance(m, BroadcastFailed | BroadcastOpened)]
+    assert refused == [
+        BroadcastFailed("waits", why),
+        BroadcastFailed("comes late", why),
+        BroadcastOpened(7, "", "", why),
+    ]
+
+
+@pytest.mark.parametrize(
+    "how", ["the coordinator says so", "the coordinator is gone", "a wrong number of ranks"]
+)
+def test_a_rendezvous_that_nobody_will_join_is_closed(new_config, groups, tmp_path, how):  # noqa: F811
+    config = new_config(2, timeout_s=200.0)
+
+    def script(coordinator, orders):
+        async def first():
+            orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
+            orders.tell(OpenBroadcast(1))
+            opened = await orders.answer(BroadcastOpened)
+            address, deadline = split_address(opened.address), time.monotonic() + 20
+            place = Membership(opened.group, 1, 1, 3, "gloo", 200.0)
+            line = await asyncio.to_thread(reach, address, place, deadline)
+            if how == "the coordinator is gone":
+                coordinator.trainer.pause()
+            elif how == "a wrong number of ranks":
+                orders.tell(JoinBroadcast(opened.group, opened.address, 0, 2, 3, "gloo"))
+                failed = await orders.answer(BroadcastFailed)
+                assert failed == BroadcastFailed(opened.group, "2 ranks of 3, not 1")
+            else:
+                orders.tell(VersionTaken(1, broadcasts=False, wants_delta=False))
+            with pytest.raises(WeightsError, match="member 0 is gone"):
+                await asyncio.to_thread(line.expect, deadline)
+            with pytest.raises(Unreachable):
+                await asyncio.to_thread(reach, address, replace(place, rank=2), deadline)
+            if how == "the coordinator is gone":
+                coordinator.says_taken = True
+                coordinator.rejoin()
+            else:
+                orders.tell(VersionTaken(1, broadcasts=False, wants_delta=False))
+                coordinator.feed(1)
+
+        coordinator.on["published", 1] = first
+
+    coordinator = run(lambda: Coordinator(config, tmp_path / "run", groups), script)
+    assert coordinator.sent[-1].step == 2
+
+
+def test_a_rank_that_is_late_ends_the_group_and_not_itself(
+    new_config,
+    groups,  # noqa: F811
+    tmp_path,
+    caplog,
+):
+    """It stands still until after the time limit of a send, and then goes on."""
+    config = new_config(2, ranks=2, timeout_s=6.0)
+    caplog.set_level(logging.INFO)
+
+    def script(coordinator, orders):
+        async def first():
+            orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
+            name, _, pipe = await formed(orders)
+            pipe.send(file_of(coordinator, 1))
+            kill(0, signal.SIGSTOP)
+            orders.tell(SendBroadcast(name, 1))
+            assert "broadcast: " in await said(pipe)
+            await until(lambda: "told to leave" in caplog.text or coordinator.num_hellos > 1)
+            kill(0, signal.SIGCONT)
+            failed = await orders.answer(BroadcastFailed)
+            assert failed.group == name
+            assert failed.reason.startswith("no WeightsSent within 12")
+            orders.tell(OpenBroadcast(2))  # nobody is in the way of another group
+            assert (await orders.answer(BroadcastOpened)).reason == ""
+            orders.tell(VersionTaken(1, broadcasts=False, wants_delta=False))
+            coordinator.feed(1)
+
+        coordinator.on["published", 1] = first
+
+    coordinator = run(lambda: Coordinator(config, tmp_path / "run", groups), script)
+    assert coordinator.num_hellos == 1
+
+
+def test_a_word_that_is_said_again_ends_nothing(new_config, groups, tmp_path):  # noqa: F811
+    config = new_config(2, timeout_s=60.0)
+
+    def script(coordinator, orders):
+        async def first():
+            orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
+            orders.tell(OpenBroadcast(7))
+            orders.tell(VersionTaken(1, broadcasts=True, wants_delta=True))
+            assert (await orders.answer(BroadcastOpened)).epoch == 7
+            name, _, pipe = await formed(orders)
+            await sent(orders, name, pipe, 1)
+            coordinator.feed(1)
+
+        coordinator.on["published", 1] = first
+
+    run(lambda: Coordinator(config, tmp_path / "run", groups), script)

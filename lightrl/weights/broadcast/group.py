@@ -26,20 +26,22 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from lightrl.errors import WeightsError
+from lightrl.system.addresses import is_loopback
 from lightrl.system.interfaces import interface_of
 from lightrl.weights.broadcast.rendezvous import (
+    LOOK_S,
     UNWANTED,
+    IsUnwanted,
     Lifeline,
     Membership,
     Rendezvous,
-    is_loopback,
     reach,
 )
 
 POLL_S = 0.0005
-LOOK_S = 0.1  # at whether what comes is wanted still
 NEWS_S = 0.2  # after a failed operation, until somebody says whose fault it was
 GLOO_THREADS = 3  # operations at a time
+_never_ended: list[object] = []  # what no thread could wait for: to give it up would wait
 # Else NCCL's threads end the process when an operation has failed or takes too long.
 NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -84,21 +86,18 @@ class Group:
         self._in_flight.append((work, data))
         return work
 
-    def wait(self, work: Any, is_unwanted: Callable[[], bool] | None = None) -> None:
+    def wait(self, work: Any, is_unwanted: IsUnwanted | None = None) -> None:
         """Until this operation is over. Raises WeightsError, at the latest after timeout_s: who
         waits for one operation after the other has a deadline that moves with progress. Also where
-        `is_unwanted` says so, which is asked now and then."""
+        `is_unwanted` says so, which is asked now and then, whether there is progress or not."""
         deadline = time.monotonic() + self._timeout_s
+        self._require_wanted(is_unwanted)
         while not work.is_completed():
-            now = time.monotonic()
             if self.over is not None:
                 raise self._failed()
-            if now > deadline:
+            if time.monotonic() > deadline:
                 raise self._failed(f"no progress for {self._timeout_s:g} s at member {self.rank}")
-            if is_unwanted is not None and now > self._looked_at + LOOK_S:
-                self._looked_at = now
-                if is_unwanted():
-                    raise self._failed(UNWANTED)
+            self._require_wanted(is_unwanted)
             time.sleep(POLL_S)
         try:
             work.wait()
@@ -113,38 +112,57 @@ class Group:
             _let_end(self._backend, self._in_flight, self.device)
         self._backend, self._in_flight = None, []
 
+    def _require_wanted(self, is_unwanted: IsUnwanted | None) -> None:
+        now = time.monotonic()
+        if is_unwanted is not None and now > self._looked_at + LOOK_S:
+            self._looked_at = now
+            if is_unwanted():
+                raise self._failed(UNWANTED)
+
     def _failed(self, cause: RuntimeError | str | None = None) -> WeightsError:
         why = self._lifeline.wait_over(NEWS_S) if isinstance(cause, RuntimeError) else self.over
-        why = why or (cause if isinstance(cause, str) else f"member {self.rank}: {_line(cause)}")
+        why = why or (
+            cause if isinstance(cause, str) else f"member {self.rank}: {first_line(cause)}"
+        )
         self.abandon(why)
         return WeightsError(f"broadcast: {why}")
 
 
 def form(
-    meet: Rendezvous | tuple[str, int], place: Membership, device: torch.device | str
+    meet: Rendezvous | tuple[str, int],
+    place: Membership,
+    device: torch.device | str,
+    is_unwanted: IsUnwanted | None = None,
 ) -> Group:
     """Forms a group with all others that call this.
 
     `meet`: where the members meet, the listener for member 0 and its address for the others.
     `device`: where what is sent lies, a CUDA device for "nccl", "cpu" for "gloo". Raises
-    WeightsError after place.timeout_s at the latest.
+    WeightsError after place.timeout_s at the latest; member 0 also where `is_unwanted` says so,
+    which is asked several times a second, and with it all who have come.
     """
     deadline = time.monotonic() + place.timeout_s
     if isinstance(meet, Rendezvous):
-        lifeline, host = meet.gather(place, deadline), meet.address[0]
+        lifeline, host = meet.gather(place, deadline, is_unwanted), meet.address[0]
     else:
         lifeline, host = reach(meet, place, deadline), meet[0]
     device = torch.device(device)
     try:
-        backend = _connect(lifeline, host, place, device, deadline)
-    except WeightsError as e:
-        lifeline.cut(str(e).removeprefix("broadcast: "))
-        raise
+        backend = _connect(lifeline, host, place, device, deadline, is_unwanted)
+    except (WeightsError, RuntimeError, MemoryError) as e:
+        why = first_line(e).removeprefix("broadcast: ")
+        lifeline.cut(why)
+        raise WeightsError(f"broadcast: {why}") from e
     return Group(backend, lifeline, place, device)
 
 
 def _connect(
-    lifeline: Lifeline, host: str, place: Membership, device: torch.device, deadline: float
+    lifeline: Lifeline,
+    host: str,
+    place: Membership,
+    device: torch.device,
+    deadline: float,
+    is_unwanted: IsUnwanted | None,
 ) -> Any:
     """The backend, once all members have theirs. The store listens only meanwhile."""
     if place.rank > 0:
@@ -168,13 +186,13 @@ def _connect(
             work.wait()
         return backend, store
 
-    backend, store = _in_thread(make, lifeline, deadline)
+    backend, store = _in_thread(make, lifeline, deadline, is_unwanted)
     try:
         if place.rank > 0:
             lifeline.tell("formed")
             lifeline.expect(deadline)
         else:
-            lifeline.expect(deadline)
+            lifeline.expect(deadline, is_unwanted)
             lifeline.tell("ready")
     except WeightsError:
         _let_end(backend, [], device)
@@ -239,7 +257,9 @@ def _options(root: int, timeout_s: float) -> Any:
     return options
 
 
-def _in_thread(make: Callable[[], Any], lifeline: Lifeline, deadline: float) -> Any:
+def _in_thread(
+    make: Callable[[], Any], lifeline: Lifeline, deadline: float, is_unwanted: IsUnwanted | None
+) -> Any:
     """What `make` returns; does not wait for it when the group is over before it is made."""
     done = threading.Event()
     result: list[Any] = []
@@ -247,7 +267,7 @@ def _in_thread(make: Callable[[], Any], lifeline: Lifeline, deadline: float) -> 
     def run() -> None:
         try:
             result.append(make())
-        except (RuntimeError, OSError) as e:
+        except (RuntimeError, OSError, MemoryError) as e:
             result.append(e)
         done.set()
 
@@ -257,8 +277,10 @@ def _in_thread(make: Callable[[], Any], lifeline: Lifeline, deadline: float) -> 
             raise WeightsError(f"broadcast: {lifeline.over}")
         if time.monotonic() > deadline:
             raise WeightsError("broadcast: the group did not form in time")
+        if is_unwanted is not None and is_unwanted():
+            raise WeightsError(f"broadcast: {UNWANTED}")
     if isinstance(result[0], Exception):
-        why = lifeline.wait_over(NEWS_S) or f"cannot form: {_line(result[0])}"
+        why = lifeline.wait_over(NEWS_S) or f"cannot form: {first_line(result[0])}"
         raise WeightsError(f"broadcast: {why}") from result[0]
     return result[0]
 
@@ -274,11 +296,14 @@ def _let_end(backend: Any, in_flight: list[tuple[Any, torch.Tensor]], device: to
         while not all(work.is_completed() for work, _ in in_flight):
             time.sleep(0.05)
 
-    threading.Thread(target=run, daemon=True, name="broadcast ends").start()
+    try:
+        threading.Thread(target=run, daemon=True, name="broadcast ends").start()
+    except RuntimeError:  # no memory for a thread
+        _never_ended.append((backend, in_flight))
 
 
-def _line(cause: object) -> str:
-    """The beginning of torch's message, which may have several lines and a trace."""
+def first_line(cause: object) -> str:
+    """The beginning of a message of torch's, which may have several lines and a trace."""
     text = str(cause).splitlines()
     return (text[0] if text else type(cause).__name__)[:200]
 

@@ -27,6 +27,8 @@ from typing import Self
 import torch
 from blake3 import blake3
 
+from lightrl.errors import WeightsError
+
 NUM_SUMS = 2
 SEED_BYTES = 32
 BLOCK_WORDS = 1 << 11  # 32-bit words
@@ -141,12 +143,13 @@ class AddedBeside:
     meanwhile. On a device all of it is beside anyway, and there is no thread.
 
     `with AddedBeside(proof) as beside`: all is added at the end of the block, unless it ends with
-    an exception.
+    an exception. What goes wrong in the thread ends it with a WeightsError.
     """
 
     def __init__(self, proof: Proof) -> None:
         self._proof = proof
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # the end of the thread
+        self._is_dropped = False  # what waits, as the block ends with an exception
         self._waiting: queue.SimpleQueue[tuple[torch.Tensor, int] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(MAX_WAITING)
         self._thread: threading.Thread | None = None
@@ -159,36 +162,46 @@ class AddedBeside:
         return self
 
     def add(self, tensor: torch.Tensor, offset: int) -> None:
-        """As `Proof.add`, soon; waits while MAX_WAITING others do."""
+        """As `Proof.add`, soon; waits while MAX_WAITING others do. Raises WeightsError where one
+        before has failed."""
         if self._thread is None:
             self._proof.add(tensor, offset)
-        elif self._error is None:
+            return
+        if self._error is None:
             self._room.acquire()
-            self._waiting.put((tensor, offset))
+        self._require_no_error()
+        self._waiting.put((tensor, offset))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if self._thread is None:
             return
-        if error is not None:
-            self._error = error
+        self._is_dropped = error is not None
         self._waiting.put(None)
         self._thread.join()
-        if error is None and self._error is not None:
-            raise self._error
+        if error is None:
+            self._require_no_error()
+
+    def _require_no_error(self) -> None:
+        if (e := self._error) is not None:
+            what = f"{type(e).__name__}: {e}".splitlines()[0]
+            raise WeightsError(f"broadcast: the sums cannot be made: {what}") from e
 
     def _run(self) -> None:
-        # what the caller made in that mode may be changed in that mode only
-        with torch.inference_mode():
-            while (given := self._waiting.get()) is not None:
-                if self._error is None:
-                    try:
+        try:
+            # what the caller made in that mode may be changed in that mode only
+            with torch.inference_mode():
+                while (given := self._waiting.get()) is not None:
+                    if not self._is_dropped:
                         self._proof.add(*given)
-                    except (RuntimeError, ValueError, TypeError) as e:
-                        self._error = e
-                del given
-                self._room.release()
+                    del given
+                    self._room.release()
+        except BaseException as e:  # whatever it is: the caller waits for us
+            self._error = e
+            raise
+        finally:
+            self._room.release()
 
 
 def _is_aligned(data: torch.Tensor) -> bool:

@@ -8,26 +8,30 @@ it waits for somebody else, never. Must not import torch.
 
 import contextlib
 import hmac
-import ipaddress
 import selectors
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from blake3 import blake3
 
 from lightrl.errors import WeightsError
+from lightrl.system.addresses import is_loopback
 from lightrl.weights.version.layout import BUCKET_BYTES
 
+LOOK_S = 0.1  # at whether what one waits for is wanted still
 HELLO_S = 2.0  # from a connection to its whole hello
 MAX_PENDING = 64  # connections without a hello; the oldest makes room
 MAX_WORD = 300  # bytes
 CUT_S = 1.0  # to tell all others that it is over
 UNWANTED = "it is not wanted any more"  # why a member leaves that is to pull instead
-GIVEN_UP = (1 << 32) - 1  # in place of a rank
 _HELLO = struct.Struct("<32sI")
+
+IsUnwanted: TypeAlias = Callable[[], bool]  # whether what is at work is of no use any more
 
 
 class Unreachable(WeightsError):
@@ -80,16 +84,21 @@ class Rendezvous:
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
 
     def close(self) -> None:
+        """Whoever has come, or is at the door, finds the connection closed."""
         self._listener.close()
         for sock in self._pending:
             sock.close()
         self._pending.clear()
 
-    def gather(self, place: Membership, deadline: float) -> "Lifeline":
+    def gather(
+        self, place: Membership, deadline: float, is_unwanted: IsUnwanted | None = None
+    ) -> "Lifeline":
         """Waits for members 1 to world - 1, who know the name; others are shown the door.
 
-        Raises WeightsError at the deadline (time.monotonic()). The listener is closed in any case.
+        Raises WeightsError at the deadline (time.monotonic()), or where `is_unwanted` says so. The
+        listener is closed in any case.
         """
+        wait_s = HELLO_S if is_unwanted is None else LOOK_S
         secret, world = place.shown_name, place.world
         members: dict[int, socket.socket] = {}
         try:
@@ -97,10 +106,9 @@ class Rendezvous:
                 if (left := deadline - time.monotonic()) <= 0:
                     missing = sorted(set(range(1, world)) - set(members))
                     raise WeightsError(f"broadcast: members {missing} of {world} did not come")
-                for sock, rank in self._hellos(min(left, HELLO_S), secret):
-                    if rank == GIVEN_UP:
-                        sock.close()
-                        raise WeightsError("broadcast: it was given up while it formed")
+                if is_unwanted is not None and is_unwanted():
+                    raise WeightsError(f"broadcast: {UNWANTED}")
+                for sock, rank in self._hellos(min(left, wait_s), secret):
                     if 0 < rank < world and rank not in members:
                         members[rank] = sock
                     else:
@@ -163,16 +171,6 @@ class Rendezvous:
         sock.close()
 
 
-def give_up(address: tuple[str, int], place: Membership) -> None:
-    """Ends this group for all that wait there for others; nothing if nobody waits. For
-    who knows that somebody will not come."""
-    with (
-        contextlib.suppress(OSError),
-        socket.create_connection(address, timeout=HELLO_S) as sock,
-    ):
-        sock.sendall(_HELLO.pack(place.shown_name, GIVEN_UP))
-
-
 def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Lifeline":
     """Connects to member 0. Raises Unreachable if nobody listens there."""
     try:
@@ -182,10 +180,6 @@ def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Life
         host, port = address
         raise Unreachable(f"broadcast: member 0 at {host}:{port} cannot be reached: {e}") from e
     return Lifeline({0: sock})
-
-
-def is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 class Lifeline:
@@ -221,18 +215,27 @@ class Lifeline:
             with contextlib.suppress(OSError):
                 sock.sendall(word.encode(errors="replace")[: MAX_WORD - 1] + b"\n")
 
-    def expect(self, deadline: float) -> str:
-        """Waits for one word of each peer; the last one's. Raises WeightsError."""
+    def expect(self, deadline: float, is_unwanted: IsUnwanted | None = None) -> str:
+        """Waits for one word of each peer; the last one's. Raises WeightsError, also where
+        `is_unwanted` says so."""
+        while not self._has_heard(min(LOOK_S, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                break
+            if is_unwanted is not None and is_unwanted():
+                raise WeightsError(f"broadcast: {UNWANTED}")
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._over is not None or all(self._heard.values()),
-                max(0.0, deadline - time.monotonic()),
-            )
             if self._over is not None:
                 raise WeightsError(f"broadcast: {self._over}")
             if silent := [rank for rank, words in self._heard.items() if not words]:
                 raise WeightsError(f"broadcast: no word of members {silent} while the group forms")
             return [words.pop(0) for words in self._heard.values()][-1]
+
+    def _has_heard(self, wait_s: float) -> bool:
+        """A word of each peer, or that it is over."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._over is not None or all(self._heard.values()), max(0.0, wait_s)
+            )
 
     def wait_over(self, timeout_s: float) -> str | None:
         """Gives the news that somebody is gone a moment to arrive."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightrl.errors import WeightsError
-from lightrl.weights.broadcast.group import Group
+from lightrl.weights.broadcast.group import Group, first_line
 from lightrl.weights.broadcast.pieces import Piece, byte_range, schedule
 from lightrl.weights.broadcast.proof import AddedBeside, Proof
 from lightrl.weights.version.layout import TensorSpec
@@ -34,13 +34,18 @@ Rows = Callable[[int], torch.Tensor]
 
 
 def send(
-    group: Group, tensors: Sequence[TensorSpec], rows: Rows, proof: Proof | None = None
+    group: Group,
+    tensors: Sequence[TensorSpec],
+    rows: Rows,
+    proof: Proof | None = None,
+    is_unwanted: Callable[[], bool] | None = None,
 ) -> None:
     """A training rank's side. Returns when all pieces have been sent, not when they have arrived.
 
     `rows` is asked once for each tensor of which this rank has any, in order; what it returns must
     not change until this returns. Adds all of it to `proof`, beside, piece by piece: the sums are
-    complete at the end. Raises WeightsError, and the group is over.
+    complete at the end. Raises WeightsError, and the group is over; also where `is_unwanted` says
+    so, which is asked several times a second.
     """
     with _Ending(group), _beside(proof) as beside:
         spare = [
@@ -51,14 +56,14 @@ def send(
         works: deque[Any] = deque()
         for i, piece in enumerate(schedule(tensors, group.num_ranks, group.piece_bytes)):
             if len(works) == IN_FLIGHT:
-                group.wait(works.popleft())
+                group.wait(works.popleft(), is_unwanted)
             if piece.root == group.rank:
                 data = mine.data(piece, beside)
             else:  # what other ranks send is nothing to this one
                 data = spare[i % IN_FLIGHT][: piece.num_bytes]
             works.append(group.broadcast(data, piece.root))
         for work in works:
-            group.wait(work)
+            group.wait(work, is_unwanted)
 
 
 def receive(
@@ -110,7 +115,8 @@ def _received(
 
 
 class _Ending:
-    """Whatever ends a transfer before its end ends the group: others may be waiting."""
+    """Whatever ends a transfer before its end ends the group: others may be waiting. What torch
+    raises where memory or a device fails it becomes a WeightsError: the process goes on."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -120,8 +126,11 @@ class _Ending:
             raise WeightsError(f"broadcast: {self._group.over}")
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if kind is not None:
-            self._group.abandon(f"member {self._group.rank} has left ({kind.__name__})")
+        if kind is None:
+            return
+        self._group.abandon(f"member {self._group.rank} has left ({kind.__name__})")
+        if isinstance(error, RuntimeError | MemoryError):
+            raise WeightsError(f"broadcast: {first_line(error)}") from error
 
 
 class _Mine:

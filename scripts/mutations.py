@@ -587,8 +587,35 @@ MUTATIONS = [
     Mutation(
         "one member ends all broadcasts for ever",
         "core/broadcast_groups.py",
-        "before + count * FORGIVEN_AFTER",
+        "before + FORGIVEN_AFTER",
         "before",
+    ),
+    Mutation(
+        "who could not reach one trainer is no member of the next one's groups",
+        "core/broadcast_groups.py",
+        "            self._unreached.clear()\n",
+        "",
+    ),
+    Mutation(
+        "who is refused, as a group is over, is barred for good",
+        "engine/member.py",
+        "    return isinstance(cause, OSError) and cause.errno in NO_WAY\n",
+        "    return True\n",
+        ("tests/rollout/test_broadcast.py",),
+    ),
+    Mutation(
+        "nobody says that a version which is to come by broadcast will not be received",
+        "rollout/agent.py",
+        "            if wanted is not None and are_same(wanted, offer):",
+        "            if False:",
+        ("tests/rollout/test_broadcast.py",),
+    ),
+    Mutation(
+        "each order makes an engine wait longer for the sums",
+        "engine/process.py",
+        "max(0.0, received.until - time.perf_counter())",
+        "self._group_timeout_s",
+        ("tests/engine/test_broadcast.py",),
     ),
     Mutation(
         "delta is offered though it is as large as the version",

@@ -9,7 +9,12 @@ boundary forms another group without it. Pure; sends nothing: `broadcasts.py` do
 
 A member can end an epoch by a word, and make others pull; it must not be able to do so for ever:
 
-- A process that could not reach the trainer is no candidate again.
+- A process that could not reach the trainer (nobody answered at that address until the time limit,
+  or there is no way to it) is no candidate again while this process of the trainer is there. Its
+  word counts also when the group is over, as it mostly is: the trainer's own time limit ends at the
+  same time. It does not depend on the group whether anybody answers for an address. Whoever is
+  refused there has reached the machine, and the group may simply be over: that is a failure as any
+  other, and nothing at all where the group is over already.
 - Who has ended MAX_MARKS epochs by its own word (a failure, a refused version, another hello), or
   was still at a version when the next one came, is none either. FORGIVEN_AFTER versions received
   take one such mark away. So it spoils about one version in FORGIVEN_AFTER at most.
@@ -102,7 +107,7 @@ class BroadcastGroups:
         self.receiving: set[str] = set()
         self.num_epochs = 0
         self.num_sent = 0  # versions that all members have got
-        self.num_lost = 0  # epochs that a lost member, or a failure, has ended
+        self.num_lost = 0  # epochs that a lost or late member, or a failure, has ended
         self._num_ranks = num_ranks
         self._joined: set[str | None] = set()  # while it forms: nodes, and None for the trainer
         self._has_sent = False  # a version, in this epoch
@@ -110,9 +115,19 @@ class BroadcastGroups:
         self._put_off = 0  # boundaries until there may be another attempt
         # name -> process, and its marks times FORGIVEN_AFTER
         self._marks: dict[str, tuple[int, int]] = {}
+        self._unreached: dict[str, int] = {}  # name -> process that could not reach
+        self._trainer: tuple[str, int] | None = None  # this process
         self._over: tuple[str, Epoch] | None = None  # the last group with a name, which has ended
         # who has got a mark since the last boundary, and the other members
         self._blamed: tuple[str, frozenset[str]] | None = None
+
+    def trained_by(self, name: str, incarnation: int) -> None:
+        """The trainer is this process. Another one may be reached by who could not reach the one
+        before; and what is still said of groups of that one, whose machine may have gone with it,
+        says nothing."""
+        if self._trainer != (name, incarnation):
+            self._trainer, self._over = (name, incarnation), None
+            self._unreached.clear()
 
     def at_boundary(self, members: tuple[Candidate, ...], backend: Backend = "gloo") -> None:
         """A version is to be sent to these. The phase is SENDING afterwards if there is a group of
@@ -124,6 +139,7 @@ class BroadcastGroups:
             late = self.receiving if self.phase is Phase.SENDING else ()
             for name in late:
                 self._mark(self.epoch, name)
+            self.num_lost += 1
             self.end()
             return
         wanted = self._epoch_of(members, backend)
@@ -188,10 +204,11 @@ class BroadcastGroups:
         if self.epoch is None:
             return set()
         self.num_lost += 1
-        if culprit in self.epoch.members:
-            self._mark(self.epoch, culprit, MAX_MARKS if is_unreachable else 1)
-            if not is_unreachable:
-                self._blamed = culprit, frozenset(self.epoch.members) - {culprit}
+        if culprit in self.epoch.members and is_unreachable:
+            self._bar(self.epoch, culprit)
+        elif culprit in self.epoch.members:
+            self._mark(self.epoch, culprit)
+            self._blamed = culprit, frozenset(self.epoch.members) - {culprit}
         return self.end()
 
     def lost(self, name: str, is_trainer: bool = False) -> set[str]:
@@ -220,7 +237,8 @@ class BroadcastGroups:
     def bars(self, name: str, incarnation: int) -> bool:
         """Whether this process must not be a member again."""
         process, marks = self._marks.get(name, (incarnation, 0))
-        return process == incarnation and marks > (MAX_MARKS - 1) * FORGIVEN_AFTER
+        has_ended_too_many = process == incarnation and marks > (MAX_MARKS - 1) * FORGIVEN_AFTER
+        return has_ended_too_many or self._unreached.get(name) == incarnation
 
     def bar_late(self, group: str, name: str) -> bool:
         """A member could not reach the trainer, and says so when the group is over; whether that is
@@ -228,16 +246,21 @@ class BroadcastGroups:
         if self._over is None or self._over[0] != group or name not in self._over[1].members:
             return False
         epoch = self._over[1]
-        incarnation = epoch.incarnations[epoch.members.index(name)]
-        if is_news := not self.bars(name, incarnation):
-            self._mark(epoch, name, MAX_MARKS)
+        is_news = not self.bars(name, epoch.incarnations[epoch.members.index(name)])
+        self._bar(epoch, name)
         return is_news
 
-    def _mark(self, epoch: Epoch, name: str, count: int = 1) -> None:
+    def _bar(self, epoch: Epoch, name: str) -> None:
+        self._unreached.pop(name, None)
+        self._unreached[name] = epoch.incarnations[epoch.members.index(name)]
+        if len(self._unreached) > MAX_REMEMBERED:
+            del self._unreached[next(iter(self._unreached))]
+
+    def _mark(self, epoch: Epoch, name: str) -> None:
         incarnation = epoch.incarnations[epoch.members.index(name)]
         process, marks = self._marks.pop(name, (incarnation, 0))
         before = marks if process == incarnation else 0
-        self._marks[name] = incarnation, before + count * FORGIVEN_AFTER
+        self._marks[name] = incarnation, before + FORGIVEN_AFTER
         if len(self._marks) > MAX_REMEMBERED:
             del self._marks[next(iter(self._marks))]
 

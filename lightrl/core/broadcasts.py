@@ -5,6 +5,17 @@ decided in `broadcast_groups.py`. A version that is sent by broadcast is offered
 any other, once all members are there: until then they are told nothing. A member is no source, for
 it gets no file: so nobody can accuse it of wrong bytes. Nothing of groups is written down: a core
 that was made again has none, and its nodes say hello again.
+
+Only a group that forms has a deadline here. To send may take long, and who stands still meanwhile
+is found out by others, who all say so here:
+
+- The trainer: its ranks have a limit by the size of the version (trainer/broadcasts.py). It goes on
+  when all is sent, waits for no member, and has a lease as any node.
+- An engine that receives: nothing moves, or nobody says what was sent, for weights.timeout_s.
+- An engine that hangs: the ranks, for which nothing moves. If they had sent all, its node, which
+  waits for it as for one that loads (rollout/agent.py); the trainer and all others go on.
+- A node that gets no manifest: its pull, after weights.timeout_s. One that says nothing: its lease.
+- Whoever is late for another reason: the next boundary, to which others bring the run.
 """
 
 from lightrl.broadcast_messages import (
@@ -63,6 +74,7 @@ class Broadcasts:
             return
         self._release(self.groups.receiving)
         is_last = policy_version >= self._settings.num_steps
+        self.groups.trained_by(trainer.name, trainer.incarnation)
         candidates = [] if is_last else self._candidates(policy_version - 1)
         is_cuda, mode = trainer.device.startswith("cuda"), self._settings.broadcast
         self._num_known = max((n.number + 1 for n in self._nodes.values()), default=0)

@@ -160,6 +160,8 @@ class Received:
     sums: tuple[int, ...]
     # of time.perf_counter()
     begun_at: float
+    # until then somebody must have said what was sent, whatever else is ordered meanwhile
+    until: float
 
 
 class Server:
@@ -195,7 +197,7 @@ class Server:
                 # what finished waits for another step; after an abort none comes
                 self._send(self._outboxes)
                 self._report_load(time.perf_counter(), 0.0)
-                if not self._inbox.wait(self._group_timeout_s if self._received else None):
+                if not self._inbox.wait(self._proof_due_s()):
                     self._drop("nobody has said what was sent")
 
     def _perform(self, command: EngineCommand) -> None:
@@ -285,7 +287,13 @@ class Server:
             self._fail(command.file, e, is_dropped=True)
             self._engine.leave_group("what was sent could not be received")
             return
-        self._received = Received(command, sums, begun_at)
+        until = time.perf_counter() + self._group_timeout_s
+        self._received = Received(command, sums, begun_at, until)
+
+    def _proof_due_s(self) -> float | None:
+        """In what time what was received must be proved, if something was."""
+        received = self._received
+        return None if received is None else max(0.0, received.until - time.perf_counter())
 
     def _prove(self, sums: tuple[int, ...]) -> None:
         """What has failed to come has been answered already."""

@@ -41,7 +41,7 @@ from lightrl.messages import (
 )
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.engine_spec import engine_spec
-from lightrl.rollout.fetched import Announced, Fetched, confirmation
+from lightrl.rollout.fetched import Announced, Fetched, are_same, confirmation
 from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
 from lightrl.rollout.weights import NodeWeights
@@ -273,9 +273,10 @@ class RolloutAgent:
         self._member.ended(reason)
 
     def _engine_owes(self) -> bool:
-        """Tokens, or whether it has loaded a version. Not while it waits for others."""
+        """Tokens, or whether it has loaded a version. Not while it waits for others, or cannot be
+        told yet that it need not."""
         if self._state in IS_LOADING:
-            return not self._member.is_receiving
+            return not (self._member.is_receiving or self._member.is_withdrawn)
         return (
             self._state is EngineState.SERVING
             and bool(self._running)
@@ -373,6 +374,9 @@ class RolloutAgent:
         if isinstance(fetched, Fetched):
             engine.send(LoadWeights(fetched.file, offer.canary))
         elif not self._member.receive(fetched.file, offer):
+            wanted = self._weights.wanted
+            if wanted is not None and are_same(wanted, offer):  # else what is to come is another
+                self._member.fail(offer.group, "no engine waits for it any more")
             return
         self._move(EngineChange.LOAD_ORDERED)
         answer = await answers.get()

@@ -25,7 +25,10 @@ from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 1.25  # times the time limit of a group, in which an engine notices that itself
+# Times the time limit of a group: in that an engine notices by itself that nothing moves, even one
+# whose workers are processes that cannot be told. It may need a moment more to end what it was at,
+# and of this the first look (system/child.py) may take away an eighth.
+PATIENCE = 1.5
 
 
 class BroadcastMember:
@@ -104,7 +107,7 @@ class BroadcastMember:
 
     def offered(self, message: PublishWeights) -> None:
         """What comes by broadcast, if it is not this, is not wanted any more."""
-        if self._announced is not None and not are_same(self._announced, message):
+        if self._announced is not None and self._announced.group != message.group:
             self._leave(self._announced.group)
         receiving = self._receiving
         is_same = receiving is not None and are_same(receiving, message)

@@ -132,11 +132,12 @@ def test_a_new_version_ends_what_is_under_way_and_the_next_one_forms_anew():
         assert groups.phase is Phase.NONE
         assert groups.receiving == set()
         groups._pause = 1  # pyright: ignore[reportPrivateUsage]
-    assert groups.num_lost == 0
+    assert groups.num_lost == 2
     form(groups, A, B)
     groups.received("a")
     groups.at_boundary((A, B))
     assert groups.phase is Phase.NONE
+    assert groups.num_lost == 3
 
 
 def test_a_lost_member_sends_those_to_pull_who_were_receiving():
@@ -202,6 +203,24 @@ def test_who_cannot_reach_the_trainer_is_none_as_this_process():
     assert not groups.bars("b", 1)
     groups.lost("b")
     assert groups.bars("a", 1)  # that was no mistake
+
+
+def test_another_process_of_the_trainer_may_be_reached():
+    """The machine of the one before may have gone: nobody answered there."""
+    groups = BroadcastGroups(1)
+    groups.trained_by("t", 1)
+    groups.at_boundary((A, B))
+    groups.opened(1, "x")
+    groups.fail("a", is_unreachable=True)
+    assert groups.bar_late("x", "b")
+    groups.trained_by("t", 1)
+    assert groups.bars("a", 1)
+    assert groups.bars("b", 1)
+    groups.trained_by("t", 2)
+    assert not groups.bars("a", 1)
+    assert not groups.bars("b", 1)
+    assert not groups.bar_late("x", "b")  # of the one before
+    assert not groups.bars("b", 1)
 
 
 def test_who_ends_groups_by_its_word_is_none_after_a_few():

@@ -447,7 +447,7 @@ def test_a_new_version_ends_what_is_under_way_and_the_next_forms_anew():
     commands = g.publish(2)
     assert said(commands)[0] == ("t", VersionTaken(2, False, True))
     assert set(pulls(commands)) == {"a", "b", "d"}
-    assert g.groups.num_lost == 0
+    assert g.groups.num_lost == 1
     for name in "abd":
         g.d.confirm(name, 2)
     assert ("t", OpenBroadcast(2)) in said(g.publish(3))
@@ -456,7 +456,33 @@ def test_a_new_version_ends_what_is_under_way_and_the_next_forms_anew():
     g.ready("a", 3)
     commands = g.publish(4)
     assert set(pulls(commands)) == {"a", "b", "d"}
-    assert g.groups.num_lost == 0
+    assert g.groups.num_lost == 2
+
+
+@pytest.mark.parametrize("at", PHASES)
+def test_a_second_version_in_quick_succession(at):
+    """One that the run has got ready for by who pulls alone; nothing of the first one is news."""
+    g = Group("a", "b", "c")
+    g.join("d", workers=0)
+    g.d.confirm("d", 0)
+    phase(g, at)
+    g.d.confirm("d", 1)
+    name = g.name
+    commands = g.publish(2)
+    assert g.groups.phase is Phase.NONE
+    assert said(commands)[0] == ("t", VersionTaken(2, False, True))
+    assert set(pulls(commands)) == {*"abcd"}
+    for late in (BroadcastJoined(name), BroadcastFailed(name, "not wanted")):
+        assert [said(g.hear(who, late)) for who in "tabc"] == [[]] * 4
+    assert said(g.hear("t", BroadcastOpened(1, name, "h:1"))) == []
+    assert said(g.hear("t", BroadcastSums(name, 1, SUMS))) == []
+    assert said(g.ready("b", 1)) == []
+    assert g.node("b").state == "updating"
+    for member in "abcd":
+        g.d.confirm(member, 2)
+    g.publish(3)
+    assert g.groups.receiving == {*"abc"}  # late once is no reason
+    assert (g.groups.num_epochs, g.groups.num_lost) == (2, 1)
 
 
 def test_a_group_that_does_not_form_in_time_is_over():
@@ -516,6 +542,34 @@ def test_who_says_too_late_that_the_trainer_cannot_be_reached_is_none_either():
         g.d.confirm(name, 1)
     g.publish(2)
     assert g.groups.receiving == {"b", "s"}
+
+
+def test_a_word_on_a_group_that_is_over_bars_only_who_found_nobody_at_its_address():
+    g = Group("a", "b")
+    g.publish(1)
+    g.opened()
+    g.fail("t")
+    assert warnings(g.fail("a", "connection refused")) == []
+    assert warnings(g.fail("b", "timed out", is_unreachable=True)) != []
+    for name in "ab":
+        g.d.confirm(name, 1)
+    g.publish(2)
+    assert g.groups.receiving == {"a"}
+
+
+def test_who_could_not_reach_the_trainer_is_a_member_of_the_next_process_of_it():
+    g = Group("a", "b")
+    g.publish(1)
+    g.opened()
+    g.fail("a", "no route", is_unreachable=True)
+    g.d.feed(NodeLost("t", "gone"))
+    g.join("t", role="trainer", host="trainer's", incarnation=2)
+    g.d.publish(1)
+    g.fail("b", "no route", is_unreachable=True)  # it has waited for the one before
+    for name in "ab":
+        g.d.confirm(name, 1)
+    g.publish(2)
+    assert g.groups.receiving == {"a", "b"}
 
 
 def test_a_member_cannot_end_the_broadcasts_of_others_for_ever():
@@ -660,6 +714,23 @@ def test_one_rank_and_one_member():
     g.sums(1)
     g.ready("a", 1)
     assert g.groups.phase is Phase.STANDING
+
+
+def test_a_world_of_one_has_no_group():
+    """The trainer's own node serves what it has published."""
+    g = Group(broadcast="always")
+    hello = Hello("t", 1, roles=("trainer", "rollout"), protocol=PROTOCOL, pid=1, host="here")
+    g.d = Driver(broadcast="always")
+    g.groups = g.d.core.fleet.broadcasts.groups
+    g.d.feed(NodeJoined(hello))
+    g.d.feed(EndpointOpened("t", endpoint_of("t", 1)))
+    g.heartbeat("t", workers=1)
+    for version in (0, 1):
+        commands = g.publish(version) if version else g.d.publish(0)
+        assert said(commands)[0] == ("t", VersionTaken(version, False, version > 0))
+        assert set(pulls(commands)) == {"t"}
+        g.d.confirm("t", version)
+    assert (g.groups.num_epochs, g.groups.phase) == (0, Phase.NONE)
 
 
 def test_sixty_four_members():

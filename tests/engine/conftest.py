@@ -3,7 +3,7 @@
 import asyncio
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,10 @@ class EngineClient:
             case Load():
                 self.loads.append(event)
         return event
+
+    def together(self, what: Coroutine[Any, Any, Any]) -> Any:
+        """Of what happens while events come; the coroutine takes them from `child`."""
+        return self._runner.run(what)
 
     def until(self, condition: Callable[[], Any]) -> None:
         while not condition():

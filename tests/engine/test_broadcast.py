@@ -1,8 +1,10 @@
 """Engines as members of a broadcast group: what they serve after one, and after one that failed."""
 
+import asyncio
 import multiprocessing
 import secrets
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from lightrl.engine.base import (
 )
 from lightrl.engine.group_answers import common_sums, require_joined
 from lightrl.errors import WeightsError
-from lightrl.messages import Canary, Sampling
+from lightrl.messages import Abort, Canary, Sampling
 from lightrl.system.addresses import join_address
 from lightrl.weights.broadcast.rendezvous import Membership, Unreachable
 from lightrl.weights.version.manifest import VersionFile
@@ -237,6 +239,32 @@ def test_an_engine_does_not_wait_for_ever_until_somebody_says_what_was_sent(real
     real_engine.load(1)
 
 
+def test_orders_that_come_meanwhile_do_not_make_it_wait_longer(real_engine, tiny):
+    async def answer_while_orders_come() -> Any:
+        async def order() -> None:
+            while True:
+                real_engine.child.send(Abort(()))
+                await asyncio.sleep(0.1)
+
+        ordering = asyncio.create_task(order())
+        try:
+            async with asyncio.timeout(15.0):
+                while not isinstance(event := await real_engine.child.receive(), EngineFailed):
+                    pass
+                return event
+        finally:
+            ordering.cancel()
+
+    with rank(timeout_s=1.0) as one:
+        join(real_engine, one)
+        real_engine.child.send(receive(one, tiny.files[2]))
+        one.send(tiny.files[2])
+        assert one.says() == "sent"
+        failed = real_engine.together(answer_while_orders_come())
+        assert "nobody has said" in failed.reason
+    real_engine.load(1)
+
+
 def receive_while_busy(
     engine: Any, ask: Any, name: str, at: int | None = None, number: int = 0
 ) -> Any:
@@ -303,13 +331,26 @@ def test_a_canary_that_differs_speaks_against_the_version(real_engine, tiny, ask
     real_engine.load(1)
 
 
+@contextmanager
+def unanswered() -> Iterator[str]:
+    """An address where whoever connects waits for ever: as where packets are dropped."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address):  # the only one that is let wait
+            yield join_address(*address)
+
+
 def test_an_engine_that_finds_nobody_says_so_and_goes_on(real_engine, ask, tiny):
+    """A closed port says nothing of the trainer's machine: the group may be over. Where nobody
+    answers, it cannot be reached."""
     real_engine.load(1)
-    place = Membership("nobody", 1, 1, 2, "gloo", 2.0)
-    real_engine.child.send(JoinGroup("127.0.0.1:9", place))
-    joined = _next(real_engine, GroupJoined)
-    assert joined.is_unreachable
-    assert "127.0.0.1:9" in joined.error
+    place = Membership("nobody", 1, 1, 2, "gloo", 1.0)
+    with unanswered() as silent:
+        for address, is_unreachable in (("127.0.0.1:9", False), (silent, True)):
+            real_engine.child.send(JoinGroup(address, place))
+            joined = _next(real_engine, GroupJoined)
+            assert joined.is_unreachable == is_unreachable
+            assert address in joined.error
     assert len(served(real_engine, ask, 1, "alone")) == len(PROMPTS)
     real_engine.child.send(ReceiveWeights(replace(tiny.files[1], path=""), "nobody"))
     assert "not a member" in answer(real_engine).reason

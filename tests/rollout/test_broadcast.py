@@ -29,15 +29,18 @@ from lightrl.messages import (
     WeightsReady,
 )
 from lightrl.rollout.agent import RolloutAgent
+from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.fetched import Announced
 from lightrl.rollout.state import EngineState
+from lightrl.system.child import LOOKS
 from lightrl.weights.machine.store import Store
+from lightrl.weights.serve.request import ASK_MANIFEST
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 from lightrl.weights.version.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_i32
-from tests.engine.test_broadcast import Rank, rank
+from tests.engine.test_broadcast import Rank, rank, unanswered
 from tests.rollout.test_weights import node, until
 from tests.support.daemons import QUICKSTART, make_config, published
 from tests.support.holder import holder, of
@@ -74,7 +77,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[int, VersionFile]:
 class Member:
     """A node with an engine; what it says is kept."""
 
-    def __init__(self, folder: Path, store: Store, server: WeightServer, timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        store: Store,
+        server: WeightServer,
+        timeout_s: float,
+        patience_s: float,
+    ) -> None:
         self.store, self.server = store, server
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         config = make_config(
@@ -86,6 +96,7 @@ class Member:
                 "max_response_length": LONG,
             },
             weights={"timeout_s": timeout_s},
+            node={"patience_s": patience_s},
         )
         self.rollout = RolloutAgent(
             "a", config, 4, MODEL, None, "tcp://127.0.0.1:1", self.said.put_nowait, store, server
@@ -137,11 +148,13 @@ class Member:
 
 
 @contextlib.asynccontextmanager
-async def member(folder: Path, timeout_s: float = 20.0) -> AsyncIterator[Member]:
+async def member(
+    folder: Path, timeout_s: float = 20.0, patience_s: float = 600.0
+) -> AsyncIterator[Member]:
     store, server = Store(str(folder).encode()), WeightServer()
     store.open()
     await server.start("127.0.0.1")
-    one = Member(folder, store, server, timeout_s)
+    one = Member(folder, store, server, timeout_s, patience_s)
     running = asyncio.create_task(one.rollout.run())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -327,10 +340,14 @@ def test_a_rank_dies_or_hangs_in_the_middle(tmp_path: Path, files, how: signal.S
 
 
 def test_an_engine_that_does_not_drop_what_it_receives_is_killed(tmp_path: Path, files):
-    """Which frees the others of its group."""
+    """Which frees the others of its group; not before it would have noticed it itself, however
+    short a silence is allowed to an engine that works."""
 
     async def scenario() -> None:
-        async with serving(*files.values()) as trainer, member(tmp_path, timeout_s=2.0) as a:
+        async with (
+            serving(*files.values()) as trainer,
+            member(tmp_path, timeout_s=2.0, patience_s=1.0) as a,
+        ):
             await a.serve(files[1], trainer)
             with sender(timeout_s=60.0) as one:
                 group = await a.join(one)
@@ -340,12 +357,73 @@ def test_an_engine_that_does_not_drop_what_it_receives_is_killed(tmp_path: Path,
                 await a.until_receiving()
                 os.kill(a.engine, signal.SIGSTOP)
                 a.offer(files[2], trainer)
-                assert "hangs" in (await a.hears(WeightsFailed)).reason
+                assert "no answer for 3 s" in (await a.hears(WeightsFailed)).reason
                 assert (await a.hears(BroadcastFailed)).group == group
                 assert a.rollout.num_workers == 0
                 await a.serve(files[2], trainer)
                 one.pipe.send("go on")
                 assert "member 1 is gone" in await says(one)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_notices_it_in_time_is_not_killed():
+    """Time is counted in looks, and the first one may come at once."""
+    timeout_s = 8.0
+    longest_s = BroadcastMember([].append, "h", timeout_s).patience_s
+    assert longest_s * (LOOKS - 1) / LOOKS >= 1.25 * timeout_s
+
+
+def test_a_version_that_it_has_and_is_told_of_once_more_does_not_end_the_group(tmp_path, files):
+    async def scenario() -> None:
+        async with serving(*files.values()) as trainer, member(tmp_path) as a:
+            await a.serve(files[1], trainer)
+            with sender() as one:
+                group = await a.join(one)
+                for version in (2, 3):
+                    a.offer(files[version], trainer, group)
+                    a.prove(group, files[version], await send(one, files[version]))
+                    assert await says(one) == "sent"
+                    assert (await a.hears(WeightsReady)).policy_version == version
+                    a.offer(files[version], trainer, group)
+                    assert (await a.hears(WeightsReady)).broadcast_s == 0.0
+
+    asyncio.run(scenario())
+
+
+def test_an_offer_that_nobody_receives_any_more_is_answered(tmp_path: Path, files):
+    """The engine dies while its node fetches the manifest; the coordinator still wants it so."""
+    asked, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def no_data(request: Any, writer: asyncio.StreamWriter) -> None:
+        raise AssertionError("asked for data")
+
+    async def scenario() -> None:
+        holds = of(files[2], no_data)
+
+        async def answer(request: Any, writer: asyncio.StreamWriter) -> None:
+            if request.what == ASK_MANIFEST:
+                asked.set()
+                await goes_on.wait()
+            await holds(request, writer)
+
+        async with (
+            serving(*files.values()) as trainer,
+            holder(answer) as slow,
+            member(tmp_path) as a,
+        ):
+            await a.serve(files[1], trainer)
+            with sender() as one:
+                group = await a.join(one)
+                offer = published(files[2], (source(trainer, "a", 2, via=slow),))
+                a.rollout.handle(replace(offer, group=group))
+                await asked.wait()
+                os.kill(a.engine, signal.SIGKILL)
+                await a.hears(WeightsFailed)
+                assert (await a.hears(BroadcastFailed)).group == group
+                goes_on.set()
+                assert "no engine" in (await a.hears(BroadcastFailed)).reason
+                await a.serve(files[2], trainer)
 
     asyncio.run(scenario())
 
@@ -404,12 +482,16 @@ def test_a_manifest_that_cannot_be_had_ends_the_group_at_once(tmp_path: Path, fi
 
 
 def test_a_rank_that_cannot_be_reached_is_said_to_be_so(tmp_path: Path, files):
+    """One that does not listen any more can be reached."""
+
     async def scenario() -> None:
-        async with serving(*files.values()) as trainer, member(tmp_path) as a:
+        async with serving(*files.values()) as trainer, member(tmp_path, timeout_s=1.0) as a:
             await a.serve(files[1], trainer)
-            a.rollout.handle(JoinBroadcast("nobody", "127.0.0.1:9", 1, 1, 2, "gloo"))
-            failed = await a.hears(BroadcastFailed)
-            assert (failed.group, failed.is_unreachable) == ("nobody", True)
+            with unanswered() as silent:
+                for address, is_unreachable in (("127.0.0.1:9", False), (silent, True)):
+                    a.rollout.handle(JoinBroadcast("nobody", address, 1, 1, 2, "gloo"))
+                    failed = await a.hears(BroadcastFailed)
+                    assert (failed.group, failed.is_unreachable) == ("nobody", is_unreachable)
 
     asyncio.run(scenario())
 

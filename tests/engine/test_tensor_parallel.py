@@ -1,0 +1,105 @@
+"""An engine of two workers, each a process of its own (vLLM), as a member of a broadcast group.
+
+Such a worker cannot be told meanwhile that what it receives is not wanted any more.
+"""
+
+import asyncio
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightrl.engine.base import EngineSpec, ProveWeights
+from lightrl.system.child import ChildDied
+from tests.engine.conftest import MAX_LENGTH, EngineClient, TinyModel
+from tests.engine.test_broadcast import (
+    DROP,
+    answer,
+    assert_serves_nothing,
+    join,
+    rank,
+    receive,
+    served,
+)
+from tests.support.warm import Origin, forking
+
+TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+WORLD = 3  # with one rank
+STOP_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def two(
+    tiny: TinyModel,
+    tmp_path_factory: pytest.TempPathFactory,
+    origin_of_engines: Origin | None,
+) -> Iterator[EngineClient]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    spec = EngineSpec("vllm", str(tiny.dir), "float32", MAX_LENGTH, 16, engine_args=TWO)
+    with asyncio.Runner() as runner:
+        with forking(origin_of_engines):
+            client = EngineClient(runner, spec, tiny, tmp_path_factory.mktemp("two") / "log")
+        yield client
+        runner.run(client.child.stop(STOP_S))  # the last test has killed it
+
+
+def test_both_workers_get_what_a_file_leaves(two, ask, tiny):
+    two.load(2)
+    expected = served(two, ask, 2, "file-")
+    two.load(1)
+    assert served(two, ask, 1, "other-") != expected
+    with rank(world=WORLD) as one:
+        join(two, one)
+        two.child.send(receive(one, tiny.files[2]))
+        two.child.send(ProveWeights(one.send(tiny.files[2])))
+        assert answer(two).policy_version == 2
+        assert served(two, ask, 2, "group-") == expected
+
+
+@pytest.mark.parametrize("how", ["rank goes", "rank is stopped"])
+def test_what_is_not_wanted_ends_with_the_group_or_when_nothing_moves(two, ask, tiny, how):
+    """The group's end reaches each worker by itself; without it the time limit does."""
+    with rank(timeout_s=2.0 if how == "rank is stopped" else 60.0, world=WORLD) as one:
+        join(two, one)
+        two.child.send(receive(one, tiny.files[2]))
+        if how == "rank is stopped":
+            one.send(tiny.files[2], 7, signal.SIGSTOP)
+        else:
+            one.send(tiny.files[2], 7)
+            assert one.says() == "waits"
+        two.child.send(DROP)
+        if how == "rank goes":
+            one.process.kill()
+        failed = answer(two)
+        assert (failed.policy_version, failed.is_dropped) == (2, True)
+    assert_serves_nothing(two, ask, 2)
+    two.load(1)
+    assert len(served(two, ask, 1, f"{how}-")) > 0
+
+
+def test_a_worker_that_dies_alone_ends_the_group_and_its_engine(two, tiny):
+    two.load(1)
+    with rank(timeout_s=60.0, world=WORLD) as one:
+        join(two, one)
+        two.child.send(receive(one, tiny.files[2]))
+        one.send(tiny.files[2], 7)
+        assert one.says() == "waits"
+        os.kill(workers(two.child.pid)[1], signal.SIGKILL)
+        with pytest.raises(ChildDied):
+            answer(two)
+        one.pipe.send("go on")
+        assert "is gone" in one.says()
+
+
+def workers(engine: int) -> list[int]:
+    """The processes of its workers."""
+    found: list[int] = []
+    for task in Path(f"/proc/{engine}/task").iterdir():
+        children = map(int, (task / "children").read_text().split())
+        found += [c for c in children if "Worker" in Path(f"/proc/{c}/comm").read_text()]
+    assert len(found) == 2
+    return sorted(found)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,12 +18,17 @@ from lightrl.client.address import listening
 from lightrl.errors import LightRLError
 from lightrl.keys import JOIN_FILE
 from lightrl.system.addresses import host_and_port
+from lightrl.weights.machine.store import PREFIX
 from tests.support.lines import Star
 
-# bytes/s in each direction: an emulated version of three buckets takes 1 s, the quickstart's 1.5 s
-LINE, SLOW_LINE = 16e6, 1.5e6
+# bytes/s in each direction: an emulated version of three buckets takes 1 s, and those of real ranks
+# 1.5 s, a few (unless there is a difference), and 2 s
+LINE = 16e6
+LINES: dict[str, float] = {"pull": 1.5e6, "delta": 3e6, "broadcast": 3e6}
+DIFFERENCE_BYTES = 4 << 20  # no version is smaller whose differences nodes ask for
 CLONE_NEWNET = 0x40000000
-LOOK_S = 0.1
+LOOK_S, LOOK_SOON_S = 0.1, 0.003
+JUST_S = 1.0
 # what `ip netns exec` mounts is its own already
 PRIVATE = 'mount -t tmpfs -o size=1g lightrl-chaos /dev/shm && exec "$@"'
 
@@ -63,6 +69,27 @@ class Machines:
         k = self.names.index(target) + 1 if target in self.names else 0
         self._star.cut(k)
         return lambda: self._star.cut(k, is_cut=False)
+
+    async def until_patching(self, target: str) -> None:
+        """Returns when that node, or any if it is none, makes a version of its difference: that has
+        just come, and the version is not complete. It is soon over, so nobody is asked."""
+        meant = [target] if target in self.names else self.names
+        while True:
+            if any(self._patches(name) for name in meant):
+                return
+            await asyncio.sleep(LOOK_SOON_S)
+
+    def _patches(self, name: str) -> bool:
+        running = self._running.get(name)
+        sizes: dict[str, list[int]] = {".part": [], ".bin": []}
+        with contextlib.suppress(OSError):  # it comes and goes
+            shared = Path(f"/proc/{running.pid if running else 0}/root/dev/shm")
+            for path in shared.glob(f"{PREFIX}*/*"):
+                found = path.stat()
+                if path.suffix == ".part" or found.st_mtime > time.time() - JUST_S:
+                    sizes.setdefault(path.suffix, []).append(found.st_size)
+        is_here = any(size < DIFFERENCE_BYTES for size in sizes[".bin"])
+        return is_here and any(size >= DIFFERENCE_BYTES for size in sizes[".part"])
 
     def _begin(self, k: int, name: str, run_dir: Path, environment: dict[str, str]) -> None:
         if (address := listening(run_dir)) is None:

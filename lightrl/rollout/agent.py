@@ -283,9 +283,9 @@ class RolloutAgent:
         )
 
     def _engine_owes_soon(self) -> bool:
-        """Whether it has joined a group, or that it has dropped what it was to receive."""
+        """Whether it has joined a group, or how what it was to receive has ended."""
         if self._state in IS_LOADING:
-            return self._member.is_withdrawn
+            return self._member.is_ending
         return self._member.is_joining
 
     async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:

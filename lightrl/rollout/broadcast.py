@@ -59,9 +59,10 @@ class BroadcastMember:
         return self._receiving is not None and not self._has_said
 
     @property
-    def is_withdrawn(self) -> bool:
-        """The engine has been told to drop what it receives, and has not answered."""
-        return self._is_withdrawn
+    def is_ending(self) -> bool:
+        """The engine has been told how what it receives ends, what was sent or that it be dropped,
+        and has not answered. What is still to come is in the buffers of this machine's line."""
+        return self._receiving is not None and self._has_said
 
     def started(self, order: Callable[[EngineCommand], None]) -> None:
         self._order = order

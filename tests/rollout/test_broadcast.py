@@ -350,6 +350,26 @@ def test_an_engine_that_does_not_drop_what_it_receives_is_killed(tmp_path: Path,
     asyncio.run(scenario())
 
 
+def test_an_engine_that_does_not_prove_what_was_sent_is_killed(tmp_path: Path, files):
+    """What was sent lies in the buffers of the line to an engine that is stopped, so nobody else
+    waits for it."""
+
+    async def scenario() -> None:
+        async with serving(*files.values()) as trainer, member(tmp_path, timeout_s=2.0) as a:
+            await a.serve(files[1], trainer)
+            with sender() as one:
+                group = await a.join(one)
+                a.offer(files[2], trainer, group)
+                await a.until_receiving()
+                os.kill(a.engine, signal.SIGSTOP)
+                a.prove(group, files[2], (1, 2, 3, 4))
+                assert "hangs" in (await a.hears(WeightsFailed)).reason
+                assert (await a.hears(BroadcastFailed)).group == group
+                await a.serve(files[2], trainer)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("state", ["joined", "receives"])
 def test_an_engine_dies_as_a_member(tmp_path: Path, files, state: str):
     async def scenario() -> None:

@@ -42,6 +42,7 @@ class BroadcastMember:
         self._order: Callable[[EngineCommand], None] | None = None  # of an engine, if there is one
         self._group = ""  # that the engine is in, or was told last to join
         self._num_joining = 0  # orders to join that it has not answered
+        self._num_before = 0  # of these, before a version that it was told to load
         self._sums: BroadcastSums | None = None  # that came last
         self._announced: PublishWeights | None = None  # to come, the engine has not been told yet
         self._receiving: PublishWeights | None = None
@@ -52,6 +53,11 @@ class BroadcastMember:
     def is_joining(self) -> bool:
         """The engine waits for other members."""
         return self._num_joining > 0
+
+    @property
+    def is_joining_first(self) -> bool:
+        """The same, before it loads the version that it has been told to load."""
+        return self._num_before > 0
 
     @property
     def is_receiving(self) -> bool:
@@ -70,7 +76,7 @@ class BroadcastMember:
     def ended(self, reason: str) -> None:
         """The engine has: so has its group."""
         group = self._group
-        self._order, self._group, self._num_joining = None, "", 0
+        self._order, self._group, self._num_joining, self._num_before = None, "", 0, 0
         self._announced = None
         self.answered()
         if group:
@@ -95,6 +101,7 @@ class BroadcastMember:
 
     def joined(self, answer: GroupJoined) -> None:
         self._num_joining -= 1
+        self._num_before = max(0, self._num_before - 1)
         if answer.error is None:
             self._send(BroadcastJoined(answer.name))
         else:
@@ -102,6 +109,10 @@ class BroadcastMember:
             self._send(BroadcastFailed(answer.name, reason, answer.is_unreachable))
 
     # What comes
+
+    def pulled(self) -> None:
+        """The engine is told to load a version that has not come by broadcast."""
+        self._num_before = self._num_joining
 
     def offered(self, message: PublishWeights) -> None:
         """What comes by broadcast, if it is not this, is not wanted any more."""

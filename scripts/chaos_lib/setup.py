@@ -39,15 +39,16 @@ WEIGHTS_TIMEOUT_S = 5.0
 WEIGHTS = ("run.bind=tcp://0.0.0.0:*", f"weights.timeout_s={WEIGHTS_TIMEOUT_S}")
 WAYS: dict[Way, tuple[str, ...]] = {
     "pull": ("weights.broadcast=off",),
-    # Of 13 MB in float32, so that batches of all sizes give the same tokens. At this rate one
-    # element in a hundred changes.
+    # at this rate few elements change
     "delta": ("weights.broadcast=off", "train.optim={lr=1e-11}", "algorithm.name=grpo"),
-    "broadcast": ("weights.broadcast=auto",),
+    "broadcast": ("weights.broadcast=auto", "algorithm.name=grpo"),
 }
+# Of 8 MB: more than the buffers of a line take, and than is worth a difference. In float32, so that
+# batches of all sizes give the same tokens.
 MODEL = """
 import sys
 from scripts.make_quickstart import new_model
-new_model(0, 256, 4).save_pretrained(sys.argv[1])
+new_model(0, 256, 2).save_pretrained(sys.argv[1])
 """
 WEIGHTS_EMULATED = (
     "rollout.engine_args={t0_ms=8.0,mean_length=25.0,train_token_ms=0.1,train_step_ms=60.0,"
@@ -61,7 +62,7 @@ REWARD = "def reward(sample):\n    return sum(sample.response_ids) % 11 / 10\n"
 
 def ways(way: Way, folder: Path) -> tuple[str, ...]:
     """Settings of runs in `folder` whose versions come to nodes in this way."""
-    if way != "delta":
+    if way == "pull":
         return WAYS[way]
     model = folder / "model"
     if not model.exists():

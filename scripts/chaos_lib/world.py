@@ -117,7 +117,7 @@ class World:
 
     def _start(self, command: tuple[str, ...], out: Any) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
-            [*LIGHTRL, *command],
+            [*(self._machines.here if self._machines else ()), *LIGHTRL, *command],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

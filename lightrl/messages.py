@@ -532,6 +532,8 @@ class NodeRow:
     loop_lag_ms: float = 0.0
     # of the version that it pulls
     weights: WeightsProgress | None = None
+    # where its next version comes by broadcast: forming sending proving
+    broadcast: Word = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ class Broadcasts:
         self._outbox = outbox
         self._formed_by = 0.0  # the group that forms, or it is over
         self._num_known = 0  # nodes that had joined at the last boundary
+        self._is_sent = False  # the version, by the word of the trainer
 
     @property
     def deadline(self) -> float | None:
@@ -64,6 +65,12 @@ class Broadcasts:
         """The group by which members get the version now; "" = they are to wait."""
         return self.groups.name if self.groups.phase is Phase.SENDING else ""
 
+    def stage(self, node: Node) -> str:
+        """How far its version is: "forming", "sending" or "proving"; "" if none comes so."""
+        if not node.receives:
+            return ""
+        return ("proving" if self._is_sent else "sending") if self.sending else "forming"
+
     # At the boundary
 
     def begin(self, policy_version: int, now: float) -> None:
@@ -73,6 +80,7 @@ class Broadcasts:
         if trainer is None:
             return
         self._release(self.groups.receiving)
+        self._is_sent = False
         is_last = policy_version >= self._settings.num_steps
         self.groups.trained_by(trainer.name, trainer.incarnation)
         candidates = [] if is_last else self._candidates(policy_version - 1)
@@ -145,6 +153,7 @@ class Broadcasts:
                 return self._joined(group, None if is_trainer else name)
             case BroadcastSums(group, policy_version, _) if is_trainer:
                 if (group, policy_version) == (self.sending, self._offers.policy_version):
+                    self._is_sent = True
                     for member in sorted(self.groups.receiving):
                         self._outbox.send(member, message)
             case BroadcastFailed(group, reason, is_unreachable):

@@ -179,6 +179,7 @@ def status_lines(s: Snapshot) -> list[str]:
         *(f"drafts    {line}" for line in [speculation(s.metrics)] if line),
         *(f"weights   {line}" for line in [weights(s.metrics)] if line),
         *(f"pulling   {n.name}: {line}" for n in s.nodes if (line := pulling(n.weights))),
+        *(f"receiving {n.name}: by broadcast, {n.broadcast}" for n in s.nodes if n.broadcast),
         "",
     ]
     rows = [

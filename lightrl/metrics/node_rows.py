@@ -69,6 +69,7 @@ class NodeRows:
             heard_s_ago=now - node.heard_at,
             loop_lag_ms=node.loop_lag_ms,
             weights=node.weights if node.state in PULLING else None,
+            broadcast=fleet.broadcasts.stage(node),
         )
 
 

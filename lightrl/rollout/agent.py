@@ -284,9 +284,9 @@ class RolloutAgent:
         )
 
     def _engine_owes_soon(self) -> bool:
-        """Whether it has joined a group, or that it has dropped what it was to receive."""
+        """Whether it has joined a group, or how what it was to receive has ended."""
         if self._state in IS_LOADING:
-            return self._member.is_withdrawn
+            return self._member.is_ending or self._member.is_joining_first
         return self._member.is_joining
 
     async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
@@ -372,6 +372,7 @@ class RolloutAgent:
         if self.serves == (offer.policy_version, offer.digest):
             return  # it has come by broadcast, after it was not expected any more
         if isinstance(fetched, Fetched):
+            self._member.pulled()
             engine.send(LoadWeights(fetched.file, offer.canary))
         elif not self._member.receive(fetched.file, offer):
             wanted = self._weights.wanted

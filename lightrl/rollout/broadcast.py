@@ -45,6 +45,7 @@ class BroadcastMember:
         self._order: Callable[[EngineCommand], None] | None = None  # of an engine, if there is one
         self._group = ""  # that the engine is in, or was told last to join
         self._num_joining = 0  # orders to join that it has not answered
+        self._num_before = 0  # of these, before a version that it was told to load
         self._sums: BroadcastSums | None = None  # that came last
         self._announced: PublishWeights | None = None  # to come, the engine has not been told yet
         self._receiving: PublishWeights | None = None
@@ -57,14 +58,20 @@ class BroadcastMember:
         return self._num_joining > 0
 
     @property
+    def is_joining_first(self) -> bool:
+        """The same, before it loads the version that it has been told to load."""
+        return self._num_before > 0
+
+    @property
     def is_receiving(self) -> bool:
         """The engine waits for training ranks, or for what they say that they have sent."""
         return self._receiving is not None and not self._has_said
 
     @property
-    def is_withdrawn(self) -> bool:
-        """The engine has been told to drop what it receives, and has not answered."""
-        return self._is_withdrawn
+    def is_ending(self) -> bool:
+        """The engine has been told how what it receives ends, what was sent or that it be dropped,
+        and has not answered. What is still to come is in the buffers of this machine's line."""
+        return self._receiving is not None and self._has_said
 
     def started(self, order: Callable[[EngineCommand], None]) -> None:
         self._order = order
@@ -72,7 +79,7 @@ class BroadcastMember:
     def ended(self, reason: str) -> None:
         """The engine has: so has its group."""
         group = self._group
-        self._order, self._group, self._num_joining = None, "", 0
+        self._order, self._group, self._num_joining, self._num_before = None, "", 0, 0
         self._announced = None
         self.answered()
         if group:
@@ -97,6 +104,7 @@ class BroadcastMember:
 
     def joined(self, answer: GroupJoined) -> None:
         self._num_joining -= 1
+        self._num_before = max(0, self._num_before - 1)
         if answer.error is None:
             self._send(BroadcastJoined(answer.name))
         else:
@@ -104,6 +112,10 @@ class BroadcastMember:
             self._send(BroadcastFailed(answer.name, reason, answer.is_unreachable))
 
     # What comes
+
+    def pulled(self) -> None:
+        """The engine is told to load a version that has not come by broadcast."""
+        self._num_before = self._num_joining
 
     def offered(self, message: PublishWeights) -> None:
         """What comes by broadcast, if it is not this, is not wanted any more."""

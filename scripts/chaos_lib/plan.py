@@ -15,7 +15,11 @@ Phase = Literal[
     "evaluation",
     # of the weights, on one node: see weights_plan.py
     "pulling",
+    "patching",
     "loading",
+    "forming",
+    "sending",
+    "proving",
 ]
 
 SHORT_S, LONG_S = (0.2, 0.6), (1.3, 2.0)  # pauses, in leases of a node

@@ -3,9 +3,13 @@
 Owns its settings. Starts nothing.
 """
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from chaos_lib.processes import MARK
+from chaos_lib.weights_plan import Way
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
 EVAL_INTERVAL = 4
@@ -33,6 +37,19 @@ EMULATED = (
 # On several machines, with versions that take a while.
 WEIGHTS_TIMEOUT_S = 5.0
 WEIGHTS = ("run.bind=tcp://0.0.0.0:*", f"weights.timeout_s={WEIGHTS_TIMEOUT_S}")
+WAYS: dict[Way, tuple[str, ...]] = {
+    "pull": ("weights.broadcast=off",),
+    # at this rate few elements change
+    "delta": ("weights.broadcast=off", "train.optim={lr=1e-11}", "algorithm.name=grpo"),
+    "broadcast": ("weights.broadcast=auto", "algorithm.name=grpo"),
+}
+# Of 8 MB: more than the buffers of a line take, and than is worth a difference. In float32, so that
+# batches of all sizes give the same tokens.
+MODEL = """
+import sys
+from scripts.make_quickstart import new_model
+new_model(0, 256, 2).save_pretrained(sys.argv[1])
+"""
 WEIGHTS_EMULATED = (
     "rollout.engine_args={t0_ms=8.0,mean_length=25.0,train_token_ms=0.1,train_step_ms=60.0,"
     "version_mb=17.0,load_ms=400.0}",
@@ -41,6 +58,23 @@ WEIGHTS_EMULATED = (
 # may wait longer for, a pull, what starts again, a step.
 PATIENCE_S = WEIGHTS_TIMEOUT_S + 1.5 + 10 + 5
 REWARD = "def reward(sample):\n    return sum(sample.response_ids) % 11 / 10\n"
+
+
+def ways(way: Way, folder: Path) -> tuple[str, ...]:
+    """Settings of runs in `folder` whose versions come to nodes in this way."""
+    if way == "pull":
+        return WAYS[way]
+    model = folder / "model"
+    if not model.exists():
+        shutil.copytree(CONFIG.parent / "model", model)
+        subprocess.run([sys.executable, "-c", MODEL, model], cwd=CONFIG.parents[2], check=True)
+    return (*WAYS[way], f"model.path={model}", _arbitrary(folder))
+
+
+def _arbitrary(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "arbitrary.py").write_text(REWARD)
+    return f"reward.functions={folder / 'arbitrary.py'}:reward"
 
 
 def command(folder: Path, engine: str, steps: int, nodes: int, *overrides: str) -> tuple[str, ...]:
@@ -55,6 +89,5 @@ def command(folder: Path, engine: str, steps: int, nodes: int, *overrides: str) 
         f"train.steps={steps}",
     ]
     if engine == "emulated":
-        (folder / "arbitrary.py").write_text(REWARD)
-        settings += [*EMULATED, f"reward.functions={folder / 'arbitrary.py'}:reward"]
+        settings += [*EMULATED, _arbitrary(folder)]
     return ("up", str(CONFIG), *settings, *overrides, "--no-tui")

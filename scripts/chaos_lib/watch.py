@@ -85,6 +85,12 @@ class Watch:
         rollout node, is in it."""
         await self._until(lambda last: self._is_at(last, step, wanted, target))
 
+    def phase_of(self, target: str) -> str:
+        """What that node is at, or one of them if it is none; else the run."""
+        rows = self.last.nodes if self.last is not None else ()
+        meant = [n for n in rows if n.name == target or target not in nodes()]
+        return next(filter(None, map(self._on_node, meant)), self.phase)
+
     async def _until(self, is_so: Callable[[Snapshot], bool]) -> None:
         while self.last is None or not is_so(self.last):
             self._changed.clear()
@@ -102,12 +108,12 @@ class Watch:
         meant = [n for n in last.nodes if n.name == target or target not in nodes()]
         if wanted in ON_NODE:
             return any(self._on_node(n) == wanted for n in meant)
-        return phase(last) == wanted
+        return wanted == "any" or phase(last) == wanted
 
     def _on_node(self, node: NodeRow) -> str:
         """What it is at with the newest version; "" = nothing, or nothing yet."""
-        if node.weights is not None:
-            return "pulling"
+        if node.broadcast or node.weights is not None:
+            return node.broadcast or "pulling"
         newest = self.last.policy_version if self.last is not None else None
         is_at_it = node.state in ("loading", "updating")
         return "loading" if is_at_it and self._pulled.get(node.name) == newest else ""

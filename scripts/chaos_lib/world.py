@@ -117,7 +117,7 @@ class World:
 
     def _start(self, command: tuple[str, ...], out: Any) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
-            [*LIGHTRL, *command],
+            [*(self._machines.here if self._machines else ()), *LIGHTRL, *command],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -153,22 +153,35 @@ class World:
 
     async def _hit(self, plan: list[Event]) -> None:
         for event in plan:
-            if self._machines is not None:
-                await self._watch.until_at(event.step, event.phase, event.target)
-            elif not event.together:
-                await self._watch.until(event.step, event.phase)
-            await asyncio.sleep(event.delay_s)
-            act = await self._ready(event)
+            act = await self._when(event)
             felt = self._feel(event)
             felt.note = await act()
             self._say(
                 f"{felt.at_s:6.1f} s  step {felt.step:<3} {felt.phase:<10} {event}  {felt.note}"
             )
 
+    async def _when(self, event: Event) -> Callable[[], Awaitable[str]]:
+        """Returns at the moment at which this event is to come, what makes it come."""
+        if self._machines is not None and event.phase == "patching":
+            await self._watch.until_at(event.step, "any", event.target)
+            act = await self._ready(event)
+            await self._machines.until_patching(event.target)
+            await asyncio.sleep(event.delay_s)
+            return act
+        if self._machines is not None:
+            await self._watch.until_at(event.step, event.phase, event.target)
+        elif not event.together:
+            await self._watch.until(event.step, event.phase)
+        await asyncio.sleep(event.delay_s)
+        return await self._ready(event)
+
     def _feel(self, event: Event) -> Felt:
         step = self._watch.last.step if self._watch.last is not None else 0
         at_s = time.monotonic() - self._began
-        phase = self._watch.phase if self._machines is None else event.phase
+        phase = self._watch.phase
+        if self._machines is not None:  # that of the event may be over by now
+            at = self._watch.phase_of(event.target)
+            phase = event.phase if event.phase == "patching" else at
         self._felt.append(Felt(event, at_s, step, phase, self._watch.mark()))
         return self._felt[-1]
 

@@ -18,13 +18,27 @@ AT_ONCE = "rollout.engine_args={t0_ms=0.0,mean_length=25.0,version_mb=17.0}"
 needs_lines = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def test_twelve_seeds_have_all_kinds_in_all_their_phases(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("way", ["pull", "delta", "broadcast"])
+def test_eighteen_seeds_have_all_kinds_in_all_their_phases(
+    way: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.syspath_prepend(SCRIPTS)
     plan = importlib.import_module("chaos_lib.weights_plan")
-    drawn = Counter(
-        (e.kind, e.phase) for seed in range(12) for e in plan.draw_weights(seed, 8, 10, 2.0)
-    )
-    assert set(drawn) == {(kind, phase) for kind, phases in plan.PHASES.items() for phase in phases}
+    events = [e for seed in range(18) for e in plan.draw_weights(seed, 8, 10, 2.0, way=way)]
+    drawn = Counter((e.kind, e.phase) for e in events)
+    kinds = plan.PHASES[way]
+    assert set(drawn) == {(kind, phase) for kind, phases in kinds.items() for phase in phases}
+
+
+def test_a_group_that_is_to_form_is_ended_before(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    plan = importlib.import_module("chaos_lib.weights_plan")
+    events = [e for seed in range(6) for e in plan.draw_weights(seed, 8, 10, 2.0, way="broadcast")]
+    forming = [k for k, e in enumerate(events) if e.phase == "forming"]
+    assert forming
+    for before, event in ((events[k - 1], events[k]) for k in forming):
+        assert (before.kind, before.step) == ("kill rollout", event.step)
+        assert before.target != event.target
 
 
 @needs_lines

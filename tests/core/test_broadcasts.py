@@ -181,6 +181,26 @@ def test_a_standing_group_gets_the_next_version_at_once():
     ]
 
 
+def test_it_is_said_of_each_member_how_far_its_version_is():
+    g = Group("a", "b")
+    broadcasts, nodes = g.d.core.fleet.broadcasts, g.d.core.fleet.nodes
+
+    def stages() -> list[str]:
+        return [broadcasts.stage(nodes[name]) for name in ("a", "b", "t")]
+
+    g.publish(1)
+    assert stages() == ["forming", "forming", ""]
+    g.form()
+    assert stages() == ["sending", "sending", ""]
+    g.sums(1)
+    assert stages() == ["proving", "proving", ""]
+    g.ready("a", 1)
+    assert stages() == ["", "proving", ""]
+    g.ready("b", 1)
+    g.publish(2)
+    assert stages() == ["sending", "sending", ""]
+
+
 def test_sums_that_come_before_a_member_has_all_of_it_are_passed_on_and_only_to_who_receives():
     g = Group("a", "b")
     g.publish(1)

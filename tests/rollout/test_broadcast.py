@@ -428,6 +428,45 @@ def test_an_offer_that_nobody_receives_any_more_is_answered(tmp_path: Path, file
     asyncio.run(scenario())
 
 
+def test_an_engine_that_does_not_prove_what_was_sent_is_killed(tmp_path: Path, files):
+    """What was sent lies in the buffers of the line to an engine that is stopped, so nobody else
+    waits for it."""
+
+    async def scenario() -> None:
+        async with serving(*files.values()) as trainer, member(tmp_path, timeout_s=2.0) as a:
+            await a.serve(files[1], trainer)
+            with sender() as one:
+                group = await a.join(one)
+                a.offer(files[2], trainer, group)
+                await a.until_receiving()
+                os.kill(a.engine, signal.SIGSTOP)
+                a.prove(group, files[2], (1, 2, 3, 4))
+                assert "hangs" in (await a.hears(WeightsFailed)).reason
+                assert (await a.hears(BroadcastFailed)).group == group
+                await a.serve(files[2], trainer)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_join_is_killed_also_when_a_version_was_pulled(
+    tmp_path: Path, files
+):
+    """The group is over for the others before that."""
+
+    async def scenario() -> None:
+        async with serving(*files.values()) as trainer, member(tmp_path, timeout_s=2.0) as a:
+            await a.serve(files[1], trainer)
+            os.kill(a.engine, signal.SIGSTOP)
+            a.rollout.handle(JoinBroadcast("nobody", "127.0.0.1:9", 1, 1, 2, "gloo"))
+            a.offer(files[2], trainer)
+            await a.until_receiving()
+            assert "hangs" in (await a.hears(WeightsFailed)).reason
+            assert (await a.hears(BroadcastFailed)).group == "nobody"
+            await a.serve(files[2], trainer)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("state", ["joined", "receives"])
 def test_an_engine_dies_as_a_member(tmp_path: Path, files, state: str):
     async def scenario() -> None:

@@ -22,31 +22,37 @@ def sums(data: torch.Tensor, offset: int = 0, at_once: int | None = 1) -> tuple[
 
 
 def test_sums_are_those_of_the_definition():
-    """Word by word in Python's own integers."""
+    """Byte by byte in Python's own integers."""
     from blake3 import blake3
 
-    from lightrl.weights.broadcast.proof import BLOCK_WORDS
+    from lightrl.weights.broadcast.proof import DIGITS
 
     data = bytes_of(2 * BLOCK_BYTES + 37)
     expected = [0] * NUM_SUMS
     blocks = blake3(b"blocks", key=SEED).digest(8 * NUM_SUMS * 3)
-    words = blake3(b"words", key=SEED).digest(8 * NUM_SUMS * BLOCK_WORDS)
-    padded = bytes(data.tolist()) + bytes(-len(data) % 4)
-    for i in range(0, len(padded), 4):
-        word = int.from_bytes(padded[i : i + 4], "little", signed=True)
-        block, j = divmod(i // 4, BLOCK_WORDS)
+    digits = blake3(b"bytes", key=SEED).digest(BLOCK_BYTES * NUM_SUMS * DIGITS)
+    for i, byte in enumerate(data.view(torch.int8).tolist()):
+        block, j = divmod(i, BLOCK_BYTES)
         for s in range(NUM_SUMS):
             k = int.from_bytes(blocks[8 * (NUM_SUMS * block + s) :][:8], "little")
-            m = int.from_bytes(words[8 * (BLOCK_WORDS * s + j) :][:8], "little")
-            expected[s] = (expected[s] + word * k * m) % (1 << 64)
+            of_byte = digits[DIGITS * (NUM_SUMS * j + s) :][:DIGITS]
+            m = sum((d - 256 * (d > 127)) << 8 * n for n, d in enumerate(of_byte))
+            expected[s] = (expected[s] + byte * k * m) % (1 << 64)
     assert sums(data) == tuple(expected)
+    assert sums(data, at_once=None) == tuple(expected)
 
 
-def test_matrices_of_doubles_are_exact_where_words_and_digits_are_largest():
-    for value in (0x80, 0x7F, 0xFF):  # the top byte of each word; the least and the largest words
-        data = torch.full((300 * BLOCK_BYTES,), 0xFF if value == 0x7F else 0, dtype=torch.uint8)
-        data[3::4] = value
-        assert sums(data, at_once=None) == sums(data)
+def test_products_of_matrices_are_exact_where_bytes_and_digits_are_largest():
+    """By numbers all of whose digits are the least or the largest."""
+    for digit in (-128, 127):
+        for byte in (0x80, 0x7F, 0xFF):
+            data = torch.full((2, BLOCK_BYTES), byte, dtype=torch.uint8).view(torch.int8)
+            here, there = Proof(SEED), Proof(SEED, blocks_at_once=2)
+            for proof in (here, there):
+                proof._digits.fill_(digit)
+            expected = data[0, 0].item() * digit * BLOCK_BYTES
+            assert (here._of_blocks_here(data, 0) == expected).all()
+            assert (there._of_blocks(data, 0) == expected).all()
 
 
 @pytest.mark.parametrize("offset", [0, 2, 64, BLOCK_BYTES - 6, 5 * BLOCK_BYTES])
@@ -93,8 +99,8 @@ def changed(data: torch.Tensor, *flips: tuple[int, int]) -> torch.Tensor:
 
 
 def test_cancelling_flips_of_top_bits_are_noticed():
-    """Two words (of 32 and of 64 bits) of one block, of two blocks, four in a rectangle of two
-    blocks; with sums of 64-bit words every second pair would pass."""
+    """Two bytes of one block, of two blocks, four in a rectangle of two blocks; with sums of
+    64-bit words instead of bytes every second pair would pass."""
     data = bytes_of(4 * BLOCK_BYTES)
     before = sums(data)
     for i in range(64):

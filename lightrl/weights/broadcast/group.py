@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from lightrl.errors import WeightsError
 from lightrl.system.addresses import is_loopback
 from lightrl.system.interfaces import interface_of
+from lightrl.weights.broadcast.passing import Waiter
 from lightrl.weights.broadcast.rendezvous import (
     LOOK_S,
     UNWANTED,
@@ -69,18 +70,41 @@ class Group:
         self.rank, self.num_ranks, self.world = place.rank, place.num_ranks, place.world
         self.piece_bytes = place.piece_bytes
         self.device = device
+        # gloo's own broadcast sends everything log2(world) times over the line of who begins
+        self._waiter = Waiter() if place.backend == "gloo" else None
 
     @property
     def over(self) -> str | None:
         """Why the group is over; None while it can be used."""
         return self._lifeline.over
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether pieces go from member to member, by `send` and `receive`; else by `broadcast`."""
+        return self._waiter is not None
+
     def broadcast(self, data: torch.Tensor, root: int) -> Any:
         """Begins to send or receive `data`, contiguous bytes on `device`; `wait` ends it."""
+        return self._begin(
+            lambda: self._backend.broadcast([data], _options(root, self._timeout_s)), data
+        )
+
+    def send(self, data: torch.Tensor, to: int, tag: int) -> Any:
+        """As `broadcast`, to one member, which receives it with the same tag. In a chain only."""
+        return self._begin(lambda: self._passed(self._backend.send([data], to, tag)), data)
+
+    def receive(self, data: torch.Tensor, source: int, tag: int) -> Any:
+        return self._begin(lambda: self._passed(self._backend.recv([data], source, tag)), data)
+
+    def _passed(self, work: Any) -> Any:
+        assert self._waiter is not None
+        return self._waiter.add(work)
+
+    def _begin(self, operation: Callable[[], Any], data: torch.Tensor) -> Any:
         if self.over is not None:
             raise self._failed()
         try:
-            work = self._backend.broadcast([data], _options(root, self._timeout_s))
+            work = operation()
         except RuntimeError as e:
             raise self._failed(e) from e
         self._in_flight.append((work, data))
@@ -109,6 +133,8 @@ class Group:
         """Ends the group for all members. Returns at once; what is in flight keeps its memory."""
         self._lifeline.cut(why)
         if self._backend is not None:
+            if self._waiter is not None:
+                self._waiter.close()
             _let_end(self._backend, self._in_flight, self.device)
         self._backend, self._in_flight = None, []
 

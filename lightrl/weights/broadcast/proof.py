@@ -1,17 +1,20 @@
 """Sums by which all members of a broadcast see that they hold the same bytes, on any device.
 
-Every 32-bit word of a version's file is multiplied by a secret 64-bit number of its own, and the
-products are added up modulo 2^64, NUM_SUMS times with independent numbers. A sum is linear in the
-bytes: parts may come in any order, sums over parts add up to the sum over the whole, and the sum
-over a difference is the difference of the sums.
+Every byte of a version's file, as a signed number, is multiplied by a secret 64-bit number of its
+own, and the products are added up modulo 2^64, NUM_SUMS times with independent numbers. A sum is
+linear in the bytes: parts may come in any order, sums over parts add up to the sum over the whole,
+and the sum over a difference is the difference of the sums.
 
-The number of word j of block b is K[b] * m[j]: both uniform, from BLAKE3 keyed by a seed that no
-stranger knows. Why words of 32 bits: let two versions differ, by d != 0 (|d| < 2^32) in some words,
-of which the one with the fewest trailing zero bits has v of them; v <= 31. Then e = sum of K[b]*d
-over the blocks is 2^v times something uniform, for the right j, and m[j]*e + anything is zero with
-probability (66-v)/2 * 2^-(64-v) < 2^-28 at most: two sums are equal for two different versions with
-probability < 2^-57, whatever the difference is. Two flips of the top bit, for one, cancel only if
-two numbers agree in 33 bits. With words of 64 bits they would in half of the cases.
+The number of byte j of block b is K[b] * m[j]: both uniform, from BLAKE3 keyed by a seed that no
+stranger knows. Let two versions differ, by d != 0 (|d| < 2^8) in some bytes, of which the one with
+the fewest trailing zero bits has v of them; v <= 7. Then e = sum of K[b]*d over the blocks is 2^v
+times something uniform, for the right j, and m[j]*e + anything is zero with probability
+(66-v)/2 * 2^-(64-v) < 2^-52 at most: two sums are equal for two different versions with probability
+< 2^-104, whatever the difference is. Two flips of the top bit of bytes, for one, cancel only if two
+numbers agree in 57 bits. With words of 64 bits instead of bytes they would in half of the cases.
+
+Bytes, because a CPU multiplies matrices of bytes several times faster than anything larger; m[j] is
+DIGITS such digits.
 
 This is MULTILINEAR of Lemire and Kaser, "Strongly universal string hashing is fast" (The Computer
 Journal 57(11), 2014), with products of two keys so that a block needs no new ones: Carter and
@@ -22,7 +25,7 @@ sums; both go over encrypted channels. Imports torch; daemons must not import th
 import queue
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from blake3 import blake3
@@ -31,12 +34,13 @@ from lightrl.errors import WeightsError
 
 NUM_SUMS = 2
 SEED_BYTES = 32
-BLOCK_WORDS = 1 << 11  # 32-bit words
-BLOCK_BYTES = 4 * BLOCK_WORDS
+BLOCK_BYTES = 1 << 13
 MAX_WAITING = 4  # pieces that have come and are not added up yet
-BLOCKS_AT_ONCE = 2048  # on a device: 16 MiB of weights
-BLOCKS_HERE = 128  # on a CPU, in the cache of which they stay: at most, see `_add_blocks_here`
-DIGITS = 4  # of 16 bits, in a number
+BLOCKS_AT_ONCE = 1024  # 8 MiB of weights
+DIGITS = 8  # of 8 bits, signed, in m[j]: m[j] is the sum of digit[i] * 256^i
+# Products of two signed bytes, so many, add up exactly in a float32; on a device also in its
+# matrix units, which round what they multiply to 8 bits at worst.
+EXACT_BYTES = 1 << 9
 _SEED_CONTEXT = "lightrl 2026 broadcast proof"
 
 
@@ -57,85 +61,65 @@ class Proof:
         self._seed = seed
         self.device = torch.device(device)
         self._is_here = self.device.type == "cpu" and blocks_at_once is None
-        self._at_once = blocks_at_once or (BLOCKS_HERE if self._is_here else BLOCKS_AT_ONCE)
-        # [NUM_SUMS, BLOCK_WORDS] int64, wrapping: sum over blocks of K[b] * word
-        self._total = torch.zeros(NUM_SUMS, BLOCK_WORDS, dtype=torch.int64, device=device)
-        if self._is_here:
-            # the same by digits of K[b], which are to be added to it
-            self._by_digit = torch.zeros(NUM_SUMS * DIGITS, BLOCK_WORDS, dtype=torch.int64)
-            self._words = torch.empty(BLOCKS_HERE, BLOCK_WORDS, dtype=torch.float64)
+        self._at_once = blocks_at_once or BLOCKS_AT_ONCE
+        self._total = torch.zeros(NUM_SUMS, dtype=torch.int64, device=device)  # wrapping
+        size = BLOCK_BYTES * NUM_SUMS * DIGITS
+        numbers = bytearray(blake3(b"bytes", key=seed).digest(size))
+        digits = torch.frombuffer(numbers, dtype=torch.int8).view(BLOCK_BYTES, -1)
+        if not self._is_here:
+            digits = digits.to(self.device, torch.float32).view(-1, EXACT_BYTES, digits.shape[1])
+        self._digits = digits
+        values = torch.tensor([1 << 8 * i for i in range(DIGITS)], dtype=torch.int64)
+        self._values = values.to(self.device)  # what each digit stands for
 
     def add(self, tensor: torch.Tensor, offset: int, sign: int = 1) -> None:
         """Adds a contiguous tensor of any dtype whose bytes lie at `offset` in the version's file;
         sign -1 takes them away again. Raises ValueError if it is not contiguous."""
         if not tensor.is_contiguous():
             raise ValueError("not contiguous")
-        data = tensor.detach().reshape(-1).view(torch.uint8).to(self.device)
+        data = tensor.detach().reshape(-1).view(torch.int8).to(self.device)
         position, end = offset, offset + data.numel()
         while position < end:
             block, start = divmod(position, BLOCK_BYTES)
             num = min((end - position) // BLOCK_BYTES, self._at_once) if start == 0 else 0
-            stop = position + num * BLOCK_BYTES if num > 1 else (block + 1) * BLOCK_BYTES
-            stop = min(stop, end)
-            part = data[position - offset : stop - offset]
-            if num > 1 and _is_aligned(part):
-                (self._add_blocks_here if self._is_here else self._add_blocks)(part, block, sign)
-            else:
-                stop = min((block + 1) * BLOCK_BYTES, end)
-                self._add_part(part[: stop - position], block, start, sign)
-            position = stop
+            # whole blocks, or what is here of one
+            size = num * BLOCK_BYTES or min(BLOCK_BYTES - start, end - position)
+            part = data[position - offset :][:size].view(max(1, num), -1)
+            of_blocks = self._of_blocks_here if self._is_here else self._of_blocks
+            products = (of_blocks(part, start) * self._values).sum(2)
+            numbers = sign * self._numbers(block, len(part)).to(self.device)
+            self._total += (products * numbers).sum(0)
+            position += size
 
     def sums(self) -> tuple[int, ...]:
         """NUM_SUMS numbers below 2^64."""
-        numbers = blake3(b"words", key=self._seed).digest(8 * NUM_SUMS * BLOCK_WORDS)
-        by_word = torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(NUM_SUMS, -1)
-        total = self._total
-        if self._is_here:
-            by_digit = self._by_digit.view(NUM_SUMS, DIGITS, BLOCK_WORDS)
-            total = sum((by_digit[:, i] << 16 * i for i in range(DIGITS)), start=total)
-        totals = (total * by_word.to(self.device)).sum(1)
-        return tuple(total % (1 << 64) for total in totals.tolist())
+        return tuple(total % (1 << 64) for total in self._total.tolist())
 
-    def _add_part(self, data: torch.Tensor, block: int, start: int, sign: int) -> None:
-        """Bytes of one block, from byte `start` of it. A word of which only some bytes are here
-        counts as if the others were zero: whoever has those adds the rest."""
-        lead, first = start % 4, start // 4
-        end = -(-(start + data.numel()) // 4)
-        if lead or data.numel() % 4 or not _is_aligned(data):
-            padded = torch.zeros(4 * (end - first), dtype=torch.uint8, device=self.device)
-            padded[lead : lead + data.numel()] = data
+    def _of_blocks_here(self, data: torch.Tensor, start: int) -> torch.Tensor:
+        """Sums over the bytes of each block of the byte times each digit of its m[j], on a CPU.
+
+        data: [blocks, bytes] int8, which begin at byte `start` of their blocks. Result: [blocks,
+        NUM_SUMS, DIGITS] int64. Exact: 2^13 products of two signed bytes make at most 2^27.
+        """
+        digits = self._digits[start : start + data.shape[1]]
+        int_mm: Any = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
+        return int_mm(data, digits).view(-1, NUM_SUMS, DIGITS).to(torch.int64)
+
+    def _of_blocks(self, data: torch.Tensor, start: int) -> torch.Tensor:
+        """As `_of_blocks_here`, by products that every device has, of matrices of float32."""
+        if data.shape[1] < BLOCK_BYTES:
+            padded = torch.zeros(len(data), BLOCK_BYTES, dtype=torch.int8, device=self.device)
+            padded[:, start : start + data.shape[1]] = data
             data = padded
-        words = data.view(torch.int32).to(torch.int64)
-        numbers = (sign * self._of_blocks(block, 1))[:, 0].tolist()
-        for total, number in zip(self._total, numbers, strict=True):
-            total[first:end].add_(words, alpha=number)
+        by_part = data.to(torch.float32).view(len(data), -1, EXACT_BYTES).transpose(0, 1)
+        of_parts = torch.bmm(by_part, self._digits)
+        return of_parts.to(torch.int64).sum(0).view(-1, NUM_SUMS, DIGITS)
 
-    def _add_blocks(self, data: torch.Tensor, block: int, sign: int) -> None:
-        """As `_add_part` for whole blocks: few large operations, as a device wants them."""
-        words = data.view(torch.int32).view(-1, BLOCK_WORDS).to(torch.int64)
-        numbers = sign * self._of_blocks(block, len(words)).to(self.device)
-        for total, of_blocks in zip(self._total, numbers, strict=True):
-            total += (words * of_blocks[:, None]).sum(0)
-
-    def _add_blocks_here(self, data: torch.Tensor, block: int, sign: int) -> None:
-        """As `_add_blocks` by what a CPU does best: products of matrices of doubles. They are
-        exact: digits are at most 2^15, words 2^31, both signed; 2^7 blocks make at most 2^53."""
-        words = data.view(torch.int32).view(-1, BLOCK_WORDS)
-        num = len(words)
-        rest, digits = sign * self._of_blocks(block, num), []
-        for _ in range(DIGITS):
-            digits.append(((rest + (1 << 15)) & 0xFFFF) - (1 << 15))
-            rest = (rest - digits[-1]) >> 16  # what it loses at the top is a multiple of 2^64
-        numbers = torch.stack(digits, 1).view(-1, num).to(torch.float64)
-        part = self._words[:num]
-        part.copy_(words)
-        self._by_digit += torch.mm(numbers, part).to(torch.int64)
-
-    def _of_blocks(self, first: int, num: int) -> torch.Tensor:
-        """K of these blocks for each sum: [NUM_SUMS, num] int64."""
+    def _numbers(self, first: int, num: int) -> torch.Tensor:
+        """K of these blocks for each sum: [num, NUM_SUMS] int64."""
         size = 8 * NUM_SUMS
         numbers = blake3(b"blocks", key=self._seed).digest(size * num, seek=size * first)
-        return torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(num, NUM_SUMS).T
+        return torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(num, NUM_SUMS)
 
 
 class AddedBeside:
@@ -202,8 +186,3 @@ class AddedBeside:
             raise
         finally:
             self._room.release()
-
-
-def _is_aligned(data: torch.Tensor) -> bool:
-    """Whether bytes can be seen as 32-bit words."""
-    return data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0

@@ -1,7 +1,9 @@
 """A version sent by all training ranks to all engine workers of a group: each rank its own rows.
 
 Owns the two sides of a broadcast and the memory on its way; the order comes from pieces.py, the
-operations from group.py. Receivers get whole tensors in the order of the version's file, each with
+operations from group.py. With gloo a piece goes from the rank that has it to the first receiver,
+and from each receiver to the next while others come: over each line once in each direction. NCCL
+does the like itself. Receivers get whole tensors in the order of the version's file, each with
 memory of its own: vLLM keeps references to what it has been given until a layer is complete.
 Imports torch; daemons must not import this.
 """
@@ -50,18 +52,22 @@ def send(
     with _Ending(group), _beside(proof) as beside:
         spare = [
             torch.empty(group.piece_bytes, dtype=torch.uint8, device=group.device)
-            for _ in range(IN_FLIGHT if group.num_ranks > 1 else 0)
+            for _ in range(IN_FLIGHT if group.num_ranks > 1 and not group.is_chain else 0)
         ]
         mine = _Mine(group, tensors, rows)
         works: deque[Any] = deque()
         for i, piece in enumerate(schedule(tensors, group.num_ranks, group.piece_bytes)):
+            is_mine = piece.root == group.rank
+            if group.is_chain and not is_mine:
+                continue
             if len(works) == IN_FLIGHT:
                 group.wait(works.popleft(), is_unwanted)
-            if piece.root == group.rank:
-                data = mine.data(piece, beside)
-            else:  # what other ranks send is nothing to this one
-                data = spare[i % IN_FLIGHT][: piece.num_bytes]
-            works.append(group.broadcast(data, piece.root))
+            # what other ranks send is nothing to this one
+            data = mine.data(piece, beside) if is_mine else spare[i % IN_FLIGHT][: piece.num_bytes]
+            if group.is_chain:
+                works.append(group.send(data, group.num_ranks, i))
+            else:
+                works.append(group.broadcast(data, piece.root))
         for work in works:
             group.wait(work, is_unwanted)
 
@@ -95,23 +101,38 @@ def _received(
     is_unwanted: Callable[[], bool] | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     coming = _Coming(group, tensors, beside)
-    works: deque[tuple[Any, Piece, torch.Tensor]] = deque()
-    pieces = schedule(tensors, group.num_ranks, group.piece_bytes)
+    works: deque[tuple[Any, int, Piece, torch.Tensor]] = deque()
+    onward: deque[Any] = deque()
+    pieces = enumerate(schedule(tensors, group.num_ranks, group.piece_bytes))
     given = 0
     while True:
-        while len(works) < IN_FLIGHT and (piece := next(pieces, None)) is not None:
+        while len(works) < IN_FLIGHT and (numbered := next(pieces, None)) is not None:
+            i, piece = numbered
             data = coming.data(piece)
-            works.append((group.broadcast(data, piece.root), piece, data))
+            works.append((_come(group, data, piece.root, i), i, piece, data))
         if not works:
             break
-        work, piece, data = works.popleft()
+        work, i, piece, data = works.popleft()
         group.wait(work, is_unwanted)
+        if group.is_chain and group.rank + 1 < group.world:
+            if len(onward) == IN_FLIGHT:
+                group.wait(onward.popleft(), is_unwanted)
+            onward.append(group.send(data, group.rank + 1, i))
         coming.arrived(piece, data)
         while given < len(tensors) and coming.is_complete(given):
             yield tensors[given].name, coming.take(given)
             given += 1
     for i in range(given, len(tensors)):  # those without a byte, at the end
         yield tensors[i].name, coming.take(i)
+    for work in onward:
+        group.wait(work, is_unwanted)
+
+
+def _come(group: Group, data: torch.Tensor, root: int, tag: int) -> Any:
+    if not group.is_chain:
+        return group.broadcast(data, root)
+    source = root if group.rank == group.num_ranks else group.rank - 1
+    return group.receive(data, source, tag)
 
 
 class _Ending:

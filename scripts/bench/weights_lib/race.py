@@ -1,0 +1,149 @@
+"""From published to ready in two engines, each on a line of its own: by broadcast over gloo, and by
+pull and load. Publishing is the same for both and not part of it."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.version.manifest import VersionFile
+from lightrl.weights.version.tensors import write_tensors
+from scripts.bench.weights_lib import files, network
+from scripts.bench.weights_lib.nodes import ROOT, Node, nodes
+from scripts.bench.weights_lib.table import Options, Row
+
+LINES = (0.125e9, 1.25e9)  # bytes/s
+MODULE = "scripts.bench.weights_lib.race_member"
+HIDDEN = 1024
+
+
+class Member:
+    """A rank or an engine in a network namespace."""
+
+    def __init__(self, kind: str, space: str) -> None:
+        self._process = subprocess.Popen(
+            ["ip", "netns", "exec", space, sys.executable, "-m", MODULE, kind],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+        self.hear()
+
+    def tell(self, **order: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a member has ended")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def rows(options: Options) -> Iterator[Row]:
+    if why := network.why_not():
+        print(f"race: not measured: {why}")
+        return
+    for line in LINES:
+        with files.folder() as folder, network.Switch(3, line).up() as switch:
+            version = make(folder / "v1.bin", options.joiners_mb)
+            took = race(version, folder, switch, options)
+        pull, broadcast = (statistics.median(took[kind]) for kind in ("pull", "broadcast"))
+        mb, ideal = round(version.num_bytes / 1e6), version.num_bytes / line
+        of = f"on lines of {line / 1e9:g} GB/s"
+        yield Row("race", f"ready by pull {of}", mb, pull, "s", ideal)
+        yield Row("race", f"ready by broadcast {of}", mb, broadcast, "s", ideal)
+        yield Row("race", "  beside pull", mb, broadcast, "s", pull, 1.0, is_at_most=True)
+
+
+def make(path: Path, mb: int) -> VersionFile:
+    """Layers of a transformer in bfloat16."""
+    torch.manual_seed(0)
+    shapes = {"a.q": (HIDDEN, HIDDEN), "b.up": (4 * HIDDEN, HIDDEN), "c.norm": (HIDDEN,)}
+    shapes |= {"a.o": (HIDDEN, HIDDEN), "b.down": (4 * HIDDEN, HIDDEN)}
+    layers = mb * 10**6 // (2 * sum(torch.Size(s).numel() for s in shapes.values()))
+    named = (
+        (f"layers.{i:03}.{name}", torch.randn(shape).to(torch.bfloat16))
+        for i in range(layers)
+        for name, shape in shapes.items()
+    )
+    return write_tensors(path, 1, named)
+
+
+def race(
+    version: VersionFile, folder: Path, switch: network.Switch, options: Options
+) -> dict[str, list[float]]:
+    """Seconds until both engines were ready, in turn by each way."""
+    took: dict[str, list[float]] = {"pull": [], "broadcast": []}
+    with ExitStack() as stack:
+        kinds = ("rank", "engine", "engine")
+        members = [Member(k, s) for k, s in zip(kinds, switch.spaces, strict=True)]
+        for member in members:
+            stack.callback(member.close)
+        rank, *engines = members
+        for engine in engines:
+            engine.tell(prepare=asdict(version))
+            engine.hear()
+        form(members, switch.hosts[0])
+        given = zip(("trainer", "a", "b"), switch.hosts, switch.spaces, strict=True)
+        world = stack.enter_context(nodes(*given))
+        world[0].publish(version)
+        for _ in range(options.repeat):
+            took["broadcast"].append(broadcast(version, rank, engines))
+            took["pull"].append(pull(version, folder, world, engines, options.streams))
+    return took
+
+
+def form(members: list[Member], host: str) -> None:
+    rank = members[0]
+    rank.tell(open=host)
+    address = rank.hear()["address"]
+    for i, member in enumerate(members):
+        member.tell(
+            join=address, place=asdict(Membership("race", i, 1, len(members), "gloo", 60.0))
+        )
+    for member in members:
+        member.hear()
+
+
+def broadcast(version: VersionFile, rank: Member, engines: list[Member]) -> float:
+    begun = time.monotonic()
+    rank.tell(send=asdict(version), group="race")
+    for engine in engines:
+        engine.tell(receive=asdict(version), group="race")
+    sums = {tuple(member.hear()["sums"]) for member in (rank, *engines)}
+    assert len(sums) == 1, "the members disagree"
+    return time.monotonic() - begun
+
+
+def pull(
+    version: VersionFile, folder: Path, world: list[Node], engines: list[Member], streams: int
+) -> float:
+    trainer, *pullers = world
+    begun = time.monotonic()
+    for node in pullers:
+        others = [peer for peer in pullers if peer is not node]
+        node.pull(version, folder / f"{node.name}.bin", [*others, trainer], streams)
+    for node, engine in zip(pullers, engines, strict=True):
+        node.stats()
+        path = str(folder / f"{node.name}.bin")
+        engine.tell(load=asdict(replace(version, path=path)))
+    for engine in engines:
+        engine.hear()
+    taken = time.monotonic() - begun
+    for node in pullers:
+        (folder / f"{node.name}.bin").unlink()
+    return taken

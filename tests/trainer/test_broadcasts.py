@@ -370,7 +370,13 @@ def test_a_trainer_that_is_to_stop_waits_for_no_order(new_config, groups, tmp_pa
 
 
 @pytest.mark.parametrize("how", ["the coordinator says so", "the coordinator is gone", "stop"])
-def test_a_send_that_is_over_is_given_up_at_once(new_config, groups, tmp_path, how):  # noqa: F811
+def test_a_send_that_is_over_is_given_up_at_once(
+    new_config,
+    groups,  # noqa: F811
+    tmp_path,
+    caplog,
+    how,
+):
     """Though a receiver that does not take part yet could do so for a long time."""
     config = new_config(2, ranks=2, timeout_s=200.0)
     taken = []
@@ -388,6 +394,7 @@ def test_a_send_that_is_over_is_given_up_at_once(new_config, groups, tmp_path, h
                 coordinator.trainer.pause()
             else:
                 orders.tell(VersionTaken(1, broadcasts=False, wants_delta=False))
+            await until(lambda: "no broadcast: " in caplog.text)  # the ranks have left
             pipe.send(file_of(coordinator, 1))
             assert "broadcast: " in await said(pipe)
             taken.append(time.monotonic() - began)

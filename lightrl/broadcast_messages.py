@@ -105,7 +105,7 @@ class BroadcastSums:
 @dataclass(frozen=True, slots=True)
 class BroadcastFailed:
     """This group is over, for a reason in one line; whoever was receiving is told to pull.
-    `is_unreachable`: the node could not reach the trainer at that address."""
+    `is_unreachable`: nobody answers this node at the trainer's address, group or no group."""
 
     group: Word
     reason: Text

@@ -113,7 +113,7 @@ class GroupJoined:
 
     name: str
     error: str | None = None
-    # the ranks could not be reached at that address
+    # nobody answers for the ranks at that address; not: nobody listens there any more
     is_unreachable: bool = False
 
 

@@ -16,6 +16,7 @@ LIMIT_S = 300  # of one run; a tenth of that on a machine that does nothing else
 AT_ONCE = "rollout.engine_args={t0_ms=0.0,mean_length=25.0}"
 
 Chaos = Callable[..., dict[str, Any]]
+CommandIn = Callable[[Path], tuple[str, ...]]
 
 
 def run_chaos(*arguments: str) -> dict[str, Any]:
@@ -43,9 +44,10 @@ def undisturbed(chaos: Chaos) -> dict[str, Any]:
     return chaos("--events", "0", AT_ONCE)["reference"]
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """What starts that run in `tmp_path`."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    setup = importlib.import_module("chaos_lib.setup")
-    return setup.command(tmp_path, ENGINE, STEPS, 0)
+@pytest.fixture(scope="session")
+def command_in() -> CommandIn:
+    """What starts that run in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        setup = importlib.import_module("chaos_lib.setup")
+    return lambda folder: setup.command(folder, ENGINE, STEPS, 0)

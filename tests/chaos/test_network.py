@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from lightrl.client.address import listening
 from lightrl.keys import KEY_FILE
 from lightrl.metrics.sinks import read
-from tests.chaos.conftest import LIMIT_S, STEPS
+from tests.chaos.conftest import LIMIT_S, STEPS, CommandIn
 from tests.chaos.network import Network, why_not
 
 pytestmark = [
@@ -23,8 +24,8 @@ pytestmark = [
 ]
 PORT = 5600
 LOOK_S = 0.1
-PATIENCE_S = 40.0
-END_S = PATIENCE_S + 20
+PATIENCE_S = 20.0  # who missed the end for a bad line sits it out
+END_S = PATIENCE_S + 40
 
 
 class Run:
@@ -94,31 +95,7 @@ class Run:
         return "\n".join(f"-- {name}\n{self.said(name)[-1500:]}" for name in self._processes)
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    with Network(str(os.getpid()), 2).up() as network:
-        yield network
-
-
-@pytest.fixture
-def begin(
-    network: Network, tmp_path: Path, command: tuple[str, ...]
-) -> Iterator[Callable[[], Run]]:
-    runs: list[Run] = []
-
-    def start() -> Run:
-        runs.append(Run(network, tmp_path, command))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
-
-
-def test_lost_and_late_packets_cost_time_alone(
-    network: Network, begin: Callable[[], Run], undisturbed: dict[str, str]
-):
-    run = begin()
+def bad(network: Network, run: Run, undisturbed: dict[str, str]) -> None:
     run.until_step(1)
     network.set(0, loss=0.3)
     network.set(1, delay_s=0.1)  # 200 ms there and back
@@ -128,12 +105,9 @@ def test_lost_and_late_packets_cost_time_alone(
     assert network.lost_packets(0) > 100
 
 
-def test_lines_that_are_cut_and_come_back(
-    network: Network, begin: Callable[[], Run], undisturbed: dict[str, str]
-):
+def cut(network: Network, run: Run, undisturbed: dict[str, str]) -> None:
     """One line, then both: nobody but the trainer is left, and nothing that runs behind them is
     lost."""
-    run = begin()
     run.until_step(2)
     network.set(0, cut=True)
     run.until_lost("far-0")
@@ -151,3 +125,33 @@ def assert_equal(summary: dict[str, Any], undisturbed: dict[str, str]) -> None:
     for name in ("weights_digest", "responses_digest"):
         assert summary[name] == undisturbed[name]
     assert summary["steps"] == STEPS
+
+
+Story = Callable[[Network, Run, dict[str, str]], None]
+STORIES = (bad, cut)
+
+
+@pytest.fixture(scope="module")
+def stories(
+    tmp_path_factory: pytest.TempPathFactory, command_in: CommandIn, undisturbed: dict[str, str]
+) -> Iterator[dict[Story, "Future[None]"]]:
+    """On a network each, side by side: mostly they wait for packets that come again."""
+
+    def tell(story: Story, folder: Path) -> None:
+        with Network(f"{os.getpid()}-{story.__name__}", 2).up() as network:
+            run = Run(network, folder, command_in(folder))
+            try:
+                story(network, run, undisturbed)
+            finally:
+                run.kill()
+
+    with ThreadPoolExecutor(len(STORIES)) as pool:
+        yield {story: pool.submit(tell, story, tmp_path_factory.mktemp("t")) for story in STORIES}
+
+
+def test_lost_and_late_packets_cost_time_alone(stories: dict[Story, "Future[None]"]):
+    stories[bad].result()
+
+
+def test_lines_that_are_cut_and_come_back(stories: dict[Story, "Future[None]"]):
+    stories[cut].result()

@@ -129,7 +129,13 @@ def test_world_that_is_stopped_in_the_middle_ends_and_nothing_is_sent_to_the_tra
     assert {step: len(shards) for step, shards in world.shards.items()} == known
 
 
-@pytest.mark.parametrize("seeds", [range(700 + 30 * k, 730 + 30 * k) for k in range(10)])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(700 + 30 * k, 730 + 30 * k), marks=[pytest.mark.slow] * (k >= 5))
+        for k in range(10)
+    ],
+)
 def test_world_of_many_versions_sends_them_by_broadcast_and_nobody_waits(seeds):
     totals: Counter[str] = Counter()
     for seed in seeds:

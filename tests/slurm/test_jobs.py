@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ SMALL = (
 SLOW = "rollout.engine_args={t0_ms=10.0, mean_length=40.0}"  # a step takes about a second
 FAST = "rollout.engine_args={t0_ms=0.0, mean_length=40.0}"
 DEADLINE_S = 150.0
+GRACE_S = 30
+Story = Callable[[Cluster, Path, dict[str, Any]], None]
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
@@ -44,16 +47,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with a_cluster(grace_s=30) as running:
+    with a_cluster(GRACE_S) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(cluster: Cluster) -> Iterator[None]:
-    yield
-    cluster.cancel_all()
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +129,25 @@ class Submitted:
         )
 
 
+@pytest.fixture(scope="module")
+def stories(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: dict[str, Any]
+) -> Iterator[dict[Story, "Future[None]"]]:
+    """On a cluster each, side by side: Slurm's clocks are most of it."""
+
+    def tell(story: Story, folder: Path) -> None:
+        with a_cluster(GRACE_S) as running:
+            story(running, folder, undisturbed)
+
+    with ThreadPoolExecutor(len(STORIES)) as pool:
+        yield {story: pool.submit(tell, story, tmp_path_factory.mktemp("t")) for story in STORIES}
+
+
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one[key] == other[key] for key in ("weights_digest", "responses_digest"))
 
 
-def test_preempted_tasks_come_back_and_the_run_is_what_it_would_have_been(
-    cluster, tmp_path, undisturbed
-):
+def preempted(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     run = Submitted(cluster, tmp_path)
     run.until_step(2)
     began = time.monotonic()
@@ -160,13 +169,47 @@ def test_preempted_tasks_come_back_and_the_run_is_what_it_would_have_been(
     assert "Traceback" not in said
 
 
-def test_a_requeued_coordinator_goes_on_with_its_run(cluster, tmp_path, undisturbed):
+def requeued(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     run = Submitted(cluster, tmp_path)
     run.until_step(3)
     cluster.run("scontrol", "requeue", run.head)
     run.until(lambda: run.restarts(run.head) == 1 and run.runs(run.head), "the coordinator is back")
     assert same(run.until_finished(), undisturbed), run.said()
     assert "Traceback" not in run.said()
+
+
+def by_hand(cluster: Cluster, tmp_path: Path, _: dict[str, Any]) -> None:
+    real = "train.engine=torch"  # a rank of a Slurm job that computes
+    what = (str(QUICKSTART), "run.name=one", *SMALL, FAST, real, "rollout.nodes=0")
+    python = f"--export=ALL,LIGHTRL={Path(sys.executable).with_name('lightrl')}"
+    head = cluster.submit(python, str(SCRIPTS / "reserved.sbatch"), *what, cwd=tmp_path)
+    run_dir = tmp_path / "runs" / "one"
+    cluster.until((run_dir / "address").exists, "the coordinator listens", DEADLINE_S)
+    elsewhere = tmp_path / "copied"
+    shutil.copy2(run_dir / "join", elsewhere)
+    address = (run_dir / "address").read_text().strip()
+    where = ("--partition=spot", "--array=1-2", str(SCRIPTS / "preemptible.sbatch"))
+    nodes = cluster.submit(python, *where, address, str(elsewhere), cwd=tmp_path)
+    for job in (head, f"{nodes}_1", f"{nodes}_2"):
+        cluster.until(
+            lambda job=job: cluster.state(job) == "COMPLETED", f"{job} completed", DEADLINE_S
+        )
+    assert summary(run_dir)["state"] == "finished"
+
+
+STORIES = (preempted, requeued, by_hand)
+
+
+def test_preempted_tasks_come_back_and_the_run_is_what_it_would_have_been(stories):
+    stories[preempted].result()
+
+
+def test_a_requeued_coordinator_goes_on_with_its_run(stories):
+    stories[requeued].result()
+
+
+def test_the_scripts_by_hand_with_an_address_and_a_key(stories):
+    stories[by_hand].result()
 
 
 @pytest.mark.slow
@@ -202,22 +245,3 @@ def test_cancelled_jobs_stay_cancelled(cluster, tmp_path):
     assert {cluster.state(job) for job in (run.head, *run.tasks)} == {"CANCELLED"}, run.said()
     assert summary(run.run_dir)["state"] == "stopped"
     assert not (run.run_dir / "slurm" / "returns").exists()
-
-
-def test_the_scripts_by_hand_with_an_address_and_a_key(cluster, tmp_path):
-    real = "train.engine=torch"  # a rank of a Slurm job that computes
-    what = (str(QUICKSTART), "run.name=one", *SMALL, FAST, real, "rollout.nodes=0")
-    python = f"--export=ALL,LIGHTRL={Path(sys.executable).with_name('lightrl')}"
-    head = cluster.submit(python, str(SCRIPTS / "reserved.sbatch"), *what, cwd=tmp_path)
-    run_dir = tmp_path / "runs" / "one"
-    cluster.until((run_dir / "address").exists, "the coordinator listens", DEADLINE_S)
-    elsewhere = tmp_path / "copied"
-    shutil.copy2(run_dir / "join", elsewhere)
-    address = (run_dir / "address").read_text().strip()
-    where = ("--partition=spot", "--array=1-2", str(SCRIPTS / "preemptible.sbatch"))
-    nodes = cluster.submit(python, *where, address, str(elsewhere), cwd=tmp_path)
-    for job in (head, f"{nodes}_1", f"{nodes}_2"):
-        cluster.until(
-            lambda job=job: cluster.state(job) == "COMPLETED", f"{job} completed", DEADLINE_S
-        )
-    assert summary(run_dir)["state"] == "finished"

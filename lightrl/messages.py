@@ -154,8 +154,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class WeightsProgress:
-    """How far a node is with a version that it pulls. Example: WeightsProgress(4, 8 << 20, 15
-    << 30, 3)."""
+    """How far a node is with a version that it pulls. Example: WeightsProgress(4, 7, 15, 3)."""
 
     policy_version: Version
     # proved
@@ -532,8 +531,7 @@ class NodeRow:
     loop_lag_ms: float = 0.0
     # of the version that it pulls
     weights: WeightsProgress | None = None
-    # where its next version comes by broadcast: forming sending proving
-    broadcast: Word = ""
+    broadcast: Word = ""  # by which its next version comes: forming sending proving
 
 
 @dataclass(frozen=True, slots=True)

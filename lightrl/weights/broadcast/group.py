@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 
 from lightrl.errors import WeightsError
 from lightrl.system.interfaces import interface_of
-from lightrl.weights.broadcast.passing import Waiter
+from lightrl.weights.broadcast.passing import Passing, Waiter
 from lightrl.weights.broadcast.rendezvous import (
     UNWANTED,
     Lifeline,
@@ -123,7 +123,7 @@ class Group:
                 self._looked_at = now
                 if is_unwanted():
                     raise self._failed(UNWANTED)
-            time.sleep(POLL_S)
+            work.rest() if isinstance(work, Passing) else time.sleep(POLL_S)
         try:
             work.wait()
         except RuntimeError as e:

@@ -14,7 +14,6 @@ from lightrl.devices.driver import Machine, look
 from lightrl.weights.machine import scratch
 
 LINES_GBIT = (1, 10, 100)  # for which seconds are said
-NODES = (1, 8, 64)  # of other machines, likewise
 
 
 def version_size(config: Config, machine: Machine) -> memory.VersionSize | None:
@@ -42,7 +41,7 @@ def describe(config: Config, machine: Machine) -> list[str]:
         f"{_bytes(size.num_bytes)} a version in {size.dtype}; each machine that serves or trains "
         f"holds up to {scratch.NUM_VERSIONS}, {_bytes(held)}, in shared memory or on disk",
         f"a whole version on the line takes {seconds}",
-        *_ways(config, size, has_gpus=bool(machine.gpus)),
+        *_ways(config, size),
     ]
 
 
@@ -57,7 +56,7 @@ def notes(config: Config, gpus: Assignment) -> list[str]:
     ]
 
 
-def _ways(config: Config, size: memory.VersionSize, has_gpus: bool) -> list[str]:
+def _ways(config: Config, size: memory.VersionSize) -> list[str]:
     """How nodes get a version, as weights.broadcast says."""
     mode, num = config.broadcast, config.rollout.nodes
     who = f"the {num} nodes" if num else "nodes"
@@ -77,38 +76,20 @@ def _ways(config: Config, size: memory.VersionSize, has_gpus: bool) -> list[str]
         return [
             f"{maps}; idle nodes of other machines get it by broadcast, busy and --preemptible "
             f"ones {pull}",
-            _broadcast_seconds(config, size, has_gpus),
+            _broadcast_seconds(size),
         ]
     return [
         "all nodes get it by broadcast, those that are busy or on this machine, too; "
         f"--preemptible ones {pull}",
-        _broadcast_seconds(config, size, has_gpus),
+        _broadcast_seconds(size),
     ]
 
 
-def _broadcast_seconds(config: Config, size: memory.VersionSize, has_gpus: bool) -> str:
-    """Gloo sends along a tree, NCCL along a ring."""
+def _broadcast_seconds(size: memory.VersionSize) -> str:
+    """However many nodes: each sends on what it has got, by NCCL as by gloo."""
     gbit = LINES_GBIT[-1]
-    workers = config.gpus_per_engine
-    parts: list[str] = []
-    for nodes in NODES:
-        copies = 1 if has_gpus else _copies_of_tree(config.train.ranks, nodes * workers)
-        parts.append(f"{_seconds(copies * size.num_bytes * 8 / (gbit * 1e9))} to {nodes}")
-    how = "NCCL: once over the line" if has_gpus else "gloo: a tree"
-    return f"by broadcast at {gbit} Gbit/s ({how}): {', '.join(parts)} nodes"
-
-
-def _copies_of_tree(ranks: int, workers: int) -> float:
-    """How many times the ranks of one machine send each byte to others, on average over the ranks,
-    in the binomial tree of gloo: member v of the tree sends to v + 2^i for each 2^i above v."""
-    world, sent = ranks + workers, 0
-    for root in range(ranks):
-        for v in range(world):
-            if (v + root) % world >= ranks:
-                continue
-            children = (v + (1 << i) for i in range(v.bit_length(), world.bit_length()))
-            sent += sum((c + root) % world >= ranks for c in children if c < world)
-    return sent / ranks
+    seconds = _seconds(size.num_bytes * 8 / (gbit * 1e9))
+    return f"by broadcast at {gbit} Gbit/s: {seconds}, once over each line"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from lightrl.errors import WeightsError
 from lightrl.system.addresses import is_loopback
 from lightrl.system.interfaces import interface_of
-from lightrl.weights.broadcast.passing import Waiter
+from lightrl.weights.broadcast.passing import Passing, Waiter
 from lightrl.weights.broadcast.rendezvous import (
     LOOK_S,
     UNWANTED,
@@ -122,7 +122,7 @@ class Group:
             if time.monotonic() > deadline:
                 raise self._failed(f"no progress for {self._timeout_s:g} s at member {self.rank}")
             self._require_wanted(is_unwanted)
-            time.sleep(POLL_S)
+            work.rest() if isinstance(work, Passing) else time.sleep(POLL_S)
         try:
             work.wait()
         except RuntimeError as e:

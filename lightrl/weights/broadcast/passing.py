@@ -9,6 +9,8 @@ import queue
 import threading
 from typing import Any
 
+REST_S = 0.005
+
 
 class Passing:
     """One operation."""
@@ -20,6 +22,10 @@ class Passing:
 
     def is_completed(self) -> bool:
         return self._is_over.is_set()
+
+    def rest(self) -> None:
+        """Until it is over, or for a moment."""
+        self._is_over.wait(REST_S)
 
     def wait(self) -> None:
         """Raises RuntimeError if it has failed."""

@@ -273,10 +273,10 @@ class RolloutAgent:
         self._member.ended(reason)
 
     def _engine_owes(self) -> bool:
-        """Tokens, or whether it has loaded a version. Not while it waits for others, or cannot be
-        told yet that it need not."""
+        """Tokens, or whether it has loaded a version. Not while it waits for others, nor while it
+        has less time than for these."""
         if self._state in IS_LOADING:
-            return not (self._member.is_receiving or self._member.is_withdrawn)
+            return not (self._member.is_receiving or self._member.is_ending)
         return (
             self._state is EngineState.SERVING
             and bool(self._running)

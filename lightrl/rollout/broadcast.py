@@ -70,7 +70,7 @@ class BroadcastMember:
     @property
     def is_ending(self) -> bool:
         """The engine has been told how what it receives ends, what was sent or that it be dropped,
-        and has not answered. What is still to come is in the buffers of this machine's line."""
+        and has not answered. What is still to come is in buffers on its way, with no rank."""
         return self._receiving is not None and self._has_said
 
     def started(self, order: Callable[[EngineCommand], None]) -> None:

@@ -156,8 +156,8 @@ class NodeWeights:
                 self.progress = None
             if fetched is not None and (
                 isinstance(fetched, Announced)
-                or not isinstance(self._loading, Fetched)
-                or self._loading.version is not fetched.version
+                or ((held := self._held) is None or held.version is not fetched.version)
+                or not (self._loading is held or self._is_served(offer))
             ):  # else it was taken meanwhile
                 self._put(fetched)
                 self._start(self._tidy())

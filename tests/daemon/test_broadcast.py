@@ -45,6 +45,7 @@ APART = (
     "eval.path=",
     "node.heartbeat_s=0.2",
     "node.lease_s=5",
+    "node.patience_s=15",
     "node.grace_s=10",
 )
 # what would differ if one response or one weight did

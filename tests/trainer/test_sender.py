@@ -141,12 +141,12 @@ def test_a_rank_without_memory_or_file_to_send_goes_on_training(start, processes
     async def run():
         async with processes(start(), 2) as ranks:
             file = (await started(ranks))[0].published.file
-            name, group = await joined(ranks, piece_bytes=64 << 20)
-            address_space(ranks[0].pid, 150 << 20)  # less than its pieces take
+            name, group = await joined(ranks)
+            address_space(ranks[0].pid, 1 << 20)  # less than the version takes
             for rank in ranks:
                 rank.send(SendWeights(file, name))
             failed = await replies(ranks)
-            assert "memory" in failed[0].error
+            assert any(word in failed[0].error for word in ("memory", "thread"))
             assert failed[1].error is not None
             assert group.over is not None
             address_space(ranks[0].pid, None)

@@ -37,7 +37,7 @@ class Rank:
                 command = JoinGroup(address, Membership(**place))
             case _:
                 command = SendWeights(VersionFile(**order["send"]), order["group"])
-        [answer] = self._sender.perform(command)
+        answer = self._sender.perform(command)
         if answer.error:
             raise RuntimeError(answer.error)
         match answer:

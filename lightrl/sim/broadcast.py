@@ -3,11 +3,11 @@
 Owns what the trainer and the members answer to the core's orders, and when. Decides nothing: who is
 a member, when a group is over and who pulls instead, the core says.
 
-As over NCCL: along a ring, so that the trainer's line and those of the members carry the bytes
-once in each direction, all at the pace of the one that has least left beside the pulls. (Gloo's
-tree, for nodes without GPUs, costs the trainer's line more; it is not simulated.) Sums are made
-beside the transfer, so only what they take longer is added. Until the trainer has sent, it does not
-train. Who misses a member waits for the core's word, which comes when the core misses it, too.
+From member to member, so that the trainer's line and those of the members carry the bytes
+once in each direction, all at the pace of the one that has least left beside the pulls. Sums are
+made beside the transfer, so only what they take longer is added. Until the trainer has sent, it
+does not train. Who misses a member waits for the core's word, which comes when the core misses it,
+too.
 """
 
 import math

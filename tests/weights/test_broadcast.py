@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ import torch
 from lightrl.weights.broadcast.group import form
 from lightrl.weights.broadcast.pieces import byte_range, rows, schedule
 from lightrl.weights.broadcast.rendezvous import Membership, Rendezvous
-from lightrl.weights.broadcast.transfer import REUSED_BYTES, _Memory
+from lightrl.weights.broadcast.transfer import REUSED_BYTES, _Memory, receive, send
 from lightrl.weights.version.layout import plan
 from tests.weights.broadcast_members import Fault, Plan, members
 
@@ -50,6 +51,29 @@ def test_every_receiver_gets_every_bit_of_two_versions_in_order(num_ranks, num_r
         total = tuple(sum(s) % (1 << 64) for s in zip(*of_ranks, strict=True))
         assert [r.sums[version] for r in receivers] == [total] * num_receivers
     assert receivers[0].sums[0] != receivers[0].sums[1]
+
+
+def test_nothing_of_a_version_is_held_when_it_has_been_sent():
+    """Else its file would keep its pages until the next version."""
+    tensors = plan([(f"layers.{i}", "uint8", (1 << 20,)) for i in range(4)])
+    meet, place = Rendezvous("127.0.0.1"), Membership("name", 0, 1, 2, "gloo", timeout_s=20.0)
+    held: list[weakref.ref[memoryview]] = []
+
+    def rows_of(i):
+        view = memoryview(bytearray(tensors[i].num_bytes))
+        held.append(weakref.ref(view))
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(form, meet, place, "cpu")
+        other = form(meet.address, replace(place, rank=1), "cpu")
+        group = forming.result(20)
+        coming = pool.submit(lambda: sum(1 for _ in receive(other, tensors)))
+        send(group, tensors, rows_of)
+        assert coming.result(20) == len(tensors)
+        assert group.over is None
+        assert [view() for view in held] == [None] * len(tensors)
+        other.abandon("the test is over")
 
 
 @pytest.mark.skipif(not hasattr(socket, "AF_PACKET") or os.geteuid() != 0, reason="needs root")

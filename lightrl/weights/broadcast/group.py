@@ -1,14 +1,15 @@
 """A group of training ranks and engine workers for broadcasts, beside whatever groups these
 processes are members of already.
 
-Owns how it forms, how long anybody waits in it, and its end. Gloo and NCCL through the same calls:
-torch's backends without a process group around them, which would have to be the default one.
+Owns how it forms, how long anybody waits in it, and its end. Gloo or NCCL: torch's backends without
+a process group around them, which would have to be the default one.
 
 It cannot be trusted to end by itself (torch 2.13): gloo often, but not always, notices a dead peer
 at once, a stopped one only at the operation's time limit; NCCL notices neither; `abort` of gloo
 does not wake who waits; and to destroy a group with work in flight waits for that work, holding the
-interpreter. So nobody blocks in an operation here: members ask whether it is done, listen to their
-lifeline meanwhile (rendezvous.py), and whoever leaves lets a thread wait for what is in flight.
+interpreter. So no member blocks in an operation here (passing.py has a thread for that): it asks
+whether that is done, listens to its lifeline meanwhile (rendezvous.py), and whoever leaves
+lets a thread wait for what is in flight.
 Imports torch; daemons must not import this.
 """
 
@@ -41,7 +42,7 @@ from lightrl.weights.broadcast.rendezvous import (
 
 POLL_S = 0.0005
 NEWS_S = 0.2  # after a failed operation, until somebody says whose fault it was
-GLOO_THREADS = 3  # operations at a time
+GLOO_THREADS = 3  # for operations of the whole group: the first one only
 _never_ended: list[object] = []  # what no thread could wait for: to give it up would wait
 # Else NCCL's threads end the process when an operation has failed or takes too long.
 NCCL_SETTINGS = {
@@ -175,11 +176,11 @@ def form(
     device = torch.device(device)
     try:
         backend = _connect(lifeline, host, place, device, deadline, is_unwanted)
+        return Group(backend, lifeline, place, device)
     except (WeightsError, RuntimeError, MemoryError) as e:
         why = first_line(e).removeprefix("broadcast: ")
         lifeline.cut(why)
         raise WeightsError(f"broadcast: {why}") from e
-    return Group(backend, lifeline, place, device)
 
 
 def _connect(

@@ -16,7 +16,7 @@ class Passing:
     """One operation."""
 
     def __init__(self, work: Any) -> None:
-        self._work = work
+        self._work: Any = work
         self._error: RuntimeError | None = None
         self._is_over = threading.Event()
 
@@ -40,6 +40,7 @@ class Passing:
             self._work.wait()
         except RuntimeError as e:
             self._error = e
+        self._work = None  # it holds the data, and who waits for the next one holds this
         self._is_over.set()
 
 

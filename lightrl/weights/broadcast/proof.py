@@ -24,6 +24,7 @@ sums; both go over encrypted channels. Imports torch; daemons must not import th
 
 import queue
 import threading
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -60,7 +61,8 @@ class Proof:
         as on a device, also on a CPU; it changes the speed, not the sums."""
         self._seed = seed
         self.device = torch.device(device)
-        self._is_here = self.device.type == "cpu" and blocks_at_once is None
+        is_here = self.device.type == "cpu" and blocks_at_once is None
+        self._is_here = is_here and _multiplies_exactly()
         self._at_once = blocks_at_once or BLOCKS_AT_ONCE
         self._total = torch.zeros(NUM_SUMS, dtype=torch.int64, device=device)  # wrapping
         size = BLOCK_BYTES * NUM_SUMS * DIGITS
@@ -120,6 +122,20 @@ class Proof:
         size = 8 * NUM_SUMS
         numbers = blake3(b"blocks", key=self._seed).digest(size * num, seek=size * first)
         return torch.frombuffer(bytearray(numbers), dtype=torch.int64).view(num, NUM_SUMS)
+
+
+@cache
+def _multiplies_exactly() -> bool:
+    """Whether this CPU does matrices of bytes as they are. One without VNNI does not: oneDNN adds
+    up pairs of its products in 16 bits, and what does not fit is cut off."""
+    int_mm: Any = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
+    for a in (-128, 127):
+        for b in (-128, 127):
+            data = torch.full((2, BLOCK_BYTES), a, dtype=torch.int8)
+            digits = torch.full((BLOCK_BYTES, NUM_SUMS * DIGITS), b, dtype=torch.int8)
+            if (int_mm(data, digits) != a * b * BLOCK_BYTES).any():
+                return False
+    return True
 
 
 class AddedBeside:

@@ -85,6 +85,18 @@ class Watch:
         rollout node, is in it."""
         await self._until(lambda last: self._is_at(last, step, wanted, target))
 
+    async def until_trained(self, step: int, target: str) -> str:
+        """Returns when a step is trained after that many, and a group can form with `target`, or
+        with any node if that is none, and one more: the name of that one."""
+        await self._until(lambda last: bool(self._other(last, step, target)))
+        assert self.last is not None
+        return self._other(self.last, step, target)
+
+    async def until_published(self) -> None:
+        """Returns when there is a newer version than now."""
+        version = self.last.policy_version if self.last is not None else None
+        await self._until(lambda last: last.policy_version != version)
+
     def phase_of(self, target: str) -> str:
         """What that node is at, or one of them if it is none; else the run."""
         rows = self.last.nodes if self.last is not None else ()
@@ -109,6 +121,13 @@ class Watch:
         if wanted in ON_NODE:
             return any(self._on_node(n) == wanted for n in meant)
         return wanted == "any" or phase(last) == wanted
+
+    def _other(self, last: Snapshot, step: int, target: str) -> str:
+        ready = [n.name for n in last.nodes if n.name in nodes() and n.state == "ready"]
+        others = [name for name in ready if name != target]
+        is_there = target in ready or (target not in nodes() and len(ready) > 1)
+        is_now = last.step >= step and self.is_live and phase(last) == "training"
+        return others[-1] if is_now and is_there and others else ""
 
     def _on_node(self, node: NodeRow) -> str:
         """What it is at with the newest version; "" = nothing, or nothing yet."""

@@ -16,7 +16,7 @@ Way = Literal["pull", "delta", "broadcast"]
 NODES = 3  # so that one who pulls relays to another
 SHORT_S, LONG_S = (0.3, 0.6), (1.3, 2.0)  # of a stop or a cut, in leases of a node
 MAX_DELAY_S = 0.3  # from the moment the phase was seen
-BRIEF: dict[Phase, float] = {"forming": 0.05, "proving": 0.1, "patching": 0.01}
+BRIEF: dict[Phase, float] = {"proving": 0.1, "patching": 0.01}
 
 # Seen on one node: the one that is hit, or any if that is no rollout node.
 ON_NODE: tuple[Phase, ...] = (
@@ -74,7 +74,7 @@ def draw_weights(
             hold_s = lease_s * rng.uniform(*rng.choice((SHORT_S, LONG_S)))
         target = TARGETS.get(what) or rng.choice(nodes())
         delay_s = rng.uniform(0, BRIEF.get(phase, MAX_DELAY_S))
-        if phase == "forming":  # no group does, as long as one stands
+        if phase == "forming":  # no group does, as long as one stands; world.py holds it up
             other = rng.choice([name for name in nodes() if name != target])
             plan.append(Event("kill rollout", other, step, "sending", 0.0))
         plan.append(Event(kind, target, step, phase, delay_s, hold_s))

@@ -5,13 +5,14 @@ Owns its processes, by their ids. What comes when is in plan.py, how the run sta
 """
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 
 VICTIM_S = 60.0  # for the victim to be there: it may just be starting
 DOWN_S = 40.0  # after `lightrl up` was killed, for its daemons to leave
+MAX_STEPS = 5  # done while the phase of an event does not come: then the next one gets its turn
+HOLD_S = 4.0  # a group is held up so long from when its step was trained; less than anybody waits
 LOOK_S = 0.05
+NOBODY = "nobody was there"
 LIGHTRL = (sys.executable, "-m", "lightrl.cli")
 
 
@@ -54,6 +58,8 @@ class Outcome:
     wall_s: float
     summary: dict[str, Any]
     felt: list[Felt] = field(default_factory=list)
+    # whose moment did not come, or who found nobody
+    missed: list[Event] = field(default_factory=list)
     # processes that outlived the run
     left_over: list[Process] = field(default_factory=list)
 
@@ -81,6 +87,7 @@ class World:
         self._began = time.monotonic()
         self._felt: list[Felt] = []
         self._asleep: set[asyncio.Task[None]] = set()  # what is stopped, until it goes on
+        self._held: Process | None = None  # stands still so that a group does not form yet
         self._is_changing = False  # `lightrl up` was killed and is not there again
 
     async def run(self, plan: list[Event], limit_s: float) -> Outcome:
@@ -105,7 +112,9 @@ class World:
             left = await asyncio.to_thread(self._clean_up)
         if self._up is None or self._up.wait() != 0 or self._state() != "finished":
             raise ChaosFailed(self._account("the run did not finish"))
-        return Outcome(wall_s, self._summary(), self._felt, left)
+        came = [f.event for f in self._felt if f.note != NOBODY]
+        missed = [event for event in plan if event not in came]
+        return Outcome(wall_s, self._summary(), self._felt, missed, left)
 
     async def _keep(self) -> None:
         if self._machines is not None:
@@ -154,26 +163,74 @@ class World:
     async def _hit(self, plan: list[Event]) -> None:
         for event in plan:
             act = await self._when(event)
+            if act is None:
+                self._say(f"{'-':>6}    step {event.step:<3} {event.phase:<10} {event}  MISSED")
+                continue
             felt = self._feel(event)
             felt.note = await act()
+            self._let_go()
             self._say(
                 f"{felt.at_s:6.1f} s  step {felt.step:<3} {felt.phase:<10} {event}  {felt.note}"
             )
 
-    async def _when(self, event: Event) -> Callable[[], Awaitable[str]]:
-        """Returns at the moment at which this event is to come, what makes it come."""
+    async def _when(self, event: Event) -> Callable[[], Awaitable[str]] | None:
+        """Returns at the moment at which this event is to come, what makes it come; None if that
+        moment does not come."""
+        watch = self._watch
         if self._machines is not None and event.phase == "patching":
-            await self._watch.until_at(event.step, "any", event.target)
+            await watch.until_at(event.step, "any", event.target)
             act = await self._ready(event)
-            await self._machines.until_patching(event.target)
+            if not await self._comes(event, self._machines.until_patching(event.target)):
+                return None
             await asyncio.sleep(event.delay_s)
             return act
         if self._machines is not None:
-            await self._watch.until_at(event.step, event.phase, event.target)
+            if event.phase == "forming":
+                moment = self._until_forming(event)
+            else:
+                moment = watch.until_at(event.step, event.phase, event.target)
+            if not await self._comes(event, moment):
+                self._let_go()
+                return None
         elif not event.together:
             await self._watch.until(event.step, event.phase)
         await asyncio.sleep(event.delay_s)
         return await self._ready(event)
+
+    async def _comes(self, event: Event, moment: Coroutine[Any, Any, None]) -> bool:
+        """Whether it does before MAX_STEPS more are done."""
+        last = self._watch.last
+        since = max(event.step, last.step if last is not None else 0)
+        waiting = asyncio.create_task(moment)
+        passing = asyncio.create_task(self._watch.until(since + MAX_STEPS, "any"))
+        try:
+            await asyncio.wait((waiting, passing), return_when=asyncio.FIRST_COMPLETED)
+            if has_come := waiting.done():
+                waiting.result()  # raises what went wrong
+            return has_come
+        finally:
+            for task in (waiting, passing):
+                task.cancel()
+
+    async def _until_forming(self, event: Event) -> None:
+        """Returns while a group forms and cannot end that, for an engine that must join it stands
+        still. Nobody needs that one: it is stopped when its responses are there."""
+        while True:
+            other = await self._watch.until_trained(event.step, event.target)
+            self._held = self._processes.child(other, "engine")
+            if self._held is not None:
+                send(self._held.pid, signal.SIGSTOP)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HOLD_S):
+                    await self._watch.until_published()
+            if self._held is not None and self._watch.phase_of(event.target) == "forming":
+                return
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            send(self._held.pid, signal.SIGCONT)
+            self._held = None
 
     def _feel(self, event: Event) -> Felt:
         step = self._watch.last.step if self._watch.last is not None else 0
@@ -290,4 +347,4 @@ class World:
 
 
 async def _nobody() -> str:
-    return "nobody was there"
+    return NOBODY

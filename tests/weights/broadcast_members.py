@@ -48,6 +48,7 @@ class Plan:
     piece_bytes: int = 1 << 16
     fault: Fault | None = None
     waits_for_word: bool = False  # between versions
+    is_chain: bool = True  # else as with NCCL
 
     @property
     def world(self) -> int:
@@ -95,6 +96,7 @@ def be_member(rank: int, what: Plan, meet: Any, name: str, pipe: Connection) -> 
         pipe.send(meet.address)
     try:
         group = form(meet, place, "cpu")
+        group.is_chain = what.is_chain
         pipe.send("formed")
         report = Report(rank, None, 0.0)
         for policy_version in range(1, what.versions + 1):

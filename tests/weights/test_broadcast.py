@@ -37,9 +37,10 @@ MIXED = (
 LARGE = tuple((f"layers.{i:02}.weight", "bfloat16", (512, 512)) for i in range(20))
 
 
+@pytest.mark.parametrize("is_chain", [True, False])
 @pytest.mark.parametrize(("num_ranks", "num_receivers"), [(1, 1), (2, 2), (3, 1), (1, 3)])
-def test_every_receiver_gets_every_bit_of_two_versions_in_order(num_ranks, num_receivers):
-    what = Plan(MIXED, num_ranks, num_receivers, versions=2)
+def test_every_receiver_gets_every_bit_of_two_versions_in_order(num_ranks, num_receivers, is_chain):
+    what = Plan(MIXED, num_ranks, num_receivers, versions=2, is_chain=is_chain)
     with members(what) as group:
         reports = group.reports(60)
     assert [reports[r].error for r in range(what.world)] == [None] * what.world
@@ -98,9 +99,11 @@ def test_who_listens_to_a_group_that_forms_does_not_learn_its_name():
     assert name.encode() not in heard
 
 
-@pytest.mark.parametrize("member", [0, 1, 2, 3])
-def test_all_others_know_within_a_second_of_a_member_that_is_killed(member):
-    what = Plan(LARGE, fault=Fault(member, signal.SIGKILL, tensor=10))
+@pytest.mark.parametrize(
+    ("member", "is_chain"), [(0, True), (1, True), (2, True), (3, True), (2, False)]
+)
+def test_all_others_know_within_a_second_of_a_member_that_is_killed(member, is_chain):
+    what = Plan(LARGE, fault=Fault(member, signal.SIGKILL, tensor=10), is_chain=is_chain)
     others = [r for r in range(4) if r != member]
     with members(what) as group:
         group.await_formed()

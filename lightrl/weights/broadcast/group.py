@@ -71,18 +71,15 @@ class Group:
         self.rank, self.num_ranks, self.world = place.rank, place.num_ranks, place.world
         self.piece_bytes = place.piece_bytes
         self.device = device
-        # gloo's own broadcast sends everything log2(world) times over the line of who begins
-        self._waiter = Waiter() if place.backend == "gloo" else None
+        # Whether pieces go from member to member, by `send` and `receive`, or by `broadcast`: that
+        # of gloo sends everything log2(world) times over the line of who begins.
+        self.is_chain = place.backend == "gloo"
+        self._waiter = Waiter() if self.is_chain else None
 
     @property
     def over(self) -> str | None:
         """Why the group is over; None while it can be used."""
         return self._lifeline.over
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether pieces go from member to member, by `send` and `receive`; else by `broadcast`."""
-        return self._waiter is not None
 
     def broadcast(self, data: torch.Tensor, root: int) -> Any:
         """Begins to send or receive `data`, contiguous bytes on `device`; `wait` ends it."""

@@ -5,13 +5,14 @@ own, and the products are added up modulo 2^64, NUM_SUMS times with independent 
 linear in the bytes: parts may come in any order, sums over parts add up to the sum over the whole,
 and the sum over a difference is the difference of the sums.
 
-The number of byte j of block b is K[b] * m[j]: both uniform, from BLAKE3 keyed by a seed that no
-stranger knows. Let two versions differ, by d != 0 (|d| < 2^8) in some bytes, of which the one with
-the fewest trailing zero bits has v of them; v <= 7. Then e = sum of K[b]*d over the blocks is 2^v
-times something uniform, for the right j, and m[j]*e + anything is zero with probability
-(66-v)/2 * 2^-(64-v) < 2^-52 at most: two sums are equal for two different versions with probability
-< 2^-104, whatever the difference is. Two flips of the top bit of bytes, for one, cancel only if two
-numbers agree in 57 bits. With words of 64 bits instead of bytes they would in half of the cases.
+The number of byte j of block b is K[b] * m[j]: uniform, K[b] of 64 bits and m[j] of 56, from BLAKE3
+keyed by a seed that no stranger knows. Let two versions differ, by d != 0 (|d| < 2^8) in some
+bytes, of which the one with the fewest trailing zero bits has v of them; v <= 7. Then e = sum of
+K[b]*d over the blocks is 2^v times something uniform, for the right j, and m[j]*e + anything is
+zero with probability 2^-56 + (66-v)/2 * 2^-(64-v) < 2^-52 at most: two sums are equal for two
+different versions with probability < 2^-104, whatever the difference is. Two flips of the top bit
+of bytes, for one, cancel only if two numbers agree in their low 57 bits. With words of 64 bits
+instead of bytes they would in half of the cases.
 
 Bytes, because a CPU multiplies matrices of bytes several times faster than anything larger; m[j] is
 DIGITS such digits.
@@ -38,7 +39,10 @@ SEED_BYTES = 32
 BLOCK_BYTES = 1 << 13
 MAX_WAITING = 4  # pieces that have come and are not added up yet
 BLOCKS_AT_ONCE = 1024  # 8 MiB of weights
-DIGITS = 8  # of 8 bits, signed, in m[j]: m[j] is the sum of digit[i] * 256^i
+# Of m[j], signed: m[j] is the sum of digit[i] * 2^(DIGIT_BITS * i). Not of 8 bits, for CPUs without
+# VNNI: they add up two products at a time in 16 bits, and those fit. Not ten of them, because a CPU
+# does 16 columns at a time: it took half as long again.
+DIGITS, DIGIT_BITS = 8, 7
 # Products of two signed bytes, so many, add up exactly in a float32; on a device also in its
 # matrix units, which round what they multiply to 8 bits at worst.
 EXACT_BYTES = 1 << 9
@@ -68,10 +72,11 @@ class Proof:
         size = BLOCK_BYTES * NUM_SUMS * DIGITS
         numbers = bytearray(blake3(b"bytes", key=seed).digest(size))
         digits = torch.frombuffer(numbers, dtype=torch.int8).view(BLOCK_BYTES, -1)
+        digits >>= 8 - DIGIT_BITS
         if not self._is_here:
             digits = digits.to(self.device, torch.float32).view(-1, EXACT_BYTES, digits.shape[1])
         self._digits = digits
-        values = torch.tensor([1 << 8 * i for i in range(DIGITS)], dtype=torch.int64)
+        values = torch.tensor([1 << DIGIT_BITS * i for i in range(DIGITS)], dtype=torch.int64)
         self._values = values.to(self.device)  # what each digit stands for
 
     def add(self, tensor: torch.Tensor, offset: int, sign: int = 1) -> None:
@@ -101,7 +106,7 @@ class Proof:
         """Sums over the bytes of each block of the byte times each digit of its m[j], on a CPU.
 
         data: [blocks, bytes] int8, which begin at byte `start` of their blocks. Result: [blocks,
-        NUM_SUMS, DIGITS] int64. Exact: 2^13 products of two signed bytes make at most 2^27.
+        NUM_SUMS, DIGITS] int64. Exact: 2^13 products of a byte and a digit make at most 2^26.
         """
         digits = self._digits[start : start + data.shape[1]]
         int_mm: Any = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -126,14 +131,14 @@ class Proof:
 
 @cache
 def _multiplies_exactly() -> bool:
-    """Whether this CPU does matrices of bytes as they are. One without VNNI does not: oneDNN adds
-    up pairs of its products in 16 bits, and what does not fit is cut off."""
+    """Whether matrices of bytes are multiplied as they are on this CPU, by this release of torch:
+    seen with oneDNN for SSE 4.1, AVX2 and AVX-512, with and without VNNI."""
     int_mm: Any = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
-    for a in (-128, 127):
-        for b in (-128, 127):
-            data = torch.full((2, BLOCK_BYTES), a, dtype=torch.int8)
-            digits = torch.full((BLOCK_BYTES, NUM_SUMS * DIGITS), b, dtype=torch.int8)
-            if (int_mm(data, digits) != a * b * BLOCK_BYTES).any():
+    for byte in (-128, 127):
+        for digit in (-(1 << DIGIT_BITS - 1), (1 << DIGIT_BITS - 1) - 1):
+            data = torch.full((2, BLOCK_BYTES), byte, dtype=torch.int8)
+            digits = torch.full((BLOCK_BYTES, NUM_SUMS * DIGITS), digit, dtype=torch.int8)
+            if (int_mm(data, digits) != byte * digit * BLOCK_BYTES).any():
                 return False
     return True
 

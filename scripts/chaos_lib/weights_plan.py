@@ -83,6 +83,12 @@ def draw_weights(
     return plan
 
 
+def unhit_phases(plan: list[Event], missed: list[Event]) -> list[Phase]:
+    """Those in which something was to happen and nothing did."""
+    hit = {event.phase for event in plan if event not in missed}
+    return sorted({event.phase for event in plan} - hit)
+
+
 def _deal(seed: int, events: int, way: Way) -> list[str]:
     kinds = list(PHASES[way])
     first = seed * events

@@ -13,6 +13,7 @@ from chaos_lib.plan import Event, Phase
 # how versions come to nodes: whole, as differences, or by broadcast
 Way = Literal["pull", "delta", "broadcast"]
 
+SPARE = 3  # steps at the end of a run with broadcasts: a group that fails puts off the next one
 NODES = 3  # so that one who pulls relays to another
 SHORT_S, LONG_S = (0.3, 0.6), (1.3, 2.0)  # of a stop or a cut, in leases of a node
 MAX_DELAY_S = 0.3  # from the moment the phase was seen
@@ -66,7 +67,8 @@ def draw_weights(
     rng = random.Random(seed)
     hand = _deal(seed, events, way)
     plan: list[Event] = []
-    for kind, step in zip(hand, sorted(rng.sample(range(steps - 1), events)), strict=True):
+    end = max(events, steps - 1 - (SPARE if way == "broadcast" else 0))
+    for kind, step in zip(hand, sorted(rng.sample(range(end), events)), strict=True):
         what = kind.split()[1]
         phases = [p for p in PHASES[way][kind] if loads_are_seen or p != "loading"]
         phase, hold_s = rng.choice(phases), 0.0
@@ -79,6 +81,12 @@ def draw_weights(
             plan.append(Event("kill rollout", other, step, "sending", 0.0))
         plan.append(Event(kind, target, step, phase, delay_s, hold_s))
     return plan
+
+
+def unhit_phases(plan: list[Event], missed: list[Event]) -> list[Phase]:
+    """Those in which something was to happen and nothing did."""
+    hit = {event.phase for event in plan if event not in missed}
+    return sorted({event.phase for event in plan} - hit)
 
 
 def _deal(seed: int, events: int, way: Way) -> list[str]:

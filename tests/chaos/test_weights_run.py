@@ -41,6 +41,16 @@ def test_a_group_that_is_to_form_is_ended_before(monkeypatch: pytest.MonkeyPatch
         assert before.target != event.target
 
 
+def test_a_phase_counts_as_tried_if_one_of_its_events_came(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    plan = importlib.import_module("chaos_lib.weights_plan")
+    events = plan.draw_weights(2, 8, 14, 2.0, way="broadcast")
+    forming = [e for e in events if e.phase == "forming"]
+    assert len(forming) > 1
+    assert plan.unhit_phases(events, forming[1:]) == []
+    assert plan.unhit_phases(events, forming) == ["forming"]
+
+
 @needs_lines
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_events_in_phases_of_the_weights_change_no_bit_and_hold_up_nobody(tmp_path: Path):

@@ -598,9 +598,9 @@ MUTATIONS = [
     ),
     Mutation(
         "who is refused, as a group is over, is barred for good",
-        "engine/member.py",
-        "    return isinstance(cause, OSError) and cause.errno in NO_WAY\n",
-        "    return True\n",
+        "weights/broadcast/rendezvous.py",
+        "OutOfReach if isinstance(e, TimeoutError) or e.errno in NO_WAY else Unreachable",
+        "OutOfReach",
         ("tests/rollout/test_broadcast.py",),
     ),
     Mutation(

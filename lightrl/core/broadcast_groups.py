@@ -79,6 +79,9 @@ class Epoch:
     world: int
     backend: Backend
 
+    def incarnation_of(self, member: str) -> int:
+        return self.incarnations[self.members.index(member)]
+
 
 def choose(
     candidates: Iterable[Candidate], trainer_host: str, trainer_is_cuda: bool, mode: Mode
@@ -246,18 +249,18 @@ class BroadcastGroups:
         if self._over is None or self._over[0] != group or name not in self._over[1].members:
             return False
         epoch = self._over[1]
-        is_news = not self.bars(name, epoch.incarnations[epoch.members.index(name)])
+        is_news = not self.bars(name, epoch.incarnation_of(name))
         self._bar(epoch, name)
         return is_news
 
     def _bar(self, epoch: Epoch, name: str) -> None:
         self._unreached.pop(name, None)
-        self._unreached[name] = epoch.incarnations[epoch.members.index(name)]
+        self._unreached[name] = epoch.incarnation_of(name)
         if len(self._unreached) > MAX_REMEMBERED:
             del self._unreached[next(iter(self._unreached))]
 
     def _mark(self, epoch: Epoch, name: str) -> None:
-        incarnation = epoch.incarnations[epoch.members.index(name)]
+        incarnation = epoch.incarnation_of(name)
         process, marks = self._marks.pop(name, (incarnation, 0))
         before = marks if process == incarnation else 0
         self._marks[name] = incarnation, before + FORGIVEN_AFTER

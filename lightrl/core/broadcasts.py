@@ -12,8 +12,8 @@ is found out by others, who all say so here:
 - The trainer: its ranks have a limit by the size of the version (trainer/broadcasts.py). It goes on
   when all is sent, waits for no member, and has a lease as any node.
 - An engine that receives: nothing moves, or nobody says what was sent, for weights.timeout_s.
-- An engine that hangs: the ranks, for which nothing moves. If they had sent all, its node, which
-  waits for it as for one that loads (rollout/agent.py); the trainer and all others go on.
+- An engine that hangs: the ranks, for which nothing moves. If they had sent all, its node, in
+  little more than weights.timeout_s (rollout/broadcast.py); the trainer and all others go on.
 - A node that gets no manifest: its pull, after weights.timeout_s. One that says nothing: its lease.
 - Whoever is late for another reason: the next boundary, to which others bring the run.
 """

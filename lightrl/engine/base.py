@@ -6,7 +6,6 @@ drives it), so that a forward pass never blocks an event loop and a crash is an 
 import torch or vllm.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -21,7 +20,7 @@ from lightrl.messages import (
     Sampling,
     TokenChunk,
 )
-from lightrl.weights.broadcast.rendezvous import Membership
+from lightrl.weights.broadcast.rendezvous import IsUnwanted, Membership
 from lightrl.weights.version.manifest import VersionFile
 
 Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
@@ -159,8 +158,6 @@ EngineCommand: TypeAlias = (
 EngineEvent: TypeAlias = (
     EngineStarted | TokenChunk | EngineLoaded | EngineFailed | GroupJoined | Load
 )
-# Whether what is received is of no use any more, by what has been said meanwhile.
-IsUnwanted: TypeAlias = Callable[[], bool]
 
 
 @dataclass(slots=True)
@@ -222,7 +219,7 @@ class Engine(Protocol):
         ...
 
     def join_group(self, command: JoinGroup) -> None:
-        """All workers become members. Raises WeightsError (Unreachable); none is one then that
+        """All workers become members. Raises WeightsError (OutOfReach); none is one then that
         matters."""
         ...
 

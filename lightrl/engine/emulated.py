@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from lightrl.emulation import arguments, logprobs
-from lightrl.engine.base import Delta, EngineSpec, IsUnwanted, JoinGroup, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
 from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
 from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
+from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 
 _RUNAWAY_SALT = 0x7A11

@@ -7,18 +7,17 @@ Pure.
 from collections.abc import Sequence
 from typing import Any
 
-from lightrl.engine.base import IsUnwanted
 from lightrl.errors import WeightsError
-from lightrl.weights.broadcast.rendezvous import Unreachable
+from lightrl.weights.broadcast.rendezvous import IsUnwanted, OutOfReach
 
 
 def require_joined(answers: Sequence[tuple[str, bool]]) -> None:
     """(why it is no member or "", whether the ranks cannot be reached), of each. Raises
-    WeightsError, Unreachable if that is why for any."""
+    WeightsError, OutOfReach if that is why for any."""
     for is_unreachable in (True, False):
         for why, is_why in answers:
             if why and is_why == is_unreachable:
-                raise Unreachable(why) if is_unreachable else WeightsError(why)
+                raise OutOfReach(why) if is_unreachable else WeightsError(why)
 
 
 def askable(parallel: Any, is_unwanted: IsUnwanted) -> IsUnwanted | None:

@@ -40,7 +40,7 @@ from lightrl.log import environment as log_environment
 from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.system.child import Child, Pipe
 from lightrl.system.imports import importing
-from lightrl.weights.broadcast.rendezvous import UNWANTED, Unreachable
+from lightrl.weights.broadcast.rendezvous import UNWANTED, OutOfReach
 from lightrl.weights.canary import compare, tolerance
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec, pack_f32, pack_i32, unpack_f32, unpack_i32
@@ -261,7 +261,7 @@ class Server:
             self._engine.join_group(command)
             self._pipe.send(GroupJoined(name))
         except LightRLError as e:
-            self._pipe.send(GroupJoined(name, str(e), isinstance(e, Unreachable)))
+            self._pipe.send(GroupJoined(name, str(e), isinstance(e, OutOfReach)))
 
     def _load_weights(self, command: LoadWeights) -> None:
         self._drop("another version is loaded")

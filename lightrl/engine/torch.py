@@ -17,7 +17,7 @@ import torch
 
 from lightrl.devices import memory
 from lightrl.devices.cuda import has_cuda
-from lightrl.engine.base import Delta, EngineSpec, IsUnwanted, JoinGroup, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
 from lightrl.engine.checkpoint import (
     Layouts,
     attention_windows,
@@ -35,6 +35,7 @@ from lightrl.engine.sampling import sample, uniforms
 from lightrl.errors import EngineError
 from lightrl.history.draft import Drafter
 from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
+from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import map_tensors
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
-from lightrl.engine.base import Delta, EngineSpec, IsUnwanted, JoinGroup, ReceiveWeights
+from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
 from lightrl.engine.group_answers import askable, common_sums, require_joined
 from lightrl.engine.requests import accept, check_text
 from lightrl.engine.vllm_score import computing_dtype, score
@@ -22,6 +22,7 @@ from lightrl.errors import EngineError, EngineUnusable
 from lightrl.log import environment as log_environment
 from lightrl.messages import FinishReason, Load, PromptHistory, ResponseRequest, Sampling
 from lightrl.system.imports import importing
+from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.version.manifest import VersionFile
 
@@ -41,10 +42,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
-CUDA_ENVIRONMENT = {
-    # for several GPUs: this process has asked CUDA already
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
+# for several GPUs: this process has asked CUDA already
+CUDA_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 CPU_ENVIRONMENT = {
     # "auto" binds every engine of a machine to the same core
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -8,7 +8,7 @@ sampler, so it must not be imported outside one. Works with the V1 model runner 
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from lightrl.engine.vllm_speculation import Rows, let_verify
 from lightrl.engine.vllm_versions import DRAFTS, decides_by_config, installed, lacking
 from lightrl.errors import WeightsError
 from lightrl.system.child import die_with
-from lightrl.weights.broadcast.rendezvous import Unreachable
+from lightrl.weights.broadcast.rendezvous import IsUnwanted, OutOfReach
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import map_tensors
 
@@ -123,14 +123,14 @@ class WorkerExtension:
         try:
             _member.join(command, self.rank, self.device)
         except WeightsError as e:
-            return str(e), isinstance(e, Unreachable)
+            return str(e), isinstance(e, OutOfReach)
         return "", False
 
     def lightrl_leave(self, why: str) -> None:
         _member.leave(why)
 
     def lightrl_receive(
-        self, command: ReceiveWeights, is_unwanted: Callable[[], bool] | None
+        self, command: ReceiveWeights, is_unwanted: IsUnwanted | None
     ) -> tuple[tuple[int, ...], str]:
         """As `lightrl_load`, by a broadcast: the sums over it, and why it must not be served, or
         "".

@@ -86,10 +86,14 @@ class Orders:
         return sent[found]
 
 
+async def opened_by(orders, epoch=1):
+    orders.tell(OpenBroadcast(epoch))
+    return await orders.answer(BroadcastOpened)
+
+
 async def formed(orders, epoch=1):
     """A group of the ranks and one receiver: its name, the receiver's process and pipe."""
-    orders.tell(OpenBroadcast(epoch))
-    opened = await orders.answer(BroadcastOpened)
+    opened = await opened_by(orders, epoch)
     assert (opened.epoch, opened.reason) == (epoch, "")
     num_ranks = orders.num_ranks
     sizes = (num_ranks, num_ranks + 1)
@@ -197,8 +201,7 @@ def test_a_member_that_never_comes_costs_the_time_limit(new_config, groups, tmp_
     def script(coordinator, orders):
         async def first():
             orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
-            orders.tell(OpenBroadcast(1))
-            opened = await orders.answer(BroadcastOpened)
+            opened = await opened_by(orders)
             began = time.monotonic()
             orders.tell(JoinBroadcast(opened.group, opened.address, 0, 1, 2, "gloo"))
             failed = await orders.answer(BroadcastFailed)
@@ -223,8 +226,7 @@ def test_a_group_that_will_not_form_is_not_waited_for(new_config, groups, tmp_pa
     def script(coordinator, orders):
         async def first():
             orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
-            orders.tell(OpenBroadcast(1))
-            opened = await orders.answer(BroadcastOpened)
+            opened = await opened_by(orders)
             orders.tell(JoinBroadcast(opened.group, opened.address, 0, 1, 2, "gloo"))
             await turns()
             if how == "stop":
@@ -306,8 +308,7 @@ def test_a_coordinator_that_goes_is_not_waited_for_and_a_new_group_forms(
         async def first():
             began = time.monotonic()
             orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
-            orders.tell(OpenBroadcast(1))
-            await orders.answer(BroadcastOpened)
+            await opened_by(orders)
             coordinator.trainer.pause()
             orders.tell(OpenBroadcast(2))  # nobody hears it
             coordinator.on["published", 1] = again
@@ -357,8 +358,7 @@ def test_a_trainer_that_is_to_stop_waits_for_no_order(new_config, groups, tmp_pa
     def script(coordinator, orders):
         async def first():
             orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
-            orders.tell(OpenBroadcast(1))
-            await orders.answer(BroadcastOpened)
+            await opened_by(orders)
             coordinator.trainer.stop()
 
         coordinator.on["published", 1] = first
@@ -451,8 +451,7 @@ def test_a_rendezvous_that_nobody_will_join_is_closed(new_config, groups, tmp_pa
     def script(coordinator, orders):
         async def first():
             orders.tell(VersionTaken(1, broadcasts=True, wants_delta=False))
-            orders.tell(OpenBroadcast(1))
-            opened = await orders.answer(BroadcastOpened)
+            opened = await opened_by(orders)
             address, deadline = split_address(opened.address), time.monotonic() + 20
             place = Membership(opened.group, 1, 1, 3, "gloo", 200.0)
             line = await asyncio.to_thread(reach, address, place, deadline)

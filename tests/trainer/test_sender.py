@@ -53,10 +53,14 @@ async def joined(ranks, num_receivers=1, piece_bytes=4096, timeout_s=20.0):
     return place.name, group
 
 
-async def received(ranks, name, group, file):
-    """Tensors by name; the sums here and those of the ranks."""
+def tell_to_send(ranks, file, name):
     for rank in ranks:
         rank.send(SendWeights(file, name))
+
+
+async def received(ranks, name, group, file):
+    """Tensors by name; the sums here and those of the ranks."""
+    tell_to_send(ranks, file, name)
     proof = Proof(proof_seed(name, file.policy_version))
     tensors = read_manifest(file).tensors
     got = await asyncio.to_thread(lambda: dict(receive(group, tensors, proof)))
@@ -82,8 +86,7 @@ def test_two_ranks_send_each_version_and_go_on_when_the_group_is_over(start, pro
             assert here == there
             assert any(not torch.equal(got[n], t) for n, t in again.items())
             group.abandon("the engine has ended")
-            for rank in ranks:
-                rank.send(SendWeights(file, name))
+            tell_to_send(ranks, file, name)
             failed = await replies(ranks)
             assert [f.error for f in failed] == ["broadcast: the engine has ended"] * 2
             file = (await step(ranks, samples, 1))[0].file
@@ -143,16 +146,14 @@ def test_a_rank_without_memory_or_file_to_send_goes_on_training(start, processes
             file = (await started(ranks))[0].published.file
             name, group = await joined(ranks)
             address_space(ranks[0].pid, 1 << 20)  # less than the version takes
-            for rank in ranks:
-                rank.send(SendWeights(file, name))
+            tell_to_send(ranks, file, name)
             failed = await replies(ranks)
             assert any(word in failed[0].error for word in ("memory", "thread"))
             assert failed[1].error is not None
             assert group.over is not None
             address_space(ranks[0].pid, None)
             name, group = await joined(ranks)
-            for rank in ranks:
-                rank.send(SendWeights(replace(file, manifest_path="/nowhere"), name))
+            tell_to_send(ranks, replace(file, manifest_path="/nowhere"), name)
             failed = await replies(ranks)
             assert all(f.error is not None for f in failed)
             assert await asyncio.to_thread(group._lifeline.wait_over, DEADLINE_S) is not None

@@ -69,8 +69,7 @@ class Proof:
         self._is_here = is_here and _multiplies_exactly()
         self._at_once = blocks_at_once or BLOCKS_AT_ONCE
         self._total = torch.zeros(NUM_SUMS, dtype=torch.int64, device=device)  # wrapping
-        size = BLOCK_BYTES * NUM_SUMS * DIGITS
-        numbers = bytearray(blake3(b"bytes", key=seed).digest(size))
+        numbers = bytearray(blake3(b"bytes", key=seed).digest(BLOCK_BYTES * NUM_SUMS * DIGITS))
         digits = torch.frombuffer(numbers, dtype=torch.int8).view(BLOCK_BYTES, -1)
         digits >>= 8 - DIGIT_BITS
         if not self._is_here:

@@ -7,6 +7,7 @@ it waits for somebody else, never. Must not import torch.
 """
 
 import contextlib
+import errno
 import hmac
 import selectors
 import socket
@@ -29,13 +30,18 @@ MAX_PENDING = 64  # connections without a hello; the oldest makes room
 MAX_WORD = 300  # bytes
 CUT_S = 1.0  # to tell all others that it is over
 UNWANTED = "it is not wanted any more"  # why a member leaves that is to pull instead
+NO_WAY = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 _HELLO = struct.Struct("<32sI")
 
 IsUnwanted: TypeAlias = Callable[[], bool]  # whether what is at work is of no use any more
 
 
 class Unreachable(WeightsError):
-    """Member 0 cannot be reached at its address from here, by anybody."""
+    """Member 0 cannot be reached at its address, as when the group is over."""
+
+
+class OutOfReach(Unreachable):
+    """Nobody answers at that address until the deadline, or there is no way to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +178,15 @@ class Rendezvous:
 
 
 def reach(address: tuple[str, int], place: Membership, deadline: float) -> "Lifeline":
-    """Connects to member 0. Raises Unreachable if nobody listens there."""
+    """Connects to member 0. Raises Unreachable, OutOfReach if no group there can be reached."""
     try:
         sock = socket.create_connection(address, timeout=max(0.1, deadline - time.monotonic()))
         sock.sendall(_HELLO.pack(place.shown_name, place.rank))
     except OSError as e:
         host, port = address
-        raise Unreachable(f"broadcast: member 0 at {host}:{port} cannot be reached: {e}") from e
+        # who is refused, or cut off, has reached the machine; who lacks a descriptor has not tried
+        kind = OutOfReach if isinstance(e, TimeoutError) or e.errno in NO_WAY else Unreachable
+        raise kind(f"broadcast: member 0 at {host}:{port} cannot be reached: {e}") from e
     return Lifeline({0: sock})
 
 

@@ -21,9 +21,10 @@ from lightrl.errors import WeightsError
 from lightrl.weights.broadcast.group import Group, first_line
 from lightrl.weights.broadcast.pieces import Piece, byte_range, schedule
 from lightrl.weights.broadcast.proof import AddedBeside, Proof
+from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.version.layout import TensorSpec
 
-IN_FLIGHT = 6  # pieces at a time; more than gloo works at, so that small ones keep it busy
+IN_FLIGHT = 6  # pieces at a time, in each direction: small ones keep the line busy
 
 # From this size on memory is asked for in large pages: to get it in small ones takes as long as to
 # receive into it.
@@ -40,7 +41,7 @@ def send(
     tensors: Sequence[TensorSpec],
     rows: Rows,
     proof: Proof | None = None,
-    is_unwanted: Callable[[], bool] | None = None,
+    is_unwanted: IsUnwanted | None = None,
 ) -> None:
     """A training rank's side. Returns when all pieces have been sent, not when they have arrived.
 
@@ -76,7 +77,7 @@ def receive(
     group: Group,
     tensors: Sequence[TensorSpec],
     proof: Proof | None = None,
-    is_unwanted: Callable[[], bool] | None = None,
+    is_unwanted: IsUnwanted | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """An engine worker's side: all tensors, complete, in order, on the group's device.
 
@@ -98,7 +99,7 @@ def _received(
     group: Group,
     tensors: Sequence[TensorSpec],
     beside: AddedBeside | None,
-    is_unwanted: Callable[[], bool] | None,
+    is_unwanted: IsUnwanted | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     coming = _Coming(group, tensors, beside)
     works: deque[tuple[Any, int, Piece, torch.Tensor]] = deque()

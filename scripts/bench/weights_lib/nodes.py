@@ -15,22 +15,19 @@ from lightrl.weights.version.manifest import VersionFile
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Node:
-    """A process that serves and pulls, in a network namespace if it is given one."""
+class Process:
+    """Speaks JSON lines, in a network namespace if it is given one."""
 
-    def __init__(self, name: str, host: str, namespace: str = "") -> None:
+    def __init__(self, name: str, namespace: str, *module: str) -> None:
         self.name = name
         prefix = ["ip", "netns", "exec", namespace] if namespace else []
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "scripts.bench.weights_lib.node", name, host],
+            [*prefix, sys.executable, "-m", *module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
-        said = self.hear()
-        self.addresses: list[str] = said["addresses"]
-        self.secret: str = said["secret"]
 
     def tell(self, **order: Any) -> None:
         assert self._process.stdin is not None
@@ -43,6 +40,20 @@ class Node:
         if not line:
             raise RuntimeError(f"{self.name} has ended")
         return json.loads(line)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Node(Process):
+    """A process that serves and pulls."""
+
+    def __init__(self, name: str, host: str, namespace: str = "") -> None:
+        super().__init__(name, namespace, "scripts.bench.weights_lib.node", name, host)
+        said = self.hear()
+        self.addresses: list[str] = said["addresses"]
+        self.secret: str = said["secret"]
 
     def publish(self, version: VersionFile) -> None:
         self.tell(publish=asdict(version))
@@ -74,10 +85,6 @@ class Node:
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -1,16 +1,12 @@
 """From published to ready in two engines, each on a line of its own: by broadcast over gloo, and by
 pull and load. Publishing is the same for both and not part of it."""
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +14,7 @@ from lightrl.weights.broadcast.rendezvous import Membership
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import write_tensors
 from scripts.bench.weights_lib import files, network
-from scripts.bench.weights_lib.nodes import ROOT, Node, nodes
+from scripts.bench.weights_lib.nodes import Node, Process, nodes
 from scripts.bench.weights_lib.table import Options, Row
 
 LINES = (0.125e9, 1.25e9)  # bytes/s
@@ -26,31 +22,12 @@ MODULE = "scripts.bench.weights_lib.race_member"
 HIDDEN = 1024
 
 
-class Member:
+class Member(Process):
     """A rank or an engine in a network namespace."""
 
     def __init__(self, kind: str, space: str) -> None:
-        self._process = subprocess.Popen(
-            ["ip", "netns", "exec", space, sys.executable, "-m", MODULE, kind],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
+        super().__init__(kind, space, MODULE, kind)
         self.hear()
-
-    def tell(self, **order: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("a member has ended")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -92,7 +69,7 @@ def race(
         kinds = ("rank", "engine", "engine")
         members = [Member(k, s) for k, s in zip(kinds, switch.spaces, strict=True)]
         for member in members:
-            stack.callback(member.close)
+            stack.callback(member.kill)
         rank, *engines = members
         for engine in engines:
             engine.tell(prepare=asdict(version))

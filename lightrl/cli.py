@@ -73,7 +73,7 @@ def up(
         raise ConfigError("--key is for --join: a run that is started makes its own key")
     config = arguments.config(settings or [])
     if dry_run:
-        _dry_run(config)
+        _dry_run(config, roles, slots)
     elif roles:
         _foreground(config, join, key, roles, name, slots, preemptible)
     elif config is None:
@@ -120,7 +120,9 @@ def resume(
     if roles:
         from lightrl.devices.plan import require_room
         from lightrl.launch.local import in_foreground
+        from lightrl.launch.preflight import require_here
 
+        require_here(config, roles)
         require_room(config, roles, slots)
         exit_with(
             in_foreground(
@@ -132,6 +134,7 @@ def resume(
 
 
 for command in (
+    commands.export,
     commands.replay,
     commands.status,
     commands.top,
@@ -147,20 +150,23 @@ for command in (
 def slurm(
     settings: Settings = None,
     nodes: Annotated[int, typer.Option(min=0, help="rollout nodes")] = 1,
-    partition_reserved: Annotated[str, typer.Option(help="of coordinator and trainer")] = "",
+    trainer_nodes: Annotated[
+        int, typer.Option(min=0, help="that train together, the first job's too; default: CONFIG")
+    ] = 0,
+    partition_reserved: Annotated[str, typer.Option(help="of coordinator and trainers")] = "",
     partition_spot: Annotated[
         str, typer.Option(help="of the rollout nodes, which may be preempted")
     ] = "",
-    time: Annotated[str, typer.Option(help="limit of both jobs, as sbatch has it")] = "",
+    time: Annotated[str, typer.Option(help="limit of the jobs, as sbatch has it")] = "",
     reserved_args: Annotated[str, typer.Option(help="more for sbatch, '--gpus=8 --mem=0'")] = "",
     spot_args: Annotated[str, typer.Option(help="more for sbatch")] = "",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print both scripts, submit nothing")
+        bool, typer.Option("--dry-run", help="print the scripts, submit nothing")
     ] = False,
 ) -> None:
-    """Run CONFIG on a Slurm cluster: two batch scripts in the run directory, written and
-    submitted."""
-    config = arguments.config(settings or [])
+    """Run CONFIG on a Slurm cluster: batch scripts in the run directory, written and submitted."""
+    trainers = [f"train.nodes={trainer_nodes}"] if settings and trainer_nodes else []
+    config = arguments.config([*(settings or []), *trainers])
     if config is None:
         raise typer.BadParameter("give a CONFIG")
     from lightrl.launch.slurm.scripts import SlurmOptions, submit
@@ -176,7 +182,7 @@ def slurm_job(
     part: str, what: list[str], slots: Slots = 0, preemptible: Preemptible = False
 ) -> None:
     """What the scripts run: head CONFIG [section.key=value ...], node RUN_DIR, node ADDRESS
-    KEY_FILE."""
+    KEY_FILE, trainer RUN_DIR."""
     from lightrl.launch.slurm.job import run_part
 
     exit_with(wait_for(run_part(part, what, slots, preemptible)))
@@ -243,9 +249,10 @@ def _foreground(
         if join:
             raise typer.BadParameter("a coordinator does not --join another one")
         from lightrl.devices.plan import require_room
-        from lightrl.launch.preflight import require_files, require_new
+        from lightrl.launch.preflight import require_files, require_here, require_new
 
         require_files(config)
+        require_here(config, roles)
         require_new(config)
         require_room(config, roles, slots)
         from lightrl.launch.local import in_foreground
@@ -294,12 +301,12 @@ def _coordinator(
     return daemon
 
 
-def _dry_run(config: "Config | None") -> None:
+def _dry_run(config: "Config | None", roles: "tuple[Role, ...]", slots: int) -> None:
     from lightrl.devices.driver import look
     from lightrl.devices.plan import assigned
     from lightrl.devices.plan import describe as describe_devices
-    from lightrl.launch.plan import describe
-    from lightrl.launch.preflight import require_files
+    from lightrl.launch.plan import describe, device_notes, here
+    from lightrl.launch.preflight import require_files, require_here
     from lightrl.launch.weights_plan import describe as describe_weights
     from lightrl.launch.weights_plan import notes
     from lightrl.run_file import to_toml
@@ -307,10 +314,15 @@ def _dry_run(config: "Config | None") -> None:
     if config is None:
         raise typer.BadParameter("--dry-run needs a CONFIG")
     require_files(config)
-    devices = describe_devices(config)
+    require_here(config, roles)
+    devices = describe_devices(config, roles, slots)
     machine = look()
-    weights = [*describe_weights(config, machine), *notes(config, assigned(config, machine))]
-    show(f"{to_toml(config)}\n{describe(config, devices, weights)}".split("\n"))
+    found = assigned(config, machine, roles, slots)
+    local = here(config, roles, slots)
+    weights = [*describe_weights(local, machine), *notes(config, found)]
+    lines = describe(local, devices, weights, roles).split("\n")
+    lines += [f"{'note':12}{note}" for note in device_notes(config, found, roles)]
+    show([*to_toml(config).split("\n"), *lines])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,6 +19,8 @@ from lightrl.system.output import show
 
 T = TypeVar("T")
 
+DEFAULT_SHARD_MB = 2000  # as checkpoint.shard_mb has it
+
 
 def replay(
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="default: runs/latest")] = None,
@@ -37,6 +39,36 @@ def replay(
         show([replay_json(run_dir, step, response)])
     else:
         show(replay_lines(run_dir, step, response))
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/step_N, of any run")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a directory that is not there yet")],
+    shard_mb: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="megabytes of a file of safetensors; default: 2000"),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="of LoRA adapters with their model, by its files; else they are alone"
+        ),
+    ] = False,
+) -> None:
+    """Make a Hugging Face model directory of a checkpoint: safetensors, config, tokenizer.
+
+    Needs neither a GPU nor the run, and as much memory as one file has.
+    """
+    if merge and shard_mb is not None:
+        raise ConfigError(
+            f"--shard-mb {shard_mb}: with --merge the files are those of the model; leave it out"
+        )
+    from lightrl.launch.export import export_checkpoint
+
+    export_checkpoint(checkpoint, out, shard_mb or DEFAULT_SHARD_MB, is_merged=merge)
+    show([str(out)])
 
 
 def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) -> None:

@@ -8,19 +8,19 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from lightrl.config_algorithm import UNGROUPED, AlgorithmSection
+from lightrl.config_model import Lora, Model
 from lightrl.config_sections import (
-    AlgorithmSection,
     AsyncSection,
     Checkpoint,
     Data,
     Eval,
     Journal,
     Logging,
-    Model,
     NodeSection,
     Reward,
     Rollout,
@@ -33,7 +33,10 @@ from lightrl.config_sections import (
 )
 from lightrl.config_values import not_plain
 
-DEFAULT_TIS_CAP = 2.0  # of asynchronous training
+CHECKPOINTS = "checkpoints"  # in the run directory
+DEFAULT_TIS_CAP = 2.0
+ROUNDING_ARGS = frozenset({"dtype", "quantization", "kv_cache_dtype"})  # of vLLM
+LORA_ARGS = frozenset({"enable_lora", "max_lora_rank", "max_loras"})  # likewise
 
 
 class Config(Section):
@@ -53,23 +56,6 @@ class Config(Section):
     weights: Weights = Weights()
     journal: Journal = Journal()
     logging: Logging = Logging()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _weigh_stale_tokens(cls, tree: Any) -> Any:
-        """Asynchronous training has importance weights unless they are refused by name."""
-        if not isinstance(tree, dict):
-            return tree
-        sections = cast("dict[str, Any]", tree)
-        asynchronous, algorithm = sections.get("async"), sections.get("algorithm", {})
-        if not isinstance(asynchronous, dict) or not isinstance(algorithm, dict):
-            return sections
-        if cast("dict[str, Any]", asynchronous).get("max_staleness", 0) in (0, "0"):
-            return sections
-        return {
-            **sections,
-            "algorithm": {"tis_cap": DEFAULT_TIS_CAP, **cast("dict[str, Any]", algorithm)},
-        }
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -117,13 +103,27 @@ class Config(Section):
                 "weights.broadcast = 'always': rollout.engine = 'emulated' has no memory to "
                 "receive weights in; leave it out"
             )
-        if self.async_.max_staleness and not self.algorithm.tis_cap:
+        every, interval = self.checkpoint.keep_every, self.checkpoint.interval
+        if every and (not interval or every % interval):
+            raise ValueError(
+                f"checkpoint.keep_every = {every}: there are no checkpoints of these steps with "
+                f"checkpoint.interval = {interval}; give a multiple of it"
+            )
+        is_held_to_own = self.algorithm.old_logprobs == "trainer"
+        if self.async_.max_staleness and self.algorithm.tis_cap == 0 and is_held_to_own:
             raise ValueError(
                 f"algorithm.tis_cap = 0: async.max_staleness = {self.async_.max_staleness} trains "
                 "tokens of older versions, which is biased without importance weights; leave it "
                 "out"
             )
         limit = self.rollout.max_response_length
+        has_memory = self.train.engine != "emulated"
+        if has_memory and self.max_model_length > self.train.max_tokens_per_gpu:
+            raise ValueError(
+                f"train.max_tokens_per_gpu = {self.train.max_tokens_per_gpu}: is less than one "
+                f"sequence, data.max_prompt_length + rollout.max_response_length = "
+                f"{self.data.max_prompt_length} + {limit}"
+            )
         if self.algorithm.overlong_buffer > limit:
             raise ValueError(
                 f"algorithm.overlong_buffer = {self.algorithm.overlong_buffer}: is more than "
@@ -134,6 +134,94 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.dynamic_sampling = true: with rollout.{equal} the rewards of a group "
                 "are always equal, so that every group would be replaced"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm(self) -> Self:
+        algorithm = self.algorithm
+        if self.rollout.group_size == 1 and algorithm.name not in UNGROUPED:
+            raise ValueError(
+                f"rollout.group_size = 1: algorithm.name = {algorithm.name!r} compares the "
+                "responses to a prompt with each other; raise it, or choose "
+                f"{' or '.join(sorted(UNGROUPED))}"
+            )
+        if algorithm.name == "rloo" and algorithm.loss_norm not in (None, "sequence"):
+            raise ValueError(
+                f"algorithm.loss_norm = {algorithm.loss_norm!r}: to rloo a response is one action "
+                "with one loss, whatever its length; leave it out"
+            )
+        if algorithm.overlong_penalty != 1 and not algorithm.overlong_buffer:
+            raise ValueError(
+                f"algorithm.overlong_penalty = {algorithm.overlong_penalty:g}: penalises nothing "
+                "with algorithm.overlong_buffer = 0"
+            )
+        if algorithm.old_logprobs == "rollout" and algorithm.tis_cap:
+            raise ValueError(
+                f"algorithm.tis_cap = {algorithm.tis_cap:g}: with algorithm.old_logprobs = "
+                "'rollout' the ratios themselves are to what engines sampled from, and nothing is "
+                "left to weigh; leave it out"
+            )
+        if self.tis_cap(is_float32=False) == 0 and (
+            algorithm.tis_mode == "mask" or algorithm.tis_level
+        ):
+            key = "tis_level" if algorithm.tis_level else "tis_mode"
+            raise ValueError(
+                f"algorithm.{key} = {getattr(algorithm, key)!r}: there are no weights with "
+                "algorithm.tis_cap = 0 or algorithm.old_logprobs = 'rollout'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mini_batches(self) -> Self:
+        prompts, num = self.train.prompts_per_step, self.train.mini_batches
+        if prompts % num:
+            raise ValueError(
+                f"train.mini_batches = {num}: must divide train.prompts_per_step = {prompts}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lora(self) -> Self:
+        lora = self.model.lora
+        given: dict[str, object] = {"alpha": lora.alpha, "targets": lora.targets}
+        for key, value in given.items():
+            if not lora.rank and value != getattr(Lora(), key):
+                raise ValueError(
+                    f"model.lora.{key} = {value}: there are no adapters with model.lora.rank = 0"
+                )
+        if lora.rank and "emulated" in (self.train.engine, self.rollout.engine):
+            which = "train" if self.train.engine == "emulated" else "rollout"
+            raise ValueError(
+                f"model.lora.rank = {lora.rank}: {which}.engine = 'emulated' has no model that "
+                "could have adapters; leave it out"
+            )
+        if lora.rank and (args := sorted(LORA_ARGS.intersection(self.rollout.engine_args))):
+            raise ValueError(
+                f"rollout.engine_args: {args[0]}: follows from model.lora.rank = {lora.rank}; "
+                "leave it out"
+            )
+        for target in lora.targets:
+            if "," in target:
+                names = [name.strip() for name in target.split(",")]
+                raise ValueError(
+                    f"model.lora.targets = {target!r}: is one name; several are a list: "
+                    f"{json.dumps(names)}"
+                )
+        if lora.rank and self.weights.broadcast == "always":
+            raise ValueError(
+                f"weights.broadcast = 'always': with model.lora.rank = {lora.rank} a version is "
+                "small and pulled by every node; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _divided(self) -> Self:
+        ranks, replicas = self.train.world, self.train.replicas
+        if ranks % replicas:
+            raise ValueError(
+                f"train.replicas = {replicas}: must divide train.nodes x train.ranks = {ranks}: "
+                "each copy of the model lies on as many ranks"
             )
         return self
 
@@ -178,6 +266,12 @@ class Config(Section):
     def run_dir(self) -> Path:
         return Path(self.run.dir) / self.run.name
 
+    def checkpoints(self, run_dir: Path) -> Path:
+        """Where they are, of a run whose directory is `run_dir` on this machine."""
+        if self.checkpoint.dir:
+            run_dir = Path(self.checkpoint.dir).resolve() / self.run.name
+        return run_dir / CHECKPOINTS
+
     @property
     def speculates(self) -> bool:
         """How much is drafted depends on the clock, and so do the shapes of batches and their
@@ -188,9 +282,26 @@ class Config(Section):
     def broadcast(self) -> Literal["auto", "always", "off"]:
         """`weights.broadcast` as far as it acts. An asynchronous run has other idle nodes at each
         boundary: a group would form for each version, and the trainer wait for it, while busy nodes
-        that pull go on."""
+        that pull go on. Adapters are small: to form a group for them takes longer than a pull."""
         mode = self.weights.broadcast
-        return "off" if mode == "auto" and self.async_.max_staleness else mode
+        is_idle = bool(self.async_.max_staleness or self.model.lora.rank)
+        return "off" if mode == "auto" and is_idle else mode
+
+    @property
+    def has_deltas(self) -> bool:
+        """Whether differences between versions are found; not between adapters, which are small."""
+        return self.weights.delta == "auto" and not self.model.lora.rank
+
+    def tis_cap(self, is_float32: bool) -> float:
+        """`algorithm.tis_cap`, or its default; 0 = off. `is_float32`: the trainer computes in
+        float32, and that is what it publishes. Engines that round otherwise, or sample from older
+        weights, never agree with it exactly."""
+        if self.algorithm.old_logprobs == "rollout":  # ratios are to what they sampled from
+            return 0.0
+        if self.algorithm.tis_cap is not None:
+            return self.algorithm.tis_cap
+        is_exact = is_float32 and not ROUNDING_ARGS.intersection(self.rollout.engine_args)
+        return 0.0 if is_exact and not self.async_.max_staleness else DEFAULT_TIS_CAP
 
     @property
     def max_model_length(self) -> int:

@@ -1,10 +1,11 @@
 """The sections of a run's config: every key with its default, meaning and allowed values.
 
-Owns what can be said of one key alone; which of them go together is in config.py. Must stay
+Owns what can be said of one key alone; which of them go together is in config.py. The section of
+the algorithm is in config_algorithm.py. Must stay
 importable without torch.
 """
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -26,20 +27,17 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(one_or_several)]
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++"]
-LossNorm = Literal["token", "sequence", "constant"]
 EngineKind = Literal["auto", "vllm", "torch", "emulated"]
 TrainKind = Literal["torch", "emulated"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Backend = Literal["jsonl", "tensorboard", "wandb"]
 TailBatching = Literal["off", "prompts", "both"]
-
-ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 
 class Run(Section):
@@ -55,15 +53,6 @@ class Run(Section):
         default=False,
         description="sum gradients in a fixed order, whatever arrived first: a run repeats bit "
         "for bit",
-    )
-
-
-class Model(Section):
-    path: str = Field(description="HF model directory or hub id")
-    dtype: Dtype = Field(
-        default="auto",
-        description="of the engines and of what is published for them; auto = as stored on "
-        "CPU, bfloat16 on GPU",
     )
 
 
@@ -124,11 +113,24 @@ class Rollout(Section):
 
 
 class Optim(Section):
+    name: Literal["adamw", "adamw8bit"] = Field(
+        default="adamw",
+        description="adamw8bit keeps its moments in 8 bits, by torchao: 2 bytes a parameter and "
+        "not 8",
+    )
     lr: float = Field(default=1e-6, gt=0, description="learning rate of AdamW")
     betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, description="of AdamW")
     weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
     grad_clip: float = Field(default=1.0, ge=0, description="maximal gradient norm; 0 = off")
-    warmup_steps: int = Field(default=0, ge=0, description="linear warm-up, then constant")
+    warmup_steps: int = Field(default=0, ge=0, description="linear warm-up, then the schedule")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="of the learning rate from warm-up to the last of train.steps",
+    )
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="of lr, where a linear or cosine schedule ends"
+    )
 
 
 class Train(Section):
@@ -137,51 +139,57 @@ class Train(Section):
         description="emulated = nothing is learnt: weights are a digest of what was trained; "
         "for tests",
     )
-    steps: Positive = Field(default=100, description="optimizer steps of the run")
-    prompts_per_step: Positive = Field(
-        default=32, description="groups that feed one optimizer step"
+    steps: Positive = Field(
+        default=100, description="steps of the run; each has train.mini_batches updates"
     )
-    ranks: Positive = Field(default=1, description="training processes on the trainer node")
+    prompts_per_step: Positive = Field(
+        default=32, description="groups of one step, which ends with a new version"
+    )
+    mini_batches: Positive = Field(
+        default=1,
+        description="updates of one step, each with as many of its groups; must divide "
+        "train.prompts_per_step",
+    )
+    nodes: Positive = Field(
+        default=1,
+        le=4096,
+        description="trainer daemons that train together; `lightrl up` starts all of them here",
+    )
+    ranks: Positive = Field(default=1, description="training processes on each trainer node")
     max_tokens_per_gpu: Positive = Field(
-        default=16384, description="tokens of one micro-batch on one rank"
+        default=16384,
+        description="tokens of one micro-batch on one rank; while a round runs, groups wait until "
+        "they fill one on every rank",
     )
     threads: Positive = Field(default=1, description="CPU threads of one rank")
-    activation_checkpointing: bool = Field(default=False, description="less memory, slower")
+    activation_checkpointing: bool | Literal["auto"] = Field(
+        default="auto", description="less memory, slower; auto = on GPUs"
+    )
+    offload: Literal["none", "optimizer", "all"] = Field(
+        default="none",
+        description="to the memory of the host: the optimizer's state, or weights and gradients "
+        "too; less GPU memory, slower",
+    )
+    replicas: Positive = Field(
+        default=1,
+        description="copies of the model; each is divided among ranks / replicas: less traffic, "
+        "more memory",
+    )
+    sync: Literal["auto", "each", "last"] = Field(
+        default="auto",
+        description="gradients are summed over the ranks with each micro-batch, or once a step: "
+        "less traffic, but each rank holds those of the whole model; auto = each on GPUs, last on "
+        "CPUs, where each rank then holds all weights during a step, too",
+    )
     devices: Devices = Field(
-        default=(), description="GPU indices, one for each rank; default: the first"
+        default=(), description="GPU indices, one for each rank of a node; default: the first"
     )
     optim: Optim = Optim()
 
-
-class AlgorithmSection(Section):
-    name: Algorithm = Field(default="grpo", description="one of: " + ", ".join(ALGORITHMS))
-    clip_low: float = Field(default=0.2, ge=0, description="ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(
-        default=0.2, ge=0, description="ratio is clipped above at 1 + clip_high"
-    )
-    kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
-    kl_type: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="estimator of the KL penalty: k1, k2 or k3"
-    )
-    loss_norm: LossNorm | Positive | None = Field(
-        default=None,
-        description="what token losses are divided by: token, sequence, constant "
-        "(rollout.max_response_length for each response) or a number of tokens for each response; "
-        "default: what the algorithm prescribes",
-    )
-    tis_cap: float = Field(
-        default=0.0,
-        ge=0,
-        description="cap of the truncated importance weight; 0 = off; default 2 if "
-        "async.max_staleness > 0",
-    )
-    overlong_buffer: int = Field(
-        default=0, ge=0, description="last tokens that cost reward (DAPO); 0 = off"
-    )
-    dynamic_sampling: bool = Field(
-        default=False,
-        description="groups whose rewards are all equal are replaced by new prompts (DAPO)",
-    )
+    @property
+    def world(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.ranks
 
 
 class RoundSection(Section):
@@ -280,7 +288,25 @@ class Checkpoint(Section):
         description="steps between checkpoints; 0 = only at the end: a trainer that dies "
         "starts over",
     )
-    keep_last: Positive = Field(default=2, description="checkpoints kept")
+    dir: str = Field(
+        default="",
+        description="a folder that all trainer nodes see, for checkpoints/ in a folder of the "
+        "run's name; default: run.dir",
+    )
+    keep_last: Positive = Field(default=2, description="newest checkpoints kept")
+    keep_every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between checkpoints that are kept for good, beside keep_last; 0 = none",
+    )
+    export: Literal["last", "every", "never"] = Field(
+        default="last",
+        description="the checkpoint of the last step, every one (training waits for it before the "
+        "next) or none gets a Hugging Face model directory; `lightrl export` makes one of any",
+    )
+    shard_mb: Positive = Field(
+        default=2000, description="megabytes of a file of safetensors in an export"
+    )
 
 
 class NodeSection(Section):
@@ -315,7 +341,7 @@ class Weights(Section):
     timeout_s: Seconds = Field(
         default=60.0, description="without a byte, after which a transfer has failed"
     )
-    canary: Annotated[float, Field(ge=0)] | None = Field(
+    canary: NotNegative | None = Field(
         default=None,
         description="a node whose logprobs of a fixed text differ by more from the trainer's is "
         "not used; 0 = no such check; default: what rounding explains in the engine's dtype",

@@ -39,7 +39,7 @@ def settings_of(
         max_staleness=config.async_.max_staleness,
         dynamic_sampling=config.algorithm.dynamic_sampling,
         deterministic=config.run.deterministic,
-        deltas=config.weights.delta == "auto",
+        deltas=config.has_deltas,
         broadcast=config.broadcast,
         num_ranks=config.train.ranks,
         weights_timeout_s=config.weights.timeout_s,

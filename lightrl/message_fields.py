@@ -26,6 +26,8 @@ MAX_STOPS = 1024  # token ids
 MAX_SOURCES = 1024  # of one version
 MAX_ADDRESSES = 16  # of one node
 MAX_DELTAS = 256  # in a chain
+MAX_TRAINERS = 4096  # nodes that train together
+MAX_RELAYED_BYTES = 192 << 20  # of a frame from one of them to another
 MAX_SUMS = 16  # of a broadcast
 MAX_METRICS = 4096
 MAX_ROWS = 1 << 16  # of a list that is shown
@@ -40,6 +42,9 @@ Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON)]
 LongText: TypeAlias = Annotated[str, Meta(max_length=MAX_LONG_TEXT)]
 Tokens: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES)]
+# of the tokens of one response
+Bits: TypeAlias = Annotated[bytes, Meta(max_length=MAX_TOKEN_BYTES // 32)]
+Relayed: TypeAlias = Annotated[bytes, Meta(max_length=MAX_RELAYED_BYTES)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 UInt64: TypeAlias = Annotated[int, Meta(ge=0)]
 # not negative, and written down as int32

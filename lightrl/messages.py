@@ -1,9 +1,9 @@
 """Every message that crosses the wire between daemons, and nothing that stays inside one process.
 
 Frozen dataclasses of plain types, so that they can be compared, printed and validated. Must import
-nothing of LightRL but the bounds of their fields and those of broadcasts, which have a file of
-their own. Arrays travel as raw little-endian bytes: token ids as int32, logprobs as float32 (see
-`wire.pack_i32`, `wire.pack_f32`).
+nothing of LightRL but the bounds of their fields, and those of broadcasts and of several trainer
+nodes, which have files of their own. Arrays travel as raw little-endian bytes: token ids as int32,
+logprobs as float32 (see `wire.pack_i32`, `wire.pack_f32`).
 
 The types say how long a field may be, and numbers within which range: wire.py looks at the length
 that a frame announces before it makes anything of what follows, so a frame costs a bounded multiple
@@ -15,8 +15,10 @@ Who says what to whom (node = any daemon, head = the coordinator's daemon):
     node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
                    WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye
                    BroadcastOpened BroadcastJoined BroadcastSums BroadcastFailed
+                   TrainerRelay
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken Drain
                    OpenBroadcast JoinBroadcast SendBroadcast BroadcastSums
+                   TrainerSet TrainerRelay
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
 """
@@ -48,6 +50,7 @@ from lightrl.message_fields import (
     RESPONSES,
     ROWS,
     Attempt,
+    Bits,
     Count,
     EngineSeconds,
     Int32,
@@ -63,8 +66,9 @@ from lightrl.message_fields import (
     Version,
     Word,
 )
+from lightrl.trainer_messages import TrainerRelay, TrainerSet
 
-PROTOCOL = 7
+PROTOCOL = 8
 # why a node is refused that was given up while it was silent: it may say hello again
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # and one that comes too late
@@ -133,6 +137,8 @@ class Hello:
     has_file: bool = True
     # may be taken away at any moment
     is_preemptible: bool = False
+    # of several trainer nodes the one that decides what their ranks do
+    leads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +295,8 @@ class TrainResponse:
     rollout_logprobs: Tokens
     reward: float
     finish_reason: FinishReason
+    # a bit for each token, 1 = it is trained, see `loss_mask`; "" = all are
+    loss_mask: Bits = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +407,20 @@ class DeltaOffer:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsBase:
+    """What adapters are beside: pulled once, as a version is. Sources as in PublishWeights, with
+    tickets for version 0, so that they hold whichever version comes next.
+
+    Example: WeightsBase("4b7e...", 2112512, 8190, sources=(WeightsSource(...),))
+    """
+
+    digest: Word
+    num_bytes: Count
+    manifest_bytes: Count
+    sources: Annotated[tuple[WeightsSource, ...], Meta(max_length=MAX_SOURCES)] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Canary:
     """A fixed text and the logprobs that the trainer gives its tokens. Example: Canary(<32 int32>,
     <31 float32>)."""
@@ -437,6 +459,8 @@ class PublishWeights:
     portions: Annotated[tuple[Int32, ...], RESPONSES] = ()
     # the broadcast group by which the node gets it; "" = it pulls. Sources have the manifest
     group: Word = ""
+    # the version is adapters: only together with this it is weights
+    base: WeightsBase | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -644,6 +668,8 @@ Message: TypeAlias = (
     | SendBroadcast
     | BroadcastSums
     | BroadcastFailed
+    | TrainerSet
+    | TrainerRelay
     | Drain
     | Bye
     | Watch

@@ -28,6 +28,8 @@ MODEL_FILES = (
 MAX_MODEL_FILE_BYTES = 32 << 20  # they travel to every node in one message
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # how such classes are called
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -36,6 +38,7 @@ def load_tokenizer(model_path: str) -> Any:
     model.path."""
     folder = _model_folder(model_path)
     require_no_code(model_path, folder)
+    require_trainable(model_path, folder)
     if not any(
         (folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json", "vocab.json")
     ):
@@ -74,6 +77,27 @@ def require_no_code(model_path: str, folder: Path) -> None:
             "the directory (auto_map), which LightRL does not run; use a model that transformers "
             "itself knows"
         )
+
+
+def require_trainable(model_path: str, folder: Path) -> None:
+    """Raises ConfigError if the model is quantised, reads more than text, or does not write text
+    from left to right."""
+    table = _read_json(model_path, folder / "config.json")
+    architectures = table.get("architectures")
+    named = architectures if isinstance(architectures, list) else []
+    why = ""
+    if table.get("quantization_config"):
+        why = (
+            "is quantised (quantization_config in its config.json); use the model it was made from"
+        )
+    elif modes := [key for key in ("vision_config", "audio_config") if table.get(key)]:
+        why = f"is multimodal ({modes[0]} in its config.json); LightRL trains language models"
+    elif table.get("is_encoder_decoder"):
+        why = "has an encoder (is_encoder_decoder in its config.json); LightRL trains decoders"
+    elif named and not any(str(name).endswith(CAUSAL) for name in named):
+        why = f"is a {named[0]}, not a causal language model"
+    if why:
+        raise ConfigError(f"model.path = {model_path!r}: {why}")
 
 
 def _read_json(model_path: str, file: Path) -> dict[str, Any]:
@@ -164,6 +188,7 @@ def weights_folder(model_path: str) -> Path:
             f"model.path = {model_path!r}: has no *.safetensors; a model that has only .bin or .pt "
             "files is converted by loading it with transformers and save_pretrained()"
         )
+    require_trainable(model_path, folder)
     return folder
 
 

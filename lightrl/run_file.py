@@ -39,6 +39,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply(tree, override)
     _anchor(tree, Path.cwd())
+    checkpoint = _table(tree, "checkpoint")
+    if isinstance(folder := checkpoint.get("dir"), str) and folder:
+        checkpoint["dir"] = str(Path(folder).absolute())  # a resume may begin elsewhere
     return parse_config(tree)
 
 

@@ -860,7 +860,7 @@ MUTATIONS = [
         "overtaken pull leaves its part",
         "rollout/weights.py",
         """        if is_other or self._is_served(self.wanted):
-            await _patiently(self._store.sweep)
+            await eventually(self._store.sweep)
 """,
         "",
         tests=("tests/rollout/test_pulls.py::test_pulls_that_are_overtaken_leave_nothing",),
@@ -1018,14 +1018,14 @@ MUTATIONS = [
     ),
     Mutation(
         "files of a checkpoint are not synced",
-        "trainer/saved.py",
+        "trainer/checkpoint/saved.py",
         "files.sync(entry)",
         "pass",
         tests=("tests/trainer/test_power_loss.py",),
     ),
     Mutation(
         "name of a checkpoint is not synced",
-        "trainer/saved.py",
+        "trainer/checkpoint/saved.py",
         "files.sync(path.parent)",
         "pass",
         tests=("tests/trainer/test_power_loss.py",),
@@ -1049,8 +1049,42 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "what is saved is no copy",
+        "trainer/checkpoint/saver.py",
+        "return super().stage(state_dict, **kwargs)",
+        "return state_dict",
+        tests=(
+            "tests/trainer/test_checkpoint.py::test_the_rank_goes_on_while_what_it_had_is_written",
+        ),
+    ),
+    Mutation(
+        "checkpoint that is kept for good is removed",
+        "trainer/checkpoint/saved.py",
+        "if keep_every and step_of(p) % keep_every == 0",
+        "if False",
+        tests=("tests/trainer/test_checkpoint.py::test_those_of_some_steps_stay_for_good",),
+    ),
+    Mutation(
+        "save that failed beside the training is not tried again",
+        "trainer/saves.py",
+        "            self._is_due = True\n",
+        "",
+        tests=(
+            "tests/trainer/test_recovery.py::test_training_goes_on_beside_a_save_and_one_that_fails_late_is_tried_again",
+        ),
+    ),
+    Mutation(
+        "damaged checkpoint is exported",
+        "launch/export.py",
+        "    if problem:\n",
+        "    if False:\n",
+        tests=(
+            "tests/trainer/test_export.py::test_what_is_no_checkpoint_or_no_place_is_refused_in_one_line",
+        ),
+    ),
+    Mutation(
         "damaged file of a checkpoint is not noticed",
-        "trainer/seal.py",
+        "trainer/checkpoint/seal.py",
         "now != digest]",
         "False]",
         tests=(
@@ -1208,7 +1242,7 @@ MUTATIONS = [
     Mutation(
         "every rank sees the GPUs of all",
         "trainer/rank_processes.py",
-        "self._gpus[rank : rank + 1]",
+        "self._gpus[k : k + 1]",
         "self._gpus",
         tests=("tests/cli/test_devices.py::test_each_child_sees_its_own_gpu",),
     ),
@@ -1260,6 +1294,20 @@ MUTATIONS = [
         tests=("tests/cli/test_text.py::test_no_loader_asks_for_or_runs_code_of_a_model",),
     ),
     Mutation(
+        "gradients are never summed over the ranks",
+        "trainer/learner/late_sums.py",
+        "policy.module.set_requires_gradient_sync(True)",
+        "policy.module.set_requires_gradient_sync(False)",
+        tests=("tests/trainer/test_sharding.py::test_two_ranks_learn_what_one_does",),
+    ),
+    Mutation(
+        "every rank reads the first rows",
+        "trainer/model/loading.py",
+        "value.files.read(key, first, end) if is_part",
+        "value.files.read(key, 0, end - first) if is_part",
+        tests=("tests/trainer/test_sharding.py::test_two_ranks_learn_what_one_does",),
+    ),
+    Mutation(
         "gloo listens where the machine's name points",
         "trainer/group.py",
         'os.environ["GLOO_SOCKET_IFNAME"] = _loopback()',
@@ -1268,10 +1316,108 @@ MUTATIONS = [
             "tests/trainer/test_loopback.py::test_no_socket_of_two_ranks_is_open_beyond_loopback",
         ),
     ),
+    # Packing
+    Mutation(
+        "a sliding window is one token too wide",
+        "trainer/model/attention.py",
+        "(behind < window)",
+        "(behind <= window)",
+        tests=("tests/trainer/test_families.py",),
+    ),
+    Mutation(
+        "sums over tiles are not made smaller when a larger logit comes",
+        "trainer/model/score.py",
+        "total = total * shrunk + powers.sum(1)",
+        "total = total + powers.sum(1)",
+        tests=("tests/trainer/test_score.py",),
+    ),
+    Mutation(
+        "groups are trained before they fill a micro-batch",
+        "trainer/batch.py",
+        "for s in samples) >= ranks * max_tokens",
+        "for s in samples) >= 0",
+        tests=(
+            "tests/trainer/test_stream.py::test_groups_wait_until_they_fill_a_micro_batch_on_every_rank",
+        ),
+    ),
+    Mutation(
+        "groups that the journal cuts apart are held for others",
+        "trainer/shard_queue.py",
+        "is_apart = self._was_alone or",
+        "is_apart =",
+        tests=(
+            "tests/trainer/test_stream.py::test_groups_wait_until_they_fill_a_micro_batch_on_every_rank",
+        ),
+    ),
+    Mutation(
+        "a family that differs is packed all the same",
+        "trainer/model/forward.py",
+        "problems += packed.packing.refused",
+        "pass",
+        tests=("tests/trainer/test_families.py",),
+    ),
+    Mutation(
+        "ratios are to the weights of the last update",
+        "trainer/learner/learner.py",
+        "if self._has_moved else None",
+        "if False else None",
+        tests=("tests/trainer/test_mini_batches.py",),
+    ),
+    Mutation(
+        "a step that begins anew keeps the updates of its mini-batches",
+        "trainer/learner/learner.py",
+        "            self._start.restore()",
+        "            pass",
+        tests=("tests/trainer/test_mini_batches.py",),
+    ),
+    Mutation(
+        "a micro-batch has groups of two mini-batches",
+        "trainer/shard_queue.py",
+        "return self._size - self._counted if self._num_more else maxsize",
+        "return maxsize",
+        tests=("tests/trainer/test_shard_queue.py",),
+    ),
     # The emulated rank: what its digest must show
     Mutation(
+        "a schedule ends at nothing, whatever min_lr_ratio says",
+        "trainer/learner/optim.py",
+        "(optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left)",
+        "left",
+        ("tests/trainer/test_optim.py::test_the_rate_of_a_step",),
+    ),
+    Mutation(
+        "moments of eight bits are restored as float32",
+        "trainer/learner/adamw8bit.py",
+        "    def load_state_dict(",
+        "    def _load_state_dict(",
+        (
+            "tests/trainer/test_optim.py::test_codes_are_restored_bit_for_bit_by_any_number_of_ranks",
+        ),
+    ),
+    Mutation(
+        "ranks that are out of memory are started again",
+        "trainer/learner/out_of_memory.py",
+        "        if not _is_out_of_memory(e):\n",
+        "        if True:\n",
+        ("tests/trainer/test_out_of_memory.py",),
+    ),
+    Mutation(
+        "a rank that fails for good is lost by the others before it is heard",
+        "trainer/rank/main.py",
+        "            _linger(pipe)\n",
+        "            pass\n",
+        ("tests/trainer/test_out_of_memory.py::test_the_reason_comes_before_the_loss",),
+    ),
+    Mutation(
+        "adapters are planned with the optimizer of a whole model",
+        "devices/memory.py",
+        "how.adapters or shape.num_parameters\n",
+        "shape.num_parameters\n",
+        ("tests/devices/test_memory.py",),
+    ),
+    Mutation(
         "emulated weights are those of the last step alone",
-        "trainer/emulated.py",
+        "trainer/rank/emulated.py",
         "[self._trained.hex(), totals, all_R]",
         "[totals, all_R]",
         tests=(
@@ -1280,14 +1426,14 @@ MUTATIONS = [
     ),
     Mutation(
         "emulated weights are those of rank 0 alone",
-        "trainer/emulated.py",
+        "trainer/rank/emulated.py",
         "all_R = self._meeting.exchange(mine)",
         "all_R = self._meeting.exchange(mine)[:1]",
         tests=("tests/trainer/test_emulated.py::test_two_ranks_publish_what_both_were_given",),
     ),
     Mutation(
         "emulated rank keeps what it had of a step that begins anew",
-        "trainer/emulated.py",
+        "trainer/rank/emulated.py",
         "                self._clear()\n                yield Cleared(step)",
         "                yield Cleared(step)",
         tests=(
@@ -1296,7 +1442,7 @@ MUTATIONS = [
     ),
     Mutation(
         "emulated rank begins with other weights than were saved",
-        "trainer/emulated.py",
+        "trainer/rank/emulated.py",
         "            saved.require_digest(self.file.digest, DTYPE)",
         "            pass",
         tests=(
@@ -1305,9 +1451,9 @@ MUTATIONS = [
     ),
     Mutation(
         "emulated rank is not sent what has no signal",
-        "trainer/supervisor.py",
-        'if train.engine != "emulated":',
-        "if True:",
+        "trainer/batch.py",
+        'if config.train.engine == "emulated":',
+        "if False:",
         tests=("tests/trainer/test_emulated.py::test_a_group_without_signal_counts_as_well",),
     ),
     Mutation(
@@ -1425,5 +1571,74 @@ MUTATIONS = [
         "        return self._over(owed, tells_trainer=is_over and is_awaited and not is_trainer)\n",
         "        return self._over(owed, tells_trainer=bool(owed) and not is_trainer)\n",
         ("tests/core/test_broadcasts.py", "tests/sim/test_broadcast.py"),
+    ),
+    # Several trainer nodes
+    Mutation(
+        "a follower that says hello again is taken for the one before",
+        "core/trainers.py",
+        "self._numbers[hello.node] = self._num_hellos",
+        "self._numbers.setdefault(hello.node, self._num_hellos)",
+    ),
+    Mutation(
+        "followers leave before the last checkpoint",
+        "core/ending.py",
+        "if name not in self._fleet.trainers:",
+        "if name != self._fleet.trainer:",
+    ),
+    Mutation(
+        "anybody may speak to the leader",
+        "core/trainers.py",
+        "return sender in self and receiver in self and self.leader in (sender, receiver)",
+        "return self.leader in (sender, receiver)",
+    ),
+    Mutation(
+        "what another life says is heard",
+        "trainer/nodes/followers.py",
+        "if message.life != self.name:",
+        "if not message.life:",
+        tests=("tests/trainer/test_nodes.py",),
+    ),
+    Mutation(
+        "rows of other machines are written to the wrong place",
+        "weights/publish/exchange.py",
+        "came[begin : begin + size]",
+        "came[:size]",
+        tests=("tests/trainer/test_publish.py",),
+    ),
+    Mutation(
+        "experts that vLLM reloads on a CPU are not packed for their kernel",
+        "engine/vllm_worker.py",
+        "method.moe_kernel = None",
+        "pass",
+        ("tests/engine/test_families.py",),
+    ),
+    # Adapters
+    Mutation(
+        "the reference has the adapters on",
+        "trainer/model/lora.py",
+        "layer._disable_adapters = True",
+        "layer._disable_adapters = False",
+        tests=("tests/trainer/test_lora.py",),
+    ),
+    Mutation(
+        "adapters are loaded beside any base",
+        "engine/checkpoint.py",
+        "if manifest.base != base:",
+        "if bool(manifest.base) != bool(base):",
+        tests=("tests/engine/test_lora.py",),
+    ),
+    Mutation(
+        "newer adapters end the pull of their base",
+        "rollout/base.py",
+        "return await asyncio.shield(self._fetching)",
+        "return await self._fetching",
+        tests=("tests/rollout/test_base.py",),
+    ),
+    Mutation(
+        "a merged export lacks the scale of its adapters",
+        "trainer/checkpoint/export.py",
+        'b @ a * (config["lora_alpha"] / config["r"])',
+        "b @ a",
+        tests=("tests/trainer/test_lora.py",),
     ),
 ]

@@ -1,12 +1,14 @@
 """The config: what it accepts, that it survives its file, and one line for everything that is
 wrong."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightrl.config import Config, keys
+from lightrl.config_algorithm import ALGORITHMS
 from lightrl.core_settings import settings_of
 from lightrl.errors import ConfigError
 from lightrl.run_file import load_config, parse_config, to_toml
@@ -32,7 +34,7 @@ def load(tmp_path: Path, *overrides: str, toml: str = TOML) -> Config:
 
 
 def test_number_of_keys_stays_small():
-    assert len(list(keys())) <= 88
+    assert len(list(keys())) <= 125
 
 
 @pytest.mark.parametrize(
@@ -108,6 +110,20 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
             ("train.optim.betas = -0.1", "greater than or equal"),
         ),
         ({"train": {"optim": {"betas": [0.9]}}}, ("train.optim.betas",)),
+        ({"train": {"optim": {"eps": 0}}}, ("train.optim.eps = 0", "greater than 0")),
+        ({"train": {"optim": {"schedule": "step"}}}, ("train.optim.schedule = 'step'", "'cosine'")),
+        (
+            {"train": {"optim": {"min_lr_ratio": 2}}},
+            ("train.optim.min_lr_ratio = 2", "less than or equal to 1"),
+        ),
+        ({"train": {"optim": {"name": "sgd"}}}, ("train.optim.name = 'sgd'", "'adamw8bit'")),
+        (
+            {"train": {"max_tokens_per_gpu": 2047}},
+            (
+                "train.max_tokens_per_gpu = 2047",
+                "data.max_prompt_length + rollout.max_response_length = 1024 + 1024",
+            ),
+        ),
         ({"train": {"optim": 3}}, ("train.optim = 3", "is a section")),
         ({"train": 3}, ("train = 3", "is a section")),
         ({"model": {}}, ("model.path: is required",)),
@@ -154,12 +170,17 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
             ),
         ),
         (
+            {"checkpoint": {"interval": 4, "keep_every": 10}},
+            ("checkpoint.keep_every = 10", "checkpoint.interval = 4", "a multiple"),
+        ),
+        (
             {"round": {"tail_batching": "prompts", "eta": [1, 2]}},
             ("round.eta = (1.0, 2.0)", "nothing"),
         ),
         ({"train": {"devices": [0, 0], "ranks": 2}}, ("train.devices = [0, 0]", "GPU 0 twice")),
         ({"rollout": {"devices": [2, 1, 2]}}, ("rollout.devices = [2, 1, 2]", "GPU 2 twice")),
         ({"train": {"devices": [0], "ranks": 2}}, ("train.devices = [0]", "train.ranks = 2")),
+        ({"train": {"ranks": 4, "replicas": 3}}, ("train.replicas = 3", "train.ranks = 4")),
         ({"train": {"devices": [0, 1]}}, ("train.devices = [0, 1]", "train.ranks = 1")),
         (
             {"rollout": {"devices": [0, 1, 2], "engine_args": {"tensor_parallel_size": 2}}},
@@ -175,12 +196,52 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
             ("algorithm.tis_cap = 0", "async.max_staleness = 2", "biased"),
         ),
         (
-            {"algorithm": {"dynamic_sampling": True}, "rollout": {"group_size": 1}},
+            {
+                "algorithm": {"dynamic_sampling": True, "name": "reinforce++"},
+                "rollout": {"group_size": 1},
+            },
             ("algorithm.dynamic_sampling = true", "rollout.group_size = 1"),
         ),
         (
             {"algorithm": {"dynamic_sampling": True}, "rollout": {"temperature": 0}},
             ("algorithm.dynamic_sampling = true", "rollout.temperature = 0"),
+        ),
+        ({"algorithm": {"name": "ppo"}}, ("algorithm.name = 'ppo'", "'reinforce++-baseline'")),
+        ({"algorithm": {"clip_low": -0.1}}, ("algorithm.clip_low = -0.1", "greater than or")),
+        ({"algorithm": {"clip_high": "x"}}, ("algorithm.clip_high = 'x'", "number")),
+        ({"algorithm": {"tis_cap": -1}}, ("algorithm.tis_cap = -1", "greater than or equal")),
+        (
+            {"train": {"prompts_per_step": 32, "mini_batches": 3}},
+            ("train.mini_batches = 3", "divide train.prompts_per_step = 32"),
+        ),
+        (
+            {"algorithm": {"old_logprobs": "rollout", "tis_cap": 2}},
+            ("algorithm.tis_cap = 2", "old_logprobs = 'rollout'", "leave it out"),
+        ),
+        (
+            {"algorithm": {"old_logprobs": "rollout", "tis_level": "token"}},
+            ("algorithm.tis_level = 'token'", "old_logprobs = 'rollout'"),
+        ),
+        ({"algorithm": {"tis_mode": "drop"}}, ("algorithm.tis_mode = 'drop'", "'mask'")),
+        ({"algorithm": {"tis_level": "group"}}, ("algorithm.tis_level = 'group'", "'sequence'")),
+        (
+            {"algorithm": {"tis_cap": 0, "tis_mode": "mask"}},
+            ("algorithm.tis_mode = 'mask'", "algorithm.tis_cap = 0"),
+        ),
+        (
+            {"algorithm": {"tis_cap": 0, "tis_level": "token"}},
+            ("algorithm.tis_level = 'token'", "algorithm.tis_cap = 0"),
+        ),
+        (
+            {"algorithm": {"name": "rloo", "loss_norm": "token"}},
+            ("algorithm.loss_norm = 'token'", "rloo"),
+        ),
+        ({"algorithm": {"entropy_coef": -0.1}}, ("algorithm.entropy_coef = -0.1", "greater")),
+        ({"algorithm": {"mask_truncated": "x"}}, ("algorithm.mask_truncated = 'x'", "boolean")),
+        ({"algorithm": {"overlong_penalty": -1}}, ("algorithm.overlong_penalty = -1", "greater")),
+        (
+            {"algorithm": {"overlong_penalty": 0.5}},
+            ("algorithm.overlong_penalty = 0.5", "algorithm.overlong_buffer = 0"),
         ),
         ({"run": {"name": "a/b"}}, ("run.name = 'a/b'",)),
         ({"run": {"name": "x\n"}}, ("run.name = 'x\\n'",)),
@@ -246,18 +307,52 @@ def test_the_asynchronous_section_is_called_async_wherever_it_is_read_or_written
     assert ("async.max_staleness", "0") in {(key, default) for key, default, _ in keys()}
 
 
-def test_stale_tokens_are_weighted_unless_another_cap_is_given():
-    assert config().algorithm.tis_cap == 0.0
-    assert config(**{"async": {"max_staleness": 0}}).algorithm.tis_cap == 0.0
-    assert config(**{"async": {"max_staleness": 1}}).algorithm.tis_cap == 2.0
-    assert (
-        config(**{"async": {"max_staleness": 1}}, algorithm={"clip_low": 0.3}).algorithm.tis_cap
-        == 2.0
-    )
-    assert (
-        config(**{"async": {"max_staleness": 1}}, algorithm={"tis_cap": 5.0}).algorithm.tis_cap
-        == 5.0
-    )
+@pytest.mark.parametrize(
+    ("sections", "exact", "rounded"),
+    [
+        ({}, 0, 2),
+        ({"async": {"max_staleness": 0}}, 0, 2),
+        ({"async": {"max_staleness": 1}}, 2, 2),
+        ({"async": {"max_staleness": 1}, "algorithm": {"tis_cap": 5.0}}, 5, 5),
+        ({"algorithm": {"tis_cap": 0}}, 0, 0),
+        ({"rollout": {"engine_args": {"kv_cache_dtype": "fp8"}}}, 2, 2),
+    ],
+)
+def test_tokens_are_weighted_unless_they_come_from_the_trained_probabilities(
+    sections, exact, rounded
+):
+    made = config(**sections)
+    assert (made.tis_cap(is_float32=True), made.tis_cap(is_float32=False)) == (exact, rounded)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_compares_a_group_refuses_a_group_of_one(name):
+    tree = {"algorithm": {"name": name}, "rollout": {"group_size": 1}}
+    if name == "reinforce++":
+        assert config(**tree).rollout.group_size == 1
+        return
+    line = complaint({**MINIMAL, **tree})
+    assert line.startswith(f"rollout.group_size = 1: algorithm.name = '{name}' compares")
+    assert line.endswith("or choose reinforce++")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "clip"),
+    [
+        ({"name": "grpo"}, (0.2, 0.2)),
+        ({"name": "dapo"}, (0.2, 0.28)),
+        ({"name": "gspo"}, (3e-4, 4e-4)),
+        ({"name": "cispo"}, (math.inf, 0.2)),
+        ({"name": "reinforce++"}, (0.2, 0.2)),
+        ({"name": "dapo", "clip_low": 0.1}, (0.1, 0.28)),
+        ({"name": "cispo", "clip_low": 0.5, "clip_high": 4.0}, (0.5, 4.0)),
+        ({"name": "gspo", "clip_high": 0}, (3e-4, 0)),
+    ],
+)
+def test_ratios_are_clipped_as_the_algorithm_has_it(tmp_path, algorithm, clip):
+    made = config(algorithm=algorithm, data={"path": str(tmp_path)})
+    assert made.algorithm.clip == clip
+    assert load(tmp_path, toml=to_toml(made)).algorithm == made.algorithm
 
 
 @pytest.mark.parametrize(
@@ -329,3 +424,29 @@ def test_asynchronous_runs_broadcast_only_when_told_to(tmp_path: Path, mode, sta
     config = load(tmp_path, f"weights.broadcast={mode}", f"async.max_staleness={staleness}")
     assert config.broadcast == acts
     assert settings_of(config, 1).broadcast == acts
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"model": {"path": "m", "lora": {"alpha": 8}}}, "model.lora.alpha = 8.0: there are no"),
+        ({"model": {"path": "m", "lora": {"targets": "q"}}}, "model.lora.targets = ('q',): there"),
+        (
+            {"model": {"path": "m", "lora": {"rank": 4}}, "weights": {"broadcast": "always"}},
+            "weights.broadcast = 'always': with model.lora.rank = 4",
+        ),
+        (
+            {"model": {"path": "m", "lora": {"rank": 4}}, "rollout": {"engine": "emulated"}},
+            "model.lora.rank = 4: rollout.engine = 'emulated'",
+        ),
+    ],
+)
+def test_settings_of_adapters_that_cannot_act_are_refused(sections, said):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"data": {"path": "d"}, **sections})
+    assert said in str(caught.value)
+
+
+def test_adapters_are_neither_broadcast_nor_sent_as_differences():
+    lora = parse_config({"data": {"path": "d"}, "model": {"path": "m", "lora": {"rank": 4}}})
+    assert (lora.broadcast, lora.has_deltas) == ("off", False)

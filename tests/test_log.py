@@ -19,7 +19,7 @@ import logging, sys
 from lightrl import log
 from lightrl.log import LogSettings
 log.configure(LogSettings("rank", "trainer-0", {level!r}, {as_json}))
-logger = logging.getLogger("lightrl.trainer.rank")
+logger = logging.getLogger("lightrl.trainer.rank.rank")
 """
 
 
@@ -58,7 +58,7 @@ def test_a_line_of_json_says_the_same_and_which_module():
         "level": "warning",
         "role": "rank",
         "node": "trainer-0",
-        "logger": "lightrl.trainer.rank",
+        "logger": "lightrl.trainer.rank.rank",
         "message": "step 3",
     }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightrl.errors import ConfigError, PeerUnreachable
 from lightrl.system.addresses import ALL_HOSTS, host_and_port
+from lightrl.system.interfaces import own_host
 
 CONNECT_S = 3.0
 
@@ -22,21 +23,6 @@ def reachable(address: str) -> str:
     """
     host, port = host_and_port(address)
     return f"tcp://{own_host()}:{port}" if host in ALL_HOSTS else address
-
-
-def own_host() -> str:
-    """The address that this machine uses towards others; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # a documentation address: routed like the rest of the world
-            probe.connect(("192.0.2.1", 9))
-            return probe.getsockname()[0]
-        except OSError:  # no route out of here
-            pass
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
 
 
 def find(target: str | None, runs: Path = Path("runs")) -> tuple[str | None, Path | None]:
@@ -93,10 +79,18 @@ def require_weights_port(port: int, bind: str) -> None:
 
     0 is any port that is free.
     """
-    host, taken = host_and_port(bind)
-    problem = "is the port of run.bind; choose another one" if port == taken else ""
-    if port and (problem := problem or _problem_listening(host, port)):
+    require_other_port(port, bind)
+    host, _ = host_and_port(bind)
+    if port and (problem := _problem_listening(host, port)):
         raise ConfigError(f"node.weights_port = {port}: {problem}, or 0 for any")
+
+
+def require_other_port(port: int, bind: str) -> None:
+    """The same, without trying."""
+    if port and port == host_and_port(bind)[1]:
+        raise ConfigError(
+            f"node.weights_port = {port}: is the port of run.bind; choose another one, or 0 for any"
+        )
 
 
 def _problem_listening(host: str, port: int) -> str:

@@ -7,6 +7,7 @@ hello, checkpoints. Who may say what is decided in transport/validate.py and in 
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from lightrl.coordinator.history_sync import Histories
 from lightrl.coordinator.journaling import Journaling
@@ -29,6 +30,7 @@ from lightrl.messages import (
     Welcome,
 )
 from lightrl.metrics.rounds import Records
+from lightrl.trainer_messages import TrainerRelay
 from lightrl.transport.router import Peer, Router
 from lightrl.transport.validate import as_event
 
@@ -89,7 +91,7 @@ class Inbound:
         agrees."""
         if self._peers.refuses(peer, hello):
             return
-        if "trainer" in hello.roles:
+        if "trainer" in hello.roles and self._core.fleet.trainer in {None, hello.node}:
             self._replays.cancel()  # what it needs again is asked for when it says where it stands
         before = self._peers.let_speak(peer)
         self._histories.heard(peer.identity, hello)
@@ -111,6 +113,9 @@ class Inbound:
             ):
                 self._journaling.drop_before(message.oldest)
                 self._feed(CheckpointWritten(message.step))
+        elif isinstance(message, TrainerRelay):
+            if self._core.fleet.trainers.may_relay(node, message.node):
+                self._peers.send(message.node, replace(message, node=node))
         else:
             event = as_event(node, message)
             if isinstance(event, NodeLost):

@@ -1,6 +1,8 @@
 """What the core's settings take from data and model, and whether these fit the config. No
 policy."""
 
+from dataclasses import replace
+
 from lightrl.config import Config
 from lightrl.core.settings import Settings
 from lightrl.core_settings import settings_of
@@ -18,7 +20,8 @@ def core_settings(
 ) -> Settings:
     """Raises DataError if the data holds fewer prompts than a round launches."""
     _require_enough(config, num_prompts)
-    return settings_of(config, num_prompts, num_eval_prompts, vocabulary, stop_ids)
+    settings = settings_of(config, num_prompts, num_eval_prompts, vocabulary, stop_ids)
+    return replace(settings, num_trainers=config.train.nodes)
 
 
 def _require_enough(config: Config, num_prompts: int) -> None:

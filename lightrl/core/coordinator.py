@@ -150,6 +150,7 @@ class Coordinator:
                 self._plan_rebalance(now)
                 break
             self._advance(now)  # what waited for a slot had lost meanwhile
+        self.fleet.trainers.tell()
         return self.outbox.drain()
 
     def next_deadline(self) -> float | None:
@@ -186,10 +187,11 @@ class Coordinator:
             return
         self.trainer_feed.stands_at = version
         if published is None or version > published.policy_version:
-            sizes = message.num_bytes, message.manifest_bytes
-            self.outbox.record(
-                VersionPublished(version, digest, message.portions, *sizes, message.canary)
+            sizes, what = (
+                (message.num_bytes, message.manifest_bytes),
+                (message.canary, message.base),
             )
+            self.outbox.record(VersionPublished(version, digest, message.portions, *sizes, *what))
             self.fleet.publish(message, now)
             self.steps.published(now)
         elif version == published.policy_version:
@@ -295,7 +297,7 @@ class Coordinator:
         self.fleet.add(hello, now)
         self._reconcile(hello)
         if "trainer" in hello.roles:
-            self.trainer_feed.hello()
+            self.trainer_feed.joined(hello.node)
 
     def _reconcile(self, hello: Hello) -> None:
         """Messages may have been lost: what runs there is what the node says."""
@@ -315,9 +317,9 @@ class Coordinator:
 
     def _leave(self, name: str, reason: str, ok: bool, now: float) -> None:
         """A trainer that says that it failed, would fail again."""
-        is_trainer = name == self.fleet.trainer
-        if is_trainer and ok and self.trainer_feed.stands_at == self.settings.num_steps:
-            self.trainer_feed.has_finished = True
+        is_trainer = name in self.fleet.trainers
+        is_last = self.trainer_feed.stands_at == self.settings.num_steps
+        self.trainer_feed.has_finished |= ok and is_last and name == self.fleet.trainer
         self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now, ok)
         if is_trainer and not ok:
             self.ending.begin(RunState.FAILED, f"trainer node {name}: {reason}")
@@ -334,9 +336,7 @@ class Coordinator:
         if "trainer" in node.roles:
             self.trainer_feed.lost(now)
             if not self.ending.has_begun:
-                self.outbox.warn(
-                    f"the run waits {self.settings.patience_s:g} s for a trainer to come back"
-                )
+                self.outbox.warn(self.fleet.trainers.patience(self.settings.patience_s))
 
     def _drain(self, name: str, reason: str) -> None:
         node = self.fleet.nodes.get(name)

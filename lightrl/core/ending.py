@@ -22,6 +22,7 @@ class Ending:
         self.is_over = False  # all nodes have left
         self._outcome = RunState.FINISHED  # or stopped, or failed
         self._reason = ""
+        self._dismissed: set[str] = set()  # trainer nodes that followed
         self._settings = settings
         self._fleet = fleet
         self._steps = steps
@@ -44,12 +45,18 @@ class Ending:
         tell = self._outbox.warn if outcome is RunState.FAILED else self._outbox.report
         tell(reason)
         for name in self._fleet.nodes:
-            if name != self._fleet.trainer:
+            if name not in self._fleet.trainers:
                 self._outbox.send(name, Drain(name, reason))
         self.dismiss_trainer()
 
     def conclude(self) -> None:
-        """The run is over when all have left."""
+        """The run is over when all have left. Trainer nodes that follow go after the one that
+        leads: it needs them for its last checkpoint."""
+        if self._fleet.trainer is None and not self.awaits_trainer:
+            for name in self._fleet.trainers.names:
+                if name not in self._dismissed:
+                    self._dismissed.add(name)
+                    self._outbox.send(name, Drain(name, self._reason))
         if not self._fleet.nodes and not self.awaits_trainer:
             self.is_over = True
             self._outbox.add(Finish(self._outcome, self._reason))

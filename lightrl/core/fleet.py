@@ -17,6 +17,7 @@ from lightrl.core.offers import PULLING, Offers, PublishedVersion
 from lightrl.core.settings import Settings
 from lightrl.core.speed import Gain, Speed
 from lightrl.core.state import Node, NodeState
+from lightrl.core.trainers import Trainers
 from lightrl.messages import (
     PROTOCOL,
     BadSource,
@@ -46,7 +47,7 @@ class Fleet:
         self.updating: dict[str, Node] = {}  # those that will serve it in a moment
         self.share_updating = 0.0  # of the work, of these
         self.share_ready = 0.0  # of those that serve it already
-        self.trainer: str | None = None
+        self.trainers = Trainers(settings.num_trainers, outbox)
         self.published: PublishedVersion | None = None
         self.offers = Offers(settings)
         self.broadcasts = Broadcasts(settings, self.nodes, self.offers, outbox)
@@ -60,6 +61,11 @@ class Fleet:
         self._settings = settings
         self._outbox = outbox
 
+    @property
+    def trainer(self) -> str | None:
+        """The node whose word is that of the trainer: the one that leads."""
+        return self.trainers.leader
+
     # Membership
 
     def why_refused(self, hello: Hello) -> str | None:
@@ -68,10 +74,7 @@ class Fleet:
             return f"speaks protocol {hello.protocol}, this run {PROTOCOL}"
         if hello.slots < 0 or not hello.roles:
             return f"offers {hello.slots} slots and {len(hello.roles)} roles"
-        others = (n for n in self.nodes.values() if n.name != hello.node)
-        if "trainer" in hello.roles and any("trainer" in n.roles for n in others):
-            return "this run has a trainer node already"
-        return None
+        return self.trainers.why_refused(hello) if "trainer" in hello.roles else None
 
     def is_ghost(self, hello: Hello) -> bool:
         """News of an older process of a node that has been started again since.
@@ -95,6 +98,8 @@ class Fleet:
             known.heard_at = now
             self._outbox.add(Admit(hello.node))
             again = "said hello again"
+            if "trainer" in known.roles:
+                self.trainers.heard(hello)
             if hello.node == self.trainer:
                 owed = self.broadcasts.lost(hello.node, True, again)
             else:
@@ -116,7 +121,7 @@ class Fleet:
         )
         self.nodes[node.name] = node
         if "trainer" in node.roles:
-            self.trainer = node.name
+            self.trainers.heard(hello)
         self.num_joined += 1
         self.offers.bad.joined(node.name, node.incarnation)
         if self.lease_check_at is None:
@@ -167,8 +172,7 @@ class Fleet:
             return
         self._move(node, NodeState.GONE)
         is_trainer = name == self.trainer
-        if is_trainer:
-            self.trainer = None
+        self.trainers.lost(name)
         self.offers.forget(name)
         self._offer_to(self.broadcasts.lost(name, is_trainer))
         self._tell_news(self.offers.short_of(name))
@@ -254,6 +258,7 @@ class Fleet:
                 message.num_bytes,
                 message.manifest_bytes,
                 message.canary,
+                message.base,
             ),
             message.deltas,
         )
@@ -307,10 +312,10 @@ class Fleet:
                 self._offer(self.nodes[name])
 
     def trainer_stands(self) -> None:
-        """The trainer has said where: a node that only trains takes part from now on."""
-        node = self.nodes[self.trainer] if self.trainer is not None else None
-        if node is not None and node.state is NodeState.JOINING and "rollout" not in node.roles:
-            self._move(node, NodeState.READY)
+        """The trainer has said where: nodes that only train take part from now on."""
+        for node in map(self.nodes.__getitem__, self.trainers.names):
+            if node.state is NodeState.JOINING and "rollout" not in node.roles:
+                self._move(node, NodeState.READY)
 
     def _offer(self, node: Node, only_news: bool = False) -> None:
         """Tells a node of the published version and its sources, or does so once there are any."""

@@ -13,7 +13,7 @@ from lightrl.core.backlog import PutOff
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.length_predictor import Memory
 from lightrl.core.state import Counters, DrawnPrompt, RoundKind
-from lightrl.messages import Canary, ResponseTokens, StepDone, TrainShard
+from lightrl.messages import Canary, ResponseTokens, StepDone, TrainShard, WeightsBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class SnapshotBegan:
     num_bytes: int = 0
     manifest_bytes: int = 0
     canary: Canary | None = None
+    base: WeightsBase | None = None
     counters: Counters = field(default_factory=Counters)
     # of lengths
     memory: Memory = field(default_factory=Memory)
@@ -100,6 +101,7 @@ class VersionPublished:
     num_bytes: int = 0
     manifest_bytes: int = 0
     canary: Canary | None = None
+    base: WeightsBase | None = None
 
 
 @dataclass(frozen=True, slots=True)

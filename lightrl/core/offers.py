@@ -6,7 +6,7 @@ tells a node so. Who it is assigned to as a source: `sources.py`. Moves no node 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightrl.core.bad_sources import BadSources
 from lightrl.core.delta_chain import DeltaChain
@@ -18,6 +18,7 @@ from lightrl.messages import (
     Canary,
     DeltaOffer,
     PublishWeights,
+    WeightsBase,
     WeightsEndpoint,
     WeightsSource,
 )
@@ -41,6 +42,8 @@ class PublishedVersion:
     num_bytes: int = 0
     manifest_bytes: int = 0
     canary: Canary | None = None
+    # of adapters; without sources
+    base: WeightsBase | None = None
 
     @property
     def is_described(self) -> bool:
@@ -205,11 +208,17 @@ class Offers:
             published.digest,
             published.num_bytes,
             published.manifest_bytes,
-            self._sources(names, node.name),
+            self._sources(names, node.name, published.policy_version),
             () if group else self._deltas_for(node),
             published.canary,
             group=group,
+            base=self._base_for(names, node.name),
         )
+
+    def _base_for(self, names: Sequence[str], receiver: str) -> WeightsBase | None:
+        """Who has adapters has what they are beside, and who is at them is at that, too."""
+        base = self._published.base if self._published is not None else None
+        return replace(base, sources=self._sources(names, receiver, 0)) if base else None
 
     def _choose(self, node: Node) -> tuple[str, ...]:
         receiver, trainer = node.name, self.trainer
@@ -225,11 +234,12 @@ class Offers:
         barred = is_barred if self.bad.has_any else others.__contains__
         return choose(index, self.whole.names, self.partial.names, trainer, barred)
 
-    def _sources(self, names: Sequence[str], receiver: str) -> tuple[WeightsSource, ...]:
-        assert self._published is not None
+    def _sources(
+        self, names: Sequence[str], receiver: str, policy_version: int
+    ) -> tuple[WeightsSource, ...]:
         endpoints = [self.endpoints[name] for name in names]
         secrets = (endpoint.secret for endpoint in endpoints)
-        tickets = pull_tickets(secrets, receiver, self._published.policy_version)
+        tickets = pull_tickets(secrets, receiver, policy_version)
         addresses = (endpoint.addresses for endpoint in endpoints)
         return tuple(map(WeightsSource, names, addresses, tickets))
 

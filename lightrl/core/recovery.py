@@ -76,6 +76,7 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         num_bytes=published.num_bytes if published is not None else 0,
         manifest_bytes=published.manifest_bytes if published is not None else 0,
         canary=published.canary if published is not None else None,
+        base=published.base if published is not None else None,
         counters=replace(core.table.counters),
         memory=core.predictor.memory(),
     )
@@ -128,9 +129,9 @@ class _Recovery:
                 early, self._early = self._early, []
                 for version, item in early:
                     self._take(version, (item,))
-            case VersionPublished(version, digest, _, num_bytes, manifest_bytes, canary):
+            case VersionPublished(version, digest, _, num_bytes, manifest_bytes, canary, base):
                 core.fleet.know(
-                    PublishedVersion(version, digest, num_bytes, manifest_bytes, canary)
+                    PublishedVersion(version, digest, num_bytes, manifest_bytes, canary, base)
                 )
                 core.steps.published(self._now)
             case StepDone():
@@ -184,7 +185,8 @@ class _Recovery:
         if stood.version is not None:
             digest = stood.digests[stood.version]
             sizes = stood.num_bytes, stood.manifest_bytes
-            core.fleet.know(PublishedVersion(stood.version, digest, *sizes, stood.canary))
+            known = PublishedVersion(stood.version, digest, *sizes, stood.canary, stood.base)
+            core.fleet.know(known)
 
     def _set_up(self, entry: RoundSnapshot) -> None:
         """A round that was open. While it is being filled, nothing is drawn for it and it does not

@@ -68,7 +68,9 @@ class Settings:
     deltas: bool = True
     # who gets a version by broadcast
     broadcast: Literal["auto", "always", "off"] = "off"
-    # of the trainer, the first members of each broadcast group
+    # nodes that train together
+    num_trainers: int = 1
+    # of the one that leads, the first members of each broadcast group
     num_ranks: int = 1
     # after which a member of such a group gives up
     weights_timeout_s: float = 60.0

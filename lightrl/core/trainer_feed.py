@@ -47,24 +47,38 @@ class Window:
 class TrainerFeed:
     def __init__(self, fleet: Fleet, outbox: Outbox) -> None:
         self.stands_at: int | None = None  # it trains this step next; None: it has not said so yet
-        self.missing_since: float | None = None  # when it was lost; None: it is here, or was never
+        self.missing_since: float | None = None  # a node of it; None: all are here, or were never
         self.num_hellos = 0
         # nothing is left to do: its last checkpoint is durable, or it has left in order
         self.has_finished = False
+        self._leader: str | None = None  # that has said hello, as far as it is not lost
         self._fleet = fleet
         self._outbox = outbox
         self._window = Window()
         self._num_left = 0  # shards of the step it stands at that are durable and were sent
 
+    def joined(self, name: str) -> None:
+        """A node of it has come, or come back."""
+        trainers = self._fleet.trainers
+        if trainers.leader is not None and (name == trainers.leader or self._leader is None):
+            self._leader = trainers.leader
+            self.hello()
+        if trainers.are_complete:
+            self.missing_since = None
+        elif missing := trainers.whom_we_lack():
+            self._outbox.report(f"the run waits for {missing}")
+
     def hello(self) -> None:
         """It has come, or come back: what it held of a step that is not done, it holds no more."""
         self.num_hellos += 1
         self.stands_at = None
-        self.missing_since = None
 
     def lost(self, now: float) -> None:
-        self.stands_at = None
-        self.missing_since = now
+        """One of its nodes: without the leader nobody knows where it stands."""
+        if self._fleet.trainer is None:
+            self.stands_at = self._leader = None
+        if self.missing_since is None or self._fleet.trainers.num_needed == 1:
+            self.missing_since = now
 
     def feed(self, round: Round | None) -> None:
         """It stands at a new step: that step's shards, of this round or, if it was trained before,

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from lightrl.config import Config
-from lightrl.errors import ProtocolError
+from lightrl.errors import PeerUnreachable, ProtocolError
 from lightrl.message_fields import MAX_FILE_BYTES, MAX_FILES
 from lightrl.messages import Welcome
 
@@ -28,6 +28,12 @@ def config_of(welcome: Welcome) -> Config:
         raise ProtocolError(
             f"the coordinator sent a config that this release does not understand: {what}"
         ) from None
+
+
+def require_welcome(welcome: Welcome) -> None:
+    """Raises PeerUnreachable if it is a refusal."""
+    if welcome.refused:
+        raise PeerUnreachable(f"the coordinator refuses this node: {welcome.refused}")
 
 
 def is_same_config(one: Config | None, other: Config) -> bool:

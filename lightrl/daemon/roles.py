@@ -7,6 +7,7 @@ Owns which of them there are, and starts and ends them. Whether the coordinator 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from lightrl.broadcast_messages import (
@@ -24,6 +25,7 @@ from lightrl.messages import (
     Abort,
     Generate,
     Heartbeat,
+    Hello,
     Load,
     Message,
     PublishWeights,
@@ -31,9 +33,13 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
-from lightrl.system.addresses import split_address
+from lightrl.system.addresses import WILDCARD, split_address
+from lightrl.system.interfaces import own_host
+from lightrl.trainer.nodes.follower import Follower
+from lightrl.trainer.nodes.node import TrainerNode
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
+from lightrl.trainer_messages import TrainerRelay, TrainerSet
 
 
 class Roles:
@@ -47,34 +53,34 @@ class Roles:
         run_dir: Path | None,
         send: Callable[[Message], None],
         on_restart: Callable[[], None],
+        relay: Callable[[Message], None],
+        drain: Callable[[str], None],
     ) -> None:
-        """`coordinator` is its address; `send` and `on_restart` are as `RolloutAgent` and `Trainer`
-        want them."""
+        """`coordinator` is its address; `send`, `on_restart` and `relay` are as `RolloutAgent` and
+        `Trainer` want them, `drain` as `TrainerNode` does."""
         self._node = node
         self._names = names
         self._coordinator = coordinator
         self._run_dir = run_dir
         self._send = send
         self._on_restart = on_restart
+        self._relay = relay
+        self._drain = drain
         self._rollout: RolloutAgent | None = None
-        self._trainer: Trainer | None = None
+        self._trainer: Trainer | TrainerNode | None = None
         self._tasks: dict[Role, asyncio.Task[None]] = {}
 
     @property
     def has_trainer(self) -> bool:
         return self._trainer is not None
 
-    @property
-    def serves(self) -> tuple[int, str] | None:
-        return self._rollout.serves if self._rollout is not None else None
-
-    @property
-    def unacked(self) -> tuple[tuple[str, int], ...]:
-        return self._rollout.unacked if self._rollout is not None else ()
-
-    @property
-    def has_file(self) -> bool:
-        return self._rollout.has_file if self._rollout is not None else True
+    def complete(self, hello: Hello) -> Hello:
+        """With what runs here now."""
+        leads = isinstance(self._trainer, TrainerNode) and self._trainer.leads
+        if (rollout := self._rollout) is None:
+            return replace(hello, leads=leads)
+        serves, running, has_file = rollout.serves, rollout.unacked, rollout.has_file
+        return replace(hello, leads=leads, serves=serves, running=running, has_file=has_file)
 
     def heartbeat(self, lag_ms: float) -> Heartbeat:
         """`lag_ms`: how late the loop of this process is."""
@@ -114,16 +120,28 @@ class Roles:
             run_dir = self._run_dir or _run_dir_here(config)
             published = scratch / "published"
             published.mkdir()
-            self._trainer = Trainer(
-                config,
-                run_dir,
-                published,
-                ServedVersions(weights.server, weights.store.point),
-                self._send,
-                self._on_restart,
-                gpus.ranks,
-                _host_of(weights.server.addresses),
-            )
+            host = _host_of(weights.server.addresses)
+            if config.train.nodes > 1 and host == WILDCARD:
+                host = own_host()
+
+            def new_trainer() -> Trainer:
+                return Trainer(
+                    config,
+                    run_dir,
+                    published,
+                    ServedVersions(weights.server, weights.store.point),
+                    self._send,
+                    self._on_restart,
+                    gpus.ranks,
+                    host,
+                    self._relay,
+                )
+
+            if config.train.nodes > 1:
+                follower = Follower(config, run_dir, self._relay, gpus.ranks, host)
+                self._trainer = TrainerNode(self._node, follower, new_trainer, self._drain)
+            else:
+                self._trainer = new_trainer()
             self._tasks["trainer"] = tasks.create_task(self._trainer.run(), name="trainer")
 
     def _engine_log(self) -> Path | None:
@@ -149,6 +167,9 @@ class Roles:
             case Generate() | Abort() | PublishWeights() | JoinBroadcast() | BroadcastSums():
                 if self._rollout is not None:
                     self._rollout.handle(message)
+            case TrainerSet() | TrainerRelay():
+                if isinstance(self._trainer, TrainerNode):
+                    self._trainer.handle(message)
             case _:
                 pass  # a heartbeat
 
@@ -158,6 +179,11 @@ class Roles:
             self._rollout.on_disconnect()
         if self._trainer is not None:
             self._trainer.pause()
+
+    def on_lost_messages(self) -> None:
+        """What this node has said to other trainer nodes, or they to it, may not have come."""
+        if isinstance(self._trainer, TrainerNode):
+            self._trainer.break_off()
 
     def on_welcome(self) -> None:
         """It hears us again: all that it may have missed is said."""

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from lightrl import log
 from lightrl.config import Config
-from lightrl.daemon.admission import config_of, is_same_config
+from lightrl.daemon.admission import config_of, is_same_config, require_welcome
+from lightrl.daemon.parent import end_by_force
 from lightrl.daemon.roles import Roles
 from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
 from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
@@ -47,8 +48,8 @@ from lightrl.messages import (
 )
 from lightrl.state_machine import next_state
 from lightrl.system.child import retry_on_resource_limit
-from lightrl.system.output import flush
 from lightrl.system.threads import in_thread
+from lightrl.trainer_messages import TrainerRelay
 from lightrl.transport.link import Link
 from lightrl.weights.machine.scratch import scratch_dir_in_thread
 
@@ -93,7 +94,8 @@ class Worker:
             slots=slots,
             is_preemptible=is_preemptible,
         )
-        self._roles = Roles(name, roles, address, run_dir, self._send, self._restarted)
+        callbacks = (self._send, self._restarted, self._relay, self.drain)
+        self._roles = Roles(name, roles, address, run_dir, *callbacks)
         self._weights: MachineWeights | None = None  # while it takes part
         self._link: Link | None = None
         self._state = ConnectionState.OUT_OF_TOUCH
@@ -151,6 +153,11 @@ class Worker:
         if self._link is not None and self._state is ConnectionState.ADMITTED:
             self._link.send(message)
 
+    def _relay(self, message: Message) -> None:
+        """To another trainer node: what it is about says itself whether it still counts."""
+        if self._link is not None and self._link.is_up:
+            self._link.send(message)
+
     def _move(self, event: ConnectionEvent) -> None:
         self._state = next_state(EDGES, self._state, event)
         if self._state is ConnectionState.ADMITTED:
@@ -161,6 +168,10 @@ class Worker:
     def _lose_touch(self) -> None:
         """Messages may have been lost, in both directions, and nothing may be said until the next
         welcome."""
+        self._roles.on_lost_messages()
+        self._fall_silent()
+
+    def _fall_silent(self) -> None:
         was_heard = self._state is ConnectionState.ADMITTED
         self._move(ConnectionEvent.TOUCH_LOST)
         self._roles.on_disconnect()
@@ -174,16 +185,15 @@ class Worker:
             self._link.send(self._said)
 
     def _hello_now(self) -> Hello:
-        roles = self._roles
-        return replace(
-            self._hello, serves=roles.serves, running=roles.unacked, has_file=roles.has_file
-        )
+        return self._roles.complete(self._hello)
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, has_missed: bool = False) -> None:
         """The connection stands, but the coordinator does not know this node any more as it is."""
         if self._state in AWAITS_ANSWER or self._link is None:
             return  # it will be compared with what is true when the answer comes
-        self._lose_touch()
+        if has_missed:
+            self._roles.on_lost_messages()
+        self._fall_silent()
         if self._link.is_up:  # else on_back says hello
             self._say_hello()
 
@@ -203,7 +213,7 @@ class Worker:
             return
         if welcome.refused == TAKEN and self._may_wait_for_name():
             return  # `_beat` says it again
-        _raise_if_refused(welcome)
+        require_welcome(welcome)
         if self._roles.has_trainer and not is_same_config(self._config, config_of(welcome)):
             self._move(ConnectionEvent.DISMISSED)
             self.drain("the config of the run has changed: restart this trainer")
@@ -265,7 +275,7 @@ class Worker:
                         if link.is_up:  # else on_back says hello
                             self._say_hello()
                         continue
-                    _raise_if_refused(message)
+                    require_welcome(message)
                     self._move(ConnectionEvent.WELCOMED)
                     return message, messages[i + 1 :]
 
@@ -356,10 +366,10 @@ class Worker:
             case Drain(_, reason):
                 self.drain(reason)
             case Welcome(refused=refused) if refused == REJOIN:
-                self._rejoin()
+                self._rejoin(has_missed=True)
             case Welcome():
                 self._on_welcome(message)
-            case _ if is_admitted or isinstance(message, Abort | PublishWeights):
+            case _ if is_admitted or isinstance(message, Abort | PublishWeights | TrainerRelay):
                 self._roles.handle(message)
             case _:
                 pass  # of the time before this node was welcomed
@@ -384,16 +394,3 @@ class Worker:
                 self._say_hello()  # it may have been too busy to keep it
             due = now + period
             await asyncio.sleep(period)
-
-
-def end_by_force() -> None:
-    """From a thread: whatever hangs, event loop included, must not outlast the grace of who
-    leaves."""
-    logger.error("did not end in time: ended by force")
-    flush()  # nothing else does before such an end
-    os._exit(1)  # the kernel ends the children; the next daemon removes what is left in scratch
-
-
-def _raise_if_refused(welcome: Welcome) -> None:
-    if welcome.refused:
-        raise PeerUnreachable(f"the coordinator refuses this node: {welcome.refused}")

@@ -63,6 +63,7 @@ class Wanted:
     GPUs."""
 
     ranks: int = 0
+    trainers: int = 1  # nodes that share them
     engines: int = 0
     # GPUs of one engine
     per_engine: int = 1
@@ -83,13 +84,15 @@ class Assignment:
     ranks: tuple[str, ...] = ()
     engines: tuple[Part, ...] = ()
     notes: tuple[str, ...] = ()
+    trainers: int = 1  # nodes that share the ranks
 
     def options(self, daemon: str) -> tuple[str, ...]:
         """Of `lightrl daemon`, by the names that `lightrl up` gives: trainer-0, rollout-0 ..."""
         role, _, k = daemon.rpartition("-")
         part = CPU
         if role == "trainer":
-            part = Part(self.ranks)
+            each = len(self.ranks) // self.trainers
+            part = Part(self.ranks[int(k) * each : (int(k) + 1) * each])
         elif role == "rollout" and int(k) < len(self.engines):
             part = self.engines[int(k)]
         return (
@@ -162,7 +165,7 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
         for k, group in enumerate(engines)
     ]
     tokens = tuple(devices[d].token for d in ranks)
-    return Assignment(tokens, tuple(parts), (*notes, *lines))
+    return Assignment(tokens, tuple(parts), (*notes, *lines), wanted.trainers)
 
 
 # What may be used
@@ -255,15 +258,17 @@ def _of_ranks(devices: tuple[Device, ...], wanted: Wanted) -> list[int]:
     _require_there("train.devices", chosen, devices)
     if len(chosen) < wanted.ranks:
         raise ConfigError(
-            f"train.ranks = {wanted.ranks}: each needs a GPU of its own, and {len(chosen)} "
-            "can be used here"
+            f"{_ranks(wanted)}: each needs a GPU of its own, and {len(chosen)} can be used here"
         )
     if wanted.ranks > 1 and any(devices[d].is_slice for d in chosen):
         raise ConfigError(
-            f"train.ranks = {wanted.ranks}: NCCL does not connect MIG slices; train with "
-            "one rank, or on GPUs"
+            f"{_ranks(wanted)}: NCCL does not connect MIG slices; train with one rank, or on GPUs"
         )
     return chosen
+
+
+def _ranks(wanted: Wanted) -> str:
+    return f"{'train.nodes x ' if wanted.trainers > 1 else ''}train.ranks = {wanted.ranks}"
 
 
 def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -> list[list[int]]:
@@ -372,9 +377,8 @@ def _engines(on: _Users) -> str:
 
 def _remedy(on: _Users) -> str:
     fewer = ", fewer rollout.nodes" if len(on.engines) > 1 else ""
-    less = (
-        ", a smaller train.max_tokens_per_gpu, train.activation_checkpointing" if on.ranks else ""
-    )
+    less = ", more train.ranks, a smaller train.max_tokens_per_gpu, train.offload"
+    less = f"{less}, train.optim.name = 'adamw8bit', model.lora.rank" if on.ranks else ""
     return f"another GPU (train.devices, rollout.devices){fewer}{less}, or end what else runs there"
 
 
@@ -386,8 +390,9 @@ def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-def arithmetic(items: Sequence[Item], total: int) -> Iterator[str]:
+def arithmetic(items: Sequence[Item], total: int, has_gpu: bool = True) -> Iterator[str]:
     """What a rank's memory is made of, a line for each part."""
-    yield f"a training rank needs {_gib(total)} on a GPU, a tenth of it for fragmentation:"
+    needs = "needs" if has_gpu else "would need"
+    yield f"a training rank {needs} {_gib(total)} on a GPU, a tenth of it for fragmentation:"
     for item in items:
         yield f"{_gib(item.num_bytes):>10}  {item.what}"

@@ -17,13 +17,16 @@ CONTEXT_BYTES = 1 * GIB  # CUDA context, libraries' workspaces, kernels
 PEER_BYTES = GIB // 2  # buffers of NCCL
 # of a rank's tensors: micro-batches differ in shape, and freed blocks do not always fit
 FRAGMENTATION = 1.1
-# logits that become float32 logprobs at once: trainer/model.py, engine/sampling.py
+# logits that become float32 logprobs at once: trainer/model/score.py, engine/sampling.py
 SCORED_VALUES = 1 << 26
 SCORE_BYTES = 20  # for each of them: float32 logits, logprobs, their gradients
 SAMPLE_BYTES = 28  # for each: float32 logits, logprobs, probabilities; float64 sums
 ENGINE_STEP_TOKENS = 8192  # of one forward pass of vLLM as it comes
 GRAPHS_BYTES = GIB // 2  # CUDA graphs of an engine
-MASTER, GRADIENT, ADAM, BF16 = 4, 4, 8, 2  # bytes for each parameter
+MASTER, GRADIENT, BF16 = 4, 4, 2  # bytes for each parameter
+# likewise; the scales of eight bits are one in 256 values, or few more
+OPTIMIZER = {"adamw": 8.0, "adamw8bit": 2.1}
+ADAM_PART = 1 << 26  # parameters whose state is on the device at once: trainer/learner/offload.py
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -40,6 +43,8 @@ class Shape:
     q_width: int
     kv_width: int
     vocabulary: int
+    # embeddings and head are one
+    is_tied: bool = False
 
 
 def shape_of(config: Mapping[str, Any], num_parameters: int | None = None) -> Shape | None:
@@ -58,15 +63,15 @@ def shape_of(config: Mapping[str, Any], num_parameters: int | None = None) -> Sh
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
     q_width = heads * head_dim
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True)))
     if num_parameters is None:
         mlp = 3 * hidden * (experts * expert if experts else dense)
-        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
         embeddings = vocabulary * hidden * (1 if tied else 2)
         num_parameters = embeddings + layers * (
             2 * hidden * (q_width + kv_width) + mlp + 2 * hidden
         )
     intermediate = active * expert if experts else dense
-    return Shape(num_parameters, hidden, intermediate, layers, q_width, kv_width, vocabulary)
+    return Shape(num_parameters, hidden, intermediate, layers, q_width, kv_width, vocabulary, tied)
 
 
 def shape_of_file(data: bytes) -> Shape | None:
@@ -80,7 +85,8 @@ def shape_of_folder(folder: Path) -> Shape | None:
     known."""
     try:
         config = _parsed((folder / "config.json").read_bytes())
-        count = sum(_parameters(file) for file in folder.glob("*.safetensors"))
+        files = folder.glob("*.safetensors")
+        count = sum(math.prod(tensor["shape"]) for f in files for tensor in header(f).values())
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None if config is None else shape_of(config, count or None)
@@ -94,16 +100,23 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
     return cast("dict[str, Any]", config) if isinstance(config, dict) else None
 
 
-def _parameters(file: Path) -> int:
-    """From the header: 8 bytes of its length, then JSON with the shape of each tensor."""
+def header(file: Path) -> dict[str, dict[str, Any]]:
+    """Of a safetensors file, "dtype" and "shape" of each tensor: 8 bytes of its length, then JSON.
+
+    Raises OSError, ValueError.
+    """
     with file.open("rb") as data:
         size = int.from_bytes(data.read(8), "little")
         if size > 100 << 20:  # the format's own limit
             raise ValueError(f"{file}: no safetensors header")
-        header = json.loads(data.read(size))
-    return sum(
-        math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
-    )
+        table = _parsed(data.read(size))
+    if table is None or not all(map(_is_entry, table.values())):
+        raise ValueError(f"{file}: no safetensors header")
+    return {name: entry for name, entry in table.items() if name != "__metadata__"}
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(cast("Any", entry).get("shape", []), list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +139,15 @@ def version_size(shape: Shape, stored: bytes, dtype: str, on_gpu: bool) -> Versi
 
 
 def activation_bytes(shape: Shape, checkpointing: bool) -> int:
-    """Of one token, kept for the backward pass by a transformers decoder in bfloat16 autocast.
+    """Of one token, kept for the backward pass by a transformers decoder in bfloat16.
 
-    Counted by hooks on what autograd saves: the residual stream and all norms in float32, the
-    inputs of every matrix product in bfloat16. It fits Qwen3, which keeps most; Llama keeps a tenth
+    Counted by hooks on what autograd saves: the inputs of all norms in float32, too, those of every
+    matrix product in bfloat16. It fits Qwen3, which keeps most; Llama and Qwen2.5 keep a tenth
     less. `checkpointing` keeps the input of each layer and all of one layer.
     """
-    layer = 13 * shape.hidden + 14 * shape.q_width + 10 * shape.kv_width + 8 * shape.intermediate
-    return layer + 4 * shape.hidden * (shape.layers + 1) if checkpointing else layer * shape.layers
+    layer = 16 * shape.hidden + 10 * (shape.q_width + shape.kv_width) + 8 * shape.intermediate
+    last = 2 * shape.hidden * (shape.layers + 4)  # inputs of layers; the norm behind them
+    return layer + last if checkpointing else layer * shape.layers + 8 * shape.hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,33 +159,103 @@ class Item:
     num_bytes: int
 
 
-def trainer_items(
-    shape: Shape, ranks: int, tokens: int, checkpointing: bool = False, has_reference: bool = False
-) -> Iterator[Item]:
-    """What one rank of `ranks` needs at most, for micro-batches of `tokens` tokens, padding
-    included."""
-    each = MASTER + GRADIENT + ADAM
-    yield Item(
-        f"weights, gradients and Adam in float32, {each} B each",
-        each * shape.num_parameters // ranks,
-    )
-    if has_reference:
-        yield Item("reference model in float32", MASTER * shape.num_parameters // ranks)
-    # Autocast keeps a copy of every weight until the backward pass is over; FSDP gathers layer by
-    # layer.
-    copies = shape.num_parameters
-    if ranks > 1:
-        copies = 2 * shape.vocabulary * shape.hidden + 2 * shape.num_parameters // max(
-            1, shape.layers
-        )
-    yield Item("weights in bfloat16", BF16 * copies)
-    yield Item(f"activations of {tokens:,} tokens", tokens * activation_bytes(shape, checkpointing))
-    values = tokens * shape.vocabulary
-    logits = 2 * BF16 * values + SCORE_BYTES * min(values, SCORED_VALUES)
-    yield Item(f"logits of {tokens:,} tokens", logits)
-    yield Item(
-        "CUDA" if ranks == 1 else "CUDA and NCCL", CONTEXT_BYTES + (PEER_BYTES if ranks > 1 else 0)
-    )
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What of a config decides how much one rank needs. `tokens`: of a micro-batch; `adapters`:
+    parameters that are trained in place of the model's; 0 = it is itself."""
+
+    world: int = 1
+    tokens: int = 0
+    # copies of the model, each divided among world / replicas ranks
+    replicas: int = 1
+    checkpointing: bool = False
+    has_reference: bool = False
+    optimizer: str = "adamw"
+    offload: str = "none"
+    # once a step: until then a rank holds the gradients of the whole model
+    sums_late: bool = False
+    # several updates in a step: weights and optimizer of its begin are needed again
+    holds_start: bool = False
+    adapters: int = 0
+
+
+def trainer_items(shape: Shape, how: Training) -> Iterator[Item]:
+    """What one rank needs at most."""
+    yield from _held(shape, how)
+    yield Item("layers gathered in bfloat16, and their gradients", _gathered_bytes(shape, how))
+    again = ", computed again" if how.checkpointing else ""
+    activations = how.tokens * activation_bytes(shape, how.checkpointing)
+    yield Item(f"activations of {how.tokens:,} tokens{again}", activations)
+    # By tiles: see trainer/model/score.py. Of a family that makes them itself they are there
+    # as a whole.
+    values = min(how.tokens * shape.vocabulary, SCORED_VALUES)
+    yield Item(f"logits of {how.tokens:,} tokens, by tiles", SCORE_BYTES * values)
+    peers = PEER_BYTES if how.world > 1 else 0
+    yield Item("CUDA and NCCL" if peers else "CUDA", CONTEXT_BYTES + peers)
+
+
+def _held(shape: Shape, how: Training) -> Iterator[Item]:
+    """What lies on the device between micro-batches, of this rank's share of the model."""
+    ranks, trained = how.world // how.replicas, how.adapters or shape.num_parameters
+    place = _on_host if how.offload == "all" else Item
+    if how.adapters:
+        yield place("weights in bfloat16, frozen", BF16 * shape.num_parameters // ranks)
+    name = "adapters" if how.adapters else "weights"
+    yield place(f"{name} in float32", MASTER * trained // ranks)
+    if how.holds_start:
+        yield place(f"{name} of the step's begin", MASTER * trained // ranks)
+    if how.sums_late and (ranks > 1 or how.offload == "all"):
+        # FSDP takes them to the host when they are summed up
+        late = "gradients in float32, of the whole model until they are summed up"
+        yield Item(late, GRADIENT * trained)
+    else:
+        yield place("gradients in float32", GRADIENT * trained // ranks)
+    state = int(OPTIMIZER[how.optimizer] * (trained // ranks))
+    optimizer = f"optimizer ({how.optimizer})"
+    if how.offload == "optimizer":
+        yield _on_host(optimizer, state)
+        part = int(OPTIMIZER[how.optimizer] * min(trained // ranks, ADAM_PART))
+        yield Item(f"{optimizer}, the part that is stepped", part)
+    else:
+        yield place(optimizer, state)
+    if how.holds_start:
+        yield _on_host(f"{optimizer} of the step's begin", state)
+    if how.has_reference and not how.adapters:
+        yield place("reference model in bfloat16", BF16 * shape.num_parameters // how.world)
+
+
+def _on_host(what: str, num_bytes: int) -> Item:
+    """Takes nothing of the device."""
+    return Item(f"{what}: {num_bytes / GIB:.1f} GiB on the host", 0)
+
+
+def _gathered_bytes(shape: Shape, how: Training) -> int:
+    """FSDP gathers layer by layer, the next one ahead, and embeddings and head for a whole pass;
+    gradients are there in bfloat16, and in float32 to be summed up."""
+    ends = (1 if shape.is_tied else 2) * shape.vocabulary * shape.hidden
+    layer = max(0, shape.num_parameters - ends) // max(1, shape.layers)
+    if how.adapters:
+        return BF16 * (ends + 2 * layer)
+    sums = (BF16 + GRADIENT) * max(layer, ends)
+    return BF16 * (ends + 2 * layer) + sums
+
+
+def adapter_parameters(shape: Shape, rank: int, targets: Iterable[str] = ()) -> int:
+    """Of LoRA, on all linear layers but the head, or on those whose names end so."""
+    h, q, k, i = shape.hidden, shape.q_width, shape.kv_width, shape.intermediate
+    sums = {  # of what goes in and what comes out
+        "q_proj": h + q,
+        "k_proj": h + k,
+        "v_proj": h + k,
+        "o_proj": q + h,
+        "gate_proj": h + i,
+        "up_proj": h + i,
+        "down_proj": i + h,
+    }
+    ends = tuple(targets)
+    chosen = [n for name, n in sums.items() if name.endswith(ends) or not ends]
+    # of a family with other names: rather too much
+    return rank * shape.layers * sum(chosen or sums.values())
 
 
 def trainer_bytes(items: Iterable[Item]) -> int:

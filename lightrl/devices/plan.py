@@ -13,6 +13,7 @@ from lightrl.config import Config
 from lightrl.devices import memory
 from lightrl.devices.assign import Assignment, TooLittleMemory, Wanted, arithmetic, assign
 from lightrl.devices.driver import Machine, look
+from lightrl.errors import ConfigError
 from lightrl.messages import Role
 
 PATIENCE_S = 15.0  # processes that were killed give their memory back by then
@@ -54,15 +55,20 @@ def wanted(
 
 
 def rank_items(config: Config, shape: memory.Shape) -> tuple[memory.Item, ...]:
-    train = config.train
-    # a longer sample is a batch of its own
-    tokens = max(train.max_tokens_per_gpu, config.max_model_length)
-    has_reference = config.algorithm.kl_coef > 0
-    return tuple(
-        memory.trainer_items(
-            shape, train.ranks, tokens, train.activation_checkpointing, has_reference
-        )
+    train, lora = config.train, config.model.lora
+    how = memory.Training(
+        world=train.world,
+        tokens=train.max_tokens_per_gpu,  # no sequence is longer
+        replicas=train.replicas,
+        checkpointing=train.activation_checkpointing is not False,  # auto: on GPUs
+        has_reference=config.algorithm.kl_coef > 0,
+        optimizer=train.optim.name,
+        offload=train.offload,
+        sums_late=train.sync == "last",
+        holds_start=train.mini_batches > 1,
+        adapters=memory.adapter_parameters(shape, lora.rank, lora.targets),
     )
+    return tuple(memory.trainer_items(shape, how))
 
 
 def for_run(config: Config) -> Assignment:
@@ -70,14 +76,28 @@ def for_run(config: Config) -> Assignment:
     return _patiently(_of_run(config)[1])
 
 
-def assigned(config: Config, machine: Machine) -> Assignment:
-    """As `for_run`, of a machine that was looked at."""
-    return assign(machine, os.environ, _of_run(config)[1])
+def assigned(
+    config: Config, machine: Machine, roles: Sequence[Role] = (), slots: int = 0
+) -> Assignment:
+    """As `for_run`, of a machine that was looked at; with `roles`, of one daemon that has them."""
+    return assign(machine, os.environ, _here(config, roles, slots)[1])
+
+
+def _here(config: Config, roles: Sequence[Role], slots: int) -> tuple[memory.Shape | None, Wanted]:
+    """What is wanted by one daemon with these roles; without any by the daemons of a whole run."""
+    return _of_roles(config, roles, slots) if roles else _of_run(config)
 
 
 def _of_run(config: Config) -> tuple[memory.Shape | None, Wanted]:
     shape = memory.shape_of_folder(Path(config.model.path))
-    return shape, wanted(config, config.train.ranks, config.rollout.nodes, shape)
+    train = config.train
+    some = wanted(config, train.world, config.rollout.nodes, shape)
+    if train.nodes > 1 and some.train_devices:
+        raise ConfigError(
+            f"train.devices = {list(train.devices)}: are those of each of {train.nodes} trainer "
+            "nodes, and all of them are started here: leave it out"
+        )
+    return shape, replace(some, trainers=train.nodes)
 
 
 def for_daemon(
@@ -100,18 +120,25 @@ def for_daemon(
 def require_room(config: Config, roles: Sequence[Role], slots: int) -> None:
     """Refuses, before anything is started, what `for_daemon` would refuse of a coordinator's daemon
     that has these roles, too. Blocks; raises ConfigError."""
+    _patiently(_of_roles(config, roles, slots)[1])
+
+
+def _of_roles(
+    config: Config, roles: Sequence[Role], slots: int
+) -> tuple[memory.Shape | None, Wanted]:
     shape = memory.shape_of_folder(Path(config.model.path))
     ranks = config.train.ranks if "trainer" in roles else 0
-    _patiently(wanted(config, ranks, int("rollout" in roles), shape, slots))
+    return shape, wanted(config, ranks, int("rollout" in roles), shape, slots)
 
 
-def describe(config: Config) -> list[str]:
-    """What a run here does with the GPUs, and the arithmetic behind it. Raises ConfigError as
-    `for_run`."""
-    shape, some = _of_run(config)
+def describe(config: Config, roles: Sequence[Role] = (), slots: int = 0) -> list[str]:
+    """What a run here does with the GPUs, or one daemon with `roles`, and the arithmetic behind it.
+    Raises ConfigError as `for_run`."""
+    shape, some = _here(config, roles, slots)
     found = assign(look(), os.environ, some)
-    lines = list(found.notes) or ["no GPU here: everything runs on the CPU"]
-    if config.train.engine == "emulated":
+    nodes = [] if roles else _nodes(config)
+    lines = [*nodes, *found.notes] or ["no GPU here: everything runs on the CPU"]
+    if config.train.engine == "emulated" or (roles and "trainer" not in roles):
         return lines
     if shape is None:
         return [
@@ -121,9 +148,17 @@ def describe(config: Config) -> list[str]:
                 "are unknown"
             ),
         ]
-    if found.ranks:
-        return [*lines, *arithmetic(some.rank_items, some.rank_bytes)]
-    return [*lines, f"on a GPU a training rank would need {some.rank_bytes / memory.GIB:.1f} GiB"]
+    return [*lines, *arithmetic(some.rank_items, some.rank_bytes, bool(found.ranks))]
+
+
+def _nodes(config: Config) -> list[str]:
+    """Who has which ranks, where several nodes train."""
+    nodes, ranks = config.train.nodes, config.train.ranks
+    if nodes == 1:
+        return []
+    firsts = range(0, nodes * ranks, ranks)
+    each = (f"trainer-{k}: ranks {r} to {r + ranks - 1}" for k, r in enumerate(firsts))
+    return ["; ".join(each) if ranks > 1 else f"trainer-k: rank k, for k < {nodes}"]
 
 
 def _patiently(some: Wanted) -> Assignment:

@@ -27,6 +27,15 @@ Kind: TypeAlias = Literal["vllm", "torch", "emulated"]
 
 
 @dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Adapters, as `model.lora` of the config says. Example: LoraSpec(16, 32.0, ("q_proj",))."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """How to build an engine; the first command of its process.
 
@@ -57,17 +66,21 @@ class EngineSpec:
     is_deterministic: bool = False
     # largest difference of a logprob of a version's canary; None = by dtype
     canary: float | None = None
+    # versions are adapters, each beside the same base
+    lora: LoraSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Load the version in `file`, which has been proved, and drop the prefix cache.
+    """Load the version in `file`, which has been proved, and drop the prefix cache. `base`: what it
+    is beside, if it is adapters; proved, too, and loaded where it is not yet.
 
     Who sends it holds the file's lock until the answer has come.
     """
 
     file: VersionFile
     canary: Canary | None = None
+    base: VersionFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +221,9 @@ class Engine(Protocol):
 
     def num_unfinished(self) -> int: ...
 
-    def load_weights(self, file: VersionFile) -> None:
+    def load_weights(self, file: VersionFile, base: VersionFile | None = None) -> None:
         """Replace all weights in place; running responses go on under the new ones with their KV
-        recomputed.
+        recomputed. Adapters alone, if the `base` that they are beside is there already.
 
         The file's bytes have been proved, its manifest is proved here. Raises WeightsError if names
         or shapes do not match; the engine then keeps or loses its old weights but must not be

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightrl.adapters import AdapterSettings, add_adapters, public_name
 from lightrl.errors import EngineError, WeightsError
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import VersionFile, decode, read_encoded, require_digest
@@ -37,8 +38,11 @@ def resolve_dtype(name: str, config: Any, device: str) -> torch.dtype:
     return served_dtype(name, config, device)
 
 
-def build_model(config: Any, dtype: torch.dtype, device: str) -> torch.nn.Module:
-    """The model with arbitrary weights (device "meta": with none). Raises EngineError."""
+def build_model(
+    config: Any, dtype: torch.dtype, device: str, lora: AdapterSettings | None = None
+) -> torch.nn.Module:
+    """The model with arbitrary weights (device "meta": with none), and adapters if there are any.
+    Raises EngineError, ConfigError."""
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
@@ -47,12 +51,16 @@ def build_model(config: Any, dtype: torch.dtype, device: str) -> torch.nn.Module
     except ValueError as e:
         reason = str(e).splitlines()[0]
         raise EngineError(f"{config.model_type}: not a decoder-only model: {reason}") from None
+    if lora is not None:
+        add_adapters(model, lora)
+        model.to(dtype)
     return model.eval()
 
 
 def tensor_targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> live tensor of all that a version may hold; tied names share one tensor."""
-    return model.state_dict(keep_vars=True)
+    """Name -> live tensor of all that a version may hold; tied names share one tensor. With
+    adapters under the names by which versions are published."""
+    return {public_name(n): t for n, t in model.state_dict(keep_vars=True).items()}
 
 
 def check_fits(
@@ -92,18 +100,22 @@ class Layouts:
         self._head = b""  # of the manifest's bytes: all but the digests
         self._tensors: tuple[TensorSpec, ...] = ()
 
-    def read(self, file: VersionFile) -> tuple[TensorSpec, ...]:
+    def read(self, file: VersionFile, base: str = "") -> tuple[TensorSpec, ...]:
         """The tensors of the version, its manifest being proved. Raises WeightsError if they do not
-        fit."""
+        fit, or are adapters of another version than that with the digest `base`."""
         encoded = read_encoded(file)
         if self._head and encoded.startswith(self._head):
             require_digest(encoded, file.digest)
             return self._tensors
         manifest = decode(encoded, file.digest)
+        if manifest.base != base:
+            here = f"what is here is {base[:16]}" if base else "there is none here"
+            raise WeightsError(f"adapters of the version {manifest.base[:16] or 'none'}, {here}")
         if self._targets is not None:
             check_fits(self._targets, manifest.tensors, file.policy_version)
         self._tensors = manifest.tensors
-        self._head = encoded[: len(encoded) - len(manifest.digests)]
+        if not base:  # else digests are not the last
+            self._head = encoded[: len(encoded) - len(manifest.digests)]
         return self._tensors
 
 

@@ -83,7 +83,7 @@ class EmulatedEngine:
     def num_unfinished(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def load_weights(self, file: VersionFile) -> None:
+    def load_weights(self, file: VersionFile, base: VersionFile | None = None) -> None:
         manifest = read_manifest(file)
         size = Path(file.path).stat().st_size
         if size != manifest.num_bytes:

@@ -269,7 +269,7 @@ class Server:
         self._is_served = False
         begun_at = time.perf_counter()
         try:
-            self._engine.load_weights(command.file)
+            self._engine.load_weights(command.file, command.base)
         except (LightRLError, OSError) as e:
             self._fail(command.file, e)
             return

@@ -19,17 +19,15 @@ from lightrl.devices import memory
 from lightrl.devices.cuda import has_cuda
 from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
 from lightrl.engine.checkpoint import (
-    Layouts,
     attention_windows,
     build_model,
     kv_bytes_per_token,
     read_config,
     resolve_dtype,
-    tensor_targets,
 )
 from lightrl.engine.gpu_room import DRAFT_LOGITS, fitting
 from lightrl.engine.kv import Placement, RowCache
-from lightrl.engine.member import Member
+from lightrl.engine.live import LiveTensors
 from lightrl.engine.requests import Running, accept, check_text
 from lightrl.engine.sampling import sample, uniforms
 from lightrl.errors import EngineError
@@ -37,7 +35,6 @@ from lightrl.history.draft import Drafter
 from lightrl.messages import Load, PromptHistory, ResponseRequest, Sampling
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.version.manifest import VersionFile
-from lightrl.weights.version.tensors import map_tensors
 
 # of one forward pass, padding included; bounds its activations
 PREFILL_TOKENS = memory.ENGINE_STEP_TOKENS
@@ -62,9 +59,8 @@ class TorchEngine:
         config = read_config(Path(spec.model_dir))
         dtype = resolve_dtype(spec.dtype, config, self.device)
         self.dtype = str(dtype).removeprefix("torch.")
-        self._model = build_model(config, dtype, self.device).requires_grad_(False)
-        self._targets = tensor_targets(self._model)
-        self._layouts, self._member = Layouts(self._targets), Member()
+        self._model = build_model(config, dtype, self.device, spec.lora).requires_grad_(False)
+        self._tensors = LiveTensors(self._model)
         text = config.get_text_config()
         self._vocabulary = int(text.vocab_size)
         self._windows = attention_windows(text)
@@ -148,25 +144,24 @@ class TorchEngine:
         return Load(len(self._rows), len(self._waiting), kv_usage, drafting=drafting)
 
     @torch.inference_mode()
-    def load_weights(self, file: VersionFile) -> None:
-        tensors = self._layouts.read(file)
+    def load_weights(self, file: VersionFile, base: VersionFile | None = None) -> None:
+        tensors = self._tensors.check(file, base)
         self._requeue()
-        for name, tensor in map_tensors(file, tensors):
-            self._targets[name].copy_(tensor)
+        self._tensors.load(file, tensors, base)
         if self.device == "cuda":  # the time is that of the load
             torch.cuda.synchronize()
 
     def join_group(self, command: JoinGroup) -> None:
-        self._member.join(command, 0, self.device)
+        self._tensors.member.join(command, 0, self.device)
 
     def leave_group(self, why: str) -> None:
-        self._member.leave(why)
+        self._tensors.member.leave(why)
 
     @torch.inference_mode()
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
-        tensors = self._layouts.read(command.file)
+        tensors = self._tensors.check(command.file, None)
         self._requeue()
-        return self._member.load(command, tensors, self._targets, is_unwanted)
+        return self._tensors.receive(command, tensors, is_unwanted)
 
     def _requeue(self) -> None:
         """What runs has KV of the old weights: prefill again."""

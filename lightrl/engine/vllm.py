@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.devices.memory import ENGINE_STEP_TOKENS
+from lightrl.engine import vllm_lora
 from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
 from lightrl.engine.group_answers import askable, common_sums, require_joined
 from lightrl.engine.requests import accept, check_text
+from lightrl.engine.vllm_memory import left_on_gpu, shared_memory_args
 from lightrl.engine.vllm_score import computing_dtype, score
 from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, other_torch
 from lightrl.errors import EngineError, EngineUnusable
@@ -27,8 +29,6 @@ from lightrl.weights.canary import arbitrary_text
 from lightrl.weights.version.manifest import VersionFile
 
 if TYPE_CHECKING:
-    import torch
-
     from lightrl.engine.vllm_speculation import VllmSpeculation
 
 INSTEAD = ', or set rollout.engine = "torch"'
@@ -67,17 +67,17 @@ class VllmEngine:
             os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")  # read when vLLM is imported
         with importing():
             from lightrl.engine.checkpoint import (
-                Layouts,
                 build_model,
                 read_config,
                 resolve_dtype,
                 tensor_targets,
             )
+            from lightrl.engine.live import VersionLayouts
 
         config = read_config(Path(spec.model_dir))
         dtype = resolve_dtype(spec.dtype, config, self.device)
-        self._targets = tensor_targets(build_model(config, dtype, "meta"))
-        self._layouts = Layouts(self._targets)
+        self._targets = tensor_targets(build_model(config, dtype, "meta", spec.lora))
+        self._layouts, self._lora = VersionLayouts(self._targets), spec.lora
         self._vocabulary = int(config.get_text_config().vocab_size)
         self._max_length = spec.max_model_length
         # vLLM gets its own id for every add: an aborted response may come back with other tokens
@@ -85,7 +85,7 @@ class VllmEngine:
         self._responses: dict[str, str] = {}  # vLLM request -> response
         self._num_added = 0
         with importing():
-            self._api = Api()
+            self._api = Api(needs_lora=spec.lora is not None)
         args = {**_engine_args(spec, config, dtype, self.device), **spec.engine_args}
         if spec.gpu_memory and self.device == "cuda":
             args |= shared_memory_args(spec, config, self._targets, args)
@@ -128,7 +128,7 @@ class VllmEngine:
             sampling_params=params,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=self._api.lora_request,
             cache_salt=None,
             data_parallel_rank=None,
         )
@@ -176,9 +176,13 @@ class VllmEngine:
         drafting = None if self._speculation is None else self._speculation.drafter.counts
         return Load(running, waiting, usage, self._num_preemptions, drafting)
 
-    def load_weights(self, file: VersionFile) -> None:
-        self._layouts.read(file)  # vLLM itself is silent about a missing tensor
-        self._core.collective_rpc("lightrl_load", args=(file,))
+    def load_weights(self, file: VersionFile, base: VersionFile | None = None) -> None:
+        self._layouts.read(file, base)  # vLLM itself is silent about a missing tensor
+        if base is not None:
+            self._layouts.read_base(base)
+        self._core.collective_rpc("lightrl_load", args=(file, base, self._lora))
+        if self._lora is not None:
+            self._api.lora_request = vllm_lora.request()
         self._requeue()
 
     def join_group(self, command: JoinGroup) -> None:
@@ -218,7 +222,7 @@ class VllmEngine:
 
         reason = refusal(self._core, lacking(DRAFTS, self._api.found))
         if reason is None:
-            room = _left_on_gpu(spec) / 2 if self.device == "cuda" else None
+            room = left_on_gpu(spec) / 2 if self.device == "cuda" else None
             return VllmSpeculation(spec, self._core, self._vocabulary, room)
         self.notes = (f"no speculation: {reason}",)
         return None
@@ -252,6 +256,8 @@ def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict
         "disable_log_stats": True,
         "seed": 0,
     }
+    if spec.lora is not None:
+        args |= vllm_lora.engine_args(spec.lora)
     if device == "cpu":
         args |= {
             "enforce_eager": True,
@@ -288,53 +294,11 @@ def _finish_reason(out: Any) -> FinishReason:
             raise EngineError(f"{out.request_id}: vLLM ended it with {other!r}")
 
 
-def shared_memory_args(
-    spec: EngineSpec, config: Any, targets: "dict[str, torch.Tensor]", args: dict[str, Any]
-) -> dict[str, Any]:
-    """For an engine that may take `spec.gpu_memory` of each of its GPUs, beside others. Raises
-    EngineError.
-
-    vLLM measures how much it may use, and takes for its own what others allocate meanwhile. So it
-    is told how large the KV cache is; it then looks at its share once only, when it starts.
-    """
-    import torch
-
-    from lightrl.devices import memory
-
-    shape = memory.shape_of(config.to_dict())
-    asked = {
-        "gpu_memory_utilization": spec.engine_args.get("gpu_memory_utilization", spec.gpu_memory)
-    }
-    if shape is None or args.get("kv_cache_memory_bytes"):
-        return asked
-    gpus = int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
-    weights = sum({id(t): t.numel() * t.element_size() for t in targets.values()}.values())
-    share = int(asked["gpu_memory_utilization"] * torch.cuda.get_device_properties(0).total_memory)
-    slots, length = int(args["max_num_seqs"]), int(args["max_model_len"])
-    kv = memory.kv_cache_bytes(share, weights, shape, slots, length, gpus)
-    if not kv:
-        raise EngineError(
-            f"{share / memory.GIB:.1f} GiB of the GPU are too few for the weights and one sequence "
-            f"of {length:,} tokens; see lightrl up --dry-run"
-        )
-    return asked | {"kv_cache_memory_bytes": kv}
-
-
-def _left_on_gpu(spec: EngineSpec) -> float:
-    """Bytes that an engine may still take, once it is built and its KV cache is there."""
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    if spec.gpu_memory:
-        return max(0.0, min(free, spec.gpu_memory * total - torch.cuda.memory_reserved()))
-    return free
-
-
 class Api:
     """The parts of vLLM that are used, found before anything is built. Raises EngineUnusable."""
 
-    def __init__(self) -> None:
-        version = "(unknown version)"
+    def __init__(self, needs_lora: bool = False) -> None:
+        version, self.lora_request = "(unknown version)", None
         try:
             import torch
             from vllm import SamplingParams
@@ -349,6 +313,9 @@ class Api:
             self.found = installed()
             if (lack := lacking(ENGINE, self.found)) is not None:
                 raise EngineUnusable(f"vLLM {version} has {lack}: install one of {WINDOW}{INSTEAD}")
+            needed = vllm_lora.ADAPTERS if needs_lora else ()
+            if (lack := lacking(needed, installed(needed))) is not None:
+                raise EngineUnusable(f"LoRA: vLLM {version} has {lack}{INSTEAD}")
             if torch.cuda.is_available():
                 _require_kernels(version)
             from lightrl.engine.vllm_worker import SEED

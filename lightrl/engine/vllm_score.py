@@ -57,7 +57,7 @@ def _request(api: Any, request_id: str, token_ids: Sequence[int]) -> Any:
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=api.lora_request,
         cache_salt=request_id,  # neither finds keys and values of others, nor do they find its own
         data_parallel_rank=None,
     )

@@ -18,7 +18,8 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from lightrl import log
-from lightrl.engine.base import JoinGroup, ReceiveWeights
+from lightrl.engine import vllm_lora
+from lightrl.engine.base import JoinGroup, LoraSpec, ReceiveWeights
 from lightrl.engine.checkpoint import Layouts
 from lightrl.engine.member import Member
 from lightrl.engine.sampling import sample, uniforms
@@ -109,13 +110,27 @@ class WorkerExtension:
     model_runner: Any
     device: torch.device
 
-    def lightrl_load(self, file: VersionFile) -> None:
-        """Replaces all weights in place from a file that has been proved and fits the model.
+    def lightrl_load(
+        self,
+        file: VersionFile,
+        base: VersionFile | None = None,
+        lora: LoraSpec | None = None,
+    ) -> None:
+        """Replaces all weights in place from a file that has been proved and fits the model; or the
+        adapters, and what they are beside if that is another one than before.
 
         vLLM keeps what it is given until a layer is complete: views into the file, which stay as
         long as it does. Raises WeightsError before anything changed if there is no such file.
         """
-        self._reload(map_tensors(file, _layouts.read(file)))
+        if lora is None or base is None:
+            self._reload(map_tensors(file, _layouts.read(file)))
+            return
+        tensors = map_tensors(file, Layouts().read(file, base.digest))
+        if base.digest != self.model_runner.__dict__.get("lightrl_base"):
+            self.model_runner.lightrl_base = ""
+            self._reload(map_tensors(base, _layouts.read(base)))
+            self.model_runner.lightrl_base = base.digest
+        vllm_lora.load(self.model_runner, tensors, lora)
 
     def lightrl_join(self, command: JoinGroup) -> tuple[str, bool]:
         """As one of its engine's workers. Why it is no member, or "", and whether that is because
@@ -154,11 +169,22 @@ class WorkerExtension:
     def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         # layers look up there how their weights are laid out
         with set_current_vllm_config(self.vllm_config):
+            self._forget_packed_experts()
             self.model_runner.reload_weights(weights_iterator=tensors)
             self._refresh_tied_head()
         # what goes wrong does so here, and the time is that of the load
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _forget_packed_experts(self) -> None:
+        """On CPU, experts are padded and packed for their kernel when it is made, and only then:
+        reloaded ones would be copied over them as they are. Without a kernel it is made anew."""
+        if self.device.type != "cpu":
+            return
+        for module in self.model_runner.model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def _refresh_tied_head(self) -> None:
         """On CPU, lm_head multiplies with a copy of the embeddings that was packed when the model

@@ -1,7 +1,7 @@
 """`lightrl check`: is this machine able to run LightRL, and if not, what to do about it.
 
 Looks only at what is quick to look at: no torch, no vLLM is imported; nothing but nvidia-smi is
-started.
+started, and for LoRA targets that no file of the model names a process that asks transformers.
 """
 
 import os
@@ -22,7 +22,8 @@ from lightrl.devices.driver import look
 from lightrl.devices.plan import assigned
 from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
 from lightrl.errors import ConfigError, LightRLError
-from lightrl.launch.preflight import require_files
+from lightrl.launch.plan import device_notes, key_notes
+from lightrl.launch.preflight import require_files, require_here
 from lightrl.launch.weights_plan import notes, room
 from lightrl.system import open_files
 
@@ -119,6 +120,8 @@ def _gpu(config: Config | None) -> Iterator[Finding]:
                 yield Finding("gpu", "ok", note)
             for note in notes(config, found):
                 yield Finding("weights", "warn", note)
+            for note in (*key_notes(config), *device_notes(config, found)):
+                yield Finding("config", "warn", note)
     except ConfigError as e:
         yield Finding("gpu", "fail", str(e))
 
@@ -175,6 +178,7 @@ def _clock() -> Finding:
 def _files(config: Config) -> Finding:
     try:
         require_files(config)
+        require_here(config)
     except LightRLError as e:
         return Finding("config", "fail", str(e))
     return Finding("config", "ok", "model, data and reward files are there")

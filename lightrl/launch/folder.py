@@ -15,7 +15,7 @@ from lightrl.journal.disk import FOLDER
 from lightrl.keys import write_keys
 from lightrl.run_file import to_toml
 from lightrl.system import files
-from lightrl.trainer.saved import CHECKPOINTS
+from lightrl.trainer.checkpoint.saved import CHECKPOINTS
 
 CONFIG_FILE = "config.toml"
 SLURM_CONFIG = "run.toml"  # in it, the config that was submitted
@@ -29,17 +29,28 @@ def create_run_dir(config: Config) -> Path:
     Raises ConfigError if it cannot be made.
     """
     run_dir = config.run_dir.resolve()
+    checkpoints = config.checkpoints(run_dir)
+    is_elsewhere = checkpoints != run_dir / CHECKPOINTS
+    if is_elsewhere:  # first: nothing is left behind where it cannot be made
+        try:
+            files.make_folder(checkpoints)
+        except OSError as e:
+            raise _not_made(f"checkpoint.dir = {config.checkpoint.dir!r}", e) from None
     try:
         files.make_folder(run_dir)  # may hold SLURM_FOLDER
         (run_dir / "logs").mkdir()
         files.write_whole(run_dir / CONFIG_FILE, to_toml(config).encode())
         write_keys(run_dir)
+        if is_elsewhere:  # whoever looks for them in the run directory finds them there, too
+            (run_dir / CHECKPOINTS).symlink_to(checkpoints)
     except OSError as e:
         where = f"run.dir = {config.run.dir!r}, run.name = {config.run.name!r}"
-        raise ConfigError(
-            f"{where}: cannot make this directory: {e.strerror}: {e.filename}"
-        ) from None
+        raise _not_made(where, e) from None
     return run_dir
+
+
+def _not_made(keys: str, e: OSError) -> ConfigError:
+    return ConfigError(f"{keys}: cannot make this directory: {e.strerror}: {e.filename}")
 
 
 def is_new(run_dir: Path) -> bool:

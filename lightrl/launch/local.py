@@ -100,7 +100,8 @@ class LocalRun:
                 raise RunFailed(line) from None
             raise
         point_latest(self.run_dir)
-        await self._start("trainer-0", "trainer")
+        for k in range(self.config.train.nodes):
+            await self._start(f"trainer-{k}", "trainer")
         for k in range(self.config.rollout.nodes):
             await self._start(f"rollout-{k}", "rollout")
 

@@ -4,10 +4,13 @@ Pure text; reads no more than the number of lines of a JSONL file.
 """
 
 from collections.abc import Iterator, Sequence
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 
-from lightrl.config import Config
+from lightrl.config import LORA_ARGS, Config
+from lightrl.config_sections import Optim
+from lightrl.devices.assign import Assignment
+from lightrl.messages import Role
 
 BIAS = {
     "off": "none: every round waits for its longest response",
@@ -22,9 +25,14 @@ BIAS = {
 }
 
 
-def describe(config: Config, devices: Sequence[str] = (), weights: Sequence[str] = ()) -> str:
+def describe(
+    config: Config,
+    devices: Sequence[str] = (),
+    weights: Sequence[str] = (),
+    roles: Sequence[Role] = (),
+) -> str:
     """Several lines, each with a label of twelve columns. `devices`, `weights`: what is to be said
-    of the GPUs, and of moving a version (launch/weights_plan.py)."""
+    of the GPUs, and of moving a version (launch/weights_plan.py). `roles`: see `here`."""
     rollout, train = config.rollout, config.train
     responses = train.prompts_per_step * rollout.group_size
     slots = rollout.nodes * rollout.slots
@@ -42,7 +50,7 @@ def describe(config: Config, devices: Sequence[str] = (), weights: Sequence[str]
         (
             "each step",
             f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = {responses:,} "
-            "responses, one optimizer step",
+            f"responses, {_updates(config)}",
         ),
         (
             "",
@@ -54,7 +62,8 @@ def describe(config: Config, devices: Sequence[str] = (), weights: Sequence[str]
         ("whole run", _whole_run(config, responses, num_prompts)),
         ("rollout", _rollout(config, slots)),
         ("speculation", _speculation(config)),
-        ("training", _training(config, responses)),
+        ("training", _training(config, responses, roles)),
+        *(("", line) for line in _algorithm(config)),
         *(("" if i else "devices", line) for i, line in enumerate(devices)),
         *(("" if i else "weights", line) for i, line in enumerate(weights)),
         ("evaluation", _evaluation(config)),
@@ -64,6 +73,15 @@ def describe(config: Config, devices: Sequence[str] = (), weights: Sequence[str]
     return "\n".join(f"{label:12}{text}" for label, text in lines)
 
 
+def here(config: Config, roles: Sequence[Role], slots: int) -> Config:
+    """What is to be described where one daemon with these roles is started, and not the whole
+    run: it is a rollout node, or there is none here. `slots`: 0 = as configured."""
+    if not roles:
+        return config
+    update = {"nodes": int("rollout" in roles), "slots": slots or config.rollout.slots}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
+
+
 def count_prompts(path: str) -> int | None:
     """Non-empty lines of a local JSONL file; None for anything else."""
     file = Path(path)
@@ -71,6 +89,14 @@ def count_prompts(path: str) -> int | None:
         return None
     with file.open("rb") as lines:
         return sum(1 for line in lines if line.strip())
+
+
+def _updates(config: Config) -> str:
+    train = config.train
+    if train.mini_batches == 1:
+        return "one optimizer step"
+    prompts = train.prompts_per_step // train.mini_batches
+    return f"{train.mini_batches} optimizer steps of {prompts:,} prompts"
 
 
 def _whole_run(config: Config, responses: int, num_prompts: int | None) -> str:
@@ -117,10 +143,13 @@ def _staleness(config: Config) -> str:
     most = config.async_.max_staleness
     if not most:
         return "synchronous: every trained token is sampled by the newest version"
+    cap = config.tis_cap(is_float32=True)
+    weighted = f"weighted by at most {cap:g} (algorithm.tis_cap)"
+    if config.algorithm.old_logprobs == "rollout":
+        weighted = "their ratios are to what sampled them (algorithm.old_logprobs)"
     return (
         f"asynchronous: up to {most} more rounds start before a step is trained; tokens are "
-        f"at most that many versions old, weighted by at most {config.algorithm.tis_cap:g} "
-        "(algorithm.tis_cap)"
+        f"at most that many versions old, {weighted}"
     )
 
 
@@ -138,6 +167,10 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
             f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: "
             "no group runs at once; raise rollout.slots or rollout.nodes"
         )
+    yield from key_notes(config)
+    responses = config.train.prompts_per_step * config.rollout.group_size
+    if config.train.engine != "emulated":
+        yield from _overlap_notes(config, responses)
     if config.round.tail_batching == "off" and config.round.race == "clock":
         yield "round.race = clock has no effect without round.tail_batching"
     races_by_clock = config.round.tail_batching != "off" and config.round.race == "clock"
@@ -154,7 +187,7 @@ def _rollout(config: Config, slots: int) -> str:
     prompts, each = config.launched
     responses = prompts * each
     if not slots:
-        return "no daemon here (rollout.nodes = 0): the run waits until nodes join"
+        return "no daemon here: the run waits until nodes join"
     most = "step" if config.round.tail_batching == "off" else "short round"
     fit = (
         f"a {most}'s {responses:,} fit at once"
@@ -168,7 +201,7 @@ def _rollout(config: Config, slots: int) -> str:
     )
 
 
-def _training(config: Config, responses: int) -> str:
+def _training(config: Config, responses: int, roles: Sequence[Role]) -> str:
     train = config.train
     if train.engine == "emulated":
         return (
@@ -176,13 +209,109 @@ def _training(config: Config, responses: int) -> str:
             "was trained"
         )
     tokens = responses * config.max_model_length
-    micro = ceil(tokens / (train.max_tokens_per_gpu * train.ranks))
+    micro = ceil(tokens / (train.max_tokens_per_gpu * train.world))
     ranks = "1 rank" if train.ranks == 1 else f"{train.ranks} ranks"
+    if train.nodes > 1:
+        ranks = f"{train.nodes} nodes x {ranks}, {_trainers_here(train.nodes, roles)}"
     return (
-        f"{config.algorithm.name}, lr {train.optim.lr:g}, {ranks}; micro-batches of "
+        f"{config.algorithm.name}, {_optimizer(train.optim)}, {ranks}; micro-batches of "
         f"{train.max_tokens_per_gpu:,} tokens: at most {micro:,} a step ({tokens:,} tokens "
         "with prompts)"
     )
+
+
+def _trainers_here(nodes: int, roles: Sequence[Role]) -> str:
+    if not roles:
+        return f"trainer-0 to trainer-{nodes - 1} here"
+    return "one of them here" if "trainer" in roles else "none of them here"
+
+
+def _optimizer(optim: Optim) -> str:
+    rate = f"lr {optim.lr:g}"
+    if optim.warmup_steps:
+        rate += f" after {optim.warmup_steps:,} steps of warm-up"
+    if optim.schedule != "constant":
+        rate += f", {optim.schedule} to {optim.min_lr_ratio * optim.lr:g}"
+    return rate if optim.name == "adamw" else f"{rate}, {optim.name}"
+
+
+def key_notes(config: Config) -> Iterator[str]:
+    """Keys that have no effect."""
+    if config.train.engine != "emulated":
+        yield from _algorithm_notes(config)
+        yield from _optimizer_notes(config)
+        if config.train.sync == "last" and config.train.world == 1:
+            yield "train.sync = 'last' cannot act: there is one rank, and nothing to sum over ranks"
+    for key in sorted(LORA_ARGS.intersection(config.rollout.engine_args)):
+        yield (
+            f"rollout.engine_args: {key} cannot act: there are no adapters with model.lora.rank = 0"
+        )
+
+
+def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -> Iterator[str]:
+    """Keys that have no effect on the devices here, of which `gpus` says who gets which."""
+    train = config.train
+    is_on_cpu = not gpus.ranks and (not roles or "trainer" in roles)
+    if train.offload != "none" and train.engine != "emulated" and is_on_cpu:
+        yield (
+            f"train.offload = {train.offload!r} cannot act: ranks here have no GPU, and all is in "
+            "the memory of the host"
+        )
+
+
+def _overlap_notes(config: Config, responses: int) -> Iterator[str]:
+    most, budget = responses * config.max_model_length, config.train.max_tokens_per_gpu
+    if most < budget * config.train.world and not config.run.deterministic:
+        yield (
+            f"train.max_tokens_per_gpu = {budget:,}: a step has at most {most:,} tokens and fills "
+            "no micro-batch on every rank, so that it is trained when its round is over; a smaller "
+            "one lets both go on at once"
+        )
+
+
+def _optimizer_notes(config: Config) -> Iterator[str]:
+    train, optim = config.train, config.train.optim
+    if optim.schedule == "constant":
+        if optim.min_lr_ratio:
+            yield "train.optim.min_lr_ratio cannot act: train.optim.schedule = 'constant'"
+    elif optim.warmup_steps >= train.steps:
+        yield (
+            f"train.optim.schedule = {optim.schedule!r} cannot act: all of train.steps = "
+            f"{train.steps:,} are train.optim.warmup_steps"
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    """What it does where the config may not say: see config_algorithm.py."""
+    if config.train.engine == "emulated":
+        return
+    low, high = config.algorithm.clip
+    span = f"above {1 + high:g}" if low == inf else f"to {max(0.0, 1 - low):g} ... {1 + high:g}"
+    exact, rounded = config.tis_cap(is_float32=True), config.tis_cap(is_float32=False)
+    weights = f"importance weights of at most {rounded:g}" if rounded else "no importance weights"
+    if exact != rounded:
+        weights += ", none where trainer and engines compute in float32"
+    to = "the weights before the step"
+    if config.algorithm.old_logprobs == "rollout":
+        to = "what engines sampled from"
+    yield f"ratios to {to} are clipped {span}; {weights}"
+
+
+def _algorithm_notes(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    keys = [k for k in ("clip_low", "clip_high") if getattr(algorithm, k) is not None]
+    is_one = config.train.mini_batches == 1 and algorithm.old_logprobs == "trainer"
+    if keys and is_one:
+        yield (
+            f"algorithm.{' and '.join(keys)} cannot act: a step is one update, and its ratios to "
+            "the weights before it are all 1; raise train.mini_batches, or set "
+            "algorithm.old_logprobs = 'rollout'"
+        )
+    if algorithm.kl_type != "k3" and not algorithm.kl_coef:
+        yield (
+            f"algorithm.kl_type = {algorithm.kl_type!r} cannot act: there is no penalty with "
+            "algorithm.kl_coef = 0"
+        )
 
 
 def _evaluation(config: Config) -> str:
@@ -203,9 +332,13 @@ def _evaluation(config: Config) -> str:
 
 
 def _checkpoints(config: Config) -> str:
-    if not config.checkpoint.interval:
-        return "after the last step"
+    section = config.checkpoint
+    exported = {"last": "the last", "every": "every one", "never": "none"}[section.export]
+    export = f"; {exported} is exported"
+    if not section.interval:
+        return f"after the last step{export}"
+    good = f", those of each {section.keep_every} steps for good" if section.keep_every else ""
     return (
-        f"every {config.checkpoint.interval} steps and after the last; the newest "
-        f"{config.checkpoint.keep_last} are kept"
+        f"every {section.interval} steps and after the last; the newest {section.keep_last} are "
+        f"kept{good}{export}"
     )

@@ -5,17 +5,21 @@ One clear line for each. Runs no user code and reads no data: the daemons do tha
 """
 
 import ast
+import importlib.util
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from lightrl.client.address import require_free, require_weights_port
+from lightrl.client.address import require_free, require_other_port, require_weights_port
 from lightrl.config import Config
 from lightrl.coordinator.descriptors import require_room
 from lightrl.errors import ConfigError
 from lightrl.launch.folder import is_new
-from lightrl.model_files import require_no_code
+from lightrl.launch.model_check import require_dtypes, require_targets
+from lightrl.messages import Role
+from lightrl.model_files import require_no_code, require_trainable
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob
@@ -27,7 +31,7 @@ def require_files(config: Config) -> None:
     for what this machine or a message has no room for."""
     require_room(config)
     _require_small_groups(config)
-    _require_model(config.model.path)
+    _require_model(config)
     _require_data("data.path", config.data.path)
     if config.eval.path:
         _require_data("eval.path", config.eval.path)
@@ -37,6 +41,28 @@ def require_files(config: Config) -> None:
         file, colon, name = function.rpartition(":")
         if colon and file.endswith(".py"):
             _require_function(Path(file), name)
+    if config.checkpoint.dir:
+        _require_place("checkpoint.dir", config.checkpoint.dir)
+
+
+def require_here(config: Config, roles: Sequence[Role] = ()) -> None:
+    """Raises ConfigError for what a daemon with these roles lacks on this machine; without any, for
+    what those of a whole run lack, or would take from each other."""
+    nodes, port = config.train.nodes, config.node.weights_port
+    if not roles and nodes > 1 and port:
+        raise ConfigError(
+            f"node.weights_port = {port}: train.nodes = {nodes} are started here, and only one of "
+            "them can have it: leave it out"
+        )
+    if not roles:
+        require_other_port(port, config.run.bind)
+    is_torch = config.train.engine == "torch" and (not roles or "trainer" in roles)
+    name = config.train.optim.name
+    if is_torch and name == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"train.optim.name = {name!r}: torchao is not installed; install it with scripts/setup "
+            "adamw8bit"
+        )
 
 
 def require_new(config: Config) -> None:
@@ -47,6 +73,12 @@ def require_new(config: Config) -> None:
         raise ConfigError(
             f"run directory {config.run_dir} exists; {goes_on if known else ''}choose another "
             "run.name or remove it"
+        )
+    checkpoints = config.checkpoints(config.run_dir.resolve())
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        raise ConfigError(
+            f"checkpoint.dir = {config.checkpoint.dir}: {checkpoints} has checkpoints of another "
+            "run; choose another run.name or remove them"
         )
     latest = config.run_dir.parent / "latest"
     if os.path.lexists(latest) and not latest.is_symlink():
@@ -79,11 +111,36 @@ def _require_small_groups(config: Config) -> None:
         )
 
 
-def _require_model(path: str) -> None:
+def _require_place(key: str, path: str) -> None:
+    """Raises ConfigError if a directory there could not be made."""
+    place = Path(path).absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    why = "" if place.is_dir() else "is no directory"
+    if not os.access(place, os.W_OK | os.X_OK):
+        why = why or "cannot be written to"
+    if why:
+        raise ConfigError(f"{key} = {path!r}: cannot be made: {place} {why}")
+
+
+def _require_model(config: Config) -> None:
+    path = config.model.path
     folder = Path(path)
     if is_hub_id(path):
-        _require_on_hub(path)
-        return
+        found = _require_on_hub(path)
+        if found is None:  # not here yet: whoever reads it first looks at it
+            return
+        folder = found
+    else:
+        _require_directory(path, folder)
+    require_no_code(path, folder)
+    require_trainable(path, folder)
+    require_dtypes(path, folder)
+    if config.model.lora.rank:
+        require_targets(folder, config.model.lora.targets)
+
+
+def _require_directory(path: str, folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(
             f"model.path = {path}: no such directory; give one with config.json, or a hub "
@@ -95,10 +152,10 @@ def _require_model(path: str) -> None:
         )
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path = {path}: has no *.safetensors weights")
-    require_no_code(path, folder)
 
 
-def _require_on_hub(name: str) -> None:
+def _require_on_hub(name: str) -> Path | None:
+    """Where its files are, if this machine has some. Raises ConfigError."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -106,9 +163,11 @@ def _require_on_hub(name: str) -> None:
     # the class that its own HTTP errors derive from.
     http_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+        return None
     except (http_error, HFValidationError, OSError) as e:
         why = " ".join(str(e).split())[:160]
         raise ConfigError(

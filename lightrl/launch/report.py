@@ -15,6 +15,7 @@ from lightrl.client.find_run import OVER
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.messages import NodeRow, Snapshot
 from lightrl.metrics.display import count, duration, pulling, speculation, weights
+from lightrl.trainer.checkpoint.saved import CHECKPOINTS
 from lightrl.wire import from_json
 
 SNAPSHOT_EVERY_S = 0.5
@@ -81,13 +82,20 @@ class Progress:
                 + f"  {duration(s.elapsed_s)}"
             )
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] >= s.step)
-        idle = s.step > self._warned_step and s.metrics.get("round/groups_trained") == 0
-        if idle and now - self._warned_at >= LINE_EVERY_S:
+        idle = _why_idle(s)
+        if idle and s.step > self._warned_step and now - self._warned_at >= LINE_EVERY_S:
             self._warned_step, self._warned_at = s.step, now
-            why = _trouble(s.counters) or [
-                f"groups without signal: {s.counters.get('groups_flat', 0):,}"
-            ]
-            yield f"WARNING: step {s.step} trained no group; so far {', '.join(why)}"
+            yield f"WARNING: step {s.step} {idle}"
+
+
+def _why_idle(s: Snapshot) -> str:
+    """Why the newest step has changed no weight, as far as its figures tell; "" = it has."""
+    if s.metrics.get("train/skipped_nonfinite") and not s.metrics.get("train/updates"):
+        return "changed nothing: its gradient is not finite"
+    if s.metrics.get("round/groups_trained") == 0:
+        flat = f"groups without signal: {s.counters.get('groups_flat', 0):,}"
+        return f"trained no group; so far {', '.join(_trouble(s.counters) or [flat])}"
+    return ""
 
 
 def _eval_line(num_steps: int, step: int, score: float) -> str:
@@ -133,7 +141,9 @@ def stop_reason(run_dir: Path) -> str:
 
 def exported_model(run_dir: Path) -> Path | None:
     """The newest Hugging Face model directory that the run has written."""
-    found = [f.parent for f in run_dir.rglob("config.json") if any(f.parent.glob("*.safetensors"))]
+    folders = (run_dir / CHECKPOINTS).glob("step_*/hf")
+    names = ("config.json", "adapter_config.json")
+    found = [f for f in folders if any((f / name).is_file() for name in names)]
     return max(found, key=_step_of, default=None)
 
 

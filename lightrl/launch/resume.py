@@ -19,6 +19,7 @@ from lightrl.client.address import (
 )
 from lightrl.client.find_run import ask, final_snapshot, is_same
 from lightrl.config import Config
+from lightrl.config_sections import Train
 from lightrl.core.state import RunState
 from lightrl.errors import ConfigError, JournalError, LightRLError
 from lightrl.journal.disk import FOLDER, is_in_use, segments
@@ -28,7 +29,7 @@ from lightrl.launch.preflight import require_files
 from lightrl.metrics import sinks
 from lightrl.run_file import load_config
 from lightrl.system.output import print_lines
-from lightrl.trainer.saved import (
+from lightrl.trainer.checkpoint.saved import (
     CHECKPOINTS,
     REWOUND,
     by_step,
@@ -37,15 +38,20 @@ from lightrl.trainer.saved import (
     set_aside,
     step_of,
 )
-from lightrl.trainer.seal import damage
+from lightrl.trainer.checkpoint.seal import damage
 
-# Nothing that is trained depends on these. All else was promised when the run began.
+# how a model and its batches lie on devices: the same result, up to rounding
+HOW_IT_LIES = ("max_tokens_per_gpu", "activation_checkpointing", "offload", "replicas", "sync")
+# Steps that are saved do not depend on these: see `_require_all_saved`. All else was promised when
+# the run began.
 MAY_CHANGE = (
     *("train.steps", "checkpoint.", "node.", "journal.", "logging.", "run.bind"),
     *("rollout.nodes", "rollout.slots", "rollout.engine_args", "rollout.devices"),
-    *("train.devices", "speculation.", "weights.", "reward.env", "reward.command"),
+    *("train.devices", "train.nodes", "train.ranks", *(f"train.{key}" for key in HOW_IT_LIES)),
+    *("speculation.", "weights.", "reward.env", "reward.command"),
 )
-FIXED = ("journal.enabled",)  # a run that stops to be recorded could not be resumed again
+# a run that stops to be recorded could not be resumed again, and checkpoints stay where they are
+FIXED = ("journal.enabled", "checkpoint.dir")
 
 
 def prepare(
@@ -61,6 +67,8 @@ def prepare(
     before = load_config(run_dir / CONFIG_FILE)
     config = _changed(run_dir, before, overrides)
     _require_unfinished(run_dir, config)
+    if not from_checkpoint and (change := _rounds_otherwise(before.train, config.train)):
+        _require_all_saved(run_dir, change)
     if config.train.steps != before.train.steps:
         _require_steps_left(run_dir, config.train.steps, from_checkpoint)
     if not has_journal(run_dir):
@@ -131,6 +139,29 @@ def _require_unfinished(run_dir: Path, config: Config) -> None:
         )
     if steps < done:
         raise ConfigError(f"train.steps = {steps}: {done} steps are done already")
+
+
+def _rounds_otherwise(then: Train, now: Train) -> str:
+    """What makes other bits of the same steps; "" if nothing does."""
+    if now.world != then.world:
+        return f"train.nodes x train.ranks = {now.world}"
+    for key in HOW_IT_LIES:
+        if (value := getattr(now, key)) != getattr(then, key):
+            return f"train.{key} = {value}"
+    if now.steps != then.steps and now.optim.schedule != "constant":
+        return f"train.steps = {now.steps} (train.optim.schedule)"
+    return ""
+
+
+def _require_all_saved(run_dir: Path, change: str) -> None:
+    """What is trained again must come out as it did, to the bit; `change` rounds otherwise."""
+    records = sinks.read(run_dir)
+    done, saved = int(records[-1]["step"]) if records else 0, newest_checkpoint(run_dir) or 0
+    if done > saved:
+        raise ConfigError(
+            f"{change}: the steps after {saved}, of which there is no checkpoint, would be trained "
+            f"again and come out different; --from-checkpoint forgets them"
+        )
 
 
 def _require_steps_left(run_dir: Path, steps: int, from_checkpoint: bool) -> None:

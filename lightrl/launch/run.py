@@ -17,7 +17,8 @@ from lightrl.core.state import RunState
 from lightrl.devices.plan import for_run
 from lightrl.launch.daemons import RunFailed
 from lightrl.launch.local import LocalRun, join_line
-from lightrl.launch.preflight import require_files, require_new
+from lightrl.launch.plan import device_notes, key_notes
+from lightrl.launch.preflight import require_files, require_here, require_new
 from lightrl.launch.report import print_progress, result_lines, stop_reason
 from lightrl.launch.resume import has_journal
 from lightrl.launch.weights_plan import notes
@@ -39,11 +40,13 @@ async def run_here(config: Config, tui: bool, resume: bool = False) -> int:
     if not resume:
         require_files(config)
         require_new(config)
+    require_here(config)
     _configure_log(config)
     gpus = await retry_on_resource_limit(
         lambda: in_thread(for_run, config), "the search for devices", print_lines
     )
-    for note in (*gpus.notes, *notes(config, gpus)):
+    said = (*notes(config, gpus), *key_notes(config), *device_notes(config, gpus))
+    for note in (*gpus.notes, *said):
         print_lines(note)
     stopped = asyncio.Event()
     for number in stop_signals():

@@ -33,6 +33,8 @@ def describe(config: Config, machine: Machine) -> list[str]:
     size = version_size(config, machine)
     if size is None:
         return []
+    if adapters := _of_adapters(config, size):
+        return adapters
     held = scratch.NUM_VERSIONS * size.num_bytes
     seconds = ", ".join(
         f"{_seconds(size.num_bytes * 8 / (gbit * 1e9))} at {gbit} Gbit/s" for gbit in LINES_GBIT
@@ -42,6 +44,20 @@ def describe(config: Config, machine: Machine) -> list[str]:
         f"holds up to {scratch.NUM_VERSIONS}, {_bytes(held)}, in shared memory or on disk",
         f"a whole version on the line takes {seconds}",
         *_ways(config, size),
+    ]
+
+
+def _of_adapters(config: Config, size: memory.VersionSize) -> list[str]:
+    """With LoRA: the base travels once, and a version is small."""
+    lora, shape = config.model.lora, memory.shape_of_folder(Path(config.model.path))
+    if not lora.rank or shape is None:
+        return []
+    num = memory.adapter_parameters(shape, lora.rank, lora.targets)
+    version = num * (4 if size.dtype == "float32" else 2)
+    return [
+        f"{_bytes(size.num_bytes)} of the model in {size.dtype}, once to each machine; then about "
+        f"{_bytes(version)} of adapters a version",
+        "adapters are pulled by every node: no broadcasts, no differences between versions",
     ]
 
 

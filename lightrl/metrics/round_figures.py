@@ -155,9 +155,20 @@ def warnings(record: dict[str, float], rollout: config.Rollout) -> Iterator[str]
     # the trainer knows of neither
     if gap > SUSPICIOUS_GAP and rollout.top_p == 1 and rollout.top_k == 0:
         yield f"WARNING: engine and trainer differ by {gap:.3f} in logprobs: stale weights?"
+    skipped, made = record.get("train/skipped_nonfinite", 0), record.get("train/updates", 0)
+    if skipped and not made:
+        yield "WARNING: nothing was learned in this step: its gradient is not finite"
+    elif skipped:
+        yield (
+            f"WARNING: {skipped:.0f} of {skipped + made:.0f} updates of this step were left out: "
+            "their gradients are not finite"
+        )
     if record["round/groups_trained"] == 0:
         unscored, flat = record["round/groups_unscored"], record["round/groups_no_signal"]
         why = f"{unscored:.0f} groups have no rewards; in {flat:.0f} all rewards are equal"
         yield f"WARNING: nothing was trained in this step: {why}"
     elif record.get("num_trained_tokens") == 0:
-        yield "WARNING: nothing was learned in this step: in every group all rewards are equal"
+        yield (
+            "WARNING: nothing was learned in this step: in every group all rewards are equal, or "
+            "algorithm.mask_truncated leaves all out"
+        )

@@ -373,7 +373,7 @@ class RolloutAgent:
             return  # it has come by broadcast, after it was not expected any more
         if isinstance(fetched, Fetched):
             self._member.pulled()
-            engine.send(LoadWeights(fetched.file, offer.canary))
+            engine.send(LoadWeights(fetched.file, offer.canary, fetched.base_file))
         elif not self._member.receive(fetched.file, offer):
             wanted = self._weights.wanted
             if wanted is not None and are_same(wanted, offer):  # else what is to come is another

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from lightrl.config import Config
 from lightrl.devices.assign import Part
-from lightrl.engine.base import EngineSpec, Kind
+from lightrl.engine.base import EngineSpec, Kind, LoraSpec
 
 
 def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: Part) -> EngineSpec:
     """What an engine of this node is told when it starts."""
-    rollout, speculation = config.rollout, config.speculation
+    rollout, speculation, lora = config.rollout, config.speculation, config.model.lora
     return EngineSpec(
         kind=kind,
         model_dir=str(model_dir),
@@ -25,4 +25,5 @@ def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: P
         gpu_memory=gpus.memory,
         is_deterministic=config.run.deterministic,
         canary=config.weights.canary,
+        lora=LoraSpec(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
     )

@@ -23,10 +23,16 @@ class Fetched:
     stats: PullStats = NOTHING_PULLED
     seconds: float = 0.0
     delta_bytes: int = 0  # of what was pulled
+    # of adapters: what they are beside, held for the whole run
+    base: LocalVersion | None = None
 
     @property
     def file(self) -> VersionFile:
         return replace(self.version.file, policy_version=self.offer.policy_version)
+
+    @property
+    def base_file(self) -> VersionFile | None:
+        return self.base.file if self.base is not None else None
 
 
 @dataclass(frozen=True, slots=True)

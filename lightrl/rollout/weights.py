@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from lightrl.config_sections import Weights
 from lightrl.errors import WeightsError
@@ -28,18 +28,17 @@ from lightrl.messages import (
     WeightsReady,
     WeightsSource,
 )
+from lightrl.rollout.base import BaseVersion
 from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, Gain
 from lightrl.rollout.fetched import Announced, Fetched, are_same, wanted_of
+from lightrl.rollout.threads import eventually, taken
 from lightrl.system.addresses import not_everywhere
-from lightrl.system.child import is_for_lack, retry_on_resource_limit
-from lightrl.system.threads import in_thread, taken_in_thread
+from lightrl.system.child import is_for_lack
+from lightrl.system.threads import in_thread
 from lightrl.weights.machine.local import close_all, close_found, close_version, open_version
 from lightrl.weights.machine.store import Claim, Store
 from lightrl.weights.pull.transfer import Pull, Wanted
 from lightrl.weights.serve.server import WeightServer
-
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +74,8 @@ class NodeWeights:
         self._pull: Pull | None = None
         self._fetching: asyncio.Task[Fetched | Announced] | None = None
         self._deltas = Deltas(store, server, partial(self._make_pull, timeout_s=DELTA_TIMEOUT_S))
+        progress = partial(self._make_pull, on_progress=self._note_progress)
+        self._base = BaseVersion(store, server, progress)
         self._next: Fetched | Announced | None = None  # to be loaded
         self._is_next = asyncio.Event()
         self._held: Fetched | None = None  # loaded, or being loaded; not by broadcast
@@ -83,6 +84,8 @@ class NodeWeights:
 
     def offer(self, message: PublishWeights) -> None:
         self.wanted = message
+        if (base := message.base) is not None:
+            self._base.offered(base.digest, self._reachable(base.sources))
         self._is_offered.set()
 
     @property
@@ -127,6 +130,7 @@ class NodeWeights:
         if self._held is fetched:
             self._held = None
             self._give_back(fetched)
+            self._base.reject()
 
     async def run(self) -> None:
         """Fetches what is offered, the newest version first."""
@@ -174,6 +178,7 @@ class NodeWeights:
         await asyncio.gather(*self._chores, return_exceptions=True)
         versions = [f.version for f in self._fetched()]
         await in_thread(close_all, versions)
+        await self._base.close()
         await self._deltas.close()
 
     def _fetched(self) -> list[Fetched]:
@@ -231,25 +236,25 @@ class NodeWeights:
         return True
 
     async def _fetch(self, offer: PublishWeights) -> Fetched:
-        begin = time.monotonic()
+        begin, base = time.monotonic(), await self._base.get(offer)
         for known in self._fetched():
             if known.offer.digest == offer.digest:
-                again = Fetched(offer, known.version, known.is_own)
+                again = Fetched(offer, known.version, known.is_own, base=base)
                 if not known.is_own:
                     self._server.publish(again.file)  # for its tickets
                 return again
-        claim = await _taken(Claim.release, self._store.claim, offer.digest, offer.num_bytes)
+        claim = await taken(Claim.release, self._store.claim, offer.digest, offer.num_bytes)
         try:
             fetched = await self._obtain(claim, offer)
             fetched.version.on_close.append(claim.release)
-            return replace(fetched, offer=offer, seconds=time.monotonic() - begin)
+            return replace(fetched, offer=offer, seconds=time.monotonic() - begin, base=base)
         except BaseException:
             self._start(self._drop(claim))
             raise
 
     async def _announce(self, offer: PublishWeights) -> Announced:
         """Its manifest, from whoever has it."""
-        claim = await _taken(Claim.release, self._store.claim, offer.digest, offer.num_bytes)
+        claim = await taken(Claim.release, self._store.claim, offer.digest, offer.num_bytes)
         try:
             pull = self._make_pull(offer, wanted_of(offer), claim.own_path(), is_served=False)
             return Announced(offer, await pull.run_for_manifest(), claim)
@@ -277,7 +282,7 @@ class NodeWeights:
                 raise
             finally:
                 self._pull = None
-            version = await _taken(close_version, open_version, pull.file)
+            version = await taken(close_version, open_version, pull.file)
             if version is None:
                 raise WeightsError(f"{path}: gone")
             return Fetched(offer, version, False, gain.added_to(stats), delta_bytes=gain.num_bytes)
@@ -311,7 +316,7 @@ class NodeWeights:
         """On this machine; proved."""
         is_ended = threading.Event()
         try:
-            found = await _taken(close_found, claim.find_proved, is_ended)
+            found = await taken(close_found, claim.find_proved, is_ended)
         except asyncio.CancelledError:
             is_ended.set()
             raise
@@ -345,8 +350,8 @@ class NodeWeights:
             if not fetched.is_own:
                 await self._retire(fetched.offer.digest)
         finally:
-            await _patiently(fetched.version.close)
-        await _patiently(self._store.sweep)
+            await eventually(fetched.version.close)
+        await eventually(self._store.sweep)
 
     async def _retire(self, digest: str) -> None:
         """Unless equal weights have come meanwhile."""
@@ -355,22 +360,22 @@ class NodeWeights:
 
     async def _tidy(self) -> None:
         await self._deltas.drop_overtaken()
-        await _patiently(self._store.sweep)
+        await eventually(self._store.sweep)
 
     async def _drop(self, claim: Claim) -> None:
         """Of a version that did not come, or not as a file. What was pulled of it is a beginning,
         as long as it is wanted; if another version is, it may be what that one is made of."""
         if self.wanted is None or self.wanted.digest == claim.digest:
-            await _patiently(claim.release)
+            await eventually(claim.release)
         else:
             await self._deltas.keep_overtaken(claim)
         is_other = self.wanted is not None and self.wanted.digest != claim.digest
         if is_other or self._is_served(self.wanted):
-            await _patiently(self._store.sweep)
+            await eventually(self._store.sweep)
 
     async def _release(self, claim: Claim) -> None:
-        await _patiently(claim.release)
-        await _patiently(self._store.sweep)
+        await eventually(claim.release)
+        await eventually(self._store.sweep)
 
     def _start(self, chore: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(chore, name="give back weights")
@@ -381,20 +386,3 @@ class NodeWeights:
         self._chores.discard(task)
         if not task.cancelled() and (e := task.exception()) is not None:
             logger.warning("weights were not given back: %s", e)
-
-
-async def _patiently(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """In a thread; again and again while this machine lacks one."""
-    call = partial(in_thread, partial(act, *args, **kwargs))
-    return await retry_on_resource_limit(call, "a thread for the weights", logger.warning)
-
-
-async def _taken(
-    give_back: Callable[[Result], object],
-    act: Callable[P, Result],
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> Result:
-    """The same; what it returns when nobody waits for it any more goes to `give_back`."""
-    call = partial(taken_in_thread, give_back, partial(act, *args, **kwargs))
-    return await retry_on_resource_limit(call, "a thread for the weights", logger.warning)

@@ -130,8 +130,11 @@ class Child(Generic[Command, Event]):
 
     def send(self, command: Command) -> None:
         """Queues a command; a dead child is noticed by `receive`."""
+        self.forward(self._commands.encode(command))
+
+    def forward(self, frame: bytes) -> None:
+        """As `send`, of a command that is encoded already."""
         if not self._writer.is_closing():
-            frame = self._commands.encode(command)
             self._writer.write(_LENGTH.pack(len(frame)) + frame)
 
     async def receive(self) -> Event:
@@ -151,11 +154,7 @@ class Child(Generic[Command, Event]):
         Needs somebody who receives. Time is counted in looks: a daemon that was stopped itself,
         together with its child or without it, must not take the gap for the child's silence.
         """
-        num_silent, heard = 0, self._num_received
-        while num_silent < LOOKS:
-            await asyncio.sleep(limit_s / LOOKS)
-            is_silent = owes() and self._num_received == heard
-            num_silent, heard = num_silent + 1 if is_silent else 0, self._num_received
+        await silent_for(owes, lambda: self._num_received, limit_s)
         raise ChildDied(f"{self.name} (pid {self.pid}) hangs: no answer for {limit_s:g} s")
 
     async def stop(self, grace_s: float = 5.0) -> int:
@@ -200,6 +199,15 @@ class Child(Generic[Command, Event]):
         )
         last = last_line(self._log)[:300] if self._log else ""
         return f"{self.name} (pid {self.pid}) {how}" + (f": {last}" if last else "")
+
+
+async def silent_for(owes: Callable[[], bool], count: Callable[[], int], limit_s: float) -> None:
+    """Returns when an answer is owed and their `count` has not grown for `limit_s`."""
+    num_silent, heard = 0, count()
+    while num_silent < LOOKS:
+        await asyncio.sleep(limit_s / LOOKS)
+        is_silent = owes() and count() == heard
+        num_silent, heard = num_silent + 1 if is_silent else 0, count()
 
 
 async def retry_on_resource_limit(

@@ -1,4 +1,5 @@
-"""Which network interface an address of this machine belongs to. Linux only; else nobody knows."""
+"""Which address this machine has towards others, and which network interface an address belongs to:
+on Linux only, elsewhere nobody knows that."""
 
 import contextlib
 import fcntl
@@ -26,3 +27,18 @@ def interface_of(host: str) -> str | None:
                 if _REQUEST.unpack(reply[: _REQUEST.size])[2][2:6] == wanted:
                     return name
     return None
+
+
+def own_host() -> str:
+    """The address that this machine uses towards others; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # a documentation address: routed like the rest of the world
+            probe.connect(("192.0.2.1", 9))
+            return probe.getsockname()[0]
+        except OSError:  # no route out of here
+            pass
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

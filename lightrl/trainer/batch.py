@@ -3,13 +3,16 @@
 Pure planning on lengths: no torch, no clock, no order of arrival in the result. The daemon calls
 it.
 
-Micro-batches are padded to their longest sample. Sorting by length keeps the padding small; packing
-without padding would need variable-length attention kernels (flash-attn on GPU), which LightRL does
-not require.
+A packed micro-batch has its samples back to back, and only their sum counts. Families that cannot
+be packed are padded to the longest sample; sorting by length keeps that small.
 """
 
+import heapq
 from collections.abc import Sequence
 
+from lightrl.config import Config
+from lightrl.config_algorithm import AlgorithmSection
+from lightrl.loss_mask import num_trained
 from lightrl.trainer.protocol import MicroBatch, TrainSample
 
 # A micro-batch is closed once its padding costs more than starting another one: the larger of a
@@ -19,15 +22,48 @@ BATCH_PRICE_TOKENS = 128
 PADDING_SHARE = 0.125
 
 
-def trainable(samples: Sequence[TrainSample], kl_coef: float) -> list[TrainSample]:
+def trainable(samples: Sequence[TrainSample], algorithm: AlgorithmSection) -> list[TrainSample]:
     """The samples with a gradient. The others count in the denominators of `FinishStep` all the
     same."""
-    return [s for s in samples if s.token_ids and (s.advantage != 0.0 or kl_coef > 0.0)]
+    return [
+        s
+        for s in samples
+        if num_trained(s.token_ids, s.loss_mask) and (s.advantage != 0.0 or algorithm.trains_all)
+    ]
+
+
+def useful(groups: Sequence[list[TrainSample]], config: Config) -> list[list[TrainSample]]:
+    """What ranks are told of them; an emulated one shows all that came, with a signal or
+    without."""
+    if config.train.engine == "emulated":
+        return list(groups)
+    return [trainable(samples, config.algorithm) for samples in groups]
 
 
 def num_tokens(sample: TrainSample) -> int:
     """Tokens of prompt and response."""
     return (len(sample.prompt) + len(sample.token_ids)) // 4
+
+
+def plan_packed(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple[int, ...]]]:
+    """As `plan`, of micro-batches whose tokens together are <= max_tokens, unless a single sample
+    exceeds it alone.
+
+    As few as will do, all of about the same size. Example: plan_packed([3, 9, 3, 3], ranks=2,
+    max_tokens=12) == [[(0, 2, 3)], [(1,)]]
+    """
+    short = [length for length in lengths if length <= max_tokens]
+    num = len(lengths) - len(short) - (-sum(short) // max_tokens)
+    num += -num % ranks
+    while (batches := _levelled(lengths, num, max_tokens)) is None:
+        num += ranks
+    batches.sort(key=lambda rows: (-sum(lengths[i] for i in rows), rows))
+    plans: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    for first in range(0, len(batches), ranks):  # there and back: no rank gets all the larger ones
+        some = batches[first : first + ranks]
+        for mine, rows in zip(plans, some if first // ranks % 2 == 0 else some[::-1], strict=True):
+            mine.append(rows)
+    return plans
 
 
 def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple[int, ...]]]:
@@ -58,15 +94,25 @@ def plan(lengths: Sequence[int], ranks: int, max_tokens: int) -> list[list[tuple
 
 
 def micro_batches(
-    samples: Sequence[TrainSample], ranks: int, max_tokens: int
+    samples: Sequence[TrainSample], ranks: int, max_tokens: int, packed: bool = True
 ) -> list[tuple[MicroBatch, ...]]:
-    """`plan` applied: the micro-batches of each rank, for its `Accumulate`."""
-    plans = plan([num_tokens(s) for s in samples], ranks, max_tokens)
+    """A plan applied: the micro-batches of each rank, for its `Accumulate`."""
+    planned = plan_packed if packed else plan
+    plans = planned([num_tokens(s) for s in samples], ranks, max_tokens)
     return [tuple(tuple(samples[i] for i in rows) for rows in batches) for batches in plans]
 
 
+def fills(groups: Sequence[Sequence[TrainSample]], ranks: int, max_tokens: int) -> bool:
+    """Whether each rank gets a full micro-batch of them: smaller ones cost more a token."""
+    return sum(num_tokens(s) for samples in groups for s in samples) >= ranks * max_tokens
+
+
 def streamed(
-    groups: Sequence[Sequence[TrainSample]], ranks: int, max_tokens: int, deterministic: bool
+    groups: Sequence[Sequence[TrainSample]],
+    ranks: int,
+    max_tokens: int,
+    deterministic: bool,
+    packed: bool = True,
 ) -> list[tuple[MicroBatch, ...]]:
     """The micro-batches of each rank for the groups that wait, to be computed in this order.
 
@@ -76,7 +122,7 @@ def streamed(
     of two ranks: streamed([[a, b], [c]], 2, 99, True) == [((a,), (c,)), ((b,), ())]
     """
     parts = groups if deterministic else [[s for samples in groups for s in samples]]
-    planned = [micro_batches(samples, ranks, max_tokens) for samples in parts]
+    planned = [micro_batches(samples, ranks, max_tokens, packed) for samples in parts]
     return [tuple(batch for part in planned for batch in part[rank]) for rank in range(ranks)]
 
 
@@ -96,6 +142,20 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
         rows.append(i)
         real += lengths[i]
     return [*batches, tuple(rows)] if rows else batches
+
+
+def _levelled(lengths: Sequence[int], num: int, max_tokens: int) -> list[tuple[int, ...]] | None:
+    """`num` micro-batches, each sample in that which has the fewest tokens so far, longest first;
+    None if one would have too many."""
+    batches: list[list[int]] = [[] for _ in range(num)]
+    least = [(0, number) for number in range(num)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, number = least[0]
+        if tokens and tokens + lengths[i] > max_tokens:
+            return None
+        batches[number].append(i)
+        heapq.heapreplace(least, (tokens + lengths[i], number))
+    return [tuple(rows) for rows in batches]
 
 
 def _splittable(batches: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> int | None:

@@ -187,13 +187,14 @@ class Broadcasts:
         opened = self._opened
         if opened is None or order.group != opened.group:
             raise WeightsError("another group was opened since")
-        if order.num_ranks != len(ranks) or order.world <= len(ranks):
-            why = f"{order.num_ranks} ranks of {order.world}, not {len(ranks)}"
+        num = ranks.num_local  # who has the version's file
+        if order.num_ranks != num or order.world <= num:
+            why = f"{order.num_ranks} ranks of {order.world}, not {num}"
             self._end(why)
             raise WeightsError(why)
         self._opened = None  # the listener is used up
-        place = Membership(order.group, 0, len(ranks), order.world, order.backend, self._timeout_s)
-        for rank in range(len(ranks)):
+        place = Membership(order.group, 0, num, order.world, order.backend, self._timeout_s)
+        for rank in range(num):
             ranks.send(rank, JoinGroup(opened.address, replace(place, rank=rank)))
         await self._answers(ranks, GroupJoined, self._limit_s)
         return BroadcastJoined(order.group)
@@ -205,7 +206,8 @@ class Broadcasts:
             raise WeightsError(
                 f"version {policy_version} is not the newest, which is {file.policy_version}"
             )
-        ranks.tell(SendWeights(file, group))
+        for rank in range(ranks.num_local):
+            ranks.send(rank, SendWeights(file, group))
         limit_s = self._limit_s + file.num_bytes / LEAST_RATE
         sent = await self._answers(ranks, WeightsSent, limit_s)
         sums = tuple(sum(of_ranks) % _SUM for of_ranks in zip(*(s.sums for s in sent), strict=True))
@@ -214,11 +216,12 @@ class Broadcasts:
     async def _answers(
         self, ranks: Ranks, kind: type[Reply], limit_s: float, of: Sequence[int] | None = None
     ) -> list[Reply]:
-        """What these ranks, all by default, say to what they were told, unless it is over before.
-        Raises WeightsError for the first one that says why not."""
+        """What these ranks, all of this machine by default, say to what they were told, unless it
+        is over before. Raises WeightsError for the first one that says why not."""
         over = self._over = asyncio.get_running_loop().create_future()
         try:
-            answers = await ranks.answers(kind, over, limit_s, self._grace_s, of)
+            asked = range(ranks.num_local) if of is None else of
+            answers = await ranks.answers(kind, over, limit_s, self._grace_s, asked)
         finally:
             self._over = None
         for answer in answers:

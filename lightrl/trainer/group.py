@@ -14,38 +14,61 @@ import torch.distributed as dist
 from lightrl.system.interfaces import interface_of
 from lightrl.trainer.protocol import StartRank
 
-# ranks may wait for each other so long, e.g. while one loads its model
-COLLECTIVE_TIMEOUT_S = 600.0
+# Ranks wait for each other while one downloads its model, loads it, or writes to a slow disk. None
+# of that ends a run. One that is dead, or hangs later, is noticed by its daemon, which ends all of
+# them, and says when they have not started for long (rank_processes.py).
+COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 
 
 def join(start: StartRank, device: torch.device) -> None:
-    """All ranks are processes of this machine, and nobody else may speak to them: what torch opens
-    authenticates nobody, and its collectives of objects, which checkpoints are planned with,
-    unpickle.
+    """Nobody else may speak to the ranks: what torch opens authenticates nobody, and its
+    collectives of objects, which checkpoints are planned with, unpickle.
 
     So they find each other through a file in a directory of their user's, where TCPStore would
     listen on every interface, and gloo listens on loopback, where it would choose the address of
-    this host's name.
+    this host's name. Ranks of several nodes listen on the one interface by which their nodes see
+    each other: that must be a network of trusted machines, see SECURITY.md.
 
     NCCL's ranks meet over sockets, too, at which nobody is heard who does not know the random
     number of the communicator, and nothing is unpickled. NCCL looks once for the interface of all
     of a process's communicators, at the first of them: where a later one may be that of a
     broadcast, with engines on other machines, it cannot be loopback.
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
-    if not start.nccl_host:
+    if not start.host:
+        os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+    elif interface := interface_of(start.host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if not (start.nccl_host or start.host):
         os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
-    elif interface := interface_of(start.nccl_host):
+    elif interface := interface_of(start.nccl_host or start.host):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    if start.world == 1:
+        join_alone(device)
+        return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    store = dist.FileStore(start.rendezvous, start.world)  # pyright: ignore[reportPrivateImportUsage]
+    store.set_timeout(limit)  # its own is five minutes, and NCCL asks it when a rank first computes
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(start.rendezvous, start.world),  # pyright: ignore[reportPrivateImportUsage]
-        rank=start.rank,
-        world_size=start.world,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        _backend(device), store=store, rank=start.rank, world_size=start.world, timeout=limit
     )
+
+
+def join_alone(device: torch.device) -> None:
+    """The group of a single rank, which FSDP needs all the same; nobody else can reach it."""
+    if dist.is_initialized():
+        return  # a test that has several such ranks in one process
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # gloo would look up the name of this host, which may have no address
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _loopback() -> str:

@@ -2,12 +2,15 @@
 
 Owns only the vocabulary. Must not import torch: the daemon imports this file.
 
-    daemon -> rank   StartRank Accumulate ClearStep FinishStep EncodeDelta Save OpenGroup JoinGroup
-                     SendWeights LeaveGroup
-    rank -> daemon   RankStarted Accumulated Cleared Published StepFinished DeltaMade Saved
-                     SaveFailed GroupOpened GroupJoined WeightsSent RankFailed
+    daemon -> rank   StartRank Accumulate UpdateWeights ClearStep FinishStep EncodeDelta Save
+                     OpenGroup JoinGroup SendWeights LeaveGroup
+    rank -> daemon   RankStarted Accumulated Computing Updated Cleared Published StepFinished
+                     DeltaMade Staged Saved SaveFailed Exported GroupOpened GroupJoined WeightsSent
+                     RankFailed
 
-All ranks get the same commands in the same order, so that their collectives line up.
+All ranks get the same commands in the same order, so that their collectives line up. A rank answers
+in the order it is told; only Computing, and what rank 0 says of a checkpoint that is being written,
+come whenever it is so far.
 """
 
 from dataclasses import dataclass, field
@@ -18,8 +21,10 @@ from lightrl.weights.broadcast.rendezvous import Membership
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.wire import Codec
 
-RANK_TARGET = "lightrl.trainer.rank:main"
-EMULATED_TARGET = "lightrl.trainer.emulated:main"
+RANK_TARGET = "lightrl.trainer.rank.rank:main"
+EMULATED_TARGET = "lightrl.trainer.rank.emulated:main"
+
+AT_ONCE = 8  # micro-batches for one sign of life: a rank that says nothing for long hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class TrainSample:
     rollout_logprobs: bytes
     advantage: float
     finish_reason: FinishReason = "stop"
+    # see `loss_mask`: which of the tokens are trained
+    loss_mask: bytes = b""
 
 
 MicroBatch: TypeAlias = tuple[TrainSample, ...]
@@ -47,6 +54,7 @@ class StartRank:
 
     start_step 0 begins with the weights in `model_dir`; a larger one restores the checkpoint
     `run_dir`/checkpoints/step_N first. Rank 0 publishes version `start_step`.
+    Ranks of several nodes have the first ones, as many as a node has, on the one that publishes.
     Example: StartRank("{...}", "models/tiny", 0, 2, "weights/.ranks-5f0c", "weights", "runs/a")
     """
 
@@ -63,6 +71,8 @@ class StartRank:
     start_step: int = 0
     # an address of this machine by which engines on others reach the ranks; "" = none need to
     nccl_host: str = ""
+    # one by which the ranks of other nodes reach those of this one; "" = all are on this machine
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +88,40 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """All samples of a mini-batch were sent, and the step has others: update; answered by Updated.
+
+    The totals are as those of FinishStep, of this mini-batch alone. Example: UpdateWeights(4,
+    num_responses=128, num_tokens=3956)
+    """
+
+    step: int
+    num_responses: int
+    # response tokens that are trained
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ClearStep:
-    """A step begins anew: forget what was accumulated for it; answered by Cleared. Example:
-    ClearStep(4)."""
+    """A step begins anew: forget what was accumulated for it, and take back the updates of its
+    mini-batches; answered by Cleared. Example: ClearStep(4)."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class FinishStep:
-    """All samples of the step were sent: update and publish; answered by Published, then
-    StepFinished.
+    """All samples of the step were sent: update with its last mini-batch, and publish; answered by
+    Published, then StepFinished.
 
-    The totals count all trained responses on all ranks, also those without signal that were never
-    sent. `step` counts from 0. Example: FinishStep(4, num_responses=256, num_tokens=7912,
-    policy_version=5)
+    The totals count all trained responses of that mini-batch on all ranks, also those without
+    signal that were never sent. `step` counts from 0. Example: FinishStep(4, num_responses=256,
+    num_tokens=7912, policy_version=5)
     """
 
     step: int
     num_responses: int
-    # response tokens
+    # response tokens that are trained
     num_tokens: int
     # of the weights after the update
     policy_version: int
@@ -114,10 +138,11 @@ class EncodeDelta:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a checkpoint to the directory `path`, `step` updates being done; answered by Saved or
-    SaveFailed.
+    """Write a checkpoint to the directory `path`, `step` updates being done; answered by Staged,
+    and later by rank 0 with Saved or SaveFailed.
 
-    With `export` also `path`/hf, a model directory as transformers and vLLM read it.
+    With `export` then also `path`/hf, a model directory as transformers and vLLM read it; answered
+    by Exported if the checkpoint was saved. Waits for the save before it, but not for its export.
     Example: Save(5, "runs/a/checkpoints/step_5", export=True)
     """
 
@@ -161,6 +186,7 @@ class LeaveGroup:
 RankCommand: TypeAlias = (
     StartRank
     | Accumulate
+    | UpdateWeights
     | ClearStep
     | FinishStep
     | EncodeDelta
@@ -178,6 +204,8 @@ class Published:
 
     file: VersionFile
     canary: Canary | None = None
+    # of adapters: what they are beside
+    base: VersionFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +216,30 @@ class RankStarted:
     device: str
     start_s: float
     published: Published | None = None
+    # its micro-batches are sequences back to back; else rows that are padded
+    is_packed: bool = True
+    # a line each on how this family is computed
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Accumulated:
     """Gradients of one Accumulate are added up. Example: Accumulated(4)."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """A sign of life: AT_ONCE micro-batches more are computed of a command that has many, as at the
+    end of a mini-batch that could not begin before. No answer. Example: Computing(4)."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """The weights have moved by a mini-batch. Example: Updated(4)."""
 
     step: int
 
@@ -225,19 +272,37 @@ class DeltaMade:
 
 
 @dataclass(frozen=True, slots=True)
+class Staged:
+    """What the checkpoint is to hold is copied: the rank goes on with other commands. `error`: why
+    there will be none, in one line; nothing more is said of it then."""
+
+    path: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
-    """The checkpoint is complete and durable. Example: Saved("runs/a/checkpoints/step_5")."""
+    """From rank 0: the checkpoint is complete and durable. Example:
+    Saved("runs/a/checkpoints/step_5")."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """There is no such checkpoint, for a reason in one line; the rank goes on as if it had not been
-    told."""
+    """From rank 0: there is no such checkpoint, for a reason in one line; the ranks go on as if
+    they had not been told."""
 
     path: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """From rank 0, after Saved. `error`: why there is no export, in one line."""
+
+    path: str
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,17 +344,24 @@ class RankFailed:
 RankEvent: TypeAlias = (
     RankStarted
     | Accumulated
+    | Computing
+    | Updated
     | Cleared
     | Published
     | StepFinished
     | DeltaMade
+    | Staged
     | Saved
     | SaveFailed
+    | Exported
     | GroupOpened
     | GroupJoined
     | WeightsSent
     | RankFailed
 )
+
+# Said of what goes on beside the commands.
+SaveEvent: TypeAlias = Saved | SaveFailed | Exported
 
 RANK_COMMANDS: Codec[RankCommand] = Codec(RankCommand)
 RANK_EVENTS: Codec[RankEvent] = Codec(RankEvent)

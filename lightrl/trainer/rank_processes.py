@@ -8,7 +8,8 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -18,13 +19,17 @@ from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
 from lightrl.system.child import LOOKS, Child, ChildDied, retry_on_resource_limit
+from lightrl.trainer.nodes.followers import Life, RanksLost, RemoteRank
 from lightrl.trainer.protocol import (
+    AT_ONCE,
     EMULATED_TARGET,
     RANK_COMMANDS,
     RANK_EVENTS,
     RANK_TARGET,
     Accumulate,
     Accumulated,
+    Computing,
+    Exported,
     GroupJoined,
     GroupOpened,
     LeaveGroup,
@@ -34,6 +39,8 @@ from lightrl.trainer.protocol import (
     RankFailed,
     RankStarted,
     Saved,
+    SaveEvent,
+    SaveFailed,
     StartRank,
     WeightsSent,
 )
@@ -42,16 +49,11 @@ logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply", bound=RankEvent)
 STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
-AT_ONCE = 8  # micro-batches for one reply: a rank that says nothing for long hangs
 PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
 # older and newer name of one variable
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
-# takes as long as a download or a disk does, or has a limit of its own
-UNHURRIED = {RankStarted, Saved, GroupOpened, GroupJoined, WeightsSent}
-
-
-class RanksLost(TrainerError):
-    """A rank has died, or lost another one; all of them can be started again from a checkpoint."""
+# takes as long as a download does, or has a limit of its own
+UNHURRIED = {RankStarted, GroupOpened, GroupJoined, WeightsSent}
 
 
 class Ranks:
@@ -63,22 +65,32 @@ class Ranks:
         config: Config,
         run_dir: Path,
         publish_dir: Path,
+        on_save: Callable[[SaveEvent], None],
         gpus: Sequence[str] = (),
         host: str = "",
+        life: Life | None = None,
     ) -> None:
-        """`gpus`: what each rank's CUDA_VISIBLE_DEVICES says; empty = whatever it finds. `host`:
-        where engines reach the ranks for broadcasts."""
+        """`on_save` is told what rank 0 says of a checkpoint. `gpus`: what each rank's
+        CUDA_VISIBLE_DEVICES says; empty = whatever it finds. `host`: where engines reach the ranks
+        for broadcasts, and those of other nodes. `life`: with ranks on other nodes, which come
+        after those of this one."""
         self._config = config
         self._run_dir = run_dir
         self._publish_dir = publish_dir
+        self._on_save = on_save
         self._gpus = gpus
+        self._host = host
+        self._life = life
+        self.num_local = config.train.ranks  # on this machine
+        self._checkpoints = config.checkpoints(run_dir)
         self._nccl_host = host if config.broadcast != "off" else ""
-        self._ranks: list[Child[RankCommand, RankEvent]] = []
+        self._ranks: list[Child[RankCommand, RankEvent] | RemoteRank] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
         self._awaited: int | None = None  # the rank that owes a reply soon
         # Where the ranks find each other; another file in each life, as that of the last is full of
-        # its dead.
-        self._rendezvous = publish_dir / f".ranks-{secrets.token_hex(8)}"
+        # its dead. Nodes that train together see no other folder than that of the checkpoints.
+        folder = self._checkpoints if life else publish_dir
+        self._rendezvous = folder / f".ranks-{secrets.token_hex(8)}"
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -86,57 +98,57 @@ class Ranks:
     async def start(self, step: int) -> None:
         """From the checkpoint of `step`; 0 = from the model. Raises RanksLost if a process cannot
         be made."""
-        world = self._config.train.ranks
+        starts = self._starts(step)
         try:
-            for rank in range(world):
-                await self._start(
-                    StartRank(
-                        config_json=self._config.model_dump_json(),
-                        model_dir=self._config.model.path,
-                        rank=rank,
-                        world=world,
-                        rendezvous=str(self._rendezvous),
-                        publish_dir=str(self._publish_dir),
-                        run_dir=str(self._run_dir),
-                        start_step=step,
-                        nccl_host=self._nccl_host,
-                    )
-                )
+            if self._life is not None:
+                others = starts[self.num_local :]
+                await self._life.begin(others, self.num_local, self._checkpoints)
+            for k, command in enumerate(starts[: self.num_local]):
+                gpus = self._gpus[k : k + 1]
+                self._add(await start_rank(self._config, self._run_dir, command, gpus))
         except OSError as e:
             raise RanksLost(f"rank {len(self._ranks)} cannot be started: {e}") from e
+        for rank in self._life.ranks if self._life is not None else ():
+            self._add(rank)
 
-    async def _start(self, command: StartRank) -> None:
-        name = f"lightrl-rank-{command.rank}"
-        start = partial(
-            Child[RankCommand, RankEvent].start,
-            EMULATED_TARGET if self._config.train.engine == "emulated" else RANK_TARGET,
-            name,
-            RANK_COMMANDS,
-            RANK_EVENTS,
-            env={
-                "OMP_NUM_THREADS": str(self._config.train.threads),
-                **log_environment("rank"),
-                **self._devices(command.rank),
-            },
-            log=self._run_dir / "logs" / f"rank-{command.rank}.log",
-        )
-        rank = await retry_on_resource_limit(start, name, logger.warning)
+    def _add(self, rank: Child[RankCommand, RankEvent] | RemoteRank) -> None:
         self._ranks.append(rank)
         self._replies.append(asyncio.Queue())
-        rank.send(command)
 
-    def _devices(self, rank: int) -> dict[str, str]:
-        """What the environment of a rank says of its GPU: it sees no other, and numbers it 0."""
-        added = environment(self._gpus[rank : rank + 1], os.environ)
-        if added and not ALLOCATOR.intersection(os.environ):
-            # Micro-batches differ in shape: blocks that can grow leave fewer holes between them.
-            added["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        return added
+    def _starts(self, step: int) -> list[StartRank]:
+        """In the order of the ranks."""
+        world = self.num_local * (1 + len(self._life.members) if self._life is not None else 1)
+        return [
+            StartRank(
+                config_json=self._config.model_dump_json(),
+                model_dir=self._config.model.path,
+                rank=rank,
+                world=world,
+                rendezvous=str(self._rendezvous),
+                publish_dir=str(self._publish_dir),
+                run_dir=str(self._checkpoints.parent),
+                start_step=step,
+                nccl_host=self._nccl_host,
+                host=self._host if self._life is not None else "",
+            )
+            for rank in range(world)
+        ]
 
     async def started(self) -> RankStarted:
-        """What rank 0 says when all of them are ready."""
-        started, *_ = [await self.reply(rank, RankStarted) for rank in range(len(self))]
-        return started
+        """What rank 0 says when all of them are ready. That may take as long as a download, and is
+        said if it takes long."""
+        waiting = asyncio.ensure_future(self.replies(RankStarted))
+        begun, every_s = time.monotonic(), self._config.node.patience_s
+        try:
+            while not (await asyncio.wait({waiting}, timeout=every_s))[0]:
+                logger.warning(
+                    "the ranks have not all started after %.0f s: one downloads or loads, or they "
+                    "do not reach each other; their logs tell which",
+                    time.monotonic() - begun,
+                )
+            return waiting.result()[0]
+        finally:
+            waiting.cancel()
 
     async def watch(self) -> NoReturn:
         """Hands the replies on. Raises RanksLost when a rank is gone or hangs, TrainerError if for
@@ -146,18 +158,20 @@ class Ranks:
             for rank, replies in zip(self._ranks, self._replies, strict=True)
         ]
         readers += [asyncio.ensure_future(self._require_answers(rank)) for rank in range(len(self))]
+        if self._life is not None:
+            readers.append(asyncio.ensure_future(self._life.watch()))
         try:
             ended, _ = await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)
-            for reader in ended:
-                reader.result()
-            raise AssertionError("a reader ends by raising only")
+            raise worst(reader.exception() for reader in ended)
         finally:
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def _receive(
-        self, rank: Child[RankCommand, RankEvent], replies: asyncio.Queue[RankEvent]
+        self,
+        rank: Child[RankCommand, RankEvent] | RemoteRank,
+        replies: asyncio.Queue[RankEvent],
     ) -> NoReturn:
         while True:
             try:
@@ -167,7 +181,10 @@ class Ranks:
             if isinstance(event, RankFailed):
                 kind = TrainerError if event.is_final else RanksLost
                 raise kind(f"{rank.name}: {event.reason}")
-            replies.put_nowait(event)
+            if isinstance(event, Saved | SaveFailed | Exported):
+                self._on_save(event)
+            elif not isinstance(event, Computing):
+                replies.put_nowait(event)
 
     async def _require_answers(self, rank: int) -> NoReturn:
         limit_s = PATIENCE_FACTOR * self._config.node.patience_s
@@ -244,7 +261,9 @@ class Ranks:
         for _ in starts:
             await self.replies(Accumulated)
 
-    async def stop(self) -> None:
+    async def stop(self, is_orderly: bool = True) -> None:
+        if self._life is not None:
+            await self._life.end(is_orderly)
         await asyncio.gather(*(rank.stop(STOP_S) for rank in self._ranks))
         self._rendezvous.unlink(missing_ok=True)
 
@@ -252,7 +271,46 @@ class Ranks:
         """Without waiting: those that are left of a set hang in a collective."""
         for rank in self._ranks:
             rank.kill()
-        await self.stop()
+        await self.stop(is_orderly=False)
+
+
+async def start_rank(
+    config: Config, run_dir: Path, command: StartRank, gpus: Sequence[str]
+) -> Child[RankCommand, RankEvent]:
+    """A rank on this machine, told to start. `gpus`: what its CUDA_VISIBLE_DEVICES says; empty =
+    whatever it finds. Raises OSError."""
+    name = f"lightrl-rank-{command.rank}"
+    start = partial(
+        Child[RankCommand, RankEvent].start,
+        EMULATED_TARGET if config.train.engine == "emulated" else RANK_TARGET,
+        name,
+        RANK_COMMANDS,
+        RANK_EVENTS,
+        env={
+            "OMP_NUM_THREADS": str(config.train.threads),
+            **log_environment("rank"),
+            **_devices(gpus),
+        },
+        log=run_dir / "logs" / f"rank-{command.rank}.log",
+    )
+    rank = await retry_on_resource_limit(start, name, logger.warning)
+    rank.send(command)
+    return rank
+
+
+def worst(errors: Iterable[BaseException | None]) -> BaseException:
+    """Of those that came at once: what ranks that are started again would meet again comes first,
+    or what nobody expects. There must be one."""
+    return min(filter(None, errors), key=lambda error: isinstance(error, RanksLost))
+
+
+def _devices(gpus: Sequence[str]) -> dict[str, str]:
+    """What the environment of a rank says of its GPU: it sees no other, and numbers it 0."""
+    added = environment(gpus, os.environ)
+    if added and not ALLOCATOR.intersection(os.environ):
+        # Micro-batches differ in shape: blocks that can grow leave fewer holes between them.
+        added["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return added
 
 
 async def _any_done(futures: set[asyncio.Future[Any]], limit_s: float) -> bool:

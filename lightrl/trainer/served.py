@@ -6,14 +6,14 @@ version the coordinator's.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from lightrl.core.delta_chain import MAX_CHAIN
 from lightrl.errors import WeightsError
-from lightrl.messages import DeltaOffer, PublishWeights
+from lightrl.messages import DeltaOffer, PublishWeights, WeightsBase
 from lightrl.system.child import LACKING, retry_on_resource_limit
 from lightrl.system.threads import in_thread
 from lightrl.trainer.protocol import DeltaMade, Published
@@ -25,18 +25,21 @@ logger = logging.getLogger(__name__)
 GRACE_S = 0.5  # for a bucket that a node is just being sent of a version that goes
 
 
+class PointTo(Protocol):
+    def __call__(self, file: VersionFile, *, stays: bool = False) -> None: ...
+
+
 class ServedVersions:
     """At most two: the newest, and the one before until it is in the way. Files are the ranks', who
     take no file again that the server reads. Differences between the last versions beside them,
     whose files are removed here.
     """
 
-    def __init__(
-        self, server: WeightServer, point_to: Callable[[VersionFile], None] | None = None
-    ) -> None:
+    def __init__(self, server: WeightServer, point_to: PointTo | None = None) -> None:
         """`point_to` tells the nodes of this machine where a version lies; called in a thread."""
         self._server = server
         self._point_to = point_to
+        self._base: VersionFile | None = None
         self._files: dict[int, VersionFile] = {}  # by version
         self._deltas: list[VersionFile] = []  # oldest first
 
@@ -49,6 +52,8 @@ class ServedVersions:
         """
         file = published.file
         version, known = file.policy_version, self._files.get(file.policy_version)
+        if published.base is not None:
+            await self._serve_base(published.base)
         if version >= max(self._files, default=0) and (
             known is None or known.digest != file.digest
         ):
@@ -60,12 +65,23 @@ class ServedVersions:
             for delta in self._deltas:  # for those whose tickets are for this version
                 self._server.publish(replace(delta, policy_version=version))
             await self._tell_this_machine(file)
-        return _message(published, portions)
+        return _message(published, portions, self._base)
 
-    async def _tell_this_machine(self, file: VersionFile) -> None:
+    async def _serve_base(self, file: VersionFile) -> None:
+        """What adapters are beside, as long as there are any. Ranks that start again make the same
+        once more, in another file, which goes: engines have mapped the first."""
+        if self._base is None:
+            publish = partial(self._publish, file)
+            await retry_on_resource_limit(publish, "serving the base", logger.warning)
+            self._base = file
+            await self._tell_this_machine(file, stays=True)
+        elif self._base.path != file.path:
+            await in_thread(_remove, [file])
+
+    async def _tell_this_machine(self, file: VersionFile, *, stays: bool = False) -> None:
         if self._point_to is not None:
             try:
-                await in_thread(self._point_to, file)
+                await in_thread(partial(self._point_to, file, stays=stays))
             except OSError as e:
                 logger.warning("nodes of this machine pull version %d: %s", file.policy_version, e)
 
@@ -103,6 +119,8 @@ class ServedVersions:
     async def close(self) -> None:
         for version in list(self._files):
             await self._retire(version)
+        if self._base is not None:
+            await self._server.retire(self._base.digest, 0.0)
         for delta in self._deltas:
             await self._server.retire(delta.digest, 0.0)
         self._deltas.clear()
@@ -136,7 +154,9 @@ def _offer(made: DeltaMade, file: VersionFile) -> DeltaOffer:
     return DeltaOffer(made.base, made.target, file.digest, size, file.num_bytes)
 
 
-def _message(published: Published, portions: tuple[int, ...]) -> PublishWeights:
+def _message(
+    published: Published, portions: tuple[int, ...], base: VersionFile | None
+) -> PublishWeights:
     file = published.file
     return PublishWeights(
         file.policy_version,
@@ -145,4 +165,5 @@ def _message(published: Published, portions: tuple[int, ...]) -> PublishWeights:
         file.manifest_bytes(),
         canary=published.canary,
         portions=portions,
+        base=WeightsBase(base.digest, base.num_bytes, base.manifest_bytes()) if base else None,
     )

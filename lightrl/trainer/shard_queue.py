@@ -1,27 +1,57 @@
-"""The shards of one step as they come in: which are next, which are accumulated together, what was
-counted.
+"""The shards of one step as they come in: which are next, which are accumulated together, which
+update they belong to, what was counted.
 
-Pure: no ranks, no clock. What is trained when is `trainer.supervisor`'s business.
+Pure: no ranks, no clock. What is trained when is `trainer.step`'s business.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from sys import maxsize
 
 from lightrl.errors import TrainerError
+from lightrl.loss_mask import num_trained
 from lightrl.messages import TrainGroup, TrainShard
 from lightrl.trainer.protocol import TrainSample
 
 
 class ShardQueue:
-    def __init__(self, step: int) -> None:
+    """Mini-batches follow from the order of the groups alone, so that a step that is trained again
+    in that order has the same: one ends with each `prompts_per_step // mini_batches` groups, the
+    last one with the step. A step of fewer groups has fewer of them."""
+
+    def __init__(self, step: int, prompts_per_step: int = 1, mini_batches: int = 1) -> None:
         self.step = step
         self.is_complete = False  # the last shard was taken
+        # came, but wait for others that fill a micro-batch with them
+        self.held: list[list[TrainSample]] = []
         # groups that were accumulated at a time, also those without signal
         self.portions: list[int] = []
+        # of the mini-batch, all that was accumulated
         self.num_responses = 0
         self.num_tokens = 0
         self.index = 0  # of the next shard
+        self._was_alone = False  # the last one
         self._num_groups = 0
+        self._rest: deque[TrainGroup] = deque()  # of shards that were taken, for later mini-batches
+        self._size = prompts_per_step // mini_batches
+        self._num_more = mini_batches - 1  # mini-batches after this one
+        self._counted = 0  # groups of this one
+
+    @property
+    def can_go_on(self) -> bool:
+        """Without another shard."""
+        return self.is_complete or bool(self._rest)
+
+    @property
+    def is_accumulated(self) -> bool:
+        return self.is_complete and not self.held and not self._rest
+
+    @property
+    def has_mini_batch(self) -> bool:
+        """All groups of a mini-batch were accumulated, and the step may have others. Where it has
+        none after all, what ends the step has nothing to update."""
+        is_last = self.is_complete and not self._rest
+        return self._num_more > 0 and self._counted == self._size and not is_last
 
     def is_begun_anew_by(self, waiting: deque[TrainShard]) -> bool:
         """The coordinator may begin a step again on its own."""
@@ -32,31 +62,58 @@ class ShardQueue:
         )
 
     def pop_groups(self, waiting: deque[TrainShard]) -> list[TrainGroup]:
-        """The groups that are to be accumulated at once: of all shards that wait, or of one that is
-        alone.
+        """The groups that may be accumulated at once: of all shards that wait, or of one that is
+        alone, up to the end of the mini-batch.
 
         Shards of steps that are done are dropped: they are late. What comes after the last shard of
         the step stays where it is. Raises TrainerError for any shard but the next of this step.
         """
-        groups: list[TrainGroup] = []
-        while waiting and not self.is_complete:
+        room = self._room - len(self.held)
+        groups = self._take(room)
+        while waiting and not self.is_complete and len(groups) < room:
             shard = waiting[0]
             if shard.step < self.step:
                 waiting.popleft()
                 continue
-            if (groups and shard.alone) or self.is_begun_anew_by(waiting):
+            if ((groups or self.held) and (shard.alone or self._was_alone)) or (
+                self.is_begun_anew_by(waiting)
+            ):
                 break
             self._check(waiting.popleft())
-            groups += shard.groups
+            self._rest += shard.groups
+            groups += self._take(room - len(groups))
+            self._was_alone = shard.alone
             if shard.alone:
                 break
         return groups
 
+    def must_not_wait(self, waiting: deque[TrainShard]) -> bool:
+        """For other groups: none come, or those that do are to be accumulated apart."""
+        is_full = len(self.held) >= self._room
+        is_apart = self._was_alone or (bool(waiting) and waiting[0].alone)
+        return self.is_complete or is_full or is_apart
+
     def count(self, groups: Sequence[Sequence[TrainSample]]) -> None:
-        """These were accumulated at once."""
+        """These were accumulated at once, and are held no longer."""
+        self.held = []
         self.portions.append(len(groups))
+        self._counted += len(groups)
         self.num_responses += sum(map(len, groups))
-        self.num_tokens += sum(len(s.token_ids) // 4 for samples in groups for s in samples)
+        self.num_tokens += sum(
+            num_trained(s.token_ids, s.loss_mask) for samples in groups for s in samples
+        )
+
+    def next_mini_batch(self) -> None:
+        self._num_more -= 1
+        self._counted = self.num_responses = self.num_tokens = 0
+
+    @property
+    def _room(self) -> int:
+        """Groups that the mini-batch lacks."""
+        return self._size - self._counted if self._num_more else maxsize
+
+    def _take(self, most: int) -> list[TrainGroup]:
+        return [self._rest.popleft() for _ in range(min(most, len(self._rest)))]
 
     def _check(self, shard: TrainShard) -> None:
         # The version is the one to be updated; the tokens may be of older ones.

@@ -1,8 +1,8 @@
 """The trainer role of a daemon: the order of its ranks' work, the versions they publish, and what
 is done when ranks die or the coordinator was gone.
 
-Which groups are trained is the coordinator's business, how they are packed is `trainer.batch`'s,
-what they are worth `trainer.advantage`'s. Never touches a tensor.
+Which groups are trained is the coordinator's business, which of them at once `trainer.step`'s.
+Never touches a tensor.
 
 A step is begun anew as long as its version is not published, so that whoever is lost, coordinator
 or ranks, no group counts twice: the coordinator sends all shards of the step again, from index 0.
@@ -11,48 +11,39 @@ or ranks, no group counts twice: the coordinator sends all shards of the step ag
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightrl.broadcast_messages import VersionTaken
 from lightrl.config import Config
 from lightrl.errors import TrainerError
-from lightrl.messages import (
-    Message,
-    PublishWeights,
-    ShardsTaken,
-    StepDone,
-    TrainGroup,
-    TrainShard,
-)
+from lightrl.messages import Message, PublishWeights, StepDone, TrainShard
 from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
-from lightrl.trainer.advantage import train_samples
-from lightrl.trainer.batch import streamed, trainable
 from lightrl.trainer.broadcasts import Broadcasts, Order
+from lightrl.trainer.checkpoint.start_point import where_to_start
+from lightrl.trainer.nodes.followers import Followers, RanksLost
+from lightrl.trainer.nonfinite import NonfiniteSteps
 from lightrl.trainer.protocol import (
-    Cleared,
-    ClearStep,
     DeltaMade,
     EncodeDelta,
     FinishStep,
     Published,
-    RankStarted,
     StepFinished,
-    TrainSample,
 )
-from lightrl.trainer.rank_processes import Ranks, RanksLost
-from lightrl.trainer.saved import CHECKPOINTS
+from lightrl.trainer.rank_processes import Ranks, worst
 from lightrl.trainer.saves import Saves
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.shard_queue import ShardQueue
-from lightrl.trainer.start_point import where_to_start
 from lightrl.trainer.state import EDGES, SILENT, UNHEARD, TrainerEvent, TrainerState
+from lightrl.trainer.step import Step
 from lightrl.weights.version.manifest import VersionFile
 
 logger = logging.getLogger(__name__)
+
+Begun = TypeVar("Begun")
 
 # In a row: without a step that was never done before.
 RESTARTS = RestartPolicy(max_restarts=3, first_pause_s=0.2, growth=3.0)
@@ -69,13 +60,15 @@ class Trainer:
         on_restart: Callable[[], None],
         gpus: tuple[str, ...] = (),
         host: str = "127.0.0.1",
+        relay: Callable[[Message], None] | None = None,
     ) -> None:
         """`versions` are served by this daemon's server, which is running. `send` reaches the
         coordinator.
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be
         told that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if
-        it is settled. `host`: an address of this machine that other nodes reach.
+        it is settled. `host`: an address of this machine that other nodes reach. `relay` reaches
+        the coordinator whenever there is a connection, for other trainer nodes.
         """
         self._config = config
         self._run_dir = run_dir
@@ -85,20 +78,23 @@ class Trainer:
         self._send = send
         self._on_restart = on_restart
         self._versions = versions
+        self.followers = Followers(config.train.nodes - 1, relay or send)
         self.device = ""
         self._state = TrainerState.STARTING
         # asked for once, in any state, and never taken back: no state of its own
         self._is_stopping = False
+        self._is_packed = True  # micro-batches
         self._changed = asyncio.Event()  # shards have come, the step begins anew, or the end
         self._shards: deque[TrainShard] = deque()
         self._broadcasts = Broadcasts(config, host, self._say, self._changed)
         self._done = 0  # optimizer steps in the ranks' weights
         self._furthest = 0  # ever
-        self._saves = Saves(self._checkpoints, config.checkpoint.keep_last, self._say)
+        self._saves = Saves(self._checkpoints, config, self._say)
         self._crashes = CrashCounter(RESTARTS)
         self._standing: PublishWeights | None = None  # where the ranks are
         self._file: VersionFile  # of that version; there is one when there are ranks that started
         self._step_done: StepDone | None = None  # how they came there
+        self._nonfinite = NonfiniteSteps()
 
     @property
     def all_steps_done(self) -> bool:
@@ -134,6 +130,7 @@ class Trainer:
         """End after the step of which all groups have come, if any, with a checkpoint of the steps
         done."""
         self._is_stopping = True
+        self._saves.stop()
         self._broadcasts.stop()
         self._changed.set()
 
@@ -151,7 +148,7 @@ class Trainer:
                 lost = e
             self._move(TrainerEvent.RANKS_LOST)
             self._forget_orders()
-            if self._is_stopping and not self.all_steps_done:
+            if self._is_stopping and not (self.all_steps_done and self._done > self._saves.step):
                 logger.warning("%s; leaving with the checkpoint of step %d", lost, self._saves.step)
                 return
             if self._is_stopping:  # nobody sends the last steps once more
@@ -185,7 +182,21 @@ class Trainer:
     async def _live(self, step: int) -> None:
         """From the start of a set of ranks to its end. Raises RanksLost if that is not an orderly
         one."""
-        ranks = Ranks(self._config, self._run_dir, self._scratch, self._gpus, self._host)
+        life = None
+        if self._config.train.nodes > 1:
+            if not await self._unless_stopped(self.followers.wait()):
+                self._require_saved()
+                return
+            life = self.followers.new_life()
+        ranks = Ranks(
+            self._config,
+            self._run_dir,
+            self._scratch,
+            self._saves.handle,
+            self._gpus,
+            self._host,
+            life,
+        )
         tasks: list[asyncio.Task[Any]] = []
         is_orderly = False
         try:
@@ -193,11 +204,10 @@ class Trainer:
             work = asyncio.ensure_future(self._work(ranks, step))
             watch = asyncio.ensure_future(ranks.watch())
             tasks += [work, watch]
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                is_orderly = work.result()
-            else:
-                watch.result()
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() or work.exception() is not None:
+                raise worst(task.exception() for task in ended)
+            is_orderly = work.result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -207,18 +217,19 @@ class Trainer:
     async def _work(self, ranks: Ranks, step: int) -> bool:
         """All that is to be done with ranks that start with the weights of `step`; whether they did
         start."""
-        started = await self._unless_stopped(ranks)
+        started = await self._unless_stopped(ranks.started())
         if started is None:
-            if self.all_steps_done:  # by those before
-                raise TrainerError(
-                    f"the last {self._done - self._saves.step} steps were not saved: ranks had died"
-                )
+            self._require_saved()
             return False
         if started.published is None:
             raise TrainerError("rank 0 started without publishing its weights")
         self.device, took_s = started.device, started.start_s
         logger.info("ranks started: %d, on %s, in %.1f s", len(ranks), self.device, took_s)
-        self._done = self._saves.step = step
+        self._is_packed = started.is_packed
+        for note in started.notes:
+            logger.warning(note)
+        self._done = step
+        self._saves.begin_life(step)
         self._furthest = max(self._furthest, step)
         self._step_done = None
         self._file = started.published.file
@@ -232,10 +243,17 @@ class Trainer:
         await self._train_all(ranks)
         return True
 
-    async def _unless_stopped(self, ranks: Ranks) -> RankStarted | None:
-        """When the ranks have started; none if the trainer is to stop before: nothing is to be
-        saved."""
-        starting = asyncio.ensure_future(ranks.started())
+    def _require_saved(self) -> None:
+        """Of a trainer that is to stop without ranks. Raises TrainerError."""
+        if self.all_steps_done:  # by those before
+            raise TrainerError(
+                f"the last {self._done - self._saves.step} steps were not saved: ranks had died"
+            )
+
+    async def _unless_stopped(self, begun: Coroutine[Any, Any, Begun]) -> Begun | None:
+        """What comes of it, as that ranks have started; None if the trainer is to stop before:
+        nothing is to be saved."""
+        starting = asyncio.ensure_future(begun)
         try:
             while not starting.done() and not self._is_stopping:
                 self._changed.clear()
@@ -247,68 +265,42 @@ class Trainer:
             starting.cancel()
 
     async def _train_all(self, ranks: Ranks) -> None:
-        is_due = False
-        interval = self._config.checkpoint.interval
         while not (self.all_steps_done or self._is_stopping) and await self._train(ranks):
-            is_due |= interval > 0 and self._done % interval == 0
-            if is_due and not self.all_steps_done:
-                problem = await self._saves.save(ranks, self._done)
-                is_due = bool(problem)
-                if problem:
-                    logger.warning("%s; trying again after the next step", problem)
+            if not self.all_steps_done:
+                await self._saves.after_step(ranks, self._done)
         if self._done > self._saves.step:
             await self._save_last(ranks)
+        if self.all_steps_done:
+            await self._saves.exported()
 
     async def _train(self, ranks: Ranks) -> bool:
-        """One optimizer step: whatever groups wait are accumulated at once, while others still
-        generate.
+        """One optimizer step: groups are accumulated while others still generate, as soon as those
+        that wait fill a micro-batch on every rank or no more come; with `run.deterministic` one by
+        one in the order in which they were sent, that of their prompts in the round.
 
-        With `run.deterministic` one by one in the order in which the coordinator sent them, which
-        is then that of their prompts in the round. False: stopped before all groups of the step had
-        come; the weights are those of the last step. Raises TrainerError for any shard but the next
-        of this step.
+        False: stopped before all groups of the step had come; the weights are those of the last
+        step. Raises TrainerError for any shard but the next of this step.
         """
-        step = self._done
-        queue = ShardQueue(step)
+        step = Step(self._config, ranks, self._done, self._shards, self._is_packed, self._say)
         while True:
-            while not (self._shards or self._begins_anew or queue.is_complete or self._has_orders):
+            while not (step.can_go_on or self._begins_anew or self._has_orders):
                 if self._is_stopping:
+                    await step.begin_anew()  # what is saved are the weights of the last step
                     return False
                 self._changed.clear()
                 await self._changed.wait()
             if self._has_orders:
                 await self._broadcasts.perform(ranks, self._file)
-            elif self._begins_anew or queue.is_begun_anew_by(self._shards):
+            elif self._begins_anew or step.is_begun_anew:
                 if self._begins_anew:
                     self._move(TrainerEvent.BEGAN_ANEW)
-                if queue.portions:
-                    ranks.tell(ClearStep(step))
-                    await ranks.replies(Cleared)
-                queue = ShardQueue(step)
-            elif queue.is_complete:
+                await step.begin_anew()
+            elif step.is_accumulated:
                 break
-            elif groups := [train_samples(g, self._config) for g in self._next_groups(queue)]:
-                await self._accumulate(ranks, step, groups)
-                queue.count(groups)
-        await self._finish(ranks, queue)
+            else:
+                await step.advance()
+        await self._finish(ranks, step.queue)
         return True
-
-    def _next_groups(self, queue: ShardQueue) -> list[TrainGroup]:
-        """What waits; while it is trained, the coordinator may send as much again."""
-        index = queue.index
-        groups = queue.pop_groups(self._shards)
-        if queue.index > index:
-            self._say(ShardsTaken(queue.step, queue.index - 1))
-        return groups
-
-    async def _accumulate(self, ranks: Ranks, step: int, groups: list[list[TrainSample]]) -> None:
-        train = self._config.train
-        useful = groups  # an emulated rank shows all that came, with a signal or without
-        if train.engine != "emulated":
-            useful = [trainable(samples, self._config.algorithm.kl_coef) for samples in groups]
-        deterministic = self._config.run.deterministic
-        batches_R = streamed(useful, len(ranks), train.max_tokens_per_gpu, deterministic)
-        await ranks.accumulate(step, batches_R)
 
     async def _finish(self, ranks: Ranks, queue: ShardQueue) -> None:
         """The update, from where on the ranks stand at the next step."""
@@ -323,6 +315,7 @@ class Trainer:
         finished, *_ = await ranks.replies(StepFinished)
         self._step_done = StepDone(step, version, finished.metrics)
         self._say(self._step_done)
+        self._nonfinite.count(step, finished.metrics)
         self._done = version
         if self._done > self._furthest:
             self._furthest = self._done
@@ -340,7 +333,7 @@ class Trainer:
         config, wants_delta = self._config, True
         if config.broadcast != "off" and not (self._is_stopping or self._state in SILENT):
             wants_delta = await self._broadcasts.follow(ranks, self._file)
-        if config.weights.delta == "auto" and wants_delta:
+        if config.has_deltas and wants_delta:
             await self._offer_delta(ranks)
 
     async def _offer_delta(self, ranks: Ranks) -> None:
@@ -356,7 +349,7 @@ class Trainer:
             self._say(self._standing)
 
     async def _save_last(self, ranks: Ranks) -> None:
-        problem = await self._saves.save_last(ranks, self._done)
+        problem = await self._saves.save_last(ranks, self._done, self.all_steps_done)
         if problem and (self.all_steps_done or not self._config.journal.enabled):
             raise TrainerError(problem)
         if problem:  # the steps since the last checkpoint can be trained again from the journal
@@ -387,4 +380,4 @@ class Trainer:
 
     @property
     def _checkpoints(self) -> Path:
-        return self._run_dir / CHECKPOINTS
+        return self._config.checkpoints(self._run_dir)

@@ -188,6 +188,10 @@ def _publication(message: PublishWeights) -> None:
     if not message.num_bytes or not message.manifest_bytes:
         raise ProtocolError("PublishWeights: a version without bytes")
     _words(message.digest, *(word for d in message.deltas for word in (d.base, d.target, d.digest)))
+    if (base := message.base) is not None:
+        _words(base.digest)
+        if base.sources or not base.num_bytes or not base.manifest_bytes:
+            raise ProtocolError("PublishWeights: a base with sources, or without bytes")
     if message.canary is not None:
         _canary(message.canary)
 

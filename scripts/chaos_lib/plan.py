@@ -5,6 +5,7 @@ Owns what a run must survive, and that each event leaves it somebody to go on wi
 
 import random
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 Phase = Literal[
@@ -62,7 +63,7 @@ class Event:
     step: int
     phase: Phase
     # after the phase was seen
-    delay_s: float
+    delay_s: float = 0.0
     # until what is stopped goes on
     hold_s: float = 0.0
     # waits for nothing: the event before has just come
@@ -76,8 +77,9 @@ class Event:
 class Fleet:
     """Which rollout nodes there are when all events so far have been felt."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, trainers: int = 1) -> None:
         self._nodes = nodes
+        self._trainers = [f"trainer-{k}" for k in range(trainers)]
         self.own = [f"rollout-{k}" for k in range(nodes)]
         self.late: list[str] = []
         self._joined = 0
@@ -94,7 +96,7 @@ class Fleet:
             case "engine":
                 return rng.choice(self.own)
             case "trainer" | "rank":
-                return "trainer-0"
+                return self._trainers[0] if len(self._trainers) == 1 else rng.choice(self._trainers)
             case "head" | "reward":
                 return "head"
             case "join":
@@ -116,14 +118,33 @@ class Fleet:
         return rng.choice([*self.late, *(self.own if len(self.own) > 1 else [])])
 
 
+def each_phase(trainers: int, eval_interval: int) -> list[Event]:
+    """Each trainer is killed once in each phase, two steps apart."""
+    plan: list[Event] = []
+    phases: tuple[Phase, ...] = ("rollout", "training", "publishing")
+    names = [f"trainer-{k}" for k in range(trainers)]
+    for k, (phase, name) in enumerate(product(phases, names)):
+        plan.append(Event("kill trainer", name, 2 * k + 1, phase))
+    begins = -(-(2 * len(plan) + 1) // eval_interval) * eval_interval
+    for k, name in enumerate(names):
+        plan.append(Event("kill trainer", name, begins + k * eval_interval, "evaluation"))
+    return plan
+
+
 def draw(
-    seed: int, events: int, steps: int, nodes: int, lease_s: float, eval_interval: int = 0
+    seed: int,
+    events: int,
+    steps: int,
+    nodes: int,
+    lease_s: float,
+    eval_interval: int = 0,
+    trainers: int = 1,
 ) -> list[Event]:
     """In the order in which they come; seeds in a row share out the kinds among them."""
     if events > MAX_PER_STEP * steps:
         raise ValueError(f"{events} events: at most {MAX_PER_STEP} a step")
     rng = random.Random(seed)
-    fleet = Fleet(nodes)
+    fleet = Fleet(nodes, trainers)
     hand = _deal(seed, events)
     plan: list[Event] = []
     for step in sorted(rng.sample([s for s in range(steps) for _ in range(MAX_PER_STEP)], events)):

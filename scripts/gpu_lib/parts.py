@@ -10,8 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ("engine", "trainer", "loop", "speed")
 
-ENGINE = ("torch", "transformers", "numpy", "safetensors", "msgspec")  # inside one process
-CHILD = (*ENGINE, "pydantic")  # as a process of its own, with a config
+# inside one process
+ENGINE = ("torch", "transformers", "numpy", "safetensors", "msgspec", "blake3")
+CHILD = (*ENGINE, "pydantic", "zstandard")  # as a process of its own, with a config
 RUN = (*CHILD, "zmq", "typer", "rich", "jinja2", "uvloop")  # `lightrl up`
 TESTS = ("pytest", "pytest_timeout")
 
@@ -90,10 +91,45 @@ PARTS = (
         150,
     ),
     tests(
+        "trainer/packing",
+        "packed kernels against padded SDPA; what a large head adds to the peak",
+        "test_packing.py",
+        CHILD,
+        120,
+    ),
+    tests(
         "loop/up",
         "lightrl up on the one GPU: 20 steps, the reward rises",
         "test_loop.py rises",
         RUN,
+        300,
+    ),
+    tests(
+        "loop/agrees",
+        "0.5B: engine and trainer agree over 20 steps, the reward rises",
+        "test_real_shape.py agree",
+        RUN,
+        420,
+    ),
+    tests(
+        "loop/real-kills",
+        "0.5B: engine and rank killed, the run killed and resumed, it learns",
+        "test_real_shape.py killed",
+        RUN,
+        420,
+    ),
+    tests(
+        "loop/lora-3b",
+        "LoRA of 3B, trainer and engine within 23 GiB",
+        "test_real_shape.py lora",
+        (*RUN, "peft"),
+        420,
+    ),
+    tests(
+        "engine/lora",
+        "adapters replace each other in an engine",
+        "test_lora.py",
+        (*CHILD, "peft"),
         300,
     ),
     tests(
@@ -150,6 +186,27 @@ PARTS = (
         "speed_step 0.5b",
         CHILD,
         120,
+    ),
+    measured(
+        "speed/train-0.5b",
+        "scripts/bench/train: 0.5B, 16k tokens, checkpointed; MFU",
+        "speed_train 0.5B",
+        CHILD,
+        300,
+    ),
+    measured(
+        "speed/train-3b",
+        "the same of 3B",
+        "speed_train 3B",
+        CHILD,
+        420,
+    ),
+    measured(
+        "speed/large-7b",
+        "7B with the optimizer on the host: load, step, stage",
+        "speed_large 7b",
+        CHILD,
+        420,
     ),
     measured(
         "speed/serve-3b",

@@ -13,6 +13,10 @@ from gpu_lib.parts import ROOT
 TOKENIZER = ROOT / "configs" / "quickstart" / "model"
 # of normal logits, in sqrt(2 ln vocabulary): as peaked as a trained model's, one to three nats
 SPREAD = 0.85
+# Of logits of a model that two computations in bfloat16 are held against each other with. Random
+# layers pass rounding on far more than trained ones do: as peaked as a trained model, one of 0.5B
+# has logprobs 0.067 apart by transformers' own two kinds of attention alone (on a CPU).
+CALM = 1.0
 
 COMMON = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -47,6 +51,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 32768,
         "vocab_size": 151936,
+    },
+    # Qwen2.5-7B likewise.
+    "7b": COMMON
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
     },
     "small": COMMON
     | {
@@ -90,9 +106,11 @@ def make_config(folder: Path, shape: str, **changes: Any) -> Path:
     return folder
 
 
-def make_module(folder: Path, device: str, dtype: Any, seed: int = 0) -> Any:
-    """The module of a model directory with random weights, for inference, logits spread as SPREAD
-    says."""
+def make_module(
+    folder: Path, device: str, dtype: Any, seed: int = 0, deviation: float | None = None
+) -> Any:
+    """The module of a model directory with random weights, for inference. `deviation`: of its
+    logits; None: as SPREAD says."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -106,16 +124,19 @@ def make_module(folder: Path, device: str, dtype: Any, seed: int = 0) -> Any:
     with torch.inference_mode():
         spread = module(input_ids=ids).logits.float().std(-1).mean().item()
     with torch.no_grad():
-        module.model.norm.weight.mul_(SPREAD * math.sqrt(2 * math.log(config.vocab_size)) / spread)
+        wanted = deviation or SPREAD * math.sqrt(2 * math.log(config.vocab_size))
+        module.model.norm.weight.mul_(wanted / spread)
     return module
 
 
-def make_model(folder: Path, shape: str, device: str, seed: int = 0) -> Path:
+def make_model(
+    folder: Path, shape: str, device: str, seed: int = 0, deviation: float | None = None
+) -> Path:
     """A model directory with random weights in bfloat16, as `lightrl up` takes it."""
     import torch
 
     make_config(folder, shape)
-    module = make_module(folder, device, torch.bfloat16, seed)
+    module = make_module(folder, device, torch.bfloat16, seed, deviation)
     config = (folder / "config.json").read_text()
     module.save_pretrained(folder)
     (folder / "config.json").write_text(config)

@@ -1,8 +1,8 @@
 """A training step of LightRL's rank against a bare PyTorch loop: same model, samples and
 micro-batches.
 
-The bare loop keeps float32 weights, computes in bfloat16 autocast and steps with fused AdamW, as
-the rank does; it writes no version. Two steps warm up, the median of the rest counts.
+The bare loop keeps float32 weights and steps with fused AdamW, as the rank does, and computes in
+bfloat16 autocast; it writes no version. Two steps warm up, the median of the rest counts.
 
     python -m gpu_lib.speed_step 0.5b
 """
@@ -108,15 +108,22 @@ def rank_steps(model: Path, shape: str, scratch: Path) -> tuple[float, dict[str,
     """Seconds of a step without writing the version, and what the rank says of its parts."""
     from lightrl.run_file import parse_config
     from lightrl.trainer.protocol import Accumulate, FinishStep, StartRank, TrainSample
-    from lightrl.trainer.rank import Rank
+    from lightrl.trainer.rank.rank import Rank
     from lightrl.wire import pack_f32, pack_i32
 
     algorithm = {"name": "dr_grpo", "loss_norm": RESPONSE_TOKENS}
     config = parse_config(
-        {"model": {"path": str(model)}, "data": {"path": "unused"}, "algorithm": algorithm}
+        {
+            "model": {"path": str(model)},
+            "data": {"path": "unused"},
+            "algorithm": algorithm,
+            "train": {"activation_checkpointing": False},  # nor does the bare loop
+            "weights": {"canary": 0},
+        }
     )
     publish = str(scratch / "weights")
-    rank = Rank(StartRank(config.model_dump_json(), str(model), 0, 1, "", publish, str(scratch)))
+    start = StartRank(config.model_dump_json(), str(model), 0, 1, "", publish, str(scratch))
+    rank = Rank(start, lambda event: None)
     logprobs = pack_f32([-5.0] * RESPONSE_TOKENS)
     samples = [
         TrainSample(f"p{i}@0#0", pack_i32(p), pack_i32(r), logprobs, a)

@@ -134,6 +134,40 @@ keeps the first 32 x 8 by tokens
             "rollout.engine=emulated train.engine=emulated",
             "training    emulated: NOTHING IS LEARNT and no model comes out",
         ),
+        (
+            "algorithm.name=dapo",
+            """ratios to the weights before the step are clipped to 0.8 ... 1.28; \
+importance weights of at most 2, \
+none where trainer and engines compute in float32""",
+        ),
+        (
+            "algorithm.name=gspo algorithm.tis_cap=0",
+            "the step are clipped to 0.9997 ... 1.0004; no importance weights\n",
+        ),
+        (
+            "algorithm.name=cispo async.max_staleness=1 algorithm.clip_high=3",
+            """before the step are clipped above 4; importance weights of at most 2
+            note        algorithm.clip_high cannot act: a step is one update""",
+        ),
+        (
+            "train.prompts_per_step=4 train.max_tokens_per_gpu=4096",
+            "note        train.max_tokens_per_gpu = 4,096: a step has at most 3,616 tokens and "
+            "fills no micro-batch on every rank",
+        ),
+        (
+            "train.optim.min_lr_ratio=0.1",
+            "note        train.optim.min_lr_ratio cannot act: train.optim.schedule = 'constant'",
+        ),
+        (
+            "train.optim.schedule=cosine train.optim.warmup_steps=100",
+            "note        train.optim.schedule = 'cosine' cannot act: all of train.steps = 100 are "
+            "train.optim.warmup_steps",
+        ),
+        (
+            "train.optim.name=adamw8bit train.optim.schedule=linear train.optim.lr=1e-5 "
+            "train.optim.warmup_steps=5 train.optim.min_lr_ratio=0.1",
+            "lr 1e-05 after 5 steps of warm-up, linear to 1e-06, adamw8bit, 1 rank",
+        ),
     ],
 )
 def test_dry_run_tells_what_rounds_launch_and_what_that_does_to_lengths(capsys, overrides, lines):
@@ -166,6 +200,14 @@ def test_dry_run_prints_a_config_that_loads_to_the_same_from_elsewhere(capsys, t
         ("reward.functions=other.py:f", ("other.py:f", "it defines g")),
         ("train.steps=many", ("train.steps = 'many'", "integer")),
         ("train.stepz=3", ("train.stepz", "did you mean train.steps?")),
+        (
+            "train.max_tokens_per_gpu=112",
+            (
+                "train.max_tokens_per_gpu = 112: is less than one sequence, "
+                "data.max_prompt_length + rollout.max_response_length = 8 + 105",
+            ),
+        ),
+        ("rollout.group_size=1", ("rollout.group_size = 1", "compares the responses")),
         ("run.bind=nonsense", ("nonsense", "tcp://10.0.0.1:5600")),
         (
             "run.bind=tcp://[::1]:5600",

@@ -107,10 +107,32 @@ def test_the_dry_run_shows_who_gets_what_and_why(tmp_path):
     assert "devices     rank 0: GPU 0 (NVIDIA H100 80GB HBM3)" in done.stdout
     assert "engine 1: GPU 0 (NVIDIA H100 80GB HBM3), gpu_memory_utilization = 0.44" in done.stdout
     assert (
-        "has 79.2 GiB free of 79.6 GiB - 1.4 GiB of a training rank = 77.8 GiB for 2 engines"
+        "has 79.2 GiB free of 79.6 GiB - 1.1 GiB of a training rank = 78.1 GiB for 2 engines"
         in done.stdout
     )
-    assert "a training rank needs 1.4 GiB on a GPU" in done.stdout
+    assert "a training rank needs 1.1 GiB on a GPU" in done.stdout
+    assert "               0.0 GiB  optimizer (adamw)\n" in done.stdout
+
+
+def test_the_dry_run_of_one_daemon_wants_its_own_gpus_alone(tmp_path):
+    """Of four trainer nodes one is here, beside the coordinator."""
+    environment = install(tmp_path / "fake", TWO)
+    command = ("up", str(QUICKSTART), "train.nodes=4", "train.ranks=2", "--dry-run")
+    done = lightrl(tmp_path, environment, *command)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "train.nodes x train.ranks = 8: each needs a GPU of its own, and 2 can" in done.stderr
+    done = lightrl(tmp_path, environment, *command, "--role", "coordinator,trainer")
+    assert done.returncode == 0, done.stderr
+    assert "4 nodes x 2 ranks, one of them here; micro-batches" in done.stdout
+    assert "rank 1: GPU 1 (NVIDIA H100 80GB HBM3)\n" in done.stdout
+    assert "rollout     no daemon here: the run waits until nodes join" in done.stdout
+    assert "engine 0" not in done.stdout
+    command = ("up", str(QUICKSTART), "--role", "coordinator,rollout", "--slots", "7", "--dry-run")
+    done = lightrl(tmp_path, environment, *command)
+    assert done.returncode == 0, done.stderr
+    assert "1 daemon (auto) x 7 slots = 7 at once" in done.stdout
+    assert "engine 0: GPU 0 (NVIDIA H100 80GB HBM3)\n" in done.stdout
+    assert "rank" not in done.stdout.partition("devices     ")[2].partition("weights     ")[0]
 
 
 def test_check_names_what_is_wrong_and_goes_on(tmp_path):

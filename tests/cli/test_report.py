@@ -19,6 +19,18 @@ def test_a_run_without_rewards_says_so():
     assert list(progress.lines(snapshot, 20.0)) == []  # once a step
 
 
+def test_a_step_whose_gradient_is_not_finite_is_told():
+    metrics = {"round/groups_trained": 4.0, "train/skipped_nonfinite": 1.0}
+    progress = Progress()
+    bad, good = (
+        Snapshot(*("one", "/r", "running", step, 3, 1, 1.0), rewards=(0.0,), metrics=figures)
+        for step, figures in ((1, metrics), (2, metrics | {"train/updates": 1.0}))
+    )
+    told = "WARNING: step 1 changed nothing: its gradient is not finite"
+    assert told in list(progress.lines(bad, 10.0))
+    assert not [line for line in progress.lines(good, 20.0) if "WARNING" in line]
+
+
 def test_what_a_run_survives_is_said_when_it_happens():
     progress = Progress()
 

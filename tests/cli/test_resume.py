@@ -19,8 +19,8 @@ from lightrl.launch.resume import MAY_CHANGE, newest_checkpoint, prepare
 from lightrl.messages import Snapshot
 from lightrl.metrics import sinks
 from lightrl.run_file import load_config
-from lightrl.trainer.saved import SavedStep, point
-from lightrl.trainer.seal import sealed
+from lightrl.trainer.checkpoint.saved import SavedStep, point
+from lightrl.trainer.checkpoint.seal import sealed
 from lightrl.wire import to_json
 from tests.support.cli import (
     DEADLINE_S,
@@ -125,6 +125,33 @@ def test_steps_that_are_done_stay_done(capsys, tmp_path):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step":2}\n')
     assert refusal(capsys, "one", "train.steps=1") == "train.steps = 1: 2 steps are done already"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.max_tokens_per_gpu=4096",
+        "train.activation_checkpointing=true",
+        "train.offload=all",
+        "train.sync=last",
+    ],
+)
+def test_what_helps_against_lack_of_memory_may_change_where_all_steps_are_saved(
+    capsys, tmp_path, override
+):
+    run_dir = left_behind(tmp_path / "runs" / "one")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step":2}\n')
+    key, _, value = override.partition("=")
+    line = refusal(capsys, "one", override)
+    assert line.startswith(f"{key} = {value.capitalize() if value == 'true' else value}: the steps")
+    assert line.endswith("come out different; --from-checkpoint forgets them")
+    path = run_dir / "checkpoints" / "step_2"
+    path.mkdir(parents=True)
+    (path / "trainer.json").write_bytes(to_json(SavedStep(2, 2, "")))
+    point(run_dir / "checkpoints", path)
+    changed = prepare("one", [override]).train.model_dump(mode="json")
+    assert str(changed[key.removeprefix("train.")]).lower() == value
 
 
 def test_a_run_without_a_journal(capsys, tmp_path):

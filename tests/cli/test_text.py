@@ -176,7 +176,7 @@ def test_no_loader_asks_for_or_runs_code_of_a_model(tmp_path):
     from lightrl.engine.checkpoint import read_config
     from lightrl.errors import EngineError, RewardError, TrainerError
     from lightrl.rewards.worker import load_decoder
-    from lightrl.trainer.model import load_policy
+    from lightrl.trainer.model.policy import load_policy
 
     folder = with_code(tmp_path / "model", "own")
     for name in ("tokenizer.json", "special_tokens_map.json", "vocab.json", "merges.txt"):

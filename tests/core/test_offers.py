@@ -1,5 +1,7 @@
 """What nodes are told of a version: sources that serve, tickets that fit, not too many messages."""
 
+from dataclasses import replace
+
 from lightrl.core.commands import Command, Record
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import (
@@ -27,6 +29,7 @@ from lightrl.messages import (
     Hello,
     PublishWeights,
     StepDone,
+    WeightsBase,
     WeightsEndpoint,
     WeightsFailed,
     WeightsProgress,
@@ -235,13 +238,15 @@ def test_resumed_coordinator_knows_enough_for_nodes_to_pull_from_each_other():
     d = Driver()
     canary = Canary(b"\1\0\0\0\2\0\0\0", b"\0\0\0\0")
     d.join("t", "trainer")
-    message = PublishWeights(0, "digest-0", 1000, 10, canary=canary)
+    base = WeightsBase("base", 5000, 50)
+    message = PublishWeights(0, "digest-0", 1000, 10, canary=canary, base=base)
     [entry] = [
         c.entry
         for c in of_kind(d.feed(WeightsPublished("t", message)), Record)
         if isinstance(c.entry, VersionPublished)
     ]
     assert (entry.num_bytes, entry.manifest_bytes, entry.canary) == (1000, 10, canary)
+    assert entry.base == base
     d.join("a")
     d.confirm("a", 0)
     for _ in range(2):  # from the entry; then from where the segment begins
@@ -250,6 +255,21 @@ def test_resumed_coordinator_knows_enough_for_nodes_to_pull_from_each_other():
         [(node, offer)] = sent(d.join("b"), PublishWeights)
         assert (node, [s.node for s in offer.sources]) == ("b", ["a"])
         assert (offer.num_bytes, offer.manifest_bytes, offer.canary) == (1000, 10, canary)
+        assert offer.base is not None
+        assert replace(offer.base, sources=()) == base
+        assert [s.node for s in offer.base.sources] == ["a"]
+
+
+def test_the_base_of_adapters_is_pulled_with_tickets_that_hold_for_every_version():
+    d = Driver()
+    d.join("t", "trainer")
+    message = replace(publication(0), base=WeightsBase("base", 5000, 50))
+    d.feed(WeightsPublished("t", message))
+    [(_, offer)] = sent(d.join("a"), PublishWeights)
+    assert offer.base is not None
+    secret = d.core.fleet.offers.endpoints["t"].secret
+    assert [s.ticket for s in offer.base.sources] == [pull_ticket(secret, "a", 0)]
+    assert offer.base.sources == offer.sources
 
 
 def test_coordinator_resumed_while_nodes_pull_tells_them_again():

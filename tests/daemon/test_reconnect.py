@@ -24,7 +24,8 @@ NAMES = ("p0@0#0", "p0@0#1", "p1@0#0")
 # About 1.2 s of work.
 SOME = {"rollout": {"engine_args": {"t0_ms": 5.0, "mean_length": 0.0}, "max_response_length": 200}}
 ENDLESS = {
-    "rollout": {"engine_args": {"t0_ms": 5.0, "mean_length": 0.0}, "max_response_length": 50_000}
+    "rollout": {"engine_args": {"t0_ms": 5.0, "mean_length": 0.0}, "max_response_length": 50_000},
+    "train": {"max_tokens_per_gpu": 60_000},
 }
 
 
@@ -303,7 +304,7 @@ def test_node_that_is_not_welcomed_at_all_can_be_told_to_leave(tmp_path: Path):
 def test_who_hangs_is_ended_by_force():
     code = (
         "import threading, time; from lightrl import log; "
-        "from lightrl.daemon.worker import end_by_force; "
+        "from lightrl.daemon.parent import end_by_force; "
         "log.configure(log.LogSettings('rollout')); "
         "threading.Timer(0.1, end_by_force).start(); [None for _ in iter(lambda: time.sleep(1), 0)]"
     )

@@ -541,3 +541,25 @@ def test_a_restored_cursor_goes_on_where_the_other_stopped(num_drawn):
 def test_a_cursor_of_another_data_set_is_refused():
     with pytest.raises(DataError, match="does not fit a data set of 4 prompts"):
         PromptCursor(4, seed=0, shuffle=True).restore({"epoch": 0, "position": 5})
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
+        ({"vision_config": {"depth": 2}}, "is multimodal (vision_config"),
+        ({"is_encoder_decoder": True}, "has an encoder"),
+        ({"architectures": ["BertForMaskedLM"]}, "is a BertForMaskedLM, not a causal"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_one_line(plain_model, tmp_path, said, reason):
+    shutil.copytree(plain_model, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    table = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(table | said))
+    for load in (load_tokenizer, weights_folder):
+        with pytest.raises(ConfigError) as raised:
+            load(str(tmp_path / "model"))
+        assert str(raised.value).startswith("model.path = ")
+        assert reason in str(raised.value)
+        assert "\n" not in str(raised.value)

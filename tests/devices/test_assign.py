@@ -292,3 +292,11 @@ def test_the_options_of_each_daemon():
     assert got.options("trainer-0") == ("--gpus", "0", "--gpu-memory", "0.0")
     assert got.options("rollout-1") == ("--gpus", "0", "--gpu-memory", "0.26")
     assert assign(NO_DRIVER, {}, RUN).options("rollout-0") == ()
+
+
+def test_each_of_several_trainer_daemons_gets_its_share_of_the_ranks():
+    got = assign(gpus(5), {}, replace(RUN, ranks=4, trainers=2, engines=1))
+    assert got.options("trainer-0")[:2] == ("--gpus", "0,1")
+    assert got.options("trainer-1")[:2] == ("--gpus", "2,3")
+    with pytest.raises(ConfigError, match=r"train.nodes x train.ranks = 4: each needs a GPU"):
+        assign(gpus(3), {}, replace(RUN, ranks=4, trainers=2, engines=1))

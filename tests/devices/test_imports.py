@@ -8,7 +8,7 @@ CODE = """
 import sys
 for name in ("zmq", "uvloop", "rich", "typer", "jinja2", "vllm", "pynvml"):
     sys.modules[name] = None
-import lightrl.engine.process, lightrl.engine.torch, lightrl.trainer.rank
+import lightrl.engine.process, lightrl.engine.torch, lightrl.trainer.rank.rank
 """
 DAEMON = """
 import sys

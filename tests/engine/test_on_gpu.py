@@ -10,7 +10,7 @@ import torch
 
 from lightrl.devices import memory
 from lightrl.devices.memory import GIB
-from lightrl.engine import vllm
+from lightrl.engine import vllm, vllm_memory
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.checkpoint import build_model, kv_bytes_per_token, read_config, tensor_targets
 from lightrl.engine.gpu_room import DRAFT_LOGITS, fitting
@@ -108,7 +108,7 @@ def test_a_gpu_that_is_full_is_one_line(config, gpu):
 def shared(config, spec):
     targets = tensor_targets(build_model(config, torch.bfloat16, "meta"))
     args = vllm._engine_args(spec, config, torch.bfloat16, "cuda") | spec.engine_args
-    return vllm.shared_memory_args(spec, config, targets, args)
+    return vllm_memory.shared_memory_args(spec, config, targets, args)
 
 
 def test_vllm_beside_others_is_told_its_cache(config, gpu):
@@ -140,10 +140,10 @@ def test_a_step_of_vllm_is_as_large_as_the_arithmetic_has_it(config):
 
 def test_what_is_left_for_drafts_is_of_the_share_where_there_is_one(gpu):
     gpu(80, 6)
-    assert vllm._left_on_gpu(spec_of("vllm")) == 6 * GIB
+    assert vllm_memory.left_on_gpu(spec_of("vllm")) == 6 * GIB
     gpu(80, 40)
-    assert vllm._left_on_gpu(spec_of("vllm", gpu_memory=0.25)) == 20 * GIB - WEIGHTS
-    assert vllm._left_on_gpu(spec_of("vllm", gpu_memory=0.1)) == 0
+    assert vllm_memory.left_on_gpu(spec_of("vllm", gpu_memory=0.25)) == 20 * GIB - WEIGHTS
+    assert vllm_memory.left_on_gpu(spec_of("vllm", gpu_memory=0.1)) == 0
 
 
 def test_drafts_take_no_more_than_is_left():
@@ -160,7 +160,8 @@ def test_drafts_take_no_more_than_is_left():
 def test_a_deterministic_run_asks_vllm_for_kernels_that_do_not_depend_on_the_batch(
     config, tmp_path, monkeypatch, is_deterministic, wanted
 ):
-    def api():
+    def api(needs_lora):
+        assert not needs_lora
         assert os.environ.get("VLLM_BATCH_INVARIANT") == wanted  # vLLM looks when it is imported
         raise EngineUnusable("far enough")
 

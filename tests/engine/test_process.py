@@ -108,4 +108,8 @@ def test_a_preempted_jobs_sigterm_does_not_end_the_engine(start, ask):
 def test_auto_prefers_vllm_where_it_is_installed():
     assert resolve_engine("auto") == ("vllm" if importlib.util.find_spec("vllm") else "torch")
     assert resolve_engine("emulated") == "emulated"
-    assert "vllm" not in sys.modules
+    code = (
+        "import sys; from lightrl.engine.process import resolve_engine; resolve_engine('auto'); "
+        "print('vllm' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -205,7 +205,8 @@ def test_what_runs_and_what_waits_is_not_disturbed(engine, tiny, ask):
     requests = [ask(f"r{i}", p, 20 + 5 * i, seed=i) for i, p in enumerate(prompts)]
     plain, preemptions, _ = engine.call("drive", requests, {})
     assert [len(t) for t in plain.values()] == [20 + 5 * i for i in range(2 * SLOTS)]
-    texts = {0: TEXT, 1: LONG, 7: TEXT, 8: TEXT, 30: LONG}
+    # 14 are made even if all drafts are right; when drafts are tried depends on the clock.
+    texts = {0: TEXT, 1: LONG, 7: TEXT, 8: TEXT, 13: LONG}
     tokens, again, scores = engine.call("drive", requests, texts)
     assert tokens == plain
     assert again == preemptions

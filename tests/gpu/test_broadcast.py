@@ -1,8 +1,8 @@
 """Broadcasts over NCCL, and their proof on a device. Never run so far: no machine with two GPUs.
 
 Nor has it been seen between two machines that NCCL takes the interface by which members reach each
-other: it looks for one once in a process, see `trainer/group.py` and `weights/broadcast/group.py`.
-With NCCL_DEBUG=INFO the line "Bootstrap: Using" says which it took.
+other: it looks for one once in a process, see `trainer/group.py` and
+`weights/broadcast/group.py`. With NCCL_DEBUG=INFO the line "Bootstrap: Using" says which it took.
 """
 
 import multiprocessing

@@ -21,6 +21,12 @@ import subprocess, sys
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
 sys.exit(3)
 """
+# Figures of parts that are tests.
+TWO_RANKS = "two ranks against one, 3 steps: grad_norm, apart by"
+LORA = "adapters in the torch engine, float32: gap to the trainer"
+AGREES = "small with random weights, torch engine: reward of step 3"
+KILLED = "small, torch engine, killed and resumed: steps done when all was killed"
+LORA_RUN = "LoRA of small, rank 16, torch engine: micro-batches of a step"
 TESTS = """
 import pytest
 
@@ -185,14 +191,29 @@ def test_without_a_gpu_it_runs_to_its_end_and_says_why(tmp_path):
     assert said["machine"]["versions"]["torch"]
 
 
-def test_on_a_cpu_a_part_runs_with_tiny_shapes(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("speed/step", "small, bare loop / rank (goal 0.95)"),
+        ("speed/large-7b", "small, a checkpoint staged for the first time: s"),
+        pytest.param(
+            "speed/train-3b", "3B, rank / bare loop: tokens/s (goal 0.95)", marks=pytest.mark.slow
+        ),
+        pytest.param("trainer/nccl", TWO_RANKS, marks=pytest.mark.slow),
+        pytest.param("engine/lora", LORA, marks=pytest.mark.slow),
+        pytest.param("loop/agrees", AGREES, marks=pytest.mark.slow),
+        pytest.param("loop/real-kills", KILLED, marks=pytest.mark.slow),
+        pytest.param("loop/lora-3b", LORA_RUN, marks=pytest.mark.slow),
+    ],
+)
+def test_on_a_cpu_a_part_runs_with_tiny_shapes(tmp_path, name, figure):
     done = scripts_gpu(
-        "--device", "cpu", "--only", "speed/step", "--minutes", "4", "--out", str(tmp_path / "log")
+        "--device", "cpu", "--only", name, "--minutes", "4", "--out", str(tmp_path / "log")
     )
     assert done.returncode == 0, done.stdout + (tmp_path / "log").read_text()
-    found = json.loads(done.stdout.splitlines()[-1])["parts"]["speed/step"]
+    found = json.loads(done.stdout.splitlines()[-1])["parts"][name]
     assert found["state"] == "passed"
-    assert found["figures"]["small, bare loop / rank (goal 0.95)"] > 0
+    assert found["figures"][figure] > 0
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ RANK = """
 import json, sys
 from pathlib import Path
 import torch
-from lightrl.trainer.rank import Rank
+from lightrl.trainer.rank.rank import Rank
 from lightrl.trainer.protocol import Accumulate, FinishStep, Save, StartRank, TrainSample
-from lightrl.trainer.saved import checkpoint_path
+from lightrl.trainer.checkpoint.saved import checkpoint_path
 from lightrl.wire import from_json
 from safetensors.torch import save_file
 
@@ -42,7 +42,8 @@ job = json.loads(Path(sys.argv[1]).read_text())
 samples = [from_json(line.encode(), TrainSample) for line in job["samples"]]
 run = Path(job["run"])
 weights = str(run / "weights")
-rank = Rank(StartRank(job["config"], job["model"], 0, 1, "", weights, str(run), job["first"]))
+start = StartRank(job["config"], job["model"], 0, 1, "", weights, str(run), job["first"])
+rank = Rank(start, lambda event: None)
 digests = [rank.started.published.file.digest]
 said = {"device": str(rank.device), "digests": digests, "metrics": [], "dtypes": []}
 tokens = sum(len(s.token_ids) // 4 for s in samples)
@@ -60,8 +61,10 @@ for step in range(job["first"], job["first"] + job["steps"]):
 path = checkpoint_path(run / "checkpoints", job["first"] + job["steps"])
 path.parent.mkdir(parents=True, exist_ok=True)
 list(rank.perform(Save(job["first"] + job["steps"], str(path))))
-said["master"] = sorted({str(p.dtype) for p in rank.policy.module.parameters()})
-masters = {n: p.detach().cpu().contiguous() for n, p in rank.policy.module.named_parameters()}
+rank.saver.wait()
+said["master"] = sorted({str(p.dtype) for p in rank.learner.policy.module.parameters()})
+named = rank.learner.policy.module.named_parameters()
+masters = {n: getattr(p.detach(), "full_tensor", p.detach)().cpu().contiguous() for n, p in named}
 save_file(masters, run / "masters")
 (run / "said.json").write_text(json.dumps(said))
 """
@@ -200,7 +203,9 @@ def test_peak_memory_is_what_the_dry_run_says(device, train, tmp_path, figure):
     said = train(device, model, samples, tmp_path / "run", batch=batch, steps=2)
     shape = memory.shape_of_folder(model)
     assert shape.num_parameters == num_parameters(SHAPES[name])
-    items = memory.trainer_items(shape, 1, batch * (length + 8))
+    items = memory.trainer_items(
+        shape, memory.Training(tokens=batch * (length + 8), checkpointing=True)
+    )
     expected = sum(item.num_bytes for item in items if not item.what.startswith("CUDA"))
     if device == "cuda":
         figure(f"peak memory of a rank, {name}: GiB", said["peak"] / 2**30)

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightrl.engine.base import EngineSpec
-from lightrl.trainer.model import Policy, collate, response_logprobs
+from lightrl.trainer.model.collate import collate
+from lightrl.trainer.model.forward import Way, response_logprobs
 from lightrl.trainer.protocol import TrainSample
 from lightrl.wire import pack_f32, pack_i32
 from tests.engine import test_contract
@@ -171,8 +172,8 @@ def test_logprobs_are_those_of_the_trainer(on, remote, tiny, figure, version):  
     ]
     module = tiny.models[version].to(on.device)
     with torch.no_grad():
-        batch = collate(samples, torch.device(on.device), CONFIG["vocab_size"])
-        logprobs, _ = response_logprobs(Policy(module, {}), batch)
+        batch = collate(samples, torch.device(on.device), CONFIG["vocab_size"], packed=False)
+        logprobs, _ = response_logprobs(module, Way(), batch)
     gaps = ((logprobs - batch.rollout_logprobs).abs() * batch.mask).sum() / batch.mask.sum()
     tiny.models[version].to("cpu")
     figure(f"vLLM: train_rollout_logprob_abs_diff, {on.dtype}, version {version}", float(gaps))

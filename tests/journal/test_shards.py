@@ -2,14 +2,17 @@
 all."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lightrl.core.log_entries import LogEntry, ShardSent, SnapshotBegan, VersionPublished
 from lightrl.errors import JournalError
 from lightrl.journal.read import LOG, recut, segments, shards
-from lightrl.messages import TrainShard
+from lightrl.messages import TrainGroup, TrainResponse, TrainShard
+from lightrl.wire import pack_f32, pack_i32
 from tests.journal.conftest import item, shard, small_story, write
 
 A, B, C = (
@@ -117,3 +120,16 @@ def test_tokens_between_are_not_even_decoded(tmp_path):
     found, _ = read(tmp_path, [*small_story()[:3], A, B, C, DONE])
     assert len(found) == 3
     assert item("a", 0, 1).offset == 0
+
+
+def test_a_loss_mask_comes_back_with_its_tokens_and_old_journals_have_none(tmp_path):
+    trained = TrainResponse("a#0", pack_i32([5, 6, 7]), pack_f32([-1.0] * 3), 1.0, "stop", b"\x05")
+    group = TrainGroup("a", b"", (trained,))
+    sent = ShardSent(TrainShard(2, 0, 2, (group,), last=True, num_groups=1))
+    found, portions = read(tmp_path, [sent, VersionPublished(3, "d3", (1,))])
+    [again] = recut(found, portions, 1)
+    assert again.groups == (group,)
+    fields = msgspec.to_builtins(trained, builtin_types=(bytes,))
+    del fields["loss_mask"]
+    old = msgspec.convert(fields, TrainResponse)
+    assert old == dataclasses.replace(trained, loss_mask=b"")

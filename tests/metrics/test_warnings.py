@@ -14,7 +14,21 @@ EMPTY = {"round/groups_trained": 0.0, "round/groups_unscored": 1.0, "round/group
     ("record", "told"),
     [
         (FINE, []),
-        (FLAT, ["nothing was learned in this step: in every group all rewards are equal"]),
+        (
+            FLAT,
+            [
+                "nothing was learned in this step: in every group all rewards are equal, or "
+                "algorithm.mask_truncated leaves all out"
+            ],
+        ),
+        (
+            FINE | {"train/skipped_nonfinite": 1.0},
+            ["nothing was learned in this step: its gradient is not finite"],
+        ),
+        (
+            FINE | {"train/skipped_nonfinite": 1.0, "train/updates": 3.0},
+            ["1 of 4 updates of this step were left out: their gradients are not finite"],
+        ),
         (
             EMPTY,
             [

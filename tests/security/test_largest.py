@@ -42,8 +42,10 @@ TRAINED = {
     "rollout_logprobs": TICK,
     "reward": 1.5,
     "finish_reason": "stop",
+    "loss_mask": b"\x01",
 }
 PUBLISH = {"policy_version": 1, "digest": "d", "num_bytes": BIG, "manifest_bytes": BIG}
+BASE = {"num_bytes": BIG, "manifest_bytes": BIG}
 DELTA = {
     **dict.fromkeys(("base", "target", "digest"), "d"),
     **dict.fromkeys(("num_bytes", "manifest_bytes"), BIG),
@@ -148,6 +150,12 @@ TABLE = [
     of("WeightsEndpoint", {"secret": "s" * 16}, "addresses", fields.MAX_ADDRESSES, "h:1"),
     of("PublishWeights", PUBLISH, "deltas", fields.MAX_DELTAS, DELTA),
     of("PublishWeights", PUBLISH, "portions", R, 300),
+    Largest(
+        "PublishWeights",
+        "base",
+        fields.MAX_WORD,
+        lambda n: {**PUBLISH, "base": {**BASE, "digest": "\U0001f600" * n}},
+    ),
     text("WeightsReady", {"policy_version": 1}, "digest", fields.MAX_WORD),
     text("BadSource", {"policy_version": 1, "node": "n"}, "reason", fields.MAX_TEXT),
     text("WeightsFailed", {"policy_version": 1}, "reason", fields.MAX_TEXT),
@@ -158,6 +166,13 @@ TABLE = [
     text("BroadcastFailed", {"group": "g"}, "reason", fields.MAX_TEXT),
     of(
         "BroadcastSums", {"group": "g", "policy_version": 1}, "sums", fields.MAX_SUMS, (1 << 64) - 1
+    ),
+    of("TrainerSet", {"leader": "t"}, "followers", fields.MAX_TRAINERS, ("u", BIG)),
+    Largest(
+        "TrainerRelay",
+        "frame",
+        fields.MAX_RELAYED_BYTES,
+        lambda n: {"node": "t", "frame": bytes(n)},
     ),
     text("Drain", {"node": "n"}, "reason", fields.MAX_REASON),
     text("Bye", {}, "reason", fields.MAX_TEXT),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightrl.launch.slurm.scripts import reserved_script, spot_script
+from lightrl.launch.slurm.scripts import reserved_script, spot_script, trainers_script
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart" / "run.toml"
@@ -33,6 +33,7 @@ def slurm(
 def test_the_scripts_of_the_repository_are_those_that_the_package_writes():
     assert (ROOT / "scripts" / "slurm" / "reserved.sbatch").read_text() == reserved_script()
     assert (ROOT / "scripts" / "slurm" / "preemptible.sbatch").read_text() == spot_script()
+    assert (ROOT / "scripts" / "slurm" / "trainers.sbatch").read_text() == trainers_script()
 
 
 def test_a_dry_run_prints_both_scripts_and_leaves_nothing(tmp_path):
@@ -44,6 +45,24 @@ def test_a_dry_run_prints_both_scripts_and_leaves_nothing(tmp_path):
         assert f"#SBATCH {line}\n" in done.stdout
     assert f"slurm-job node --preemptible {tmp_path / 'runs' / 'one'}" in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_more_trainer_nodes_are_an_array_beside_the_first_job(tmp_path):
+    reserved = ("--partition-reserved", "good", "--reserved-args", "--gpus=8")
+    done = slurm(tmp_path, *reserved, "--trainer-nodes", "4", "checkpoint.dir=shared", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert f"slurm-job trainer {tmp_path / 'runs' / 'one'}" in done.stdout
+    assert done.stdout.count("#SBATCH --partition=good\n") == 2
+    assert done.stdout.count("#SBATCH --gpus=8\n") == 2
+
+
+def test_trainer_nodes_are_held_to_what_the_config_holds_train_nodes_to(tmp_path):
+    done = slurm(tmp_path, "--trainer-nodes", "3", "train.replicas=2", "--dry-run")
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "train.replicas = 2: must divide train.nodes x train.ranks = 3" in line
+    done = slurm(tmp_path, "--trainer-nodes", "4097", "--dry-run")
+    assert "train.nodes = 4097: input should be less than or equal to 4096" in done.stderr
 
 
 def test_a_machine_without_slurm_is_told_so_in_one_line(tmp_path):

@@ -34,7 +34,7 @@ CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # the number of 
 ROOM = 500  # characters of a command line, which a child writes over that of its origin
 REQUEST_BYTES = 1 << 17
 MAX_DESCRIPTORS = 16
-ASIDE = 100  # descriptors from here on are in nobody's way
+ASIDE = 100  # what lies after this, and after all that a child is to have, is in nobody's way
 CHILD_CODE = "from lightrl.system.child import run; run()"
 CLI = "lightrl.cli"
 LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
@@ -186,9 +186,11 @@ def _become(wanted: Wanted, descriptors: list[int]) -> None:
     """As a new interpreter is that was started so."""
     if wanted.leads_session:
         os.setsid()
-    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, ASIDE) for descriptor in descriptors]
-    os.closerange(3, ASIDE)
-    for descriptor, number in zip(aside, (0, 1, 2, *wanted.descriptors), strict=True):
+    numbers = (0, 1, 2, *wanted.descriptors)
+    first = max(*numbers, ASIDE) + 1
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, first) for descriptor in descriptors]
+    os.closerange(3, first)
+    for descriptor, number in zip(aside, numbers, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     for limit, values in wanted.limits.items():

@@ -72,12 +72,13 @@ def test_more_nodes_than_there_can_be_open_files_is_one_line(tmp_path: Path):
 
 
 def test_groups_that_are_too_large_for_a_message_are_one_line(tmp_path: Path):
-    require_files(
-        make_config(tmp_path, rollout={"group_size": 512, "max_response_length": 1 << 15})
-    )
+    def groups_of(size: int):
+        lengths = {"group_size": size, "max_response_length": 1 << 15}
+        train = {"max_tokens_per_gpu": 1 << 16}
+        return make_config(tmp_path, rollout=lengths, train=train)
+
+    require_files(groups_of(512))
     with pytest.raises(
         ConfigError, match="33,554,432 tokens; at most 32,505,856 fit into one message"
     ):
-        require_files(
-            make_config(tmp_path, rollout={"group_size": 1024, "max_response_length": 1 << 15})
-        )
+        require_files(groups_of(1024))

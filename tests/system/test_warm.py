@@ -13,7 +13,7 @@ from lightrl.system import open_files
 from lightrl.system.child import Child, ChildDied
 from lightrl.wire import Codec
 from tests.support.trainer_coordinator import until
-from tests.support.warm import origin
+from tests.support.warm import ASIDE, origin
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks beside")
 
@@ -97,3 +97,26 @@ def test_a_forked_child_is_what_a_started_one_is(probe: str, tmp_path: Path):
         assert forked[1] == "name (pid PID) ended with exit status 3: out of words"
 
     asyncio.run(both())
+
+
+def test_it_has_its_pipe_whatever_number_that_has(probe: str, tmp_path: Path):
+    """As in a test's process that has many descriptors open."""
+
+    async def all_of_them() -> None:
+        with origin("probe") as warm:
+            assert warm
+            opened: list[int] = []
+            try:
+                for number in range(ASIDE, ASIDE + 6):
+                    while (last := os.open(os.devnull, os.O_RDONLY)) < number:
+                        opened.append(last)
+                    os.close(last)
+                    (tmp_path / str(number)).mkdir()
+                    with warm.forks():
+                        _, died = await facts(probe, tmp_path / str(number))
+                    assert died == "name (pid PID) ended with exit status 3: out of words"
+            finally:
+                for descriptor in opened:
+                    os.close(descriptor)
+
+    asyncio.run(all_of_them())

@@ -18,9 +18,17 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from lightrl.config import Config
 from lightrl.run_file import parse_config
 from lightrl.system.child import Child
-from lightrl.trainer.emulated import EmulatedRank
-from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RANK_TARGET, StartRank, TrainSample
-from lightrl.trainer.rank import Rank
+from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    RANK_TARGET,
+    RankEvent,
+    Save,
+    StartRank,
+    TrainSample,
+)
+from lightrl.trainer.rank.emulated import EmulatedRank
+from lightrl.trainer.rank.rank import Rank
 from lightrl.wire import pack_f32, pack_i32
 from tests.support.warm import Origin, forking, origin
 
@@ -128,10 +136,24 @@ def start(
     return make
 
 
+class LocalRank(Rank):
+    """In this process."""
+
+    def __init__(self, start: StartRank) -> None:
+        self.said: list[RankEvent] = []  # from its other thread
+        super().__init__(start, self.said.append)
+
+    def save(self, command: Save) -> list[RankEvent]:
+        """All that it says of a checkpoint."""
+        self.said.clear()
+        at_once = list(self.perform(command))
+        self.saver.wait()
+        return [*at_once, *self.said]
+
+
 @pytest.fixture
-def new_rank(start: Callable[..., StartRank]) -> Callable[..., Rank]:
-    """A rank in this process."""
-    return lambda *args, **sections: Rank(start(*args, **sections))
+def new_rank(start: Callable[..., StartRank]) -> Callable[..., LocalRank]:
+    return lambda *args, **sections: LocalRank(start(*args, **sections))
 
 
 @pytest.fixture
@@ -191,7 +213,7 @@ def processes(
 @pytest.fixture(scope="session")
 def origin_of_ranks() -> Iterator[Origin | None]:
     model = "transformers.models.qwen2.modeling_qwen2"
-    with origin("lightrl.trainer.rank", "torch.distributed.checkpoint", model) as process:
+    with origin("lightrl.trainer.rank.rank", "torch.distributed.checkpoint", model) as process:
         yield process
 
 
@@ -204,7 +226,7 @@ def warm_ranks(origin_of_ranks: Origin | None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def origin_of_emulated() -> Iterator[Origin | None]:
-    with origin("lightrl.trainer.emulated") as process:
+    with origin("lightrl.trainer.rank.emulated") as process:
         yield process
 
 

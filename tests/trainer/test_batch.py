@@ -1,15 +1,19 @@
+import random
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightrl.config_algorithm import AlgorithmSection
 from lightrl.trainer.batch import (
     BATCH_PRICE_TOKENS,
     PADDING_SHARE,
+    fills,
     micro_batches,
     num_tokens,
     plan,
+    plan_packed,
     streamed,
     trainable,
 )
@@ -63,15 +67,67 @@ def test_padding_is_bounded(lengths, max_tokens):
         assert cost(rows, lengths) - real <= max(BATCH_PRICE_TOKENS, PADDING_SHARE * real)
 
 
-@pytest.mark.parametrize(("kl_coef", "kept"), [(0.0, ["signal"]), (0.1, ["signal", "none"])])
-def test_samples_without_gradient_are_left_out(kl_coef, kept):
+def test_plan_packed_by_hand():
+    assert plan_packed([3, 9, 3, 3], ranks=2, max_tokens=12) == [[(0, 2, 3)], [(1,)]]
+    assert plan_packed([4], ranks=3, max_tokens=100) == [[(0,)], [()], [()]]
+    assert plan_packed([], ranks=2, max_tokens=100) == [[], []]
+    assert plan_packed([50, 1], ranks=1, max_tokens=10) == [[(0,), (1,)]]  # alone, if too long
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 8000))
+def test_packed_samples_are_planned_once_within_the_budget(lengths, ranks, max_tokens):
+    plans = plan_packed(lengths, ranks, max_tokens)
+    batches = [rows for batches in plans for rows in batches]
+    assert sorted(i for rows in batches for i in rows) == list(range(len(lengths)))
+    sizes = [sum(lengths[i] for i in rows) for rows in batches]
+    assert all(size <= max_tokens for size, r in zip(sizes, batches, strict=True) if len(r) > 1)
+    assert len({len(batches) for batches in plans}) == 1
+    loads = [sum(lengths[i] for rows in batches for i in rows) for batches in plans]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+    if max(lengths, default=0) * 2 <= max_tokens:
+        assert len(batches) <= 2 * sum(lengths) / max_tokens + ranks
+
+
+@given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from([4096, 8192, 16384]))
+def test_packed_batches_are_nearly_full(seed, ranks, max_tokens):
+    """Lengths of 20 to 4,000 tokens, log-normal: as those of responses are."""
+    rng = random.Random(seed)
+    lengths = [round(min(4000, max(20, rng.lognormvariate(6, 1)))) for _ in range(256)]
+    plans = plan_packed(lengths, ranks, max_tokens)
+    num_batches = sum(map(len, plans))
+    assert num_batches <= 1.25 * sum(lengths) / max_tokens + ranks
+
+
+def test_groups_fill_when_each_rank_gets_a_whole_micro_batch(samples):
+    tokens = sum(map(num_tokens, samples))
+    assert fills([samples[:5], samples[5:]], 2, tokens // 2)
+    assert not fills([samples], 2, tokens // 2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kept"),
+    [
+        ({}, ["signal"]),
+        ({"kl_coef": 0.1}, ["signal", "none"]),
+        ({"entropy_coef": 0.1}, ["signal", "none"]),
+        ({"name": "reinforce++"}, ["signal", "none"]),  # 0 is not their mean
+    ],
+)
+def test_samples_without_gradient_are_left_out(algorithm, kept):
     tokens, logprobs = pack_i32([5, 6]), pack_f32([-1, -1])
     samples = [
         TrainSample("signal", tokens, tokens, logprobs, -0.5),
         TrainSample("none", tokens, tokens, logprobs, 0.0),
         TrainSample("empty", tokens, b"", b"", 0.5),
     ]
-    assert [s.response for s in trainable(samples, kl_coef)] == kept
+    assert [s.response for s in trainable(samples, AlgorithmSection(**algorithm))] == kept
+
+
+def test_packed_micro_batches_are_the_samples_of_the_plan(samples):
+    ranks = micro_batches(samples, ranks=2, max_tokens=60)
+    sent = [s for batches in ranks for batch in batches for s in batch]
+    assert sorted(s.response for s in sent) == sorted(s.response for s in samples)
+    assert all(sum(map(num_tokens, batch)) <= 60 for batches in ranks for batch in batches)
 
 
 def test_streamed_by_hand(samples):
@@ -97,7 +153,7 @@ def test_deterministic_batches_do_not_depend_on_how_many_groups_wait(
 
 
 def test_micro_batches_are_the_samples_of_the_plan(samples):
-    ranks = micro_batches(samples, ranks=2, max_tokens=60)
+    ranks = micro_batches(samples, ranks=2, max_tokens=60, packed=False)
     sent = [s for batches in ranks for batch in batches for s in batch]
     assert sorted(s.response for s in sent) == sorted(s.response for s in samples)
     assert all(

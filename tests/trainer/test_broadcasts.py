@@ -45,7 +45,8 @@ def new_config(model_dir):
         return parse_config(
             {
                 "model": {"path": str(model_dir), "dtype": "bfloat16"},
-                "data": {"path": "unused"},
+                "data": {"path": "unused", "max_prompt_length": 8},
+                "rollout": {"max_response_length": 32},
                 "train": {
                     "steps": steps,
                     "ranks": ranks,
@@ -191,7 +192,8 @@ def test_versions_are_sent_before_checkpoint_and_difference(new_config, groups, 
     assert kinds.count(BroadcastSums) == 2
     at = [i for i, kind in enumerate(kinds) if kind is BroadcastSums]
     saved = [i for i, kind in enumerate(kinds) if kind is Checkpointed]
-    assert at[0] < saved[0] < at[1] < saved[1]
+    assert at[0] < saved[0]
+    assert at[1] < saved[1]  # the one before may be written meanwhile
     assert said[-1].step == 4
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightrl.trainer.canary import drawn_text, score
-from lightrl.trainer.model import load_policy
+from lightrl.trainer.model.policy import load_policy
 from lightrl.trainer.protocol import Accumulate, FinishStep, Published, RankStarted, Save
+from lightrl.trainer.rank.canary import drawn_text, score
 from lightrl.weights.canary import NUM_TOKENS
 from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import unpack_f32, unpack_i32
@@ -69,7 +69,7 @@ def test_logprobs_are_those_of_the_published_weights_in_their_dtype(
         )
         assert published.canary.dtype == dtype
     assert unpack_f32(first.canary.logprobs) != pytest.approx(found, abs=1e-2)
-    assert all(p.dtype is torch.float32 for p in rank.policy.module.parameters())
+    assert all(p.dtype is torch.float32 for p in rank.learner.policy.module.parameters())
 
 
 def test_the_text_is_the_models_own_and_the_same_for_the_whole_run(
@@ -77,7 +77,7 @@ def test_the_text_is_the_models_own_and_the_same_for_the_whole_run(
 ):
     rank = new_rank(**OPTIM)
     versions = [rank.started.published, train(rank, samples[:8], 0)]
-    list(rank.perform(Save(1, str(tmp_path / "run" / "checkpoints" / "step_1"))))
+    rank.save(Save(1, str(tmp_path / "run" / "checkpoints" / "step_1")))
     restored = new_rank(start_step=1, **OPTIM)
     versions.append(restored.started.published)
     assert versions[2].canary == versions[1].canary != versions[0].canary
@@ -147,4 +147,5 @@ def test_two_ranks_say_what_one_says(start, new_rank, processes, samples, dtype)
         assert unpack_f32(two.canary.logprobs) == pytest.approx(
             unpack_f32(one.canary.logprobs), abs=most
         )
-    assert two.canary.logprobs != one.canary.logprobs or two.file.digest == one.file.digest
+    if dtype == "float32":  # in bfloat16 a bit of a token that the text lacks may be all
+        assert two.canary.logprobs != one.canary.logprobs or two.file.digest == one.file.digest

@@ -5,30 +5,46 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.errors import TrainerError
-from lightrl.trainer.model import shards
+from lightrl.trainer.checkpoint import saver
+from lightrl.trainer.checkpoint.export import export
+from lightrl.trainer.checkpoint.saved import (
+    SavedStep,
+    latest,
+    newest_sound,
+    oldest_kept,
+    point,
+    remove,
+    tidy,
+)
+from lightrl.trainer.checkpoint.seal import PIECE_BYTES, damage, sealed
+from lightrl.trainer.model.policy import shards
 from lightrl.trainer.protocol import (
     Accumulate,
     Cleared,
     ClearStep,
+    Exported,
     FinishStep,
     Save,
     Saved,
     SaveFailed,
+    Staged,
 )
-from lightrl.trainer.saved import SavedStep, latest, newest_sound, oldest_kept, point, remove, tidy
-from lightrl.trainer.seal import PIECE_BYTES, damage, sealed
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve.server import WeightServer
 from lightrl.wire import to_json
 from tests.support.daemons import make_config
+
+DEADLINE_S = 60
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -48,7 +64,8 @@ def stored(policy):
 
 def save(rank, folder: Path, step: int, export: bool = False) -> Path:
     path = folder / "run" / "checkpoints" / f"step_{step}"
-    assert list(rank.perform(Save(step, str(path), export))) == [Saved(str(path))]
+    said = [Staged(str(path)), Saved(str(path)), *([Exported(str(path))] if export else [])]
+    assert rank.save(Save(step, str(path), export)) == said
     return path
 
 
@@ -60,10 +77,10 @@ def test_a_restored_rank_goes_on_bit_for_bit(new_rank, samples, tmp_path):
     again = new_rank(start_step=2)
     assert again.started.published.file.digest == digest
     assert again.started.published.file.policy_version == 2
-    for a, b in zip(rank.parameters, again.parameters, strict=True):
-        assert rank.optimizer.state[a].keys() == again.optimizer.state[b].keys()
-        for key, value in rank.optimizer.state[a].items():
-            assert torch.equal(value, again.optimizer.state[b][key]), key
+    for a, b in zip(rank.learner.parameters, again.learner.parameters, strict=True):
+        assert rank.learner.optimizer.state[a].keys() == again.learner.optimizer.state[b].keys()
+        for key, value in rank.learner.optimizer.state[a].items():
+            assert torch.equal(value, again.learner.optimizer.state[b][key]), key
     assert train(again, samples, 2) == train(rank, samples, 2)
     assert json.loads((path / "trainer.json").read_text())["digest"] == digest
 
@@ -85,6 +102,74 @@ def test_only_whole_checkpoints_appear_and_the_newest_stay(new_rank, samples, tm
     save(rank, tmp_path, 3)  # once more, after a resume
     assert sorted(p.name for p in checkpoints.iterdir()) == ["latest", "step_2", "step_3"]
     assert latest(checkpoints) == checkpoints / "step_3"
+
+
+def test_those_of_some_steps_stay_for_good(new_rank, samples, tmp_path):
+    rank = new_rank(checkpoint={"interval": 1, "keep_last": 1, "keep_every": 2})
+    for step in range(5):
+        train(rank, samples, step)
+        path = save(rank, tmp_path, step + 1)
+    assert {p.name for p in path.parent.iterdir()} == {"latest", "step_2", "step_4", "step_5"}
+    assert oldest_kept(path.parent, 5, 1) == 5  # nothing is recorded for them
+
+
+def test_the_rank_goes_on_while_what_it_had_is_written(new_rank, samples, tmp_path, monkeypatch):
+    rank, other = new_rank(), new_rank()
+    digest = train(rank, samples, 0)
+    assert train(other, samples, 0) == digest
+    path = tmp_path / "run" / "checkpoints" / "step_1"
+    go_on = threading.Event()
+
+    class Writer(FileSystemWriter):
+        def write_data(self, *arguments):
+            assert go_on.wait(DEADLINE_S)
+            return super().write_data(*arguments)
+
+    monkeypatch.setattr(saver, "FileSystemWriter", Writer)
+    assert list(rank.perform(Save(1, str(path)))) == [Staged(str(path))]
+    for step in (1, 2):
+        assert train(rank, samples, step) == train(other, samples, step)
+    assert rank.saver.is_busy
+    assert rank.said == []
+    assert latest(path.parent) is None
+    second = threading.Thread(target=lambda: list(rank.perform(Save(3, str(path) + "3"))))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()  # it waits for the first
+    go_on.set()
+    second.join(DEADLINE_S)
+    rank.saver.wait()
+    assert rank.said == [Saved(str(path)), Saved(str(path) + "3")]
+    again = new_rank(start_step=1)
+    assert again.started.published.file.digest == digest
+
+
+def test_an_export_is_given_up_when_the_next_checkpoint_is_due(
+    new_rank, samples, tmp_path, monkeypatch
+):
+    rank = new_rank(checkpoint={"keep_last": 2})
+    train(rank, samples, 0)
+    path = tmp_path / "run" / "checkpoints" / "step_1"
+    begun = threading.Event()
+
+    def make(checkpoint, folder, size, revert, is_wanted):
+        begun.set()
+        while is_wanted():
+            time.sleep(0.001)
+        return export(checkpoint, folder, size, revert, is_wanted)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(saver, "export", make)
+        assert list(rank.perform(Save(1, str(path), export=True))) == [Staged(str(path))]
+        assert begun.wait(DEADLINE_S)
+        train(rank, samples, 1)
+        second = path.with_name("step_2")
+        list(rank.perform(Save(2, str(second))))
+    rank.saver.wait()
+    given_up = Exported(str(path), "given up: the next checkpoint is due")
+    assert rank.said == [Saved(str(path)), given_up, Saved(str(second))]
+    assert damage(path) == ""
+    assert not [p for p in path.iterdir() if "hf" in p.name]
 
 
 def test_what_a_killed_save_left_behind_never_passes_for_a_checkpoint(new_rank, samples, tmp_path):
@@ -314,11 +399,11 @@ def test_a_save_that_fails_changes_nothing_and_can_be_tried_again(new_rank, samp
     checkpoints.parent.mkdir()
     checkpoints.touch()  # in the way
     path = checkpoints / "step_1"
-    [failed] = rank.perform(Save(1, str(path), export=True))
-    assert failed == SaveFailed(str(path), f"[Errno 20] Not a directory: '{checkpoints}'")
+    reason = f"[Errno 20] Not a directory: '{checkpoints}'"
+    assert rank.save(Save(1, str(path), export=True)) == [Staged(str(path), reason)]
     checkpoints.unlink()
     (checkpoints / "latest" / "in the way").mkdir(parents=True)
-    [failed] = rank.perform(Save(1, str(path), export=True))
+    _, failed = rank.save(Save(1, str(path), export=True))
     assert isinstance(failed, SaveFailed)
     assert not list(checkpoints.glob(".step*"))
     shutil.rmtree(checkpoints / "latest")
@@ -336,7 +421,7 @@ def test_a_disk_that_is_full_is_a_save_that_failed(new_rank, samples, tmp_path):
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can make a small disk")
     try:
-        [failed] = rank.perform(Save(1, str(checkpoints / "step_1"), export=True))
+        _, failed = rank.save(Save(1, str(checkpoints / "step_1"), export=True))
         assert isinstance(failed, SaveFailed)
         assert failed.reason
         assert list(checkpoints.iterdir()) == []
@@ -365,11 +450,13 @@ def test_the_export_is_a_model_that_transformers_loads(new_rank, samples, tmp_pa
     assert (exported / "config.json").read_text() == (source / "config.json").read_text()
     ids = torch.tensor([[3, 4, 5, 6]])
     published = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    published.load_state_dict(stored(rank.policy), strict=False)
+    published.load_state_dict(stored(rank.learner.policy), strict=False)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, published(ids).logits)
     assert {name: p.dtype for name, p in model.named_parameters()} == {
-        name: dtype for name, dtype in rank.policy.stored.items() if name in stored(rank.policy)
+        name: dtype
+        for name, dtype in rank.learner.policy.stored.items()
+        if name in stored(rank.learner.policy)
     }
     assert AutoTokenizer.from_pretrained(exported)("abc")["input_ids"] == [2, 3, 4]
 
@@ -394,7 +481,7 @@ def test_a_hub_id_is_trained_and_exported_from_its_local_copy(
     train(rank, samples, 0)
     exported = save(rank, tmp_path, 1, export=True) / "hf"
     model = AutoModelForCausalLM.from_pretrained(exported)
-    for name, parameter in stored(rank.policy).items():
+    for name, parameter in stored(rank.learner.policy).items():
         assert torch.equal(model.get_parameter(name), parameter)
     assert not any(file.is_symlink() for file in exported.iterdir())
 

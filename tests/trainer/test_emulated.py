@@ -16,22 +16,25 @@ from lightrl.errors import TrainerError
 from lightrl.messages import Checkpointed, PublishWeights, TrainGroup, TrainResponse
 from lightrl.run_file import parse_config
 from lightrl.system.child import ChildDied
+from lightrl.trainer.checkpoint.saved import latest
+from lightrl.trainer.checkpoint.seal import damage
 from lightrl.trainer.protocol import (
     EMULATED_TARGET,
     Accumulate,
     Accumulated,
     Cleared,
     ClearStep,
+    Exported,
     FinishStep,
     Published,
     RankFailed,
     Save,
     Saved,
     SaveFailed,
+    Staged,
     StepFinished,
+    UpdateWeights,
 )
-from lightrl.trainer.saved import latest
-from lightrl.trainer.seal import damage
 from lightrl.wire import pack_f32, pack_i32
 from tests.support.trainer_coordinator import Coordinator, kill, turns
 
@@ -58,7 +61,7 @@ def digest(rank, batches, step=0):
 
 def test_neither_it_nor_its_daemon_needs_torch():
     code = (
-        "import sys, lightrl.trainer.emulated, lightrl.trainer.supervisor; print('torch' in "
+        "import sys, lightrl.trainer.rank.emulated, lightrl.trainer.supervisor; print('torch' in "
         "sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -77,10 +80,11 @@ def test_it_says_what_a_real_rank_says_but_for_what_only_a_model_knows(
             ClearStep(0),
             Accumulate(0, batches),
             finish(0, samples),
-            Save(1, str(path)),
-            Accumulate(1, ()),
         )
+        command = Save(1, str(path), export=True)
         events = perform(rank, *commands)
+        events += rank.save(command) if folder == "real" else perform(rank, command)
+        events += perform(rank, Accumulate(1, ()))
         assert damage(path) == ""
         return [rank.started, *events]
 
@@ -171,12 +175,32 @@ def test_what_was_given_before_the_step_began_anew_does_not_count(new_emulated, 
     assert published.file.digest == digest(other, [samples[3:5], samples[5:]])
 
 
+def test_where_a_mini_batch_ends_makes_another_version(new_emulated, samples):
+    def after(*parts):
+        rank = new_emulated()
+        for part in parts[:-1]:
+            sent = UpdateWeights(0, len(part), 3 * len(part))
+            perform(rank, Accumulate(0, (tuple(part),)), sent)
+        last = parts[-1]
+        commands = [Accumulate(0, (tuple(last),))] if last else []
+        events = perform(rank, *commands, FinishStep(0, len(last), 3 * len(last), 1))
+        [published] = [e for e in events if isinstance(e, Published)]
+        return published.file.digest
+
+    some = samples[:9]
+    whole, cut, elsewhere = after(some), after(some[:3], some[3:]), after(some[:4], some[4:])
+    assert len({whole, cut, elsewhere}) == 3
+    # The step had no other groups: what has been updated was its last mini-batch.
+    assert after(some, []) == whole
+
+
 def test_a_restored_rank_goes_on_with_the_same_versions(new_emulated, samples, tmp_path):
     rank = new_emulated()
     for step in range(2):
         digest(rank, [samples[step:]], step)
     path = tmp_path / "run" / "checkpoints" / "step_2"
-    assert perform(rank, Save(2, str(path), export=True)) == [Saved(str(path))]
+    said = [Staged(str(path)), Saved(str(path)), Exported(str(path))]
+    assert perform(rank, Save(2, str(path), export=True)) == said
     assert latest(path.parent) == path
     again = new_emulated(start_step=2)
     assert again.started.published.file.policy_version == 2
@@ -195,7 +219,7 @@ def test_a_disk_that_refuses_and_commands_out_of_order_are_named(new_emulated, t
     rank = new_emulated()
     (tmp_path / "file").touch()
     path = str(tmp_path / "file" / "step_0")
-    [failed] = perform(rank, Save(0, path))
+    _, failed = perform(rank, Save(0, path))
     assert isinstance(failed, SaveFailed)
     assert "Not a directory" in failed.reason
     with pytest.raises(TrainerError, match=r"^Accumulate of step 3, but the rank is at step 0$"):

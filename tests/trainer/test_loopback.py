@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.trainer.batch import micro_batches
-from lightrl.trainer.protocol import Accumulate, FinishStep, RankStarted, Save, Saved
+from lightrl.trainer.protocol import Accumulate, FinishStep, RankStarted, Save, Saved, Staged
 
 DEADLINE_S = 110
 
@@ -71,7 +71,8 @@ def test_no_socket_of_two_ranks_is_open_beyond_loopback(
             look(ranks)
             for rank in ranks:
                 rank.send(Save(1, str(path)))
-            assert [await rank.receive() for rank in ranks] == [Saved(str(path))] * 2
+            assert [await rank.receive() for rank in ranks] == [Staged(str(path))] * 2
+            assert await ranks[0].receive() == Saved(str(path))
             look(ranks)
 
     asyncio.run(run())

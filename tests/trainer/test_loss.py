@@ -1,17 +1,13 @@
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from lightrl.config_sections import ALGORITHMS, AlgorithmSection
-from lightrl.trainer.loss import (
-    advantage_scale,
-    denominator,
-    importance_weights,
-    kl,
-    losses,
-    needs_whole_step,
-)
+from lightrl.config_algorithm import ALGORITHMS, AlgorithmSection
+from lightrl.trainer.algorithm import loss
+from lightrl.trainer.algorithm.loss import denominator, importance_weights, kl, losses
 
 LOG2, LOG_HALF = math.log(2), math.log(0.5)
 # Two responses, of two tokens and of one. Ratios 2, 1/2 and 2; advantages 1 and -3.
@@ -22,7 +18,7 @@ OLD = torch.tensor([[-1.0, -2.0], [-1.5, 7.7]])
 
 
 def evaluate(name, ref=None, rollout=OLD, **settings):
-    algorithm = AlgorithmSection(name=name, clip_low=0.2, clip_high=0.3, **settings)
+    algorithm = AlgorithmSection(name=name, **{"clip_low": 0.2, "clip_high": 0.3} | settings)
     logprobs = (OLD + RATIOS).requires_grad_()
     result = losses(algorithm, logprobs, OLD, rollout, ref, ADVANTAGES, MASK)
     (gradient,) = torch.autograd.grad(result.total, logprobs)
@@ -36,8 +32,8 @@ def evaluate(name, ref=None, rollout=OLD, **settings):
         ("grpo", -(1.3 + 0.5) / 2 + 6),
         ("dr_grpo", -(1.3 + 0.5) + 6),
         ("dapo", -(1.3 + 0.5) + 6),
-        ("rloo", -(1.3 + 0.5) + 6),
         ("reinforce++", -(1.3 + 0.5) + 6),
+        ("reinforce++-baseline", -(1.3 + 0.5) + 6),
     ],
 )
 def test_clipped_loss_by_hand(name, policy):
@@ -66,6 +62,37 @@ def test_gspo_clips_a_response_as_a_whole():
     assert result.num_clipped.item() == 3
 
 
+def test_rloo_takes_a_response_for_one_action_by_hand():
+    result, gradient = evaluate("rloo")
+    # s = 2 * 1/2 = 1 for the first, 2 for the second response: min(1, 1) and min(-6, -3.9).
+    assert result.policy.item() == pytest.approx(-1 + 6)
+    assert gradient.flatten().tolist() == pytest.approx([-1.0, -1.0, 6.0, 0.0])
+    result, gradient = evaluate("rloo", clip_high=0.0, clip_low=0.0)
+    assert result.policy.item() == pytest.approx(-1 + 6)
+    algorithm = AlgorithmSection(name="rloo", clip_low=0.2, clip_high=0.3)
+    logprobs = OLD + torch.tensor([[LOG2, LOG2], [LOG_HALF, 0.0]])
+    result = losses(algorithm, logprobs, OLD, OLD, None, ADVANTAGES, MASK)
+    # s = 4 with A > 0 is held to 1.3; s = 1/2 with A < 0 to 0.8.
+    assert result.policy.item() == pytest.approx(-1.3 + 0.8 * 3)
+    assert result.num_clipped.item() == 3
+
+
+def test_a_response_whose_ratio_no_float_holds_has_a_loss_and_no_gradient():
+    algorithm = AlgorithmSection(name="rloo")
+    logprobs = torch.full((1, 1000), -1.0, requires_grad=True)
+    old, mask = torch.full((1, 1000), -1.1), torch.ones(1, 1000)  # e^100 together
+    for advantage in (1.0, 0.0):
+        result = losses(algorithm, logprobs, old, old, None, torch.tensor([[advantage]]), mask)
+        (gradient,) = torch.autograd.grad(result.total, logprobs)
+        assert result.policy.isfinite()
+        assert not gradient.any()
+
+
+def test_cispo_is_open_below_unless_it_is_asked_to_clip():
+    _, gradient = evaluate("cispo", clip_low=None)
+    assert gradient.flatten().tolist() == pytest.approx([-1.3, -0.5, 3.9, 0.0])
+
+
 def test_cispo_keeps_the_gradient_of_clipped_tokens_by_hand():
     result, gradient = evaluate("cispo")
     logprobs = OLD + RATIOS
@@ -77,7 +104,8 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens_by_hand():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_on_policy_the_gradient_is_the_policy_gradient_and_nothing_is_clipped(name):
-    algorithm = AlgorithmSection(name=name, loss_norm="token", clip_low=0.0, clip_high=0.0)
+    norm = "sequence" if name == "rloo" else "token"
+    algorithm = AlgorithmSection(name=name, loss_norm=norm, clip_low=0.0, clip_high=0.0)
     logprobs = OLD.clone().requires_grad_()
     result = losses(algorithm, logprobs, OLD, OLD, None, ADVANTAGES, MASK)
     result.total.backward()
@@ -102,7 +130,7 @@ def test_truncated_importance_weight_by_hand():
 STALE = OLD - torch.tensor([[LOG_HALF, math.log(8)], [math.log(4), -3.3]])
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"rloo"}))
 def test_stale_tokens_are_weighted_by_hand(name):
     algorithm = AlgorithmSection(
         name=name,
@@ -123,11 +151,42 @@ def test_stale_tokens_are_weighted_by_hand(name):
     assert result.num_truncated.item() == (1 if name == "gspo" else 2)
     assert result.num_clipped.item() == 0
     assert result.kl.item() == pytest.approx(0.2 * sum(weights))
-    # -A + 0.5 is the gradient of a token on-policy: A = 1, 1 and -3.
+    # -A + 0.5 * 0.2 is the gradient of a token on-policy: A = 1, 1 and -3.
     result.total.backward()
     assert logprobs.grad is not None
-    expected = [w * g for w, g in zip(weights, [-0.5, -0.5, 3.5, 0.0], strict=True)]
+    expected = [w * g for w, g in zip(weights, [-0.9, -0.9, 3.1, 0.0], strict=True)]
     assert logprobs.grad.flatten().tolist() == pytest.approx(expected)
+
+
+def test_rloo_weighs_a_stale_response_as_a_whole():
+    result, gradient = evaluate("rloo", rollout=STALE, tis_cap=5.0)
+    # 1/2 * 8 = 4 and 4, times the losses of `test_rloo_takes_a_response_for_one_action_by_hand`.
+    assert result.weights.item() == pytest.approx(4 + 4 + 4)
+    assert result.policy.item() == pytest.approx(4 * (-1 + 6))
+    assert gradient.flatten().tolist() == pytest.approx([-4.0, -4.0, 24.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "beyond"),
+    [
+        ({}, [0.5, 3, 3], 2),
+        ({"tis_mode": "mask"}, [0.5, 0, 0], 2),
+        ({"tis_level": "token", "tis_mode": "mask"}, [0.5, 0, 0], 2),
+        ({"tis_level": "sequence"}, [3, 3, 3], 3),  # the products are 4 and 4
+        ({"tis_level": "sequence", "tis_cap": 4.5}, [4, 4, 4], 0),
+        ({"tis_level": "sequence", "tis_mode": "mask"}, [0, 0, 0], 3),
+        ({"name": "gspo", "tis_mode": "mask"}, [2, 2, 0], 1),  # the means are 2 and 4
+        ({"name": "gspo", "tis_level": "token"}, [0.5, 3, 3], 2),
+        ({"name": "gspo", "tis_level": "sequence", "tis_cap": 5}, [4, 4, 4], 0),
+        ({"name": "rloo", "tis_level": "token"}, [0.5, 3, 3], 2),
+        ({"tis_cap": 0}, [1, 1, 1], 0),
+    ],
+)
+def test_weights_above_the_cap_are_held_or_dropped_by_hand(settings, weights, beyond):
+    algorithm = AlgorithmSection(**{"name": "grpo", "tis_cap": 3.0} | settings)
+    found = importance_weights(algorithm, OLD, STALE, MASK)
+    assert found.values[MASK.bool()].tolist() == pytest.approx(weights)
+    assert (found.truncated * MASK).sum().item() == beyond
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -149,16 +208,61 @@ def test_a_token_that_the_older_policy_held_for_impossible_is_truncated():
     rollout = torch.tensor([[-1e30, -2.0], [-1.5, 0.0]])
     weights = importance_weights(algorithm, OLD, rollout, MASK)
     assert weights.values[0, 0].item() == 2
-    assert weights.truncated.tolist() == [[True, False], [False, True]]  # the last one is padding
+    assert weights.truncated.tolist() == [[True, False], [False, False]]
     assert losses(algorithm, OLD, OLD, rollout, None, ADVANTAGES, MASK).num_truncated.item() == 1
 
 
 def test_kl_estimators_by_hand():
-    logprobs, ref = torch.tensor([LOG2]), torch.tensor([0.0])
-    assert kl("k1", logprobs, ref).item() == pytest.approx(LOG2)
-    assert kl("k2", logprobs, ref).item() == pytest.approx(LOG2**2 / 2)
-    assert kl("k3", logprobs, ref).item() == pytest.approx(0.5 - 1 + LOG2)
-    assert kl("k3", logprobs, logprobs).item() == 0.0
+    logprobs, ref, mask = torch.tensor([LOG2]).requires_grad_(), torch.zeros(1), torch.ones(1)
+    for kind, value, slope in (
+        ("k1", LOG2, LOG2),  # that of k2: its own is 1 wherever the policy stands
+        ("k2", LOG2**2 / 2, LOG2),
+        ("k3", 0.5 - 1 + LOG2, 0.5),
+    ):
+        found = kl(kind, logprobs, ref, mask)
+        assert found.item() == pytest.approx(value)
+        assert torch.autograd.grad(found.sum(), logprobs)[0].item() == pytest.approx(slope)
+    assert kl("k3", logprobs, logprobs, mask).item() == 0.0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
+def test_nothing_counts_where_nothing_is_trained_whatever_it_is(name, kl_type):
+    """Between tokens that are trained, too: the same as without them."""
+    algorithm = AlgorithmSection(
+        name=name, clip_low=0.2, clip_high=0.3, kl_coef=0.5, kl_type=kl_type, tis_cap=3.0
+    )
+    algorithm = algorithm.model_copy(update={"entropy_coef": 0.1})
+    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    columns = torch.tensor([[0, 2], [0, 1]])
+
+    def between(values, noise):
+        return torch.full((2, 3), noise).scatter(1, columns, torch.where(MASK > 0, values, noise))
+
+    entropy = torch.tensor([[0.5, 0.7], [0.2, 0.0]])
+    every = (OLD + RATIOS, OLD, STALE, OLD - 0.2)
+    logprobs = every[0].clone().requires_grad_()
+    expected = losses(algorithm, logprobs, *every[1:], ADVANTAGES, MASK, entropy)
+    (slope,) = torch.autograd.grad(expected.total, logprobs)
+    for noises in ((-400.0, 400.0, 400.0, 400.0), (400.0, -400.0, -400.0, -400.0)):
+        noisy = [between(v, n) for v, n in zip(every, noises, strict=True)]
+        logprobs = noisy[0].requires_grad_()
+        found = losses(
+            algorithm, logprobs, *noisy[1:], ADVANTAGES, mask, between(entropy, math.inf)
+        )
+        for field in ("total", "policy", "kl", "num_clipped", "weights", "num_truncated"):
+            assert getattr(found, field).item() == pytest.approx(getattr(expected, field).item())
+        (gradient,) = torch.autograd.grad(found.total, logprobs)
+        assert gradient[0].tolist() == pytest.approx([slope[0, 0].item(), 0, slope[0, 1].item()])
+        assert gradient[1].tolist() == pytest.approx([slope[1, 0].item(), 0, 0])
+
+
+def test_the_bonus_for_entropy_is_normalised_like_the_loss_and_has_no_weight():
+    entropy = torch.tensor([[0.5, 0.7], [0.2, 9.0]])
+    algorithm = AlgorithmSection(name="grpo", entropy_coef=0.1, tis_cap=3.0)
+    found = losses(algorithm, OLD, OLD, STALE, None, ADVANTAGES, MASK, entropy)
+    expected = found.policy.item() - 0.1 * ((0.5 + 0.7) / 2 + 0.2)
+    assert found.total.item() == pytest.approx(expected)
 
 
 def test_the_kl_term_is_normalised_like_the_loss_and_weighted():
@@ -176,7 +280,7 @@ def test_the_kl_term_is_normalised_like_the_loss_and_weighted():
         ({"name": "cispo"}, 100),
         ({"name": "reinforce++"}, 100),
         ({"name": "dr_grpo"}, 8 * 512),
-        ({"name": "rloo"}, 8 * 512),
+        ({"name": "rloo"}, 8),
         ({"name": "dr_grpo", "loss_norm": 20}, 160),
         ({"name": "grpo", "loss_norm": "token"}, 100),
     ],
@@ -185,20 +289,14 @@ def test_denominators(settings, expected):
     assert denominator(AlgorithmSection(**settings), 8, 100, max_response_length=512) == expected
 
 
-def test_reinforce_plus_plus_divides_by_the_std_of_the_batch():
-    algorithm = AlgorithmSection(name="reinforce++")
-    # Advantages 0.5, -0.5, 0, 0: variance 0.5 / 4.
-    assert advantage_scale(algorithm, 0.5, 4) == pytest.approx(math.sqrt(8))
-    assert advantage_scale(algorithm, 0.0, 4) == 1.0
-    assert advantage_scale(AlgorithmSection(name="grpo"), 0.5, 4) == 1.0
-
-
-def test_only_reinforce_plus_plus_with_kl_cannot_stream():
-    waits = {
-        n
-        for n in ALGORITHMS
-        for c in (0.0, 0.1)
-        if needs_whole_step(AlgorithmSection(name=n, kl_coef=c))
-    }
-    assert waits == {"reinforce++"}
-    assert not needs_whole_step(AlgorithmSection(name="reinforce++"))
+def test_the_table_of_the_readme_is_that_of_the_code():
+    readme = Path(loss.__file__).with_name("README.md").read_text(encoding="utf-8")
+    row = r"^\| `([^`]+)` \| .+ \| (.+) \| (\S+) \.\.\. (\S+) \| (\w+) \|$"
+    rows = re.findall(row, readme, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(ALGORITHMS)
+    units = {"token": loss.token_ratio, "mean": loss.mean_ratio, "product": loss.response_ratio}
+    for name, unit, low, high, norm in rows:
+        recipe, clip = loss.ALGORITHM[name], AlgorithmSection(name=name).clip
+        assert (float(low), float(high)) == (max(0, 1 - clip[0]), 1 + clip[1])
+        [ratio] = {units[word] for word in units if word in unit}
+        assert (recipe.ratio, recipe.norm) == (ratio, norm)

@@ -13,10 +13,18 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCa
 
 from lightrl.engine.checkpoint import build_model, check_fits, read_config, tensor_targets
 from lightrl.system.child import Pipe
-from lightrl.trainer import export
-from lightrl.trainer.model import load_policy, shards
-from lightrl.trainer.protocol import RANK_COMMANDS, RANK_EVENTS, RankFailed, Save, Saved
-from lightrl.trainer.rank import main
+from lightrl.trainer.checkpoint.export import export
+from lightrl.trainer.model.policy import load_policy, shards
+from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    Exported,
+    RankFailed,
+    Save,
+    Saved,
+    Staged,
+)
+from lightrl.trainer.rank.rank import main
 from lightrl.weights.delta.file import open_packed
 from lightrl.weights.publish.publisher import Shard
 from lightrl.weights.version.layout import BUCKET_BYTES
@@ -130,23 +138,27 @@ def test_a_version_that_has_no_room_is_one_line(start, tmp_path):
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_an_export_by_parts_is_the_model_that_was_loaded(
-    routed_dir, new_rank, tmp_path, monkeypatch
-):
-    """With the names of its own files, though transformers has others in memory."""
-    monkeypatch.setattr(export, "PART_BYTES", 1)
+def test_an_export_by_parts_is_the_model_that_was_loaded(routed_dir, new_rank, tmp_path):
+    """With the names of its own files, though transformers has others in memory; and the same of
+    the checkpoint alone as of the rank that has the model."""
     path = tmp_path / "step_0"
-    assert list(new_rank(routed_dir).perform(Save(0, str(path), export=True))) == [Saved(str(path))]
-    parts = sorted((path / "hf").glob("*.safetensors"))
+    said = [Staged(str(path)), Saved(str(path)), Exported(str(path))]
+    assert new_rank(routed_dir).save(Save(0, str(path), export=True)) == said
+    export(path, tmp_path / "parts", shard_bytes=1)
+    parts = sorted((tmp_path / "parts").glob("*.safetensors"))
     assert len(parts) == 5  # embedding, two layers, norm, head
     expected, found = {}, {}
-    for files, tensors in ((routed_dir.glob("*.safetensors"), expected), (parts, found)):
+    whole = {}
+    of_rank = (path / "hf").glob("*.safetensors")
+    sources = (routed_dir.glob("*.safetensors"), parts, of_rank)
+    for files, tensors in zip(sources, (expected, found, whole), strict=True):
         for file in files:
             with safe_open(file, "pt") as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys() == whole.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    loaded = AutoModelForCausalLM.from_pretrained(path / "hf", dtype="auto").state_dict()
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts", dtype="auto").state_dict()
     original = AutoModelForCausalLM.from_pretrained(routed_dir, dtype="auto").state_dict()
     assert all(torch.equal(loaded[name], original[name]) for name in original)
 
@@ -162,7 +174,9 @@ rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 torch.set_num_threads(1)
 store = dist.FileStore(str(folder / f"rendezvous-{world}"), world)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-publisher = publish.Publisher(Buffers(folder / "versions"), rank, world)
+local = int(sys.argv[4])
+place = folder / ("versions" if rank < local else "elsewhere")  # which is never made
+publisher = publish.Publisher(Buffers(place), rank, world, local)
 for version in range(3):
     file = publisher.publish(version, shards_of(made(version), rank, world))
     publisher.allocate_second()
@@ -170,10 +184,10 @@ for version in range(3):
         print(file.digest, flush=True)
     delta = publisher.publish_delta()
     assert (delta is not None) == (rank == 0 and version > 0), delta
-def die(file, pieces):
+def die(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == world - 1:
-    publish._copy = die
+    publish._copy = publish.Exchange.carry_out = die
 try:
     publisher.publish(3, shards_of(made(3), rank, world))
 except RuntimeError as e:
@@ -206,12 +220,15 @@ def shards_of(tensors, rank, world):
     return [*(cut(*item) for item in tensors.items()), Shard("s", torch.float32, (), scalar)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_path, world):
+@pytest.mark.parametrize(("world", "local"), [(2, 2), (3, 3), (2, 1), (4, 2)])
+def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_path, world, local):
+    """Also those of which only the first are where the version is."""
     command = [sys.executable, "-c", RANKS]
     children = [
         subprocess.Popen(
-            [*command, str(rank), str(world), str(tmp_path)], stdout=subprocess.PIPE, text=True
+            [*command, str(rank), str(world), str(tmp_path), str(local)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(world)
     ]
@@ -223,6 +240,7 @@ def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_
         digests.append(write_tensors(tmp_path / f"v{version}.bin", version, whole))
     assert said[0].split() == [*(file.digest for file in digests), "RuntimeError"]
     assert [child.returncode for child in children] == [1] * (world - 1) + [-signal.SIGKILL]
+    assert not (tmp_path / "elsewhere").exists()
     names = sorted(p.name.split(".")[0] for p in (tmp_path / "versions").iterdir())
     deltas = ["to_1", "to_1", "to_2", "to_2"]  # each with its manifest
     assert names == ["draft", *deltas, "version_2", "version_2"]

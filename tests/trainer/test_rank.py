@@ -11,21 +11,23 @@ from safetensors.torch import load_file
 
 from lightrl.system.child import ChildDied, Pipe
 from lightrl.trainer.batch import micro_batches
+from lightrl.trainer.checkpoint.saved import latest
 from lightrl.trainer.protocol import (
     RANK_COMMANDS,
     RANK_EVENTS,
     Accumulate,
     Accumulated,
+    Exported,
     FinishStep,
     Published,
     RankFailed,
     RankStarted,
     Save,
     Saved,
+    Staged,
     StepFinished,
 )
-from lightrl.trainer.rank import main
-from lightrl.trainer.saved import latest
+from lightrl.trainer.rank.rank import main
 from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import pack_f32, pack_i32
 
@@ -64,7 +66,10 @@ async def save(ranks, number, path, export=False):
     for rank in ranks:
         rank.send(Save(number, str(path), export))
     async with asyncio.timeout(DEADLINE_S):
-        assert [await rank.receive() for rank in ranks] == [Saved(str(path))] * len(ranks)
+        assert [await rank.receive() for rank in ranks] == [Staged(str(path))] * len(ranks)
+        assert await ranks[0].receive() == Saved(str(path))
+        if export:
+            assert await ranks[0].receive() == Exported(str(path))
 
 
 def read(event):
@@ -95,7 +100,7 @@ def test_two_ranks_train_like_one_and_take_over_its_checkpoint(
 
     alone = new_rank(**settings)
     first, _ = on_one_rank(alone, 0)
-    list(alone.perform(Save(1, str(checkpoints / "step_1"))))
+    alone.save(Save(1, str(checkpoints / "step_1")))
     _, metrics = on_one_rank(alone, 1)
     expected = read(on_one_rank(alone, 2)[0])
 

@@ -1,6 +1,8 @@
 """Whole steps of a rank in this process: exactness of streaming, gradients, publishing, edge
 cases."""
 
+import asyncio
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -9,13 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrl.config_sections import ALGORITHMS
+from lightrl.config_algorithm import ALGORITHMS
 from lightrl.errors import TrainerError
-from lightrl.trainer import loss
+from lightrl.trainer.algorithm import loss
 from lightrl.trainer.batch import micro_batches, num_tokens
+from lightrl.trainer.model import score
+from lightrl.trainer.model.forward import Way
 from lightrl.trainer.protocol import Accumulate, Accumulated, FinishStep, Published, StepFinished
 from lightrl.weights.version.tensors import read_tensors
 from lightrl.wire import pack_f32, unpack_f32, unpack_i32
+from tests.trainer.conftest import DEADLINE_S
 
 
 def finish(samples, step=0, extra=0):
@@ -35,7 +40,7 @@ def run_step(rank, arrivals, samples, step=0, extra=0):
 
 
 def weights(rank):
-    return {name: p.detach().clone() for name, p in rank.policy.module.named_parameters()}
+    return {name: p.detach().clone() for name, p in rank.learner.policy.module.named_parameters()}
 
 
 def assert_close(a, b, tolerance):
@@ -52,6 +57,8 @@ def assert_close(a, b, tolerance):
         {"name": "grpo", "kl_coef": 0.1},
         {"name": "reinforce++", "kl_coef": 0.1},
         {"name": "dapo", "tis_cap": 2.0},
+        {"name": "dapo", "entropy_coef": 0.1},
+        {"name": "grpo", "tis_cap": 1.1, "tis_mode": "mask", "tis_level": "sequence"},
     ],
     ids=lambda a: "-".join(str(v) for v in a.values()),
 )
@@ -81,9 +88,47 @@ def test_a_streamed_step_equals_one_big_batch(new_rank, samples, algorithm):
             assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
 
 
-def naive_gradients(rank, samples, settings, advantage_scale, divisor):
+def test_a_step_is_the_same_packed_or_padded_by_tiles_or_by_the_model(
+    new_rank, samples, monkeypatch
+):
+    def after(packed, has_tiles, tile, batches):
+        monkeypatch.setattr(score, "NARROWEST_TILE", tile)
+        monkeypatch.setitem(score.TILE_VALUES, "cpu", 1)
+        rank = new_rank(algorithm={"name": "dapo", "tis_cap": 2.0, "kl_coef": 0.1})
+        assert rank.started.is_packed
+        assert rank.started.notes == ()
+        for name in ("policy", "reference"):
+            policy = getattr(rank.learner, name)
+            projection = policy.way.projection if has_tiles else None
+            setattr(rank.learner, name, replace(policy, way=Way(packed, projection)))
+        for step in range(2):
+            _, metrics = run_step(rank, [batches], samples, step, extra=3)
+        return weights(rank), metrics
+
+    planned = micro_batches(samples, 1, 60)[0]
+    expected, figures = after(False, False, 256, (tuple(samples),))
+    ways = [(True, True, 24, planned), (True, True, 5, planned), (True, False, 24, planned)]
+    for way in [*ways, (False, True, 5, planned)]:
+        found, metrics = after(*way)
+        assert_close(found, expected, 2e-6)
+        for key in ("loss/policy", "loss/kl", "entropy", "grad_norm", "tis/mean"):
+            assert metrics[key] == pytest.approx(figures[key], rel=1e-4, abs=1e-5), key
+
+
+def whitened_by_formula(samples, trained=lambda s: unpack_i32(s.token_ids)):
+    """Token by token, as verl's `masked_whiten` has it: mean included, n - 1, 1e-8 in the root."""
+    every = torch.tensor([s.advantage for s in samples for _ in trained(s)], dtype=torch.float64)
+    white = ((every - every.mean()) * torch.rsqrt(every.var() + 1e-8)).tolist()
+    first = [0, *itertools.accumulate(len(trained(s)) for s in samples)]
+    return [
+        replace(s, advantage=white[i] if trained(s) else 0.0)
+        for s, i in zip(samples, first, strict=False)
+    ]
+
+
+def naive_gradients(rank, samples, settings, divisor):
     """The formula, response by response and token by token, without padding, masks or detours."""
-    module = rank.policy.module
+    module = rank.learner.policy.module
     parameters = list(module.parameters())
     total = torch.zeros(())
     for s in samples:
@@ -93,9 +138,8 @@ def naive_gradients(rank, samples, settings, advantage_scale, divisor):
         index = torch.tensor(response)[:, None]
         logprobs = module(ids).logits[0, lines].log_softmax(-1).gather(-1, index)[:, 0]
         with torch.no_grad():
-            ref = (
-                rank.reference.module(ids).logits[0, lines].log_softmax(-1).gather(-1, index)[:, 0]
-            )
+            logits = rank.learner.reference.module(ids).logits
+            ref = logits[0, lines].log_softmax(-1).gather(-1, index)[:, 0]
         tokens = []
         for t in range(len(response)):
             old, gaps = (
@@ -103,13 +147,15 @@ def naive_gradients(rank, samples, settings, advantage_scale, divisor):
                 logprobs.detach() - torch.tensor(unpack_f32(s.rollout_logprobs)),
             )
             gap, ratio = gaps[t].item(), torch.exp(logprobs[t] - old)
-            if rank.algorithm.name == "gspo":
+            if rank.learner.algorithm.name == "gspo":
                 gap, ratio = gaps.mean().item(), torch.exp((logprobs - logprobs.detach()).mean())
+            if rank.learner.algorithm.name == "rloo":
+                gap, ratio = gaps.sum().item(), torch.exp((logprobs - logprobs.detach()).sum())
             weight = min(math.exp(gap), settings["tis_cap"]) if settings["tis_cap"] else 1.0
-            policy = -ratio * s.advantage * advantage_scale
+            policy = -ratio * s.advantage
             divergence = torch.exp(ref[t] - logprobs[t]) - (ref[t] - logprobs[t]) - 1
             tokens.append(weight * (policy + settings["kl_coef"] * divergence))
-        share = len(response) if rank.algorithm.name in ("grpo", "gspo") else 1
+        share = len(response) if rank.learner.algorithm.name in ("grpo", "gspo", "rloo") else 1
         total = total + torch.stack(tokens).sum() / share
     return torch.autograd.grad(total / divisor, parameters)
 
@@ -118,22 +164,23 @@ def naive_gradients(rank, samples, settings, advantage_scale, divisor):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_gradients_equal_a_naive_implementation(new_rank, samples, name):
     settings = {"name": name, "tis_cap": 1.5, "kl_coef": 0.2, "kl_type": "k3"}
-    if name in {"dr_grpo", "rloo"}:
+    if name == "dr_grpo":
         settings["loss_norm"] = 20
     rank = new_rank(algorithm=settings, train={"optim": {"lr": 1e-2, "grad_clip": 0.0}})
     run_step(rank, [(tuple(samples),)], samples)  # away from the reference
     some = samples[:10]
     tokens = sum(len(s.token_ids) // 4 for s in some)
-    divisor = {"grpo": 10, "gspo": 10, "dr_grpo": 200, "rloo": 200}.get(name, tokens)
-    scale = 1.0
-    if name == "reinforce++":
-        scale = 1 / math.sqrt(sum(s.advantage**2 for s in some) / len(some))
-    expected = naive_gradients(rank, some, settings, scale, divisor)
+    divisor = {"grpo": 10, "gspo": 10, "dr_grpo": 200, "rloo": 10}.get(name, tokens)
+    is_whitened = name.startswith("reinforce++")
+    worth = whitened_by_formula(some) if is_whitened else some
+    expected = naive_gradients(rank, worth, settings, divisor)
 
-    assert loss.denominator(rank.algorithm, 10, tokens, 1) == divisor
+    assert loss.denominator(rank.learner.algorithm, 10, tokens, 1) == divisor
     list(rank.perform(Accumulate(1, (tuple(some[:7]), tuple(some[7:])))))
-    if name != "reinforce++":  # which computes when the step ends
-        found = {name: p.grad / divisor for name, p in rank.policy.module.named_parameters()}
+    if not is_whitened:  # else it computes when the step ends
+        found = {
+            name: p.grad / divisor for name, p in rank.learner.policy.module.named_parameters()
+        }
         assert_close(found, dict(zip(found, expected, strict=True)), 1e-4)
     _, finished = rank.perform(finish(some, step=1))
     norm = torch.nn.utils.get_total_norm(expected).item()
@@ -145,11 +192,11 @@ def test_the_step_is_that_of_a_plain_loop(new_rank, samples):
     optim = {"lr": 1e-3, "grad_clip": 0.5, "warmup_steps": 4, "weight_decay": 0.1}
     rank = new_rank(algorithm={"name": "dr_grpo", "loss_norm": 20}, train={"optim": optim})
     other = new_rank(algorithm={"name": "dr_grpo", "kl_coef": 1e-9, "loss_norm": 20})
-    module = other.policy.module
+    module = other.learner.policy.module
     plain = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(2):
         _, metrics = run_step(rank, [micro_batches(samples, 1, 100)[0]], samples, step)
-        gradients = naive_gradients(other, samples, {"tis_cap": 0.0, "kl_coef": 0.0}, 1.0, 24 * 20)
+        gradients = naive_gradients(other, samples, {"tis_cap": 0.0, "kl_coef": 0.0}, 24 * 20)
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
@@ -184,6 +231,61 @@ def test_a_step_without_signal_changes_no_bit(new_rank, samples):
     assert metrics["num_tokens"] == 80
 
 
+@pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline"])
+def test_a_step_of_equal_advantages_changes_no_bit(new_rank, samples, name):
+    """Momentum of the step before must not act, either."""
+    rank = new_rank(algorithm={"name": name}, train={"optim": {"lr": 1e-3}})
+    before, _ = run_step(rank, [(tuple(samples),)], samples)
+    equal = [replace(s, advantage=0.1) for s in samples]
+    after, metrics = run_step(rank, [(tuple(equal),)], equal, step=1)
+    assert after.file.digest == before.file.digest
+    assert metrics["grad_norm"] == metrics["num_trained_tokens"] == 0
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_whitening_on_two_ranks_is_that_of_one(start, new_rank, processes, samples):
+    """One of them has more samples than the other, and longer ones."""
+    sections = {"algorithm": {"name": "reinforce++"}, "train": {"optim": {"lr": 1e-3}}}
+    ordered = sorted(samples, key=num_tokens)
+    shares = [(tuple(ordered[8:16]), tuple(ordered[16:])), (tuple(ordered[:8]), ())]
+
+    async def on_two_ranks():
+        async with asyncio.timeout(DEADLINE_S), processes(start(**sections), world=2) as ranks:
+            for rank, share in zip(ranks, shares, strict=True):
+                rank.send(Accumulate(0, share))
+                rank.send(finish(samples))
+            while not isinstance(event := await ranks[0].receive(), Published):
+                pass
+            return dict(read_tensors(event.file))
+
+    alone = new_rank(**sections)
+    run_step(alone, [(tuple(samples),)], samples)
+    found, expected = asyncio.run(on_two_ranks()), weights(alone)
+    assert_close({name: found[name] for name in expected}, expected, 2e-6)
+
+
+def test_weights_are_due_unless_engines_agree_exactly(new_rank, samples):
+    for sections, cap in (
+        ({}, 0.0),
+        ({"model": {"path": "unused", "dtype": "bfloat16"}}, 2.0),
+        ({"async": {"max_staleness": 1}}, 2.0),
+        ({"model": {"path": "unused", "dtype": "bfloat16"}, "algorithm": {"tis_cap": 0}}, 0.0),
+    ):
+        rank = new_rank(**sections)
+        _, metrics = run_step(rank, [(tuple(samples),)], samples)
+        assert metrics.get("tis/max", 0.0) == cap
+
+
+def test_a_bonus_for_entropy_raises_it(new_rank, samples):
+    """Alone: no response has an advantage."""
+    flat = [replace(s, advantage=0.0) for s in samples]
+    rank = new_rank(algorithm={"name": "dapo", "entropy_coef": 1.0}, train={"optim": {"lr": 1e-3}})
+    entropies = [run_step(rank, [(tuple(flat),)], flat, step)[1]["entropy"] for step in range(4)]
+    assert entropies == sorted(entropies)
+    assert entropies[-1] > entropies[0] + 0.01
+
+
 def test_a_gradient_that_is_not_finite_is_left_out(new_rank, samples):
     rank = new_rank()
     before = rank.started.published.file.digest
@@ -204,6 +306,7 @@ def test_the_difference_to_the_engine_is_measured(new_rank, samples):
     assert (
         first["train_rollout_logprob_abs_diff_max"] >= first["train_rollout_logprob_abs_diff"] > 0
     )
+    assert first["mismatch_kl/mean"] > 0
     shifted = [
         replace(s, rollout_logprobs=pack_f32([x + 100 for x in lp]))
         for s, lp in zip(samples, logprobs, strict=True)

@@ -10,11 +10,19 @@ import pytest
 import torch
 
 from lightrl.broadcast_messages import VersionTaken
+from lightrl.config_algorithm import AlgorithmSection
 from lightrl.errors import TrainerError
-from lightrl.messages import PublishWeights, StepDone, TrainGroup, TrainResponse, TrainShard
+from lightrl.messages import (
+    PublishWeights,
+    ShardsTaken,
+    StepDone,
+    TrainGroup,
+    TrainResponse,
+    TrainShard,
+)
 from lightrl.run_file import parse_config
-from lightrl.trainer.advantage import train_samples
-from lightrl.trainer.batch import streamed
+from lightrl.trainer.algorithm.advantage import train_samples
+from lightrl.trainer.batch import num_tokens, streamed
 from lightrl.trainer.protocol import Accumulate, FinishStep
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
@@ -24,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 DEADLINE_S = 110
 STEPS = 3
+# As the samples are.
+SHORT = {"data": {"max_prompt_length": 8}, "rollout": {"max_response_length": 32}}
 # How many of eight groups wait each time that the trainer looks, as far as it has not been told
 # more.
 ALL, HALVES, ONES, UNEVEN = (8,), (4, 4), (1,) * 8, (1, 5, 0, 2)
@@ -64,6 +74,8 @@ def test_deterministic_steps_are_equal_in_every_bit(new_rank, groups, algorithm)
             algorithm=algorithm,
             run={"deterministic": deterministic},
             train={"max_tokens_per_gpu": 60},
+            data={"path": "unused"} | SHORT["data"],
+            rollout=SHORT["rollout"],
         )
         return train(rank, [parts(groups, sizes) for sizes in splits])
 
@@ -83,7 +95,7 @@ def test_any_order_of_arrival_gives_the_same_step_up_to_rounding(new_rank, group
     def weights(steps):
         rank = new_rank(algorithm={"name": "dapo", "tis_cap": 2.0}, train={"optim": {"lr": 1e-3}})
         train(rank, steps)
-        return torch.cat([p.detach().flatten() for p in rank.policy.module.parameters()])
+        return torch.cat([p.detach().flatten() for p in rank.learner.policy.module.parameters()])
 
     expected = weights([[groups]] * STEPS)
     arrivals = []
@@ -162,7 +174,8 @@ def trainer_config(model_dir, ranks, steps):
     return parse_config(
         {
             "model": {"path": str(model_dir)},
-            "data": {"path": "unused"},
+            "data": {"path": "unused", **SHORT["data"]},
+            "rollout": SHORT["rollout"],
             "run": {"deterministic": True},
             "algorithm": {"name": "dapo", "tis_cap": 2.0},
             "train": {
@@ -223,12 +236,92 @@ def test_shards_of_a_later_step_wait_and_any_other_is_refused(
             await run_trainer(config, tmp_path / "run", next_shards, pause=20, digests=digests)
 
     asyncio.run(run())
-    rank = new_rank(**config.model_dump(include={"algorithm", "train", "run"}))
+    rank = new_rank(**config.model_dump(include={"algorithm", "train", "run", "data", "rollout"}))
     samples = [train_samples(group, config) for group in later[0].groups]
     assert digests == [
         rank.started.published.file.digest,
         *train(rank, [[samples], parts(samples, ONES)]),
     ]
+
+
+def test_gradients_that_are_not_finite_end_the_run_after_five_in_a_row(
+    model_dir, tmp_path, groups, caplog
+):
+    config = trainer_config(model_dir, ranks=1, steps=9)
+    config = config.model_copy(update={"algorithm": AlgorithmSection(name="dr_grpo")})
+
+    def too_large(group):
+        """Finite as it comes, but not in float32."""
+        first, *rest = group.responses
+        return replace(group, responses=(replace(first, reward=1e300), *rest))
+
+    def next_shards(version):
+        [shard] = shards(groups, version, ALL)
+        return [shard if version == 1 else replace(shard, groups=(*map(too_large, shard.groups),))]
+
+    digests = []
+    refused = "^the gradient of step 6 is not finite: the weights stay .*, as in the 4 steps before"
+    with pytest.raises(TrainerError, match=refused):
+        asyncio.run(run_trainer(config, tmp_path / "run", next_shards, 0, digests))
+    old, new = digests[0], digests[2]
+    assert digests == [old, old, *[new] * 6]
+    assert old != new
+    warned = [r.getMessage() for r in caplog.records if "is not finite" in r.getMessage()]
+    assert warned == [
+        f"the gradient of step {step} is not finite: the weights stay as they were"
+        for step in (0, 2)
+    ]
+
+
+def test_groups_wait_until_they_fill_a_micro_batch_on_every_rank(model_dir, tmp_path, groups):
+    """But for none when the step is complete, nor for those that the journal cuts apart."""
+    limit = 60
+    settings = trainer_config(model_dir, ranks=2, steps=2).model_dump(
+        include={"model", "data", "rollout"}
+    )
+    train = {"steps": 2, "ranks": 2, "max_tokens_per_gpu": limit}
+    config = parse_config({**settings, "train": train})
+    wholes = shards(groups, 0, ONES)
+    apart = [replace(shard, step=1, policy_version=1, alone=True) for shard in wholes]
+    coming, portions = [*wholes, *apart], []
+
+    def send(message):
+        """The next shard comes when one was taken: one at a time is looked at."""
+        if isinstance(message, PublishWeights) and not message.deltas:
+            portions.append(message.portions)
+        if coming and isinstance(message, (PublishWeights, ShardsTaken)):
+            if isinstance(message, PublishWeights) and message.deltas:
+                return
+            if coming[0].index == 0 and not isinstance(message, PublishWeights):
+                return
+            trainer.handle(coming.pop(0))
+
+    async def run():
+        for name in ("logs", "weights"):
+            (tmp_path / name).mkdir()
+        server = WeightServer()
+        await server.start("127.0.0.1")
+        nonlocal trainer
+        versions = ServedVersions(server)
+        trainer = Trainer(config, tmp_path, tmp_path / "weights", versions, send, lambda: None)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await trainer.run()
+        finally:
+            await trainer.close()
+            await server.close()
+
+    trainer = None
+    asyncio.run(run())
+    expected, tokens = [0], 0
+    for shard in wholes:
+        made = [s for g in shard.groups for s in train_samples(g, config) if s.advantage]
+        tokens += sum(map(num_tokens, made))
+        expected[-1] += 1
+        if tokens >= 2 * limit:
+            expected, tokens = [*expected, 0], 0
+    assert portions == [(), tuple(n for n in expected if n), (1,) * 8]
+    assert 1 < len(portions[1]) < 8
 
 
 def test_a_penalty_for_length_is_part_of_the_advantage(config):
@@ -249,4 +342,23 @@ def test_a_penalty_for_length_is_part_of_the_advantage(config):
     assert advantages([10, 80, 90, 100], overlong_buffer=20) == pytest.approx(
         [0.375, 0.375, -0.125, -0.625]
     )
+    assert advantages([10, 80, 90, 100], overlong_buffer=20, overlong_penalty=0.5) == pytest.approx(
+        [0.1875, 0.1875, -0.0625, -0.3125]
+    )
     assert advantages([10, 80, 90, 100]) == [0.0] * 4
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_what_is_cut_at_the_limit_may_count_in_its_group_only(config, is_masked):
+    responses = tuple(
+        TrainResponse(f"p0@0#{i}", bytes(8), bytes(8), reward, reason)
+        for i, (reward, reason) in enumerate([(1.0, "stop"), (0.0, "length"), (0.5, "stop")])
+    )
+    made = train_samples(
+        TrainGroup("p0@0", b"", responses),
+        config(algorithm={"name": "dr_grpo", "mask_truncated": is_masked}),
+    )
+    expected = {"p0@0#0": 0.5, "p0@0#1": -0.5, "p0@0#2": 0.0}
+    if is_masked:
+        del expected["p0@0#1"]
+    assert {s.response: s.advantage for s in made} == expected

@@ -11,6 +11,7 @@ from lightrl import messages as m
 from lightrl import wire
 from lightrl.errors import ProtocolError
 
+TRAINED = m.TrainResponse("p7@0#3", b"", b"", 1.0, "length", b"\x05")
 EXAMPLES: list[m.Message] = [
     m.Hello(
         "rollout-0",
@@ -40,7 +41,7 @@ EXAMPLES: list[m.Message] = [
         4,
         2,
         4,
-        (m.TrainGroup("p7@0", b"", (m.TrainResponse("p7@0#3", b"", b"", 1.0, "length"),)),),
+        (m.TrainGroup("p7@0", b"", (TRAINED,)),),
         True,
         32,
         True,
@@ -57,6 +58,7 @@ EXAMPLES: list[m.Message] = [
         deltas=(m.DeltaOffer("9f3a", "a01c", "77aa", 4210, 91022),),
         canary=m.Canary(wire.pack_i32([5, 6]), wire.pack_f32([-0.5])),
         portions=(3, 29),
+        base=m.WeightsBase("4b7e", 2112512, 8190),
     ),
     m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03, 1000, 91022, 0.001),
     m.BadSource(4, "rollout-3", "bucket 7: digest differs"),
@@ -69,6 +71,8 @@ EXAMPLES: list[m.Message] = [
     m.SendBroadcast("7c1f", 4),
     m.BroadcastSums("7c1f", 4, (0, 2**64 - 1)),
     m.BroadcastFailed("7c1f", "rank 1: timed out", is_unreachable=True),
+    m.TrainerSet("trainer-0", (("trainer-1", 2),)),
+    m.TrainerRelay("trainer-1", b"frame"),
     m.Drain("rollout-0", "SIGTERM"),
     m.Bye("drained", True),
     m.Watch(0.5),
@@ -117,10 +121,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_7_are_pinned():
+def test_bytes_of_protocol_8_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 7
+    assert m.PROTOCOL == 8
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))
@@ -135,6 +139,14 @@ def test_bytes_of_protocol_7_are_pinned():
         "9186a8726573706f6e7365a172a7617474656d707402a66f666673657400a9746f6b656e5f696473c40403000000a86c"
         "6f6770726f6273c404000080bfad66696e6973685f726561736f6ec0"
     )
+    masked = wire.MESSAGES.encode(m.TrainShard(1, 0, 1, (m.TrainGroup("g", b"", (TRAINED,)),)))
+    assert masked.hex() == (
+        "92aa547261696e536861726487a47374657001a5696e64657800ae706f6c6963795f76657273696f6e01a667726f75"
+        "70739183a567726f7570a167a670726f6d7074c400a9726573706f6e7365739186a8726573706f6e7365a670374030"
+        "2333a9746f6b656e5f696473c400b0726f6c6c6f75745f6c6f6770726f6273c400a6726577617264cb3ff000000000"
+        "0000ad66696e6973685f726561736f6ea66c656e677468a96c6f73735f6d61736bc40105a46c617374c2aa6e756d5f"
+        "67726f75707300a5616c6f6e65c2"
+    )
 
 
 def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
@@ -146,13 +158,18 @@ def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
     delta = m.DeltaOffer("a", "b", "c", 1, 2)
     offer = m.PublishWeights(4, "b", 9, 8, (source,), (delta,), m.Canary(b"", b""), (3,))
     assert wire.MESSAGES.decode(wire.MESSAGES.encode(offer)) == offer
+    base = m.WeightsBase("b", 9, 8, (source,))
+    assert wire.to_bytes(base).hex() == (
+        "84a6646967657374a162a96e756d5f627974657309ae6d616e69666573745f627974657308a7736f75726365"
+        "739183a46e6f6465a16ea961646472657373657391a3683a31a67469636b6574a174"
+    )
     assert wire.MESSAGES.encode(offer).hex() == (
-        "92ae5075626c6973685765696768747389ae706f6c6963795f76657273696f6e04a6646967657374a162a96e"
+        "92ae5075626c697368576569676874738aae706f6c6963795f76657273696f6e04a6646967657374a162a96e"
         "756d5f627974657309ae6d616e69666573745f627974657308a7736f75726365739183a46e6f6465a16ea961"
         "646472657373657391a3683a31a67469636b6574a174a664656c7461739185a462617365a161a67461726765"
         "74a162a6646967657374a163ae6d616e69666573745f627974657301a96e756d5f627974657302a663616e61"
         "727983a9746f6b656e5f696473c400a86c6f6770726f6273c400a56474797065a7666c6f61743332a8706f72"
-        "74696f6e739103a567726f7570a0"
+        "74696f6e739103a567726f7570a0a462617365c0"
     )
     bad = wire.MESSAGES.encode(m.BadSource(4, "n", "r"))
     assert bad.hex() == (

@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrl.client.address import accepts, listening, own_host
+from lightrl.client.address import accepts, listening
 from lightrl.client.find_run import ask, final_snapshot
 from lightrl.config import Config
 from lightrl.core.state import RunState
@@ -28,6 +28,7 @@ from lightrl.log import LogSettings, configure, configure_again
 from lightrl.log import environment as log_environment
 from lightrl.run_file import load_config
 from lightrl.system.addresses import ALL_HOSTS, host_and_port
+from lightrl.system.interfaces import own_host
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.system.threads import in_thread
 
@@ -46,13 +47,18 @@ HERE_ONLY = {"127.0.0.1", "localhost"} | ALL_HOSTS  # no address for other machi
 async def run_part(
     part: str, what: Sequence[str], slots: int = 0, preemptible: bool = False
 ) -> int:
-    """One job of a run, as scripts/slurm have it: "head" or "node"; the exit status."""
+    """One job of a run, as scripts/slurm have it: "head", "node" or "trainer"; the exit
+    status."""
     configure(LogSettings(node=_name_of(part)))
     if part == "head":
         return await run_head(what)
+    if part == "trainer" and len(what) == 1:
+        key = _directory(what[0]) or Path(what[0])
+        return await run_node(what[0], key / KEY_FILE, ["--role", "trainer"])
     if part != "node" or not 1 <= len(what) <= 2:
         raise ConfigError(
-            "slurm-job: head CONFIG [section.key=value ...], or node RUN_DIR|ADDRESS [KEY_FILE]"
+            "slurm-job: head CONFIG [section.key=value ...], node RUN_DIR|ADDRESS [KEY_FILE], or "
+            "trainer RUN_DIR"
         )
     options = ["--slots", str(slots)] if slots else []
     options += ["--preemptible"] if preemptible else []
@@ -93,8 +99,8 @@ async def run_head(arguments: Sequence[str]) -> int:
 
 
 async def run_node(target: str, key_file: Path | None, options: Sequence[str]) -> int:
-    """A rollout node of the run in the directory `target`, or at that address, with these more
-    options of `lightrl up`; the exit status."""
+    """A rollout node, or as the options say a trainer node, of the run in the directory `target`,
+    or at that address, with these more options of `lightrl up`; the exit status."""
     run_dir = _directory(target)
     if run_dir is not None and key_file is None:
         key_file = run_dir / JOIN_FILE

@@ -28,6 +28,14 @@ ABOUT_RESERVED = """\
 # Submitted again, or requeued by Slurm, the run goes on where it was. USR1 comes that many seconds
 # before the time limit: time for a checkpoint, after which the job puts itself back into the queue.
 """
+ABOUT_TRAINERS = """\
+# The other trainer nodes of a run, train.nodes - 1 in all: each task of the array is one.
+#
+#   sbatch --array=1-3 scripts/slurm/trainers.sbatch RUN_DIR
+#
+# RUN_DIR, with its key, must be on a file system that all nodes see, and so must checkpoint.dir.
+# One that leaves costs the run the steps since the newest checkpoint; it waits until all are there.
+"""
 ABOUT_SPOT = """\
 # Rollout nodes that may be taken away at any moment: each task of the array is one.
 #
@@ -76,6 +84,14 @@ def spot_script(
     )
 
 
+def trainers_script(
+    arguments: Sequence[str] = (), options: Sequence[str] = (), lightrl: str = "lightrl"
+) -> str:
+    """The script of which every array task is one more trainer node."""
+    settings = ("--signal=B:USR1@180", *options)
+    return _script("trainer", settings, ABOUT_TRAINERS, lightrl, "trainer", arguments)
+
+
 def _script(
     name: str, options: Sequence[str], about: str, lightrl: str, part: str, arguments: Sequence[str]
 ) -> str:
@@ -96,7 +112,7 @@ def _script(
 
 
 def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list[str]:
-    """Writes both scripts into the run directory and submits them; returns what was done, in lines.
+    """Writes the scripts into the run directory and submits them; returns what was done, in lines.
 
     The config is fixed now: later edits of the user's file change nothing. Raises LightRLError.
     """
@@ -109,9 +125,16 @@ def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list
     if dry_run:
         return [line for file, text in scripts.items() for line in (f"== {relative(file)}", text)]
     _write(folder, {**scripts, folder / SLURM_CONFIG: to_toml(_anchored(config, run_dir))})
-    head, spot = scripts
+    head, spot, *more = scripts
     job = _sbatch(str(head))
     done = [f"job {job}: coordinator and trainer ({relative(head)})"]
+    for trainers in more:
+        array = (f"--array=1-{config.train.nodes - 1}", f"--dependency=after:{job}")
+        others = _sbatch(*array, str(trainers))
+        done.append(
+            f"job {others}: {config.train.nodes - 1} more trainer nodes, once job {job} has begun "
+            f"({relative(trainers)})"
+        )
     if options.nodes:
         array = (f"--array=1-{options.nodes}", f"--dependency=after:{job}")
         nodes = _sbatch(*array, str(spot))
@@ -130,7 +153,7 @@ def _scripts(config: Config, options: SlurmOptions, folder: Path) -> dict[Path, 
     time = [f"--time={options.time}"] if options.time else []
     head = [*_partition(options.partition_reserved), *time, f"--output={folder}/%x-%j.out"]
     spot = [*_partition(options.partition_spot), *time, f"--output={folder}/%x-%A_%a.out"]
-    return {
+    scripts = {
         folder / "reserved.sbatch": reserved_script(
             [str(folder / SLURM_CONFIG)], [*head, *shlex.split(options.reserved_args)], lightrl
         ),
@@ -138,6 +161,12 @@ def _scripts(config: Config, options: SlurmOptions, folder: Path) -> dict[Path, 
             [str(config.run_dir.resolve())], [*spot, *shlex.split(options.spot_args)], lightrl
         ),
     }
+    if config.train.nodes > 1:
+        more = [*_partition(options.partition_reserved), *time, f"--output={folder}/%x-%A_%a.out"]
+        scripts[folder / "trainers.sbatch"] = trainers_script(
+            [str(config.run_dir.resolve())], [*more, *shlex.split(options.reserved_args)], lightrl
+        )
+    return scripts
 
 
 def _partition(name: str) -> list[str]:
@@ -146,8 +175,8 @@ def _partition(name: str) -> list[str]:
 
 def _anchored(config: Config, run_dir: Path) -> Config:
     """The same run, whatever directory a job starts in."""
-    run = config.run.model_copy(update={"dir": str(run_dir.parent)})
-    return config.model_copy(update={"run": run})
+    update: dict[str, object] = {"run": config.run.model_copy(update={"dir": str(run_dir.parent)})}
+    return config.model_copy(update=update)
 
 
 def _write(folder: Path, files: dict[Path, str]) -> None:

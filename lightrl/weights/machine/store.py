@@ -70,6 +70,7 @@ class Store:
         self._is_closed = False
         self._claims: list[Claim] = []
         self._pointers: list[Path] = []  # of this process
+        self._lasting_pointers: list[Path] = []
         self._is_on_disk = False  # said last
 
     def open(self) -> None:
@@ -82,7 +83,7 @@ class Store:
         """The last one removes everything. Threads that still are at something are refused."""
         for claim in list(self._claims):
             claim.release()
-        for pointer in self._pointers:
+        for pointer in (*self._pointers, *self._lasting_pointers):
             pointer.unlink(missing_ok=True)
         with self._entering:
             self._is_closed = True
@@ -101,12 +102,16 @@ class Store:
         self._claims.append(claim)
         return claim
 
-    def point(self, file: VersionFile, kept: int = 2) -> None:
-        """Other nodes find the version where this one has it; no more than `kept` at a time."""
+    def point(self, file: VersionFile, kept: int = 2, *, stays: bool = False) -> None:
+        """Other nodes find the version where this one has it; no more than `kept` at a time, those
+        aside that stay until the end."""
         path = self._control / f"{file.digest}.json"
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_bytes(to_json(Pointer(os.getpid(), file)))
         draft.replace(path)
+        if stays:
+            self._lasting_pointers.append(path)
+            return
         self._pointers = [*(p for p in self._pointers if p != path), path]
         while len(self._pointers) > kept:
             self._pointers.pop(0).unlink(missing_ok=True)

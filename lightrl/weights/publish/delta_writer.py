@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,20 @@ _NOT_WORTH = 1 << 50  # in place of a bucket's size
 class DeltaWriter:
     """One rank's part in it. All ranks call `write` at the same time."""
 
-    def __init__(self, folder: Path, rank: int, world: int, num_threads: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world: int,
+        num_threads: int,
+        group: Any = None,
+    ) -> None:
+        """`group`: of these ranks, where there are others."""
         self._folder = folder
         self._rank = rank
         self._world = world
         self._num_threads = num_threads
+        self._group = group
 
     def write(
         self,
@@ -87,7 +97,7 @@ class DeltaWriter:
             key = self._new_file(len(begin) + int(sizes.sum()), begin)
         told = torch.tensor([key, len(begin)])
         if self._world > 1:
-            dist.broadcast(told, 0)
+            dist.broadcast(told, 0, group=self._group)
         key, length = (int(value) for value in told)
         if key < 0:
             return None
@@ -122,7 +132,7 @@ class DeltaWriter:
 
     def _sum(self, values: torch.Tensor) -> None:
         if self._world > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self._group)
 
 
 def _finish(draft: Path, policy_version: int) -> VersionFile:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightrl.weights.publish.buffers import Buffers, Draft, draft_path
 from lightrl.weights.publish.delta_writer import DeltaWriter
+from lightrl.weights.publish.exchange import Exchange, Piece
 from lightrl.weights.version.layout import (
     BUCKET_BYTES,
     TensorSpec,
@@ -33,6 +34,7 @@ from lightrl.weights.version.layout import (
 )
 from lightrl.weights.version.manifest import (
     DIGEST_BYTES,
+    AdapterManifest,
     Manifest,
     VersionFile,
     encode,
@@ -77,23 +79,34 @@ class Publisher:
     same methods in the same order, and the default process group must have a backend for the CPU.
     """
 
-    def __init__(self, buffers: Buffers, rank: int = 0, world: int = 1) -> None:
-        """`buffers`: rank 0 alone takes and names files."""
+    def __init__(
+        self, buffers: Buffers, rank: int = 0, world: int = 1, num_local: int | None = None
+    ) -> None:
+        """`buffers`: rank 0 alone takes and names files. `num_local` ranks, the first, all by
+        default, are on its machine and write to the file; each of the others sends to one of them.
+        """
         self._buffers = buffers
         self._rank = rank
         self._world = world
+        self._num_local = local = min(world, num_local or world)
+        self._is_local = rank < local
+        self._exchange = Exchange(rank, world, local) if local < world else None
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        num_threads = max(1, min(MAX_THREADS, (cores or 1) // world))
+        num_threads = max(1, min(MAX_THREADS, (cores or 1) // local))
         self._threads = ThreadPoolExecutor(num_threads, "weights-publish")
-        self._deltas = DeltaWriter(buffers.folder, rank, world, num_threads)
+        # made by all ranks, in the same order
+        group = dist.new_group(list(range(local)), backend="gloo") if local < world else None
+        self._deltas = DeltaWriter(buffers.folder, rank, local, num_threads, group)
         # the last two that were published: their keys, and on rank 0 their files
         self._published: list[tuple[int, VersionFile | None]] = []
         self._mapped: dict[int, Tensor] = {}  # uint8, by the key of the file
         self._specs: tuple[TensorSpec, ...] = ()
 
-    def publish(self, policy_version: int, shards: Sequence[Shard]) -> VersionFile | None:
+    def publish(
+        self, policy_version: int, shards: Sequence[Shard], base: str = ""
+    ) -> VersionFile | None:
         """Writes a version, of which these are this rank's shards; on rank 0 it comes back when all
-        ranks have done so.
+        ranks have done so. `base`, there: the digest of the version that it adapts, if any.
 
         Raises OSError if there is no room for it, WeightsError for what cannot be a version.
         """
@@ -104,14 +117,16 @@ class Publisher:
         draft = self._buffers.take(size) if self._rank == 0 else None
         try:
             key = self._map(draft, size)
-            digests = self._write(self._mapped[key], shards)
+            digests = self._write(self._mapped.get(key), size, shards)
         except BaseException:
             if draft is not None:
                 self._buffers.give_back(draft)
             raise
         file: VersionFile | None = None
         if draft is not None:
-            encoded = encode(Manifest(self._specs, size, digests))
+            whole = Manifest(self._specs, size, digests)
+            adapted = AdapterManifest(self._specs, size, digests, base)
+            encoded = encode(adapted if base else whole)
             file = self._buffers.finish(draft, policy_version, encoded)
         self._published = [*self._published[-1:], (key, file)]
         return file
@@ -119,7 +134,7 @@ class Publisher:
     def publish_delta(self) -> tuple[VersionFile, VersionFile] | None:
         """On rank 0, if it pays: the version before the last, and what makes the last one of it,
         which is the caller's file."""
-        if len(self._published) < 2:
+        if len(self._published) < 2 or not self._is_local:
             return None
         (base, old), (target, new) = self._published
         views = [memoryview(_array(self._mapped[key])) for key in (base, target)]
@@ -152,6 +167,8 @@ class Publisher:
         if self._world > 1:
             dist.broadcast(chosen, 0)
         key = int(chosen)
+        if not self._is_local:
+            return key
         self._forget_removed()
         if key >= 0 and key not in self._mapped:
             with draft_path(self._buffers.folder, key).open("r+b") as file:
@@ -170,30 +187,37 @@ class Publisher:
     def _touch(self, mapped: mmap.mmap) -> None:
         """Has this rank's share of a new file's pages made now, not when they are written."""
         pages = -(-len(mapped) // mmap.PAGESIZE)
-        start = pages * self._rank // self._world * mmap.PAGESIZE
-        end = pages * (self._rank + 1) // self._world * mmap.PAGESIZE
+        start = pages * self._rank // self._num_local * mmap.PAGESIZE
+        end = pages * (self._rank + 1) // self._num_local * mmap.PAGESIZE
         with contextlib.suppress(OSError):  # an old kernel: they come when they are written
             mapped.madvise(_POPULATE_WRITE, start, min(end, len(mapped)) - start)
 
-    def _write(self, file: Tensor, shards: Sequence[Shard]) -> bytes:
-        """Digests of all buckets, on rank 0; of those that this rank has hashed, on others.
+    def _write(self, file: Tensor | None, size: int, shards: Sequence[Shard]) -> bytes:
+        """Digests of all buckets, on rank 0; of those that this rank has hashed, on others. Without
+        a `file` this rank is on another machine and sends what it has.
 
         Each rank writes in the order of the file. What all of them have passed is hashed while they
         go on.
         """
-        digests = bytearray(DIGEST_BYTES * num_buckets(len(file)))
-        stretches = self._stretches(shards, len(file))
+        digests = bytearray(DIGEST_BYTES * num_buckets(size))
+        stretches = self._stretches(shards, size)
+        if self._exchange is not None:
+            self._exchange.plan([stretch.work for stretch in stretches])
         hashing: list[Future[None]] = []
         num_ready = 0  # buckets that all ranks have passed
         writing = self._submit(file, stretches[0].work)
-        for following in [*stretches[1:], None]:
+        for i, following in enumerate([*stretches[1:], None]):
+            if self._exchange is not None:
+                self._exchange.carry_out(i, stretches[i].work, file)
             _finish(writing)
             if following is not None:
                 writing = self._submit(file, following.work)
-            passed = num_buckets(len(file)) if following is None else following.begin
+            passed = num_buckets(size) if following is None else following.begin
             ready = self._agree(passed)
-            share = [b for b in range(num_ready, ready) if b % self._world == self._rank]
-            hashing += [self._threads.submit(_hash, file, bucket, digests) for bucket in share]
+            if file is not None:
+                local = self._num_local
+                share = [b for b in range(num_ready, ready) if b % local == self._rank]
+                hashing += [self._threads.submit(_hash, file, bucket, digests) for bucket in share]
             num_ready = ready
         _finish(hashing)
         if self._world > 1:
@@ -203,7 +227,7 @@ class Publisher:
     def _stretches(self, shards: Sequence[Shard], size: int) -> list["_Stretch"]:
         """This rank's work in so many parts of as many bytes that all ranks have as many."""
         specs = {spec.name: spec for spec in self._specs}
-        pieces: dict[int, list[_Piece]] = defaultdict(list)
+        pieces: dict[int, list[Piece]] = defaultdict(list)
         for shard in shards:
             for bucket, piece in _pieces(shard, specs[shard.name]):
                 pieces[bucket].append(piece)
@@ -220,7 +244,9 @@ class Publisher:
             stretch.begin = min(stretch.begin, following.begin)  # of one without work
         return stretches
 
-    def _submit(self, file: Tensor, work: list[list["_Piece"]]) -> list[Future[None]]:
+    def _submit(self, file: Tensor | None, work: list[list["Piece"]]) -> list[Future[None]]:
+        if file is None:
+            return []
         return [self._threads.submit(_copy, file, pieces) for pieces in work]
 
     def _agree(self, number: int) -> int:
@@ -232,26 +258,13 @@ class Publisher:
         return int(least)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """These values become the bytes of the file from `offset` on."""
-
-    values: Tensor
-    dtype: torch.dtype
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.values.numel() * self.dtype.itemsize
-
-
 @dataclass(slots=True)
 class _Stretch:
     begin: int  # no bucket before this one is written in this stretch, or in a later one
-    work: list[list[_Piece]]  # by bucket
+    work: list[list[Piece]]  # by bucket
 
 
-def _pieces(shard: Shard, spec: TensorSpec) -> Iterator[tuple[int, _Piece]]:
+def _pieces(shard: Shard, spec: TensorSpec) -> Iterator[tuple[int, Piece]]:
     """A shard, cut where buckets begin."""
     itemsize = shard.dtype.itemsize
     begin = spec.offset + shard.first * itemsize
@@ -261,11 +274,11 @@ def _pieces(shard: Shard, spec: TensorSpec) -> Iterator[tuple[int, _Piece]]:
         stop = min(end, (bucket + 1) * BUCKET_BYTES)
         i = (begin - spec.offset) // itemsize - shard.first
         values = shard.values[i : i + (stop - begin) // itemsize]
-        yield bucket, _Piece(values, shard.dtype, begin)
+        yield bucket, Piece(values, shard.dtype, begin)
         begin = stop
 
 
-def _copy(file: Tensor, pieces: list[_Piece]) -> None:
+def _copy(file: Tensor, pieces: list[Piece]) -> None:
     """What is on a device is cast there."""
     with torch.no_grad():
         for piece in pieces:

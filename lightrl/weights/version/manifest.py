@@ -14,7 +14,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from lightrl.errors import ProtocolError, WeightsError
-from lightrl.message_fields import MAX_BUCKETS, MAX_TENSORS, Count
+from lightrl.message_fields import MAX_BUCKETS, MAX_TENSORS, Count, Word
 from lightrl.weights.version.layout import TensorSpec, bucket_range, check, num_buckets, num_bytes
 from lightrl.wire import from_bytes, to_bytes
 
@@ -41,6 +41,18 @@ class Manifest:
 
     def digest_of(self, bucket: int) -> bytes:
         return self.digests[bucket * DIGEST_BYTES : (bucket + 1) * DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterManifest(Manifest):
+    """The same, of adapters: only together with the version that has the digest `base` they are
+    weights. "" = this is a version by itself.
+
+    A class of its own so that other manifests, and with them the digests of versions, are what they
+    were before there were adapters.
+    """
+
+    base: Word = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +114,12 @@ def require_digest(encoded: bytes, digest: str) -> None:
         raise WeightsError("the manifest has another digest than the version")
 
 
-def decode(encoded: bytes, digest: str) -> Manifest:
+def decode(encoded: bytes, digest: str) -> AdapterManifest:
     """The manifest of the version with this digest. Raises WeightsError if it is that of another
     one, or none that a trainer could have made."""
     require_digest(encoded, digest)
     try:
-        manifest = from_bytes(encoded, Manifest)
+        manifest = from_bytes(encoded, AdapterManifest)
     except ProtocolError as e:
         raise WeightsError(f"the manifest cannot be read: {e}") from None
     check(manifest.tensors)
@@ -124,7 +136,7 @@ def decode(encoded: bytes, digest: str) -> Manifest:
     return manifest
 
 
-def read_manifest(file: VersionFile) -> Manifest:
+def read_manifest(file: VersionFile) -> AdapterManifest:
     """Of a version on this machine. Raises WeightsError."""
     return decode(read_encoded(file), file.digest)
 

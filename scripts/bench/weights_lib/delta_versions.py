@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightrl.config_sections import AlgorithmSection
-from lightrl.trainer.loss import losses
-from lightrl.trainer.model import Policy, collate, load_policy, response_logprobs, shards
+from lightrl.config_algorithm import AlgorithmSection
+from lightrl.trainer.algorithm.loss import losses
+from lightrl.trainer.model.collate import collate
+from lightrl.trainer.model.policy import Policy, load_policy, response_logprobs, shards
 from lightrl.trainer.protocol import TrainSample
 from lightrl.weights.delta.file import header, open_packed
 from lightrl.weights.publish.buffers import Buffers
@@ -56,7 +57,7 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, random: np.random.G
         TrainSample(str(i), prompts[i // GROUP], tokens(LENGTH), logprobs, float(advantages[i]))
         for i in range(RESPONSES)
     ]
-    batch = collate(samples, policy.device, policy.vocabulary)
+    batch = collate(samples, policy.device, policy.vocabulary, policy.way.packed)
     found, _ = response_logprobs(policy, batch)
     optimizer.zero_grad()
     loss = losses(

@@ -19,7 +19,7 @@ from lightrl.engine.base import JoinGroup as JoinAsEngine
 from lightrl.engine.base import ReceiveWeights
 from lightrl.engine.member import Member
 from lightrl.trainer.protocol import GroupOpened, JoinGroup, OpenGroup, SendWeights, WeightsSent
-from lightrl.trainer.sender import Sender
+from lightrl.trainer.rank.sender import Sender
 from lightrl.weights.broadcast.rendezvous import Membership
 from lightrl.weights.version.manifest import VersionFile, read_manifest
 from lightrl.weights.version.tensors import map_tensors

@@ -1,0 +1,56 @@
+"""`lightrl export CHECKPOINT OUT`: a checkpoint as a Hugging Face model directory.
+
+Owns what is refused before, and in which words. Starts nothing, needs no run and no device.
+"""
+
+import errno
+import shutil
+import warnings
+from pathlib import Path
+
+from lightrl.errors import LightRLError
+from lightrl.trainer.checkpoint.saved import CHECKPOINTS, STEP_FILE, latest
+from lightrl.trainer.checkpoint.seal import damage
+
+MB = 1_000_000
+
+
+def export_checkpoint(checkpoint: Path, out: Path, shard_mb: int, is_merged: bool = False) -> None:
+    """Makes `out`, with files of `shard_mb` megabytes. `is_merged`: of adapters with the model they
+    are beside, by the files of that. Raises LightRLError, one line; there is nothing at `out` then.
+    """
+    _require_whole(checkpoint)
+    _require_free(out)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    from lightrl.trainer.checkpoint.export import export, merge
+
+    try:
+        if is_merged:
+            merge(checkpoint, out)
+        else:
+            export(checkpoint, out, shard_mb * MB)
+    except OSError as e:
+        free = shutil.disk_usage(out.absolute().parent).free // MB
+        room = f", {free:,} MB are free" if e.errno == errno.ENOSPC else ""
+        is_read = str(e.filename).startswith(f"{checkpoint}/")
+        raise LightRLError(f"{e.filename if is_read else out}: {e.strerror or e}{room}") from None
+
+
+def _require_whole(checkpoint: Path) -> None:
+    if not (checkpoint / STEP_FILE).is_file():
+        newest = latest(checkpoint / CHECKPOINTS) if checkpoint.is_dir() else None
+        hint = f"; the newest of that run is {newest}" if newest is not None else ""
+        raise LightRLError(f"{checkpoint}: is no complete checkpoint{hint}")
+    try:
+        problem = damage(checkpoint)
+    except OSError as e:
+        raise LightRLError(f"{e.filename or checkpoint}: {e.strerror or e}") from None
+    if problem:
+        raise LightRLError(f"{checkpoint}: is not what was saved: {problem}")
+
+
+def _require_free(out: Path) -> None:
+    if out.is_symlink() or out.exists():
+        raise LightRLError(f"{out}: exists already; nothing is overwritten")
+    if not out.absolute().parent.is_dir():
+        raise LightRLError(f"{out.absolute().parent}: no such directory")

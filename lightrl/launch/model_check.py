@@ -1,0 +1,75 @@
+"""What the headers of a model's files say before any rank has loaded it: whether they are
+quantised, and whether it has the layers that `model.lora.targets` names.
+
+Reads no weights and must not import torch: where the names in the files do not settle it, a process
+asks transformers, whose names may be others (trainer/model/targets.py).
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrl.devices.memory import header
+from lightrl.errors import ConfigError
+
+# As safetensors names them; those of quantised weights are others.
+DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
+NO_LAYERS = 3  # exit status of the process for names that the model does not have
+ASKED_S = 120.0
+
+
+def require_dtypes(model_path: str, folder: Path) -> None:
+    """Raises ConfigError for weights of a dtype that only quantised models have."""
+    for name, tensor in _tensors(folder):
+        if (kind := str(tensor.get("dtype"))) not in DTYPES:
+            raise ConfigError(
+                f"model.path = {model_path!r}: is quantised ({name} is {kind} in its files); use "
+                "the model it was made from"
+            )
+
+
+def require_targets(folder: Path, targets: Sequence[str]) -> None:
+    """Raises ConfigError, with the nearest names, for a target that is the name of no layer."""
+    names = {
+        name.removesuffix(".weight")
+        for name, tensor in _tensors(folder)
+        if name.endswith(".weight") and len(tensor.get("shape") or ()) == 2
+    }
+    layers = {name for name in names if _is_layer(name)}
+    is_plain = not any(name.endswith(".c_attn") for name in names)  # GPT-2's own kind of layer
+    if not is_plain or not all(any(_is(name, t) for name in layers) for t in targets):
+        _ask(folder, targets)
+
+
+def _is_layer(name: str) -> bool:
+    """Whether a matrix of the files is a linear layer for certain: heads and embeddings are none,
+    routers and experts may be none."""
+    leaf = name.rpartition(".")[2]
+    is_other = "embed" in leaf or leaf in {"lm_head", "wte", "wpe", "gate"}
+    return not is_other and ".experts." not in name
+
+
+def _is(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """None of a file that cannot be read: who loads it says so."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            yield from header(file).items()
+        except (OSError, ValueError):
+            continue
+
+
+def _ask(folder: Path, targets: Sequence[str]) -> None:
+    """Raises ConfigError if the process finds no such layers. What else it says, ranks say, too."""
+    command = (sys.executable, "-P", "-m", "lightrl.trainer.model.targets", str(folder), *targets)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASKED_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    if done.returncode == NO_LAYERS:
+        raise ConfigError(done.stdout.strip())

@@ -1,0 +1,253 @@
+"""A checkpoint as a model directory that transformers and vLLM read: safetensors, config,
+tokenizer.
+
+Owns how it is made from what lies on the disk: with one file of the export in memory, in float32
+only one layer of it. Needs no device, no run and no model directory.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+
+from lightrl.adapters import PREFIX, public_name
+from lightrl.errors import TrainerError
+from lightrl.model_files import WEIGHTS_INDEX, weights_folder
+from lightrl.system import files
+from lightrl.trainer.checkpoint.layout import (
+    MODEL,
+    Layout,
+    Reverter,
+    model_of,
+    read_layout,
+    reverter,
+)
+from lightrl.trainer.checkpoint.saved import STATE
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a checkpoint. `dtype`: in the export; `saved`: in the checkpoint."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    saved: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class _Reader(FileSystemReader):
+    """Of one checkpoint. Its index, which grows with tensors and ranks, is read once and not for
+    each tensor."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint / STATE)
+        self.checkpoint = checkpoint
+        self._index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            self._index = super().read_metadata(*args, **kwargs)
+        return self._index
+
+
+def export(
+    checkpoint: Path,
+    folder: Path,
+    shard_bytes: int,
+    revert: Reverter | None = None,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> None:
+    """Makes `folder`, which must not be there, of a checkpoint that is as it was saved: it appears
+    whole or not at all.
+
+    A file is larger than `shard_bytes` only if it is one layer. `revert`: of the model, where it is
+    loaded. Raises OSError, or TrainerError in one line, also when it is not wanted any more.
+    """
+    layout = read_layout(checkpoint)
+    if layout.adapter:
+        with _whole(folder) as draft:
+            _write_adapters(checkpoint, draft, layout)
+        return
+    if revert is None and layout.conversions != ():
+        revert = reverter(model_of(checkpoint, layout))
+    reader = _Reader(checkpoint)
+    parts = list(_parts(_stored(reader, layout.dtypes), shard_bytes))
+    with _whole(folder) as draft:
+        weight_map: dict[str, str] = {}
+        for index, part in enumerate(parts, start=1):
+            number = f"-{index:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+            file = f"model{number}.safetensors"
+            named: dict[str, Tensor] = {}
+            for layer in part:
+                if not is_wanted():
+                    raise TrainerError("given up: the next checkpoint is due")
+                tensors = _read(reader, layer)
+                named |= revert(tensors) if revert is not None else tensors
+            _write(draft / file, named)
+            weight_map |= dict.fromkeys(named, file)
+            del named, tensors
+        size = sum(stored.num_bytes for part in parts for layer in part for stored in layer)
+        _finish(draft, weight_map if len(parts) > 1 else {}, size, checkpoint / MODEL)
+
+
+def merge(checkpoint: Path, folder: Path) -> None:
+    """As `export`, of adapters: the model that they are beside, with what they add to it, in its
+    dtypes and by its files, one of them in memory. Raises OSError, LightRLError."""
+    layout = read_layout(checkpoint)
+    if not layout.adapter:
+        raise TrainerError(f"{checkpoint}: has no adapters that could be merged")
+    config = json.loads(layout.adapter)
+    base = weights_folder(config["base_model_name_or_path"])
+    left = _adapters(checkpoint, layout)
+    with _whole(folder) as draft:
+        _finish(draft, {}, 0, checkpoint / MODEL)
+        for path in sorted(base.glob("*.safetensors")):
+            tensors = load_file(path)
+            for name in tensors:
+                layer = name.removesuffix(".weight")
+                a = left.pop(f"{PREFIX}{layer}.lora_A.weight", None)
+                b = left.pop(f"{PREFIX}{layer}.lora_B.weight", None)
+                if a is not None and b is not None:
+                    added = b @ a * (config["lora_alpha"] / config["r"])
+                    tensors[name] = (tensors[name].float() + added).to(tensors[name].dtype)
+            _write(draft / path.name, tensors)
+        index = base / WEIGHTS_INDEX
+        if index.is_file():
+            shutil.copyfile(index, draft / WEIGHTS_INDEX)
+            files.sync(draft / WEIGHTS_INDEX)
+        if left:
+            layer = next(iter(left)).removeprefix(PREFIX).partition(".lora_")[0]
+            raise TrainerError(f"{base}: has no {layer}.weight, to which an adapter belongs")
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A draft that becomes `folder`, durably, if nothing is raised."""
+    draft = folder.with_name(f".{folder.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir()
+        yield draft
+        draft.rename(folder)
+        files.sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _adapters(checkpoint: Path, layout: Layout) -> dict[str, Tensor]:
+    """All of them, under peft's names."""
+    reader = _Reader(checkpoint)
+    tensors = _read(reader, list(_stored(reader, layout.dtypes)))
+    return {public_name(name): tensor for name, tensor in tensors.items()}
+
+
+def _write_adapters(checkpoint: Path, draft: Path, layout: Layout) -> None:
+    """As peft does, with the tokenizer beside them. Without a config.json: who finds one looks for
+    a model."""
+    _write(draft / "adapter_model.safetensors", _adapters(checkpoint, layout))
+    files.write_whole(draft / "adapter_config.json", f"{layout.adapter}\n".encode())
+    _finish(draft, {}, 0, checkpoint / MODEL, but=("config.json", "generation_config.json"))
+
+
+def _stored(reader: _Reader, dtypes: dict[str, str]) -> Iterator[_Stored]:
+    checkpoint = reader.checkpoint
+    try:
+        known = reader.read_metadata().state_dict_metadata
+    except (OSError, EOFError, RuntimeError, ValueError) as e:
+        raise TrainerError(f"{checkpoint / STATE}: cannot be read: {e}") from e
+    for name, dtype in dtypes.items():
+        entry = known.get(f"model.{name}")
+        if not isinstance(entry, TensorStorageMetadata):
+            raise TrainerError(f"{checkpoint}: cannot be exported: it has no tensor {name}")
+        yield _Stored(name, getattr(torch, dtype), tuple(entry.size), entry.properties.dtype)
+
+
+def _parts(stored: Iterator[_Stored], shard_bytes: int) -> Iterator[list[list[_Stored]]]:
+    """Layers stay together: what transformers has joined when it loaded them, or split, is undone
+    within one."""
+    layers: dict[str, list[_Stored]] = {}
+    for tensor in stored:
+        layers.setdefault(_layer(tensor.name), []).append(tensor)
+    part: list[list[_Stored]] = []
+    num_bytes = 0
+    for layer in layers.values():
+        size = sum(tensor.num_bytes for tensor in layer)
+        if part and num_bytes + size > shard_bytes:
+            yield part
+            part, num_bytes = [], 0
+        part.append(layer)
+        num_bytes += size
+    if part:
+        yield part
+
+
+def _layer(name: str) -> str:
+    """Example: _layer("model.layers.7.mlp.up_proj.weight") == "model.layers.7"."""
+    match = re.match(r".*?\.\d+(?=\.)", name)
+    return match[0] if match else name
+
+
+def _read(reader: _Reader, layer: list[_Stored]) -> dict[str, Tensor]:
+    """One by one: of what the checkpoint holds in another dtype there is one at a time."""
+    found: dict[str, Tensor] = {}
+    for stored in layer:
+        state = {"model": {stored.name: torch.empty(stored.shape, dtype=stored.saved)}}
+        try:
+            load_state(state, storage_reader=reader, no_dist=True)
+        except (RuntimeError, ValueError, CheckpointException) as e:
+            what = f"{reader.checkpoint}: {stored.name}"
+            raise TrainerError(f"{what} cannot be read: {e}") from e
+        found[stored.name] = state["model"].pop(stored.name).to(stored.dtype)
+    return found
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(contiguous, path, {"format": "pt"})
+    except SafetensorError as e:
+        # that of the system is said in words only
+        if number := re.search(r"\(os error (\d+)\)", str(e)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from e
+        raise TrainerError(f"{path}: {str(e).splitlines()[0]}") from e
+    path.chmod(0o644)  # safetensors writes files that only their owner can read
+    files.sync(path)
+
+
+def _finish(
+    draft: Path,
+    weight_map: dict[str, str],
+    num_bytes: int,
+    model: Path,
+    but: tuple[str, ...] = (),
+) -> None:
+    """All but the weights. `config.json` is that of the model directory: what transformers would
+    write names the dtype of the master weights."""
+    for file in sorted(path for path in model.iterdir() if path.name not in but):
+        shutil.copyfile(file, draft / file.name)
+        files.sync(draft / file.name)
+    if weight_map:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        files.write_whole(draft / WEIGHTS_INDEX, text.encode())
+    files.sync(draft)

@@ -1,0 +1,111 @@
+"""How the tensors of a checkpoint are called and typed in the model directory they came from.
+
+Owns what a checkpoint says of that, and the small files that it takes from there: enough for an
+export without the run, its model directory or a device.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from lightrl.adapters import is_adapter, peft_file
+from lightrl.errors import ProtocolError, TrainerError
+from lightrl.trainer.model.policy import Policy, shards
+from lightrl.weights.version.tensors import dtype_name
+from lightrl.wire import from_json, to_json
+
+LAYOUT_FILE = "layout.json"  # in a checkpoint
+MODEL = "model"  # the folder of small files in it
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ot", ".onnx"),
+    *(".safetensors.index.json", ".bin.index.json", ".lock"),
+)
+
+# Tensors of whole layers by transformers' names -> by those of the files they were loaded from.
+Reverter: TypeAlias = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Example: Layout({"model.norm.weight": "bfloat16"})."""
+
+    # of parameters and persistent buffers, tied ones once -> as stored in the model directory
+    dtypes: dict[str, str]
+    # what transformers has renamed, joined or split when it loaded the model; None: it did not load
+    # it, so that its defaults hold
+    conversions: tuple[str, ...] | None = ()
+    # what peft's adapter_config.json says of adapters, which are all that there is then, under the
+    # names that they have in `state`; "" = the model itself
+    adapter: str = ""
+
+
+def describe(policy: Policy, base: str = "") -> Layout:
+    """No collective. `base`: which model it is that adapters are beside."""
+    if policy.has_adapters:
+        named = policy.module.named_parameters()
+        dtypes = {name: dtype_name(p.dtype) for name, p in named if is_adapter(name)}
+        return Layout(dtypes, adapter=json.dumps(peft_file(policy.module, base), indent=2))
+    ignored = policy.module._keys_to_ignore_on_save or ()
+    found = {s.name: dtype_name(s.dtype) for s in shards(policy, is_stored=True)}
+    known: Sequence[Any] | None = getattr(policy.module, "_weight_conversions", None)
+    conversions = None if known is None else tuple(map(_name_of, known))
+    return Layout({n: dtype for n, dtype in found.items() if n not in ignored}, conversions)
+
+
+def write_description(draft: Path, layout: Layout, model_dir: Path) -> None:
+    """Raises OSError."""
+    (draft / LAYOUT_FILE).write_bytes(to_json(layout))
+    (draft / MODEL).mkdir()
+    for file in sorted(model_dir.iterdir()):
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copyfile(file, draft / MODEL / file.name)
+
+
+def read_layout(checkpoint: Path) -> Layout:
+    """Raises TrainerError, one line, if the checkpoint is from before there were layouts."""
+    try:
+        return from_json((checkpoint / LAYOUT_FILE).read_bytes(), Layout)
+    except (OSError, ProtocolError) as e:
+        raise TrainerError(f"{checkpoint}: cannot be exported: it has no {LAYOUT_FILE}") from e
+
+
+def reverter(module: Any) -> Reverter:
+    """Of a model that transformers has loaded, or `model_of` made."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return revert_weight_conversion(module, tensors)
+
+    return revert
+
+
+def model_of(checkpoint: Path, layout: Layout) -> Any:
+    """A model without memory, which knows how the checkpoint's tensors are to be named. Raises
+    TrainerError if this transformers does not."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    try:
+        config = AutoConfig.from_pretrained(checkpoint / MODEL, local_files_only=True)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as e:
+        reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
+        raise TrainerError(f"{checkpoint / MODEL}: cannot be read: {reason[0]}") from e
+    if layout.conversions is not None:
+        known = {_name_of(c): c for c in get_model_conversion_mapping(module)}
+        if missing := [name for name in layout.conversions if name not in known]:
+            raise TrainerError(f"{checkpoint}: this transformers cannot undo {missing[0]}")
+        module._weight_conversions = [known[name] for name in layout.conversions]
+    return module
+
+
+def _name_of(conversion: Any) -> str:
+    patterns = (conversion._original_source_patterns, conversion._original_target_patterns)
+    return f"{type(conversion).__name__} {' '.join(patterns[0])} > {' '.join(patterns[1])}"

@@ -1,0 +1,220 @@
+"""Which checkpoints of a run lie on the disk: their names, the newest one, what a killed save left
+behind.
+
+Owns the names in a run's folder of checkpoints. Must not import torch: daemons ask where to start.
+
+    checkpoints/latest              name of the newest complete checkpoint
+    checkpoints/step_N/trainer.json SavedStep; what else is in there, `trainer.checkpoint` knows
+    checkpoints/step_N.damaged      not what was saved any more; not used
+    checkpoints/step_N.rewound      of steps that `resume --from-checkpoint` has undone; not used
+    checkpoints/.step_N.draft       being written
+    checkpoints/.step_N.old         being replaced by a draft that is complete
+    checkpoints/.step_N.gone        being removed
+"""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightrl.config import CHECKPOINTS as CHECKPOINTS
+from lightrl.errors import TrainerError
+from lightrl.system import files
+
+STEP_FILE = "trainer.json"  # in a checkpoint
+EXPORT = "hf"  # its user's: may be edited or removed, as nothing is restored from it
+STATE = "state"  # the folder of what ranks restore in it
+DAMAGED, REWOUND = "damaged", "rewound"  # why one was set aside
+
+_SET_ASIDE = re.compile(rf"step_(\d+)\.(?:{DAMAGED}|{REWOUND})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """What a checkpoint holds. Example: SavedStep(step=50, policy_version=50, digest="9f3a...")."""
+
+    # optimizer steps done
+    step: int
+    policy_version: int
+    # of the published version: restored weights must give it again, in the same dtype
+    digest: str
+    # there is no state before the first update
+    has_optimizer: bool = True
+    # of the published parameters; "" in a checkpoint from before digests were those of manifests
+    dtype: str = ""
+    # path in the checkpoint -> digest
+    files: dict[str, str] = field(default_factory=dict[str, str])
+    # digest of all the above, see trainer/checkpoint/seal.py
+    seal: str = ""
+
+    def require_digest(self, digest: str, dtype: str) -> None:
+        """Raises TrainerError if the restored weights, published in `dtype`, are not those saved.
+
+        In another dtype than then it cannot be told.
+        """
+        if dtype == self.dtype and digest != self.digest:
+            raise TrainerError(
+                f"checkpoint of step {self.step}: the restored weights have another digest"
+            )
+
+
+def checkpoint_path(checkpoints: Path, step: int) -> Path:
+    """Example: checkpoint_path(Path("runs/a/checkpoints"), 5) ==
+    Path("runs/a/checkpoints/step_5")."""
+    return checkpoints / f"step_{step}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps done in a checkpoint, by its name."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def latest(checkpoints: Path) -> Path | None:
+    """The newest complete checkpoint of a run, if there is one."""
+    named = _named(checkpoints)
+    if named is not None and _is_complete(named):
+        return named
+    # The pointer is written after the checkpoint, so that it may be missing, or name one that is
+    # gone.
+    return next((path for path in reversed(by_step(checkpoints)) if _is_complete(path)), None)
+
+
+def by_step(checkpoints: Path) -> list[Path]:
+    """All that have the name of a checkpoint, lowest step first."""
+    return sorted((p for p in checkpoints.glob("step_*") if _is_numbered(p.name)), key=step_of)
+
+
+def oldest_kept(checkpoints: Path, step: int, keep_last: int) -> int:
+    """Steps done where a trainer may have to begin that has saved `step`: in the oldest of the
+    `keep_last` newest checkpoints. The model that the run began with counts as one of 0 steps.
+    """
+    whole = [step_of(p) for p in by_step(checkpoints) if _is_complete(p)]
+    return [0, *(s for s in whole if s <= step)][-keep_last:][0]
+
+
+def newest_sound(
+    checkpoints: Path, damage: Callable[[Path], str], report: Callable[[str], None]
+) -> Path | None:
+    """The newest complete checkpoint in which `damage` finds nothing; others are moved aside, as
+    `report` is told in one line for each. Call when nobody writes a checkpoint.
+
+    Raises TrainerError if one cannot be moved.
+    """
+    while (path := _newest(checkpoints)) is not None and (problem := damage(path)):
+        try:
+            aside = set_aside(path, DAMAGED)
+            if (other := latest(checkpoints)) is not None:
+                point(checkpoints, other)
+        except OSError as e:
+            raise TrainerError(
+                f"{path}: {problem}, and it cannot be moved aside: {e.strerror}"
+            ) from None
+        where = f"going back to {other.name}" if other is not None else "there is no older one"
+        report(f"WARNING: {path}: {problem}; moved aside as {aside.name}, {where}")
+    return path
+
+
+def set_aside(checkpoint: Path, why: str) -> Path:
+    """Where it lies now. Raises OSError."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.{why}")
+    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+    checkpoint.rename(aside)
+    return aside
+
+
+def forget_set_aside(checkpoints: Path, step: int) -> None:
+    """Removes what was set aside of steps before `step`, of which there is a sound checkpoint now.
+
+    Of later ones the newest of each kind stays: somebody may want to look at it.
+    """
+    for why in (DAMAGED, REWOUND):
+        paths = checkpoints.glob(f"step_*.{why}")
+        found = {int(m[1]): path for path in paths if (m := _SET_ASIDE.fullmatch(path.name))}
+        newest = max(found, default=0)
+        for old in [s for s in found if s < max(step, newest)]:
+            shutil.rmtree(found[old], ignore_errors=True)
+
+
+def point(checkpoints: Path, newest: Path) -> None:
+    """Makes `latest` name this one, durably. Raises OSError."""
+    files.write_whole(checkpoints / "latest", f"{newest.name}\n".encode())
+
+
+def put_in_place(draft: Path, path: Path, keep_last: int, keep_every: int = 0) -> None:
+    """The draft becomes the newest checkpoint, `path`, once everything in it is on the disk; all
+    but the newest `keep_last`, and those of each `keep_every` steps, are removed, and what was set
+    aside of earlier steps. Raises OSError.
+    """
+    for entry in [*draft.rglob("*"), draft]:
+        files.sync(entry)
+    if path.exists():  # the same step saved again, after a resume
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        draft.rename(path)
+        files.sync(path.parent)  # else the old files may be gone and still have the name
+        shutil.rmtree(old)
+    else:
+        draft.rename(path)  # its name lasts once `latest` does, in the same folder
+    point(path.parent, path)
+    others = [p for p in by_step(path.parent) if p != path]
+    older = [p for p in others if step_of(p) < step_of(path)]
+    kept = older[1 - keep_last :] if keep_last > 1 else []
+    kept += [p for p in older if keep_every and step_of(p) % keep_every == 0]
+    for p in others:  # what is newer is of steps that were undone
+        if p not in kept:
+            remove(p)
+    forget_set_aside(path.parent, step_of(path))
+
+
+def remove(checkpoint: Path) -> None:
+    """In two steps, so that half of a checkpoint never has the name of a whole one."""
+    gone = checkpoint.with_name(f".{checkpoint.name}.gone")
+    with contextlib.suppress(OSError):
+        shutil.rmtree(gone, ignore_errors=True)
+        checkpoint.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def tidy(checkpoints: Path) -> None:
+    """Removes what a save that was killed left behind. Call when nobody writes a checkpoint."""
+    for left in [p for p in checkpoints.glob(".step_*") if p.is_dir()]:
+        name, _, state = left.name.removeprefix(".").partition(".")
+        path = left.with_name(name)
+        if state == "old" and _is_complete(left) and not path.exists():
+            with contextlib.suppress(OSError):  # killed before its successor took its place
+                left.rename(path)
+                continue
+        if state in {"old", "draft", "gone"}:
+            shutil.rmtree(left, ignore_errors=True)
+    for pattern in (".life-*", ".ranks-*"):  # where ranks of several nodes met
+        for left in checkpoints.glob(pattern):
+            left.unlink(missing_ok=True)
+    for left in checkpoints.glob(f"step_*/.{EXPORT}.draft"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _newest(checkpoints: Path) -> Path | None:
+    """What `latest` names, even if it has become incomplete."""
+    named = _named(checkpoints)
+    return named if named is not None and named.is_dir() else latest(checkpoints)
+
+
+def _named(checkpoints: Path) -> Path | None:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        name = (checkpoints / "latest").read_text().strip()
+        return checkpoints / name if _is_numbered(name) else None
+    return None
+
+
+def _is_numbered(name: str) -> bool:
+    return re.fullmatch(r"step_\d+", name, re.ASCII) is not None
+
+
+def _is_complete(path: Path) -> bool:
+    return (
+        _is_numbered(path.name.removeprefix(".").removesuffix(".old"))
+        and (path / STEP_FILE).is_file()
+    )

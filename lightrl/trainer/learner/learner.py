@@ -1,0 +1,286 @@
+"""What is trained on one rank: the policy, its optimizer, and the sums of one step.
+
+Owns passes over micro-batches, the update and its metrics. Gradients are un-normalised sums, so a
+step does not depend, but for rounding, on how its samples were split or in which order they came.
+Knows no commands, no versions and no files.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightrl.config import Config
+from lightrl.config_algorithm import AlgorithmSection
+from lightrl.devices.cuda import Stopwatch, now
+from lightrl.trainer.algorithm import loss
+from lightrl.trainer.algorithm.advantage import whitened
+from lightrl.trainer.learner import optim, out_of_memory
+from lightrl.trainer.learner.figures import SUMS, StepFigures
+from lightrl.trainer.learner.late_sums import LateSums
+from lightrl.trainer.learner.offload import HostedState
+from lightrl.trainer.learner.step_start import StepStart
+from lightrl.trainer.model.collate import Batch, collate
+from lightrl.trainer.model.lora import adapters_off
+from lightrl.trainer.model.policy import Policy, load_policy, load_reference, response_logprobs
+from lightrl.trainer.protocol import AT_ONCE, FinishStep, MicroBatch, UpdateWeights
+
+
+class Learner:
+    def __init__(
+        self,
+        config: Config,
+        model_dir: Path,
+        device: torch.device,
+        world: int,
+        still_computing: Callable[[], None],
+    ) -> None:
+        """The weights of `model_dir`, on `device`. A collective of the `world` ranks.
+        `still_computing` is called now and then where `update` takes as long as all its passes.
+
+        Raises TrainerError for a model that cannot be loaded.
+        """
+        self.config = config
+        self._still_computing = still_computing
+        self.device = device
+        self.world = world
+        self.policy = self._load(model_dir)
+        self.algorithm = self._algorithm()
+        self.reference = None
+        # With adapters the model without them is the reference: see `_reference_logprobs`.
+        if self.algorithm.kl_coef > 0 and not self.policy.has_adapters:
+            is_offloaded = config.train.offload == "all"
+            self.reference = load_reference(model_dir, device, world, is_offloaded)
+        self.late = LateSums(self.policy) if self._sums_late() else None
+        self.parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
+        self.optimizer = optim.new_optimizer(self.parameters, config.train.optim)
+        self.hosted = None
+        if config.train.offload == "optimizer":
+            self.hosted = HostedState(self.optimizer, self.parameters)
+        self._start = StepStart(self.policy.module, self.parameters, self.optimizer)
+        self._begin()
+
+    def accumulate(self, batches: Sequence[MicroBatch]) -> None:
+        """Adds these to the mini-batch; where advantages depend on all of it, holds them until its
+        end."""
+        if self.algorithm.is_whitened:
+            self.held += batches
+        else:
+            self._accumulate(batches)
+
+    def clear(self) -> None:
+        """The step begins anew."""
+        if self.late is not None:
+            self.late.reduce()
+        if self._has_moved:
+            self._start.restore()
+        self._begin()
+
+    def update(self, end: UpdateWeights | FinishStep) -> None:
+        """A mini-batch is complete: the optimizer's step, if there is anything to learn from."""
+        if self.held:
+            batches = self._whitened()
+            for first in range(0, len(batches), AT_ONCE):
+                self._accumulate(batches[first : first + AT_ONCE])
+                self._still_computing()
+        if self.late is not None:
+            self.late.reduce()
+        begun = now(self.device)  # the sums are needed next: they are complete when the passes are
+        totals = dict(zip(SUMS, self._total(self.sums).tolist(), strict=True))
+        max_gap, max_weight = self._total(self.maxima, dist.ReduceOp.MAX).tolist()
+        scale = 1 / loss.denominator(
+            self.algorithm,
+            end.num_responses,
+            end.num_tokens,
+            self.config.rollout.max_response_length,
+        )
+        maxima = max_gap, max_weight
+        self._figures.add(totals, maxima, scale, end.num_responses, end.num_tokens)
+        if totals["responses"]:
+            # What ends the step is never taken back.
+            if isinstance(end, UpdateWeights) and not self._has_moved:
+                self._start.hold()
+            with out_of_memory.final(self.config, "in the optimizer step"):
+                grad_norm, is_skipped = self._descend(scale, self._learning_rate(end.step))
+            self._has_moved |= not is_skipped
+            self._figures.add_update(grad_norm, is_skipped)
+        self._updating_s += now(self.device) - begun  # the weights are needed next
+        self._begin_mini_batch()
+
+    def finish(self, finish: FinishStep) -> dict[str, float]:
+        """The last update of the step; its metrics."""
+        self.update(finish)
+        metrics = self._figures.metrics(
+            self._learning_rate(finish.step), has_weights=self.algorithm.tis_cap != 0
+        )
+        metrics |= {
+            "num_micro_batches": float(self.num_batches),
+            "timing_s/forward_backward": self.computing.lap(),
+            "timing_s/optimizer": self._updating_s,
+        }
+        self._begin()
+        return metrics
+
+    def _begin(self) -> None:
+        """A step begins."""
+        self._figures = StepFigures()
+        self._has_moved = False  # in this step
+        self._updating_s = 0.0
+        self.num_batches = 0
+        self.computing = Stopwatch(self.device)  # forward and backward passes of the step
+        self._begin_mini_batch()
+
+    def _begin_mini_batch(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
+        self.maxima = torch.zeros(2, device=self.device)  # logprob difference, importance weight
+        self.held: list[MicroBatch] = []  # only where advantages wait for the mini-batch's end
+
+    def _load(self, model_dir: Path) -> Policy:
+        train, device = self.config.train, self.device
+        is_offloaded, checkpointing = train.offload == "all", train.activation_checkpointing
+        if checkpointing == "auto":
+            checkpointing = device.type == "cuda"
+        return load_policy(
+            model_dir,
+            device,
+            self.world,
+            checkpointing,
+            self.config.model.dtype,
+            train.replicas,
+            is_offloaded,
+            self.config.model.lora if self.config.model.lora.rank else None,
+        )
+
+    def _sums_late(self) -> bool:
+        sync = self.config.train.sync
+        return sync == "last" or (sync == "auto" and self.device.type == "cpu")
+
+    def _algorithm(self) -> AlgorithmSection:
+        """With the importance weights that are due here: engines that compute as we do, in float32
+        on a CPU, need none."""
+        is_float32 = self.device.type == "cpu" and self.policy.served == torch.float32
+        cap = self.config.tis_cap(is_float32)
+        return self.config.algorithm.model_copy(update={"tis_cap": cap})
+
+    def _accumulate(self, batches: Sequence[MicroBatch]) -> None:
+        for samples in batches:
+            # Without samples, too, when others compute: their collectives need us.
+            if samples or self.world > 1:
+                vocabulary, packed = self.policy.vocabulary, self.policy.way.packed
+                batch = collate(samples, self.device, vocabulary, packed)
+                with self.computing.running(), out_of_memory.final(self.config, "", samples):
+                    self._backward(batch, len(samples))
+        self.num_batches += len(batches)
+
+    def _backward(self, batch: Batch, num_responses: int) -> None:
+        if self.late is not None:
+            self.late.begin()
+        # Greedy samples have no distribution of their own.
+        temperature = self.config.rollout.temperature or 1.0
+        ref_logprobs = self._reference_logprobs(batch, temperature)
+        has_bonus = self.algorithm.entropy_coef > 0
+        begun_with = self._logprobs_at_begin(batch, temperature) if self._has_moved else None
+        logprobs, entropy = response_logprobs(self.policy, batch, temperature, has_bonus)
+        ours = logprobs.detach() if begun_with is None else begun_with
+        old_logprobs = ours if self._is_held_to_own else batch.rollout_logprobs
+        sums = loss.losses(
+            self.algorithm,
+            logprobs,
+            old_logprobs,
+            batch.rollout_logprobs,
+            ref_logprobs,
+            batch.advantages,
+            batch.mask,
+            entropy if has_bonus else None,
+        )
+        sums.total.backward()
+        # What engines serve are the weights of the step's begin.
+        is_compared = begun_with is not None or not self._has_moved
+        compared = batch.mask if is_compared else torch.zeros_like(batch.mask)
+        gap = (ours - batch.rollout_logprobs).abs() * compared
+        # Not by `new_tensor`: a copy from the processor would wait for the device.
+        counts = torch.full_like(gap[0, 0], num_responses)
+        values = [
+            sums.policy,
+            sums.kl,
+            (entropy.detach() * batch.mask).sum(),
+            sums.num_clipped,
+            sums.weights,
+            sums.num_truncated,
+            gap.sum(),
+            compared.sum(),
+            # Of samples from the engine: its divergence from what we think of them.
+            loss.kl("k3", batch.rollout_logprobs, ours, compared).sum(),
+            batch.mask.sum(),
+        ]
+        self.sums += torch.stack([*values, counts])
+        self.maxima = torch.maximum(self.maxima, torch.stack([gap.max(), sums.max_weight]))
+
+    def _logprobs_at_begin(self, batch: Batch, temperature: float) -> Tensor | None:
+        """Of the weights with which the step began; None if nothing asks for them. A collective."""
+        if not self._is_held_to_own:
+            return None
+        with self._start.in_place(), torch.no_grad():
+            return response_logprobs(self.policy, batch, temperature)[0]
+
+    @property
+    def _is_held_to_own(self) -> bool:
+        """Ratios are to the policy of the step's begin, not to what engines sampled from."""
+        return self.algorithm.old_logprobs == "trainer"
+
+    def _reference_logprobs(self, batch: Batch, temperature: float) -> Tensor | None:
+        """None without a KL term."""
+        if self.algorithm.kl_coef == 0:
+            return None
+        with torch.no_grad():
+            if self.reference is not None:
+                return response_logprobs(self.reference, batch, temperature)[0]
+            with adapters_off(self.policy.module):
+                return response_logprobs(self.policy, batch, temperature)[0]
+
+    def _whitened(self) -> list[MicroBatch]:
+        """What was held, without the responses that have no gradient after all."""
+
+        def total(values: Sequence[float]) -> list[float]:
+            here = torch.tensor(values, dtype=torch.float64, device=self.device)
+            return self._total(here).tolist()
+
+        batches = whitened(self.held, total)
+        has_terms = self.algorithm.kl_coef > 0 or self.algorithm.entropy_coef > 0
+        return [tuple(s for s in batch if s.advantage or has_terms) for batch in batches]
+
+    def _descend(self, scale: float, lr: float) -> tuple[float, bool]:
+        """Norm of the normalised gradient before clipping, and whether the update was left out for
+        it."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        # FSDP averages over the ranks; the loss is a sum over all samples
+        scale *= self.world
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        grad_norm = norm.item() * scale
+        if not torch.isfinite(norm):
+            return grad_norm, True
+        if (limit := self.config.train.optim.grad_clip) > 0:
+            scale *= min(1.0, limit / (grad_norm + 1e-6))
+        for gradient in gradients:
+            gradient.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        (self.hosted or self.optimizer).step()
+        return grad_norm, False
+
+    def _learning_rate(self, step: int) -> float:
+        train = self.config.train
+        return optim.learning_rate(train.optim, step, train.steps)
+
+    def _total(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Over all ranks."""
+        if self.world > 1:
+            value = value.clone()
+            dist.all_reduce(value, op)
+        return value

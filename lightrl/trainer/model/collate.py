@@ -1,0 +1,176 @@
+"""Samples of a micro-batch as tensors: tokens as the model reads them, responses as losses do.
+
+Owns the two layouts. A model that packs reads all sequences back to back in one row; one that
+cannot reads a row for each, padded at the right, where causal attention never looks: no mask is
+needed. Losses see a row for each sample either way, and cannot tell which it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrl.errors import TrainerError
+from lightrl.loss_mask import fits
+from lightrl.trainer.model.attention import Packing, packing
+from lightrl.trainer.model.rows import moved
+from lightrl.trainer.protocol import TrainSample
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of `rows` samples with responses of at most `width` tokens, [rows, width] in
+    the order of the samples. Column j of the last four is about the j-th token of a response."""
+
+    # int64 [1, tokens] if packed, else [rows, length]: what the model reads
+    ids: Tensor
+    # int64 as `ids`, from 0 in each sequence; None: the columns
+    positions: Tensor | None
+    # None if not packed
+    packing: Packing | None
+    # int64 [trained tokens], in `ids` flattened: the tokens that predict them
+    sources: Tensor
+    # columns of `ids` from the first of those on
+    num_kept: int
+    # int64 [trained tokens], where they are in [rows * width]
+    cells: Tensor
+    # int64 [rows, width]
+    targets: Tensor
+    # float32 [rows, width], 1 at response tokens that are trained
+    mask: Tensor
+    # float32 [rows, width], 0 where nothing is trained
+    rollout_logprobs: Tensor
+    # float32 [rows, 1]
+    advantages: Tensor
+
+
+def collate(
+    samples: Sequence[TrainSample], device: torch.device, vocabulary: int, packed: bool = True
+) -> Batch:
+    """No samples give one sequence of one token without any response: a pass that adds nothing.
+
+    Raises TrainerError, one line that names the response, for a sample without prompt, with other
+    than one logprob per token, finite where it is trained, with a loss mask of other tokens, or
+    with a token id outside the vocabulary.
+    """
+    prompts = np.array([len(s.prompt) // 4 for s in samples], np.int64)
+    responses = np.array([len(s.token_ids) // 4 for s in samples], np.int64)
+    tokens = np.frombuffer(b"".join(s.prompt + s.token_ids for s in samples), "<i4")
+    logprobs = np.frombuffer(b"".join(s.rollout_logprobs for s in samples), "<f4")
+    _check_lengths(samples, prompts, responses)
+    is_trained = _trained(samples, responses)
+    _check_values(samples, prompts, responses, tokens, logprobs, is_trained, vocabulary)
+    width = max(1, int(responses.max(initial=0)))
+    rows, mask = max(1, len(samples)), np.zeros((max(1, len(samples)), width), np.float32)
+    cells = _ranges(np.arange(len(samples)) * width, responses)[is_trained]
+    mask.ravel()[cells] = 1
+    # of the j-th response token in all tokens, sample by sample
+    starts = np.cumsum(prompts + responses) - responses
+    at = _ranges(starts, responses)[is_trained]
+    targets, rollout = np.zeros(rows * width, np.int64), np.zeros(rows * width, np.float32)
+    targets[cells], rollout[cells] = tokens[at], logprobs[is_trained]
+    advantages = np.array([s.advantage for s in samples] or [0.0], np.float32)[:, None]
+    ids, positions, pack, sources = _layout(prompts, responses, tokens, device, packed)
+    sources = sources[is_trained]
+    if not len(cells):  # something must have a gradient, if only of zeros
+        cells, sources = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    length = ids.shape[1]
+    on = [ids, sources, cells, targets.reshape(rows, width), mask, rollout.reshape(rows, width)]
+    on_device = [moved(torch.from_numpy(a), device) for a in (*on, advantages)]
+    return Batch(
+        on_device[0],
+        None if positions is None else moved(torch.from_numpy(positions), device),
+        pack,
+        on_device[1],
+        length - int((sources % length).min()),
+        *on_device[2:],
+    )
+
+
+def _layout(
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    tokens: np.ndarray,
+    device: torch.device,
+    packed: bool,
+) -> tuple[np.ndarray, np.ndarray | None, Packing | None, np.ndarray]:
+    """`ids`, `positions`, `packing` and `sources` of a Batch. The last token of a sequence predicts
+    nothing that is asked for: it is not read."""
+    if not len(prompts):
+        prompts, responses, tokens = np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros(2)
+    lengths = np.maximum(1, prompts + responses - 1)
+    begins = np.cumsum(prompts + responses) - prompts - responses
+    if not packed:
+        ids = np.zeros((len(lengths), lengths.max()), np.int64)
+        ids[np.arange(ids.shape[1]) < lengths[:, None]] = tokens[_ranges(begins, lengths)]
+        first = np.arange(len(lengths)) * ids.shape[1]
+        return ids, None, None, _ranges(first + prompts - 1, responses)
+    # Neighbours of about the same length: attention without kernels of its own goes by blocks.
+    order = np.argsort(-lengths, kind="stable")
+    read = lengths[order]
+    ids = tokens[_ranges(begins[order], read)].astype(np.int64)[None]
+    first = np.empty_like(lengths)
+    first[order] = np.cumsum(read) - read
+    positions = _ranges(np.zeros_like(read), read)[None]
+    sources = _ranges(first + prompts - 1, responses)
+    return ids, positions, packing(read.tolist(), device), sources
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Each start and as many integers as it counts, joined. Example: [5, 9], [2, 1] -> [5, 6, 9]"""
+    offsets = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(starts - offsets, counts)
+
+
+def _trained(samples: Sequence[TrainSample], responses: np.ndarray) -> np.ndarray:
+    """Of all response tokens, sample by sample: which of them are trained."""
+    is_trained = np.ones(responses.sum(), np.bool_)
+    ends = np.cumsum(responses)
+    for sample, end, length in zip(samples, ends, responses, strict=True):
+        if sample.loss_mask:
+            bits = np.unpackbits(np.frombuffer(sample.loss_mask, np.uint8), bitorder="little")
+            is_trained[end - length : end] = bits[:length]
+    return is_trained
+
+
+def _check_lengths(
+    samples: Sequence[TrainSample], prompts: np.ndarray, responses: np.ndarray
+) -> None:
+    for sample, prompt, response in zip(samples, prompts, responses, strict=True):
+        num_logprobs = len(sample.rollout_logprobs) // 4
+        if not prompt or response != num_logprobs:
+            raise TrainerError(
+                f"{sample.response}: {prompt} prompt tokens, {response} response tokens, "
+                f"{num_logprobs} logprobs"
+            )
+        if not fits(sample.token_ids, sample.loss_mask):
+            raise TrainerError(
+                f"{sample.response}: a loss mask of {len(sample.loss_mask)} bytes is not one of "
+                f"{response} tokens"
+            )
+
+
+def _check_values(
+    samples: Sequence[TrainSample],
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    is_trained: np.ndarray,
+    vocabulary: int,
+) -> None:
+    wrong_ids = (tokens < 0) | (tokens >= vocabulary)
+    if wrong_ids.any():
+        at = int(wrong_ids.argmax())
+        row = int(np.searchsorted(np.cumsum(prompts + responses), at, side="right"))
+        raise TrainerError(
+            f"{samples[row].response}: token id {tokens[at]} is outside the "
+            f"vocabulary of {vocabulary}"
+        )
+    wrong_logprobs = ~np.isfinite(logprobs) & is_trained
+    if wrong_logprobs.any():
+        at = int(wrong_logprobs.argmax())
+        row = int(np.searchsorted(np.cumsum(responses), at, side="right"))
+        raise TrainerError(f"{samples[row].response}: a rollout logprob is {logprobs[at]}")

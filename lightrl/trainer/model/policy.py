@@ -1,0 +1,191 @@
+"""The policy as a torch module on one rank: loading, its shards.
+
+Owns what a policy is and what of it goes into versions. How it is read is in `loading`, how it lies
+on the ranks in `sharding`, the pass in `forward`. Knows nothing of losses, steps or versions.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
+
+from lightrl.adapters import AdapterSettings, add_adapters, is_adapter, public_name
+from lightrl.errors import TrainerError
+from lightrl.trainer.model import forward, loading
+from lightrl.trainer.model.collate import Batch
+from lightrl.trainer.model.sharding import (
+    Placement,
+    is_divided,
+    is_published_here,
+    layers,
+    materialize,
+    recompute,
+    row_range,
+    shard,
+)
+from lightrl.weights.publish.publisher import Shard
+from lightrl.weights.version.tensors import served_dtype
+
+# What transformers and families raise for files and configs that are none of theirs.
+OF_FAMILIES = (
+    AttributeError,
+    ImportError,
+    KeyError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal language model: with float32 master weights, or frozen.
+
+    `stored`: the dtype in which each parameter and persistent buffer is in the model directory.
+    `served`: the one in which engines are given the parameters. `way`: how it is computed.
+    `device`: where it is computed.
+    """
+
+    module: PreTrainedModel
+    stored: dict[str, torch.dtype]
+    served: torch.dtype
+    way: forward.Way
+    device: torch.device
+    # LoRA: these are trained, the model is frozen
+    has_adapters: bool = False
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are smaller than this."""
+        return forward.num_embeddings(self.module)
+
+
+def load_policy(
+    model_dir: Path,
+    device: torch.device,
+    world: int = 1,
+    activation_checkpointing: bool = False,
+    served: str = "auto",
+    replicas: int = 1,
+    is_offloaded: bool = False,
+    lora: AdapterSettings | None = None,
+) -> Policy:
+    """The model in a local HF directory, to be trained. A collective of the `world` ranks.
+
+    `served`: `model.dtype` of the config; "auto" as engines on this kind of device understand it.
+    `replicas`, `is_offloaded`: see `Placement`. `lora`: adapters are trained, and the model stays
+    as it is stored. Raises TrainerError, one line, if there is none that transformers can load,
+    ConfigError for targets that it does not have.
+    """
+    placement = Placement(device, world, replicas, is_offloaded)
+    return _load(model_dir, placement, activation_checkpointing, served, is_frozen=False, lora=lora)
+
+
+def load_reference(
+    model_dir: Path, device: torch.device, world: int = 1, is_offloaded: bool = False
+) -> Policy:
+    """The same model without gradients, 2 bytes a parameter among all ranks: in bfloat16 on CUDA,
+    and on a processor if its files are; there it is computed in float32 all the same, as the policy
+    is. Collective and errors as with `load_policy`."""
+    placement = Placement(device, world, is_offloaded=is_offloaded)
+    return _load(model_dir, placement, False, "auto", is_frozen=True)
+
+
+def _load(
+    model_dir: Path,
+    placement: Placement,
+    activation_checkpointing: bool,
+    served: str,
+    is_frozen: bool,
+    lora: AdapterSettings | None = None,
+) -> Policy:
+    if not (model_dir / "config.json").is_file():  # transformers would ask the hub
+        raise TrainerError(f"{model_dir}: not a model directory: it has no config.json")
+    device = placement.device
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        dtype_served = served_dtype(served, config, device.type)
+        module = loading.build(config)
+        files = loading.Files(model_dir)
+        sources = loading.plan(module, files)
+        loading.require_complete(module, files, sources)
+        stored = loading.stored_dtypes(module, files, sources)
+        if is_frozen:
+            loading.cast(module, _frozen_dtype(module, stored, device))
+            module.requires_grad_(False)
+        if lora is not None:
+            loading.cast_as_stored(module, stored)
+            add_adapters(module, lora)
+            stored |= loading.adapter_dtypes(module)
+        if activation_checkpointing:
+            for layer in layers(module):
+                recompute(layer)
+        if is_divided(placement, {p.dtype for p in module.parameters()}):
+            shard(module, placement)
+        materialize(module, placement)
+        loading.fill(module, files, sources)
+    except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the family
+        raise
+    except OF_FAMILIES as e:
+        reason = str(e).strip().splitlines()[:1] or [type(e).__name__]
+        raise TrainerError(f"{model_dir}: cannot be loaded: {reason[0]}") from e
+    way = forward.prepare(module, device)
+    return Policy(module, stored, dtype_served, way, device, has_adapters=lora is not None)
+
+
+def _frozen_dtype(
+    module: PreTrainedModel, stored: dict[str, torch.dtype], device: torch.device
+) -> torch.dtype:
+    """On a processor only what loses nothing: differences to the policy are figures there."""
+    of_files = {stored[name] for name, _ in module.named_parameters()}
+    is_exact = of_files == {torch.bfloat16}
+    return torch.bfloat16 if device.type == "cuda" or is_exact else torch.float32
+
+
+def response_logprobs(
+    policy: Policy, batch: Batch, temperature: float = 1.0, is_entropy_trained: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See `forward.response_logprobs`: float32 [rows, width] each."""
+    return forward.response_logprobs(
+        policy.module, policy.way, batch, temperature, is_entropy_trained
+    )
+
+
+def shards(policy: Policy, is_stored: bool = False, of_base: bool = False) -> list[Shard]:
+    """What this rank has of each parameter and persistent buffer under its HF name, tied ones once.
+    Of a policy with adapters: of these, under peft's names, or `of_base`, all but these.
+
+    Parameters are to be written in the dtype that is served, buffers in that which they are
+    computed with; with `is_stored` all as the model directory has them. No collective.
+    """
+    parameters = {id(parameter) for parameter in policy.module.parameters()}
+    found: dict[int, Shard] = {}
+    # FSDP takes this as a sign to have its shards in place.
+    for name, tensor in policy.module.state_dict(keep_vars=True).items():
+        if id(tensor) not in found and is_adapter(name) == (policy.has_adapters and not of_base):
+            dtype = policy.stored[public_name(name)]
+            if not is_stored:
+                dtype = policy.served if id(tensor) in parameters else tensor.dtype
+            found[id(tensor)] = _shard_of(public_name(name), tensor.detach(), dtype)
+    return list(found.values())
+
+
+def _shard_of(name: str, tensor: Tensor, dtype: torch.dtype) -> Shard:
+    """FSDP gives each rank as many rows, but for the last ones."""
+    shape = tuple(tensor.shape)
+    here = is_published_here(tensor)
+    if not isinstance(tensor, DTensor):
+        values = tensor.reshape(-1)
+        return Shard(name, dtype, shape, values if here else values[:0])
+    first, _ = row_range(tensor)
+    values = tensor.to_local().reshape(-1)
+    row, mesh = prod(shape[1:]), tensor.device_mesh
+    chunk = -(-shape[0] // mesh.size(mesh.ndim - 1))
+    return Shard(name, dtype, shape, values if here else values[:0], first * row, chunk * row)

@@ -1,0 +1,121 @@
+"""What every rank process does: starts a rank as it is told, obeys it command by command, says why
+it ends.
+
+Owns the process's side of the pipe. Knows nothing of what a rank computes, and must not import
+torch.
+"""
+
+import contextlib
+import ctypes
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias
+
+from lightrl.errors import LightRLError, TrainerError
+from lightrl.system.child import Pipe
+from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    LeaveGroup,
+    RankCommand,
+    RankEvent,
+    RankFailed,
+    RankStarted,
+    StartRank,
+)
+from lightrl.weights.broadcast.rendezvous import IsUnwanted
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 1.0
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+Report: TypeAlias = Callable[[RankEvent], None]
+
+
+class RankPipe(Pipe[RankCommand, RankEvent]):
+    """A frame is sent whole, whichever thread sends it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sending = threading.Lock()
+
+    def send(self, event: RankEvent) -> None:
+        with self._sending:
+            super().send(event)
+
+
+class AnyRank(Protocol):
+    started: RankStarted
+
+    def perform(
+        self, command: RankCommand, is_unwanted: IsUnwanted | None = None
+    ) -> Iterator[RankEvent]:
+        """Carries the command out; each event is to be sent as soon as it comes out. What it does
+        as a member of a broadcast group is over as soon as that `is_unwanted`."""
+        ...
+
+
+def serve(sock: socket.socket, new_rank: Callable[[StartRank, Report], AnyRank]) -> None:
+    """Serves commands. A rank is given what it may speak with from other threads, too.
+
+    Raises EOFError when the daemon closes the pipe, SystemExit if the rank fails.
+    """
+    pipe: RankPipe = RankPipe(sock, RANK_COMMANDS, RANK_EVENTS)
+    try:
+        _obey(pipe, new_rank)
+    except (LightRLError, OSError, RuntimeError, ValueError) as e:
+        # What torch raises for lost peers. Anything else is a bug: the daemon sees the process end
+        # with a traceback.
+        logger.exception("this rank failed")
+        lines = str(e).strip().splitlines() or [type(e).__name__]
+        is_final = isinstance(e, LightRLError)
+        pipe.send(RankFailed(lines[0] if is_final else f"{type(e).__name__}: {lines[0]}", is_final))
+        if is_final:
+            _linger(pipe)
+        raise SystemExit(1) from None
+
+
+def _linger(pipe: RankPipe) -> None:
+    """Until the daemon, which has read why, ends all ranks: those that lost this one first would
+    only be started again."""
+    deadline = time.monotonic() + LINGER_S
+    with contextlib.suppress(EOFError, OSError):
+        while (left_s := deadline - time.monotonic()) > 0:
+            pipe.receive(left_s)
+
+
+def _obey(pipe: RankPipe, new_rank: Callable[[StartRank, Report], AnyRank]) -> None:
+    rank: AnyRank | None = None
+    commands: deque[RankCommand] = deque()
+
+    def is_unwanted() -> bool:
+        commands.extend(pipe.receive(0.0))
+        return any(isinstance(command, LeaveGroup) for command in commands)
+
+    while True:
+        if not commands:
+            commands.extend(pipe.receive())
+        command = commands.popleft()
+        if rank is not None:
+            for event in rank.perform(command, is_unwanted):
+                pipe.send(event)
+        elif isinstance(command, StartRank):
+            rank = new_rank(command, pipe.send)
+            pipe.send(rank.started)
+        else:
+            raise TrainerError(f"{type(command).__name__} before StartRank")
+
+
+def reuse_memory() -> None:
+    """glibc hands freed tensors of 128 KiB and more back to the kernel; faulting the pages in again
+    in every layer of every pass costs a tiny model on a CPU a quarter of its time."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc accepts
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)

@@ -1,0 +1,249 @@
+"""What is refused, or said, before a run begins: by `lightrl up --dry-run` and `lightrl check`
+alike."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from lightrl.cli import main
+from lightrl.config import Config
+from lightrl.devices.assign import NO_GPUS, Assignment
+from lightrl.errors import ConfigError
+from lightrl.launch import model_check
+from lightrl.launch.folder import create_run_dir
+from lightrl.launch.plan import device_notes, key_notes
+from lightrl.launch.preflight import require_files
+from lightrl.run_file import load_config
+from tests.support.cli import QUICKSTART
+from tests.support.families import PACKED, saved
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def _empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return Path(shutil.copytree(QUICKSTART.parent / "model", tmp_path / "model"))
+
+
+def config(*overrides: str) -> Config:
+    return load_config(QUICKSTART, overrides)
+
+
+def lightrl(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return int(end.value.code or 0)
+
+
+def refusal(capsys, *overrides: str) -> str:
+    """The one line that a dry run ends with, and that `lightrl check` has, too."""
+    assert lightrl("up", QUICKSTART, "--dry-run", *overrides) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    [line] = said.err.splitlines()
+    assert lightrl("check", QUICKSTART, *overrides) == 1
+    reason = line.removeprefix("lightrl: ")
+    assert f"fail  config         {reason}" in capsys.readouterr().out.splitlines()
+    return reason
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised (quantization_config"),
+        ({"vision_config": {"depth": 2}}, "is multimodal (vision_config"),
+        ({"is_encoder_decoder": True}, "has an encoder"),
+        ({"architectures": ["BertForMaskedLM"]}, "is a BertForMaskedLM, not a causal"),
+    ],
+)
+def test_a_model_that_cannot_be_trained(capsys, model, says, reason):
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | says))
+    assert refusal(capsys, f"model.path={model}").startswith(f"model.path = '{model}': {reason}")
+
+
+def test_weights_in_eight_bits(capsys, model):
+    save_file({"a.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)}, model / "more.safetensors")
+    line = refusal(capsys, f"model.path={model}")
+    assert line.startswith(f"model.path = '{model}': is quantised (a.weight is F8_E4M3 in its")
+
+
+def test_a_rank_and_the_dry_run_take_the_same_dtypes():
+    from lightrl.trainer.model.loading import DTYPES
+
+    assert set(DTYPES) == model_check.DTYPES
+
+
+def test_a_model_of_the_hub_that_is_in_its_cache(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("1" * 40)
+    folder = repository / "snapshots" / ("1" * 40)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"is_encoder_decoder": True}))
+    assert "has an encoder" in refusal(capsys, "model.path=org/model")
+
+
+def test_names_of_adapters_that_no_layer_has(capsys):
+    lora = "model.lora.rank=2"
+    line = refusal(capsys, lora, 'model.lora.targets=["q_prj"]')
+    assert line.startswith(
+        "model.lora.targets: 'q_prj' is the name of no linear layer of Qwen2ForCausalLM; "
+        "there are q_proj, "
+    )
+
+
+def test_a_head_has_no_adapter():
+    with pytest.raises(ConfigError, match="'lm_head' is the name of no linear layer"):
+        require_files(config("model.lora.rank=2", "model.lora.targets=lm_head"))
+
+
+def test_the_names_in_the_files_are_enough(monkeypatch):
+    """No process is started for them."""
+    monkeypatch.setattr(sys, "executable", "/none")
+    overrides = ("model.lora.rank=2", 'model.lora.targets=["q_proj","mlp.down_proj"]')
+    require_files(config(*overrides))
+    folder = QUICKSTART.parent / "model"
+    model_check.require_targets(folder, ["model.layers.0.self_attn.q_proj"])
+
+
+def test_layers_that_are_called_otherwise_in_the_files(tmp_path):
+    """Of a model that was saved without its head: transformers puts the prefix before the names."""
+    folder = saved(tmp_path / "model", "llama", {})
+    file = folder / "model.safetensors"
+    from safetensors.torch import load_file
+
+    tensors = load_file(file)
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, file)
+    model_check.require_targets(folder, ["model.layers.1.mlp.up_proj"])
+    with pytest.raises(ConfigError, match=r"'model.layers.9.mlp.up_proj' is the name of no"):
+        model_check.require_targets(folder, ["model.layers.9.mlp.up_proj"])
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "target", "reason"),
+    [
+        ("gpt2", {}, "c_attn", "model.lora.rank: GPT2LMHeadModel has no linear layers"),
+        ("gpt2", {}, "", "model.lora.rank: GPT2LMHeadModel has no linear layers"),
+        (
+            "qwen3_moe",
+            PACKED["qwen3_moe"],
+            "gate_proj",
+            "'gate_proj' is the name of no linear layer of Qwen3MoeForCausalLM; there are ",
+        ),
+    ],
+)
+def test_layers_that_files_name_but_that_are_not_linear(tmp_path, family, settings, target, reason):
+    folder = saved(tmp_path / "model", family, settings)
+    with pytest.raises(ConfigError) as caught:
+        model_check.require_targets(folder, [target] if target else [])
+    assert reason in str(caught.value)
+
+
+def test_names_of_adapters_in_one_string():
+    with pytest.raises(ConfigError) as caught:
+        config("model.lora.rank=2", "model.lora.targets=q_proj, v_proj")
+    line = "model.lora.targets = 'q_proj, v_proj': is one name; several are a list: "
+    assert str(caught.value) == line + '["q_proj", "v_proj"]'
+
+
+@pytest.mark.parametrize("key", ["enable_lora", "max_loras", "max_lora_rank"])
+def test_what_vllm_is_told_of_adapters(key):
+    argument = f"rollout.engine_args={{{key}=1}}"
+    line = f"rollout.engine_args: {key} cannot act: there are no adapters with model.lora.rank = 0"
+    assert line in key_notes(config(argument))
+    with pytest.raises(ConfigError, match=f"{key}: follows from model.lora.rank = 2; leave it out"):
+        config(argument, "model.lora.rank=2")
+
+
+def test_one_port_for_the_weights_of_several_nodes(capsys):
+    line = refusal(capsys, "node.weights_port=5601", "train.nodes=2")
+    assert line.startswith("node.weights_port = 5601: train.nodes = 2 are started here, and only")
+    line = refusal(capsys, "node.weights_port=5601", "run.bind=127.0.0.1:5601")
+    assert line.startswith("node.weights_port = 5601: is the port of run.bind; choose another")
+    alone = ("--role", "coordinator,trainer", "node.weights_port=5601", "train.nodes=2")
+    assert lightrl("up", QUICKSTART, "--dry-run", *alone) == 0
+
+
+def test_an_optimizer_whose_package_is_missing(capsys, monkeypatch):
+    def find_spec(name: str, package: str | None = None) -> object | None:
+        return None if name == "torchao" else object()
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    line = refusal(capsys, "train.optim.name=adamw8bit")
+    assert line.startswith("train.optim.name = 'adamw8bit': torchao is not installed; install it")
+    elsewhere = ("--role", "coordinator", "train.optim.name=adamw8bit")
+    assert lightrl("up", QUICKSTART, "--dry-run", *elsewhere) == 0
+
+
+def test_a_place_for_checkpoints_that_cannot_be_made(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    line = refusal(capsys, f"checkpoint.dir={tmp_path / 'file' / 'below'}")
+    place = tmp_path / "file"
+    assert line == (
+        f"checkpoint.dir = '{place / 'below'}': cannot be made: {place} is no directory"
+    )
+
+
+def test_a_place_for_checkpoints_is_not_blamed_on_the_run_directory(tmp_path):
+    """What may be made is not always known before."""
+    with pytest.raises(ConfigError, match=r"^checkpoint.dir = '/proc/x': cannot make this dir"):
+        create_run_dir(config(f"run.dir={tmp_path}", "checkpoint.dir=/proc/x"))
+    assert not (tmp_path / "quickstart").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "acts", "line"),
+    [
+        ("train.sync=last", "train.ranks=2", "train.sync = 'last' cannot act: there is one rank"),
+        ("train.sync=last", "train.nodes=2", "train.sync = 'last' cannot act: there is one rank"),
+        (
+            "algorithm.kl_type=k1",
+            "algorithm.kl_coef=0.1",
+            "algorithm.kl_type = 'k1' cannot act: there is no penalty with algorithm.kl_coef = 0",
+        ),
+    ],
+)
+def test_keys_that_cannot_act(override, acts, line):
+    assert any(note.startswith(line) for note in key_notes(config(override)))
+    assert not list(key_notes(config(override, acts)))
+    assert not list(key_notes(config(acts)))
+
+
+@pytest.mark.parametrize("what", ["all", "optimizer"])
+def test_memory_that_is_the_hosts_anyway(capsys, what):
+    some = config(f"train.offload={what}")
+    [line] = device_notes(some, NO_GPUS)
+    assert line.startswith(f"train.offload = '{what}' cannot act: ranks here have no GPU")
+    assert not list(device_notes(some, Assignment(ranks=("0",))))
+    assert not list(device_notes(some, NO_GPUS, ("coordinator",)))
+    assert not list(device_notes(config(), NO_GPUS))
+
+
+def test_notes_are_in_the_dry_run_and_in_the_check(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    some = ("train.offload=all", "train.sync=last")
+    for command, label in (
+        (("up", QUICKSTART, "--dry-run"), "note        "),
+        (("check", QUICKSTART), "warn  config         "),
+    ):
+        assert lightrl(*command, *some) == 0
+        out = capsys.readouterr().out
+        assert f"{label}train.offload = 'all' cannot act" in out
+        assert f"{label}train.sync = 'last' cannot act" in out
+
+
+def test_a_merged_export_has_the_files_of_its_model(capsys):
+    assert lightrl("export", "step_1", "out", "--merge", "--shard-mb", "5") == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("lightrl: --shard-mb 5: with --merge the files are those of the model")

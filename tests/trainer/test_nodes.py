@@ -1,0 +1,104 @@
+"""The leader's view of the nodes that follow it: what ends the life of all ranks, and what of
+another life is dropped."""
+
+import asyncio
+
+import pytest
+
+from lightrl.errors import TrainerError
+from lightrl.trainer.nodes.followers import Followers, RanksLost
+from lightrl.trainer.nodes.protocol import (
+    TO_FOLLOWER,
+    TO_LEADER,
+    EndRanks,
+    RankSaid,
+    RanksGone,
+    StartRanks,
+)
+from lightrl.trainer.protocol import RANK_EVENTS, Accumulated, StartRank
+from lightrl.trainer_messages import TrainerRelay
+
+MEMBERS = (("u", 1), ("v", 2))
+
+
+class Led:
+    """A leader of two nodes with a rank each; `said` is what it told them."""
+
+    def __init__(self):
+        self.said = []
+        self.followers = Followers(2, self.said.append)
+        self.followers.told(MEMBERS)
+        self.life = self.followers.new_life()
+
+    async def begin(self, folder):
+        starts = [StartRank("{}", "m", rank, 3, "r", "w", "runs") for rank in (1, 2)]
+        await self.life.begin(starts, 1, folder)
+
+    def hear(self, node, message):
+        self.followers.hear(TrainerRelay(node, TO_LEADER.encode(message)))
+
+    @property
+    def told(self):
+        return [(relay.node, TO_FOLLOWER.decode(relay.frame)) for relay in self.said]
+
+    async def ends(self):
+        """Why."""
+        async with asyncio.timeout(5):
+            await self.life.watch()
+
+
+def test_each_node_starts_its_ranks_and_what_they_say_is_heard_of_this_life_only(tmp_path):
+    async def scenario():
+        led = Led()
+        await led.begin(tmp_path)
+        assert [(n, m.starts[0].rank) for n, m in led.told if isinstance(m, StartRanks)] == [
+            ("u", 1),
+            ("v", 2),
+        ]
+        proof = led.told[0][1].proof
+        [file] = tmp_path.iterdir()
+        assert (str(file), file.read_text()) == (proof, led.life.name)
+        frame = RANK_EVENTS.encode(Accumulated(4))
+        led.hear("v", RankSaid("another life", 2, RANK_EVENTS.encode(Accumulated(3))))
+        led.hear("u", RankSaid(led.life.name, 2, RANK_EVENTS.encode(Accumulated(3))))  # not its own
+        led.hear("v", RankSaid(led.life.name, 2, frame))
+        assert await led.life.ranks[1].receive() == Accumulated(4)
+        await led.life.end(is_orderly=True)
+        assert [m for _, m in led.told[2:]] == [EndRanks(led.life.name, True)] * 2
+        assert not list(tmp_path.iterdir())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("happens", "kind", "why"),
+    [
+        (lambda led: led.followers.told(()), RanksLost, "trainer node u, v lost"),
+        (lambda led: led.followers.told((("u", 1), ("v", 3))), RanksLost, "trainer node v lost"),
+        (lambda led: led.followers.break_off(), RanksLost, "lost touch with the other"),
+        (lambda led: led.hear("u", RanksGone(led.life.name, "x")), RanksLost, "^u: x$"),
+        (lambda led: led.hear("u", RanksGone(led.life.name, "x", True)), TrainerError, "^u: x$"),
+    ],
+)
+def test_what_ends_a_life(happens, kind, why):
+    async def scenario():
+        led = Led()
+        happens(led)
+        with pytest.raises(kind, match=why) as ended:
+            await led.ends()
+        assert type(ended.value) is kind
+
+    asyncio.run(scenario())
+
+
+def test_what_ends_no_life():
+    async def scenario():
+        led = Led()
+        led.followers.told(MEMBERS)
+        led.hear("u", RanksGone("another life", "x"))
+        led.followers.hear(TrainerRelay("u", b"of another release"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await led.life.watch()
+
+    asyncio.run(scenario())

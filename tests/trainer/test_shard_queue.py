@@ -1,0 +1,103 @@
+"""Which groups of a step are accumulated together, and which update they belong to."""
+
+from collections import deque
+
+import pytest
+
+from lightrl.loss_mask import fits, num_trained, pack_mask
+from lightrl.messages import TrainGroup, TrainShard
+from lightrl.trainer.protocol import TrainSample
+from lightrl.trainer.shard_queue import ShardQueue
+
+
+def shards(*sizes, alone=False):
+    made, first = [], 0
+    for index, size in enumerate(sizes):
+        groups = tuple(TrainGroup(f"p{first + i}", b"", ()) for i in range(size))
+        is_last = index == len(sizes) - 1
+        made.append(TrainShard(0, index, 0, groups, is_last, sum(sizes), alone))
+        first += size
+    return made
+
+
+def sample(group, loss_mask=b""):
+    return TrainSample(group.group, b"", bytes(12), bytes(12), 1.0, loss_mask=loss_mask)
+
+
+def take(queue, coming, is_due=lambda held: True, one_by_one=False):
+    """All of a step. Returns the groups of each update, and how many had come when it was made."""
+    waiting, updates, mine, came = deque(), [], [], []
+    coming = deque(coming)
+    while not queue.is_accumulated:
+        if coming and not (queue.can_go_on and one_by_one):
+            waiting.append(coming.popleft())
+            while coming and not one_by_one:
+                waiting.append(coming.popleft())
+        groups = queue.pop_groups(waiting)
+        queue.held += [[sample(g)] for g in groups]
+        if queue.held and (queue.must_not_wait(waiting) or is_due(queue.held)):
+            mine += [s.response for samples in queue.held for s in samples]
+            queue.count(queue.held)
+        if queue.has_mini_batch:
+            assert (queue.num_responses, queue.num_tokens) == (len(mine), 3 * len(mine))
+            updates.append(mine)
+            came.append(queue.index)
+            queue.next_mini_batch()
+            mine = []
+    return [*updates, mine], came
+
+
+@pytest.mark.parametrize("sizes", [(8,), (1,) * 8, (1, 2, 4, 1), (7, 0, 1), (3, 5, 0)])
+@pytest.mark.parametrize("is_due", [lambda held: True, lambda held: len(held) >= 3])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_mini_batches_follow_from_the_order_of_groups_alone(sizes, is_due, one_by_one):
+    for k in (1, 2, 4, 8):
+        queue = ShardQueue(0, 8, k)
+        updates, _ = take(queue, shards(*sizes), is_due, one_by_one)
+        names, size = [f"p{i}" for i in range(8)], 8 // k
+        assert updates == [names[i : i + size] for i in range(0, 8, size)]
+        again = ShardQueue(0, 8, k)
+        assert take(again, shards(*queue.portions, alone=True))[0] == updates
+        assert again.portions == queue.portions
+
+
+def test_an_update_does_not_wait_for_groups_of_others():
+    queue = ShardQueue(0, 8, 4)
+    assert take(queue, shards(2, 1, 1, 4), lambda held: False, one_by_one=True)[1] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("sizes", [(3,), (4, 0), (4,), (1, 4)])
+def test_a_step_of_fewer_groups_has_fewer_updates(sizes):
+    for one_by_one in (False, True):
+        updates, _ = take(ShardQueue(0, 8, 4), shards(*sizes), one_by_one=one_by_one)
+        assert [len(u) for u in updates if u] == {3: [2, 1], 4: [2, 2], 5: [2, 2, 1]}[sum(sizes)]
+
+
+def test_portions_that_other_mini_batches_made_are_cut_at_these():
+    queue = ShardQueue(0, 8, 4)
+    updates, _ = take(queue, shards(3, 5, alone=True))
+    assert list(map(len, updates)) == [2, 2, 2, 2]
+    assert queue.portions == [2, 1, 1, 2, 2]
+
+
+def test_a_mask_counts_what_is_trained():
+    queue = ShardQueue(0)
+    queue.count([[sample(TrainGroup("a", b"", ()), pack_mask([True, False, True]))]])
+    assert (queue.num_responses, queue.num_tokens) == (1, 2)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 64, 65])
+def test_masks_have_a_bit_for_each_token(length):
+    tokens = bytes(4 * length)
+    assert pack_mask([True] * length) == b""
+    assert num_trained(tokens, b"") == length
+    flags = [i % 3 == 1 for i in range(length)]
+    mask = pack_mask(flags)
+    assert fits(tokens, mask)
+    assert len(mask) == -(-length // 8)
+    assert num_trained(tokens, mask) == sum(flags)
+    assert num_trained(tokens, pack_mask([False] * length)) == 0
+    assert not fits(tokens, mask + b"\x00")
+    assert not fits(tokens, pack_mask([False] * (8 * len(mask)) + [True]))
+    if length % 8:
+        assert not fits(tokens, b"\xff" * len(mask))

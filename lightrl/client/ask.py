@@ -1,13 +1,13 @@
 """What tools say to a running coordinator: watch it, drain a node, stop the run. Decides
 nothing."""
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator
 
 from lightrl.errors import PeerUnreachable
 from lightrl.messages import Drain, Snapshot, Watch
+from lightrl.system.silence import patient_timeout
 from lightrl.transport.link import Link
 
 ANSWER_S = 3.0  # a live coordinator answers a Watch at once
@@ -47,7 +47,7 @@ async def drain(address: str, node: str, reason: str, key: str) -> None:
 
 async def _snapshots(link: Link, address: str, every_s: float) -> list[Snapshot]:
     try:
-        async with asyncio.timeout(ANSWER_S + 2 * every_s):
+        async with patient_timeout(ANSWER_S + 2 * every_s):
             messages = await link.receive()
     except TimeoutError:
         raise PeerUnreachable(f"{address}: the coordinator does not answer") from None

@@ -29,6 +29,7 @@ from lightrl.errors import LightRLError
 from lightrl.log import ENVIRONMENT, configure, inherited, last_line
 from lightrl.system import open_files
 from lightrl.system.imports import importing
+from lightrl.system.silence import silent_for
 from lightrl.wire import Codec
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ LACKING = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}  # others may
 START_AGAIN_S = 1.0
 FOR_THE_DAEMON = (signal.SIGTERM, signal.SIGHUP)  # a child heeds its pipe
 NO_THREAD = "can't start new thread"  # a RuntimeError, and the only words that tell it from others
-LOOKS = 8  # at a child that owes an answer, before it is given up
 
 REAPER = str(Path(__file__).with_name("reaper.py"))
 NOBODY = 0  # in place of a parent's process id: the reaper sees to it, or a sandbox has other ids
@@ -199,15 +199,6 @@ class Child(Generic[Command, Event]):
         )
         last = last_line(self._log)[:300] if self._log else ""
         return f"{self.name} (pid {self.pid}) {how}" + (f": {last}" if last else "")
-
-
-async def silent_for(owes: Callable[[], bool], count: Callable[[], int], limit_s: float) -> None:
-    """Returns when an answer is owed and their `count` has not grown for `limit_s`."""
-    num_silent, heard = 0, count()
-    while num_silent < LOOKS:
-        await asyncio.sleep(limit_s / LOOKS)
-        is_silent = owes() and count() == heard
-        num_silent, heard = num_silent + 1 if is_silent else 0, count()
 
 
 async def retry_on_resource_limit(

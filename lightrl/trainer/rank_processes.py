@@ -18,7 +18,8 @@ from lightrl.config import Config
 from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
-from lightrl.system.child import LOOKS, Child, ChildDied, retry_on_resource_limit
+from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
+from lightrl.system.silence import LOOKS
 from lightrl.trainer.nodes.followers import Life, RanksLost, RemoteRank
 from lightrl.trainer.protocol import (
     AT_ONCE,

@@ -18,6 +18,7 @@ from lightrl.errors import PeerUnreachable, WrongKey
 from lightrl.keys import coordinator_public_key
 from lightrl.messages import Message, TokenChunk
 from lightrl.system.addresses import WILDCARD, host_and_port
+from lightrl.system.silence import patient_timeout
 from lightrl.transport.parts import Assembly, cut, in_pieces
 from lightrl.transport.strangers import PATIENCE_S
 from lightrl.transport.zeromq import (
@@ -70,7 +71,7 @@ class Link(Socket):
         """
         host, port = host_and_port(address)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with patient_timeout(timeout_s):
                 _, writer = await asyncio.open_connection(host, port)
         except (OSError, TimeoutError):
             raise PeerUnreachable(f"{address}: no answer; is the coordinator running?") from None

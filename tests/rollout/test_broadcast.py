@@ -32,7 +32,7 @@ from lightrl.rollout.agent import RolloutAgent
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.fetched import Announced
 from lightrl.rollout.state import EngineState
-from lightrl.system.child import LOOKS
+from lightrl.system.silence import LOOKS
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.request import ASK_MANIFEST
 from lightrl.weights.serve.server import WeightServer

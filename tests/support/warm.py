@@ -31,6 +31,7 @@ import pytest
 CLONE_PARENT = 0x00008000
 SIGCHLD = 17
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())  # the number of the system call
+READY = b"ready"  # the first that an origin says
 ROOM = 500  # characters of a command line, which a child writes over that of its origin
 REQUEST_BYTES = 1 << 17
 MAX_DESCRIPTORS = 16
@@ -46,6 +47,7 @@ class Origin:
 
     def __init__(self, *modules: str) -> None:
         self._modules = modules
+        self._is_ready = False
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = "from tests.support.warm import serve; serve()()"
         words = ("-c", code, str(theirs.fileno()), ",".join(modules), " " * ROOM)
@@ -64,6 +66,7 @@ class Origin:
     def forks(self) -> Iterator[None]:
         """Until the end, children that it can fork are forked."""
         start = subprocess._fork_exec  # type: ignore[attr-defined]
+        self._wait_for_imports()
 
         def fork_exec(args: Sequence[bytes], *rest: Any) -> int:
             request = _request([os.fsdecode(arg) for arg in args], rest, self._modules)
@@ -73,13 +76,23 @@ class Origin:
             patch.setattr(subprocess, "_fork_exec", fork_exec)
             yield
 
+    def _wait_for_imports(self) -> None:
+        """Now, not when the first child is to be forked: that happens in an event loop, in which
+        whoever answers others would be silent for as long."""
+        if not self._is_ready:
+            self._receive()
+            self._is_ready = True
+
     def _fork(self, wanted: "Wanted", descriptors: list[int]) -> int:
         data = json.dumps(asdict(wanted)).encode()
         socket.send_fds(self._requests, [data], descriptors)
+        return int(self._receive())
+
+    def _receive(self) -> bytes:
         answer = self._requests.recv(REQUEST_BYTES)
         if not answer:
             raise ChildProcessError("the origin of warm children is gone")
-        return int(answer)
+        return answer
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,7 @@ def serve() -> Callable[[], None]:
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("the imports have started threads, which a fork would not have")
     requests = socket.socket(fileno=int(number))
+    requests.send(READY)
     while True:
         data, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES, MAX_DESCRIPTORS)
         if not data:

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from lightrl.system import child as child_module
-from lightrl.system.child import LOOKS, Child, ChildDied, Pipe, retry_on_resource_limit
+from lightrl.system.child import Child, ChildDied, Pipe, retry_on_resource_limit
+from lightrl.system.silence import LOOKS
 from lightrl.wire import Codec
 
 LIMIT_S = 30.0  # of a whole scenario

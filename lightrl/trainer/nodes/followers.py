@@ -16,7 +16,8 @@ from typing import Literal, NoReturn
 from lightrl.errors import ProtocolError, TrainerError
 from lightrl.messages import Message
 from lightrl.system import files
-from lightrl.system.child import ChildDied, silent_for
+from lightrl.system.child import ChildDied
+from lightrl.system.silence import silent_for
 from lightrl.system.threads import in_thread
 from lightrl.trainer.nodes.protocol import (
     TO_FOLLOWER,

@@ -19,8 +19,6 @@ from lightrl.system.output import show
 
 T = TypeVar("T")
 
-DEFAULT_SHARD_MB = 2000  # as checkpoint.shard_mb has it
-
 
 def replay(
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="default: runs/latest")] = None,
@@ -67,7 +65,7 @@ def export(
         )
     from lightrl.launch.export import export_checkpoint
 
-    export_checkpoint(checkpoint, out, shard_mb or DEFAULT_SHARD_MB, is_merged=merge)
+    export_checkpoint(checkpoint, out, shard_mb, is_merged=merge)
     show([str(out)])
 
 

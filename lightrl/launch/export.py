@@ -8,6 +8,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+from lightrl.config_sections import Checkpoint
 from lightrl.errors import LightRLError
 from lightrl.trainer.checkpoint.saved import CHECKPOINTS, STEP_FILE, latest
 from lightrl.trainer.checkpoint.seal import damage
@@ -15,9 +16,12 @@ from lightrl.trainer.checkpoint.seal import damage
 MB = 1_000_000
 
 
-def export_checkpoint(checkpoint: Path, out: Path, shard_mb: int, is_merged: bool = False) -> None:
-    """Makes `out`, with files of `shard_mb` megabytes. `is_merged`: of adapters with the model they
-    are beside, by the files of that. Raises LightRLError, one line; there is nothing at `out` then.
+def export_checkpoint(
+    checkpoint: Path, out: Path, shard_mb: int | None, is_merged: bool = False
+) -> None:
+    """Makes `out`, with files of `shard_mb` megabytes; None: as a run has them by default.
+    `is_merged`: of adapters with the model they are beside, by the files of that. Raises
+    LightRLError, one line; there is nothing at `out` then.
     """
     _require_whole(checkpoint)
     _require_free(out)
@@ -28,7 +32,7 @@ def export_checkpoint(checkpoint: Path, out: Path, shard_mb: int, is_merged: boo
         if is_merged:
             merge(checkpoint, out)
         else:
-            export(checkpoint, out, shard_mb * MB)
+            export(checkpoint, out, (shard_mb or Checkpoint().shard_mb) * MB)
     except OSError as e:
         free = shutil.disk_usage(out.absolute().parent).free // MB
         room = f", {free:,} MB are free" if e.errno == errno.ENOSPC else ""

@@ -104,9 +104,10 @@ def micro_batch(shape: str, seed: int) -> Any:
 def stage(learner: Any, model: Path, shape: str, scratch: Path) -> None:
     from lightrl.trainer.checkpoint.saved import SavedStep
     from lightrl.trainer.checkpoint.saver import Saver
+    from lightrl.weights.machine.scratch import available_memory
 
     num = sum(p.numel() for p in learner.parameters)
-    free = available_bytes()
+    free = available_memory()
     has_optimizer = free > (STATE + STAGED_WEIGHTS) * num + SPARE
     figure(f"{shape}: GiB that the host had left to stage", round(free / GIB, 1))
     figure(f"{shape}: staged with the optimizer's state", has_optimizer)
@@ -155,13 +156,6 @@ def told(what: str, begun: float) -> None:
         figure(f"{what}: GiB on the GPU", round(torch.cuda.max_memory_allocated() / GIB, 2))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     figure(f"{what}: GiB on the host at most so far", round(resident / GIB, 2))
-
-
-def available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 if __name__ == "__main__":

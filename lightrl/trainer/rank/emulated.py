@@ -61,13 +61,12 @@ from lightrl.trainer.protocol import (
     SendWeights,
     Staged,
     StartRank,
-    StepFinished,
     TrainSample,
     Updated,
     UpdateWeights,
     WeightsSent,
 )
-from lightrl.trainer.rank.main import serve
+from lightrl.trainer.rank.main import finished, require_step, serve
 from lightrl.trainer.rank.meeting import Meeting
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.canary import arbitrary_text
@@ -122,35 +121,28 @@ class EmulatedRank:
     def perform(
         self, command: RankCommand, is_unwanted: IsUnwanted | None = None
     ) -> Iterator[RankEvent]:
+        require_step(self.step, command)
         match command:
             case Accumulate(step, batches):
-                self._expect(step, command)
                 self._accumulate(batches)
                 yield Accumulated(step)
             case UpdateWeights(step):
-                self._expect(step, command)
                 self._end_mini_batch(command)
                 yield Updated(step)
             case ClearStep(step):
-                self._expect(step, command)
                 self._clear()
                 yield Cleared(step)
             case FinishStep(step):
-                self._expect(step, command)
                 metrics = self._update(command)
                 begun = time.monotonic()
                 self._publish(command.policy_version)
                 if published := self._published():  # first of all: rollout nodes wait for it
                     yield published
-                publish_s = time.monotonic() - begun
-                metrics |= {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
                 self.step += 1
-                yield StepFinished(step, metrics)
+                yield finished(step, metrics, begun)
             case EncodeDelta(step):
-                self._expect(step, command)
                 yield DeltaMade()  # its weights are a digest: all of it is another one
             case Save(step, path, export):
-                self._expect(step, command)
                 yield Staged(path)
                 if self.start.rank == 0:
                     yield from self._save(Path(path), export)
@@ -166,12 +158,6 @@ class EmulatedRank:
                 raise TrainerError("StartRank, but the rank has started")
             case _:
                 assert_never(command)
-
-    def _expect(self, step: int, command: RankCommand) -> None:
-        if step != self.step:
-            raise TrainerError(
-                f"{type(command).__name__} of step {step}, but the rank is at step {self.step}"
-            )
 
     def _clear(self) -> None:
         self._seen = hashlib.blake2b(digest_size=16)  # of the step

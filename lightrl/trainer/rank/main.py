@@ -26,6 +26,7 @@ from lightrl.trainer.protocol import (
     RankFailed,
     RankStarted,
     StartRank,
+    StepFinished,
 )
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 
@@ -110,6 +111,22 @@ def _obey(pipe: RankPipe, new_rank: Callable[[StartRank, Report], AnyRank]) -> N
             pipe.send(rank.started)
         else:
             raise TrainerError(f"{type(command).__name__} before StartRank")
+
+
+def require_step(step: int, command: RankCommand) -> None:
+    """The rank is at `step`. Raises TrainerError if the command is of another one."""
+    asked = getattr(command, "step", step)
+    if asked != step:
+        raise TrainerError(
+            f"{type(command).__name__} of step {asked}, but the rank is at step {step}"
+        )
+
+
+def finished(step: int, metrics: dict[str, float], publishing_since: float) -> StepFinished:
+    """The step with its figures, when its version has just been published."""
+    publish_s = time.monotonic() - publishing_since
+    times = {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
+    return StepFinished(step, metrics | times)
 
 
 def reuse_memory() -> None:

@@ -47,12 +47,11 @@ from lightrl.trainer.protocol import (
     SendWeights,
     Staged,
     StartRank,
-    StepFinished,
     Updated,
     UpdateWeights,
 )
 from lightrl.trainer.rank import canary
-from lightrl.trainer.rank.main import Report, reuse_memory, serve
+from lightrl.trainer.rank.main import Report, finished, require_step, reuse_memory, serve
 from lightrl.trainer.rank.sender import Sender
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.publish.buffers import Buffers
@@ -136,35 +135,28 @@ class Rank:
             yield from self._perform(command, is_unwanted)
 
     def _perform(self, command: RankCommand, is_unwanted: IsUnwanted | None) -> Iterator[RankEvent]:
+        require_step(self.step, command)
         match command:
             case Accumulate(step, batches):
-                self._expect(step, command)
                 self.learner.accumulate(batches)
                 yield Accumulated(step)
             case UpdateWeights(step):
-                self._expect(step, command)
                 self.learner.update(command)
                 yield Updated(step)
             case ClearStep(step):
-                self._expect(step, command)
                 self.learner.clear()
                 yield Cleared(step)
             case FinishStep(step):
-                self._expect(step, command)
                 metrics = self.learner.finish(command)
                 begun = time.monotonic()
                 self._publish(command.policy_version)
                 if published := self._published():  # first of all: rollout nodes wait for it
                     yield published
-                publish_s = time.monotonic() - begun
-                metrics |= {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
                 self.step += 1
-                yield StepFinished(step, metrics)
+                yield finished(step, metrics, begun)
             case EncodeDelta(step):
-                self._expect(step, command)
                 yield self._publish_delta()
             case Save(step, path, export):
-                self._expect(step, command)
                 problem = self.saver.begin(Path(path), self._saved(), export)
                 yield Staged(path, problem or None)
             case OpenGroup() | JoinGroup() | SendWeights():
@@ -175,12 +167,6 @@ class Rank:
                 raise TrainerError("StartRank, but the rank has started")
             case _:
                 assert_never(command)
-
-    def _expect(self, step: int, command: RankCommand) -> None:
-        if step != self.step:
-            raise TrainerError(
-                f"{type(command).__name__} of step {step}, but the rank is at step {self.step}"
-            )
 
     def _publish(self, policy_version: int) -> None:
         """All ranks write their shards of it; on rank 0 the file appears when all have."""

@@ -70,10 +70,12 @@ def free_bytes(root: Path) -> int:
     """That can be written there. Shared memory may be said to be larger than what is left of the
     memory. Raises OSError."""
     free = shutil.disk_usage(root).free
-    return min(free, _available_memory()) if root == _shared() else free
+    return min(free, available_memory()) if root == _shared() else free
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
+    """Bytes of this host's memory that processes may still take; as much as there can be where that
+    is not known."""
     with contextlib.suppress(OSError):
         for line in _MEMORY.read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -11,6 +11,7 @@ import pytest
 
 from lightrl.messages import NodeRow, Snapshot
 from lightrl.metrics import sinks
+from lightrl.weights.serve.send import Pace
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile
@@ -29,6 +30,22 @@ pytestmark = [
 
 NUM_BUCKETS = 4
 BYTES_PER_S = NUM_BUCKETS * BUCKET_BYTES / 2.0  # of the trainer's line: one version in two seconds
+TRICKLE = 10  # as many times slower, where a test has to see nodes in the middle of a pull
+
+
+class Line(Pace):
+    """The trainer's, which turns into a trickle when so much has come through."""
+
+    def __init__(self) -> None:
+        super().__init__(BYTES_PER_S)
+        self.left: float | None = None
+
+    def wait(self, num_bytes: int) -> None:
+        if self.left is not None:
+            self.left -= num_bytes
+            if self.left < 0:
+                num_bytes *= TRICKLE
+        super().wait(num_bytes)
 
 
 class SlowTrainer(ScriptedTrainer):
@@ -36,7 +53,9 @@ class SlowTrainer(ScriptedTrainer):
 
     def __init__(self, scratch: Path) -> None:
         super().__init__(scratch)
-        self._server = WeightServer(max_bytes_per_s=BYTES_PER_S)
+        self.line = Line()
+        self._server = WeightServer()
+        self._server._sender._pace = self.line
 
 
 def several_buckets(folder: Path, version: int) -> VersionFile:
@@ -61,14 +80,24 @@ async def add_machine(run: Running, name: str) -> asyncio.subprocess.Process:
     return process
 
 
-async def let_publish_to(run: Running, names: str) -> None:
+async def let_publish_to(run: Running, names: str, share: float | None = None) -> None:
     """A machine for each name has the first version, and the trainer publishes the next one; until
-    then the step is not over."""
+    then the step is not over. After a `share` of it the line is a trickle."""
+    assert isinstance(run.trainer, SlowTrainer)
     run.trainer.may_publish.clear()
     for name in names:
         await add_machine(run, name)
     await run.until(lambda s: is_ready(s, *names))
+    run.trainer.line.left = None if share is None else share * NUM_BUCKETS * BUCKET_BYTES
     run.trainer.may_publish.set()
+
+
+async def until_pulled_in_part(run: Running, names: str) -> None:
+    """They have some of the next version, each, and none has all of it."""
+    await let_publish_to(run, names, share=0.75)
+    await run.until(lambda s: pulls(s, *names))
+    assert isinstance(run.trainer, SlowTrainer)
+    run.trainer.line.left = None
 
 
 def row(s: Snapshot, name: str) -> NodeRow | None:
@@ -128,8 +157,7 @@ def test_who_comes_while_the_trainer_is_away_pulls_from_those_who_have_the_versi
 def test_node_that_is_killed_while_it_relays_disturbs_nobody(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
-            await let_publish_to(run, "abc")
-            await run.until(lambda s: pulls(s, *"abc"))
+            await until_pulled_in_part(run, "abc")
             run.processes["b"].kill()
             await run.until_finished()
             assert run.head.succeeded
@@ -140,8 +168,7 @@ def test_node_that_is_killed_while_it_relays_disturbs_nobody(tmp_path: Path):
 def test_node_that_drains_in_the_middle_of_a_pull_disturbs_nobody(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as run:
-            await let_publish_to(run, "abc")
-            await run.until(lambda s: pulls(s, *"abc"))
+            await until_pulled_in_part(run, "abc")
             run.processes["b"].terminate()
             assert await run.processes["b"].wait() == 0
             await run.until_finished()
@@ -155,8 +182,7 @@ def test_node_that_drains_in_the_middle_of_a_pull_disturbs_nobody(tmp_path: Path
 def test_coordinator_that_is_resumed_while_nodes_pull_lets_them_go_on(tmp_path: Path):
     async def scenario() -> None:
         async with a_run(tmp_path) as gone:
-            await let_publish_to(gone, "ab")
-            await gone.until(lambda s: pulls(s, "a", "b"))
+            await until_pulled_in_part(gone, "ab")
             await gone.silence()
             async with a_run(tmp_path, resume=True) as run:
                 assert run.head.address == gone.head.address

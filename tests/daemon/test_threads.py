@@ -111,6 +111,7 @@ def test_a_whole_run_waits_for_that_thread_too(tmp_path: Path, lack, monkeypatch
 def test_a_node_leaves_in_order_without_a_thread_that_would_end_it_by_force(tmp_path: Path, lack):
     async def scenario() -> None:
         async with a_run(tmp_path) as running:
+            running.trainer.may_publish.clear()  # the run is not over before "a" is there
             worker = Worker("b", ("rollout",), running.head.address, running.key)
             working = asyncio.create_task(worker.run())
             await running.until(
@@ -122,6 +123,7 @@ def test_a_node_leaves_in_order_without_a_thread_that_would_end_it_by_force(tmp_
                 await working
             assert refused
             lack("nothing")
+            running.trainer.may_publish.set()
             await running.add_rollout("a")
             await running.until_finished()
             assert running.head.succeeded

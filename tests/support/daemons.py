@@ -6,13 +6,14 @@ torch.
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Self
 
-from lightrl.client import ask
 from lightrl.config import Config
 from lightrl.coordinator.daemon import CoordinatorDaemon
+from lightrl.core.events import Event
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.journal.write import MAX_TROUBLE_S
@@ -43,6 +44,7 @@ from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.write import TensorBytes, write_version
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
+LOOK_S = 0.05  # at what changes with time alone
 DEADLINE_S = 120.0  # generous: the machine may be busy; nothing waits that long when all is well
 
 
@@ -168,10 +170,27 @@ class ScriptedTrainer:
             await asyncio.sleep(0.1)
 
 
+class SeenCoordinator(CoordinatorDaemon):
+    """A coordinator that a test looks at after every event: what a watcher, to whom a snapshot goes
+    now and then, may miss."""
+
+    def __init__(self, *args: Any) -> None:
+        self.looks: list[Callable[[], None]] = []
+        super().__init__(*args)
+
+    def feed(self, event: Event) -> None:
+        super().feed(event)
+        for look in tuple(self.looks):
+            look()
+
+    def snapshot(self) -> Snapshot:
+        return self._records.snapshot(self._core, time.monotonic())
+
+
 class Running:
     """A run under test."""
 
-    def __init__(self, config: Config, head: CoordinatorDaemon, trainer: ScriptedTrainer) -> None:
+    def __init__(self, config: Config, head: SeenCoordinator, trainer: ScriptedTrainer) -> None:
         self.config = config
         self.head = head
         self.key_file = config.run_dir / "key"
@@ -197,12 +216,23 @@ class Running:
         return process
 
     async def until(self, holds: Callable[[Snapshot], bool]) -> Snapshot:
-        """The first snapshot for which `holds`."""
-        async with asyncio.timeout(DEADLINE_S):
-            async for snapshot in ask.watch(self.head.address, 0.05, self.key):
-                if holds(snapshot):
-                    return snapshot
-        raise AssertionError("the coordinator stopped answering")
+        """The first snapshot for which `holds`, of those after every event and as time passes."""
+        found: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+
+        def look() -> None:
+            if not found.done() and holds(snapshot := self.head.snapshot()):
+                found.set_result(snapshot)
+
+        self.head.looks.append(look)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not found.done():
+                    assert not self.finished.done(), "the run was over before that held"
+                    look()
+                    await asyncio.wait({found, self.finished}, timeout=LOOK_S)
+        finally:
+            self.head.looks.remove(look)
+        return found.result()
 
     async def replace_trainer(self, begins_at: int) -> ScriptedTrainer:
         """The trainer vanishes without a word; returns the one before. Another one begins at this
@@ -281,7 +311,7 @@ async def a_run(
     config = make_config(tmp_path, **changes)
     config.run_dir.mkdir(parents=True, exist_ok=resume)
     key = read_key(config.run_dir / "key") if resume else write_keys(config.run_dir)
-    head = CoordinatorDaemon(config, config.run_dir, "head", key, resume, max_trouble_s)
+    head = SeenCoordinator(config, config.run_dir, "head", key, resume, max_trouble_s)
     trainer = ScriptedTrainer(tmp_path)
     running = Running(config, head, trainer)
     try:

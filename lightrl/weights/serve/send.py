@@ -28,7 +28,7 @@ class Sender:
     """Its threads end with `close`."""
 
     def __init__(self, max_bytes_per_s: float | None) -> None:
-        self._pace = None if max_bytes_per_s is None else _Pace(max_bytes_per_s)
+        self._pace = None if max_bytes_per_s is None else Pace(max_bytes_per_s)
         self._threads = ThreadPoolExecutor(_SEND_THREADS, thread_name_prefix="weights-send")
 
     async def send(
@@ -61,7 +61,7 @@ class Sender:
         self._threads.shutdown(wait=False)
 
 
-class _Pace:
+class Pace:
     """So many bytes a second for all threads together, as on a narrow line."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -77,7 +77,7 @@ class _Pace:
         time.sleep(wait_s)
 
 
-def _send_some(sock: socket.socket, file: int, offset: int, size: int, pace: _Pace | None) -> int:
+def _send_some(sock: socket.socket, file: int, offset: int, size: int, pace: Pace | None) -> int:
     """Sends up to `size` bytes; fewer if the peer does not take them. Returns how many. Runs in a
     thread. The socket blocks meanwhile: one call sends as much as comes through without a pause,
     where each of many would have to wait for the interpreter's lock."""

@@ -333,7 +333,7 @@ class World:
         step = self.trainer.finish(self.now)
         for mechanism in self.mechanisms:
             mechanism.step_trained()
-        publish_s = self.scenario.transfer.publish_s
+        publish_s = self.scenario.transfer.publishing_s
         self.trainer.publish(self.now, publish_s)
         self._soon(publish_s, lambda: self._step_done(step))
 

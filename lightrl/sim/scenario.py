@@ -127,10 +127,16 @@ _HISTORY = SimSpeculation(acceptance=0.65, first_acceptance=0.41, max_window=16,
 
 _INFINIBAND = 50e9  # 400 Gbit/s, of each machine of eight
 
-# The workloads of RollPacker, section 7.1, calibrated against its figure 12 and table 2: see
-# `reproduce`. A node is an engine: one GPU for 7B, two for 14B. A token of context costs the
-# reading of its keys and values at 70 % of 3.35 TB/s. Prices: of H100 by the hour, 83.79 dollars
-# for eight, 5.32 for two spot ones.
+# Of RollPacker, section 7.1: calibrated against its figure 12 and table 2, see `reproduce`. A node
+# is an engine: one GPU for 7B, two for 14B. A token of context costs the reading of its keys and
+# values at 70 % of 3.35 TB/s. Prices: of H100 by the hour, 83.79 dollars for eight, 5.32 for two
+# spot ones.
+#
+# Of RLBoost (arXiv 2510.19225), section 7: eight reserved GPUs as four engines, spot nodes of two;
+# a network card of 200 Gbit/s and one of 50 each. A step of 14B on two GPUs takes 16 ms and grows
+# with the batch as in RollPacker's figures; keys and values of Qwen3-14B take 160 KiB a token, and
+# 85 % of 2 x 80 GB hold what weights leave. A token's training is such that a step of it takes 415
+# s, which the windows in RLBoost's released code imply.
 PRESETS: dict[str, Callable[[], Scenario]] = {
     "rollpacker-7b-8k": lambda: Scenario(
         Workload("rollpacker-7b-8k", FITTED_8K, reward=_MIX),

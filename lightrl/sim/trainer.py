@@ -17,6 +17,8 @@ class TrainingJob:
 
     step: int
     work_s: float = 0.0
+    # and was there
+    all_s: float = 0.0
     # nothing more comes
     closed: bool = False
     # rewards computed after the rollout
@@ -35,6 +37,8 @@ class TrainerModel:
     )
     # a version; no step is trained meanwhile
     publishing_until: float = 0.0
+    # of the newest step that was trained
+    trained_s: float = 0.0
 
     def add_work(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
         """More work of a step; `last` = all of it is there."""
@@ -43,10 +47,10 @@ class TrainerModel:
         if job is None:
             job = TrainingJob(step)
             self.jobs.append(job)
+        seconds += self.step_s * last
         job.work_s += seconds
-        if last:
-            job.work_s += self.step_s
-            job.closed = True
+        job.all_s += seconds
+        job.closed = last
         job.ready_at = max(job.ready_at, ready_at)
 
     def set_rate(self, now: float, rate: float) -> None:
@@ -84,4 +88,6 @@ class TrainerModel:
     def finish(self, now: float) -> int:
         """The step in front is trained; returns which it is."""
         self.advance(now)
-        return self.jobs.popleft().step
+        job = self.jobs.popleft()
+        self.trained_s = job.all_s
+        return job.step

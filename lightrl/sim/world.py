@@ -67,6 +67,7 @@ from lightrl.sim.transfers import Transfers
 from lightrl.sim.workload import Cursor, uniforms
 
 FOREVER_S = 1e12
+TRAIN_S = "timing_s/forward_backward"
 PATIENCE = 200_000  # timers in a row without anything else happening
 
 
@@ -339,7 +340,7 @@ class World:
 
     def _step_done(self, step: int) -> None:
         self._transfers.publish(step + 1)
-        self.feed(StepTrained(TRAINER, StepDone(step, step + 1, {})))
+        self.feed(StepTrained(TRAINER, StepDone(step, step + 1, {TRAIN_S: self.trainer.trained_s})))
         self.plan_training()
 
     def confirm(self, machine: SimMachine, version: int) -> None:

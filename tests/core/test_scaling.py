@@ -204,18 +204,20 @@ def test_the_number_is_known_to_a_coordinator_that_is_started_again():
     assert d.core.scaling.learned.reserved_s == before.reserved_s + 3.0
 
 
-def test_a_step_of_which_nobody_saw_the_beginning_teaches_nothing():
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_step_of_which_nobody_saw_the_beginning_teaches_nothing(steps: int):
+    """Whether its round stands in what the journal's segment begins with, or after that."""
     d = clocked()
-    sample(d)
+    for _ in range(steps):
+        sample(d)
     before = dict(d.core.scaling.learned.kinds)
     d.restart()
-    d.start("a")
     d.join("t", "trainer", incarnation=2)
-    d.publish(1)
+    d.publish(steps)
     d.join("a", incarnation=2)
-    d.confirm("a", 1)
+    d.confirm("a", steps)
     sample(d)
-    assert d.core.step == 2
+    assert d.core.step == steps + 1
     assert d.core.scaling.learned.kinds == before
     sample(d)
     assert d.core.scaling.learned.kinds != before

@@ -8,7 +8,7 @@ imported inside them.
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
@@ -135,6 +135,13 @@ def check(settings: Settings = None) -> None:
     exit_with(int(failed))
 
 
+NumSteps = Annotated[int | None, typer.Option(min=1, help="default: train.steps, at most 20")]
+Offload = Annotated[
+    Literal["off", "foreseen", "window"],
+    typer.Option(help="by which rule GPUs that also train leave the rollout (simulated only)"),
+]
+
+
 def simulate(
     settings: Settings = None,
     nodes: Annotated[
@@ -153,9 +160,8 @@ def simulate(
             metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess"
         ),
     ] = "",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="default: train.steps, at most 20")
-    ] = None,
+    steps: NumSteps = None,
+    offload: Offload = "off",
     compare: Annotated[
         bool, typer.Option("--compare", help="each mechanism alone, in one table")
     ] = False,
@@ -174,7 +180,7 @@ def simulate(
     from lightrl.sim.command import reproduce_published, simulate_run
 
     if reproduce:
-        if settings or nodes is not None or trace or workload or steps or compare:
+        if any((settings, nodes is not None, trace, workload, steps, compare, offload != "off")):
             raise typer.BadParameter(
                 "--reproduce has its own workloads and fleets; only --json goes with it"
             )
@@ -192,6 +198,7 @@ def simulate(
         trace=trace,
         workload=workload,
         steps=steps,
+        offload=offload,
         all_variants=compare,
         json_line=as_json,
     )

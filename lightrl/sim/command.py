@@ -14,7 +14,7 @@ from lightrl.sim.calibration import report
 from lightrl.sim.calibration.reproduce import reproduce
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.report import as_json, comparison, tables
-from lightrl.sim.scenario import PRESETS, find_scenario
+from lightrl.sim.scenario import PRESETS, OffloadRule, find_scenario
 from lightrl.sim.traces import read_trace
 from lightrl.sim.workload import LengthModel
 from lightrl.system.output import show
@@ -31,6 +31,7 @@ def simulate_run(
     trace: Path | None = None,
     workload: str = "",
     steps: int | None = None,
+    offload: OffloadRule = "off",
     all_variants: bool = False,
     json_line: bool = False,
 ) -> None:
@@ -50,16 +51,18 @@ def simulate_run(
         raise SimError(
             "async.max_staleness: a trainer on the rollout nodes cannot work beside them"
         )
+    if scenario.training.placement == "dedicated" and offload != "off":
+        raise SimError(f"--offload {offload}: the trainer of this workload has its own devices")
     num_steps = steps if steps is not None else min(STEPS, config.train.steps)
     settings = replace(settings, num_steps=num_steps)
     speculates = config.speculates and scenario.has_speculated
     if all_variants:
-        named = compare(settings, scenario, fleet, events, speculates)
+        named = compare(settings, scenario, fleet, events, speculates, offload)
     else:
         base = simulate(synchronous(settings), scenario, fleet, events)
         named = {
             "as configured": simulate(
-                configured(settings, speculates), scenario, fleet, events, base
+                configured(settings, speculates, offload), scenario, fleet, events, base
             )
         }
     if json_line:

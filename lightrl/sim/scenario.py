@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from lightrl.errors import SimError
 from lightrl.sim.costs import Prices, Training, Transfer
@@ -37,6 +37,7 @@ from lightrl.sim.workload import (
 )
 
 T = TypeVar("T")
+OffloadRule: TypeAlias = Literal["off", "foreseen", "window"]
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,8 @@ class Switches:
     # of rewards
     adaptive_limit: bool = False
     speculation: bool = False
-    # half of the rollout nodes change over to training (colocated only)
-    stream_trainer: bool = False
-    # and again half of the rest, while few responses run on those left
-    scale_down: bool = False
+    # the rule by which rollout nodes change over to training within a round (colocated only)
+    offload: OffloadRule = "off"
     # parallelism follows the preemptions
     planner: bool = False
     # else a response that moves starts again from its prompt

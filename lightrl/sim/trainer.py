@@ -35,6 +35,8 @@ class TrainerModel:
     )
     # a version; no step is trained meanwhile
     publishing_until: float = 0.0
+    # so far, with all devices
+    worked_s: float = 0.0
 
     def add_work(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
         """More work of a step; `last` = all of it is there."""
@@ -62,6 +64,7 @@ class TrainerModel:
         if job is not None and self.rate > 0 and (self.streaming or job.closed):
             trained = min(max(0.0, now - self._begins_at(job)), job.work_s / self.rate)
             job.work_s -= trained * self.rate
+            self.worked_s += trained * self.rate
         self.times["train"] += trained
         self.times["publish"] += publishing
         self.times["wait"] += elapsed - trained - publishing

@@ -1,8 +1,7 @@
 """The run in virtual time: a heap of what happens next, around the very same core.
 
 Owns time, and what a daemon would do with each command: engines, trainer, rewards and weights are
-models. Must decide nothing that the core decides. What the rollout nodes' GPUs do beside rollout
-(training on them) is in colocation.py.
+models. Must decide nothing that the core decides. For GPUs that also train, see colocation.py.
 """
 
 import heapq
@@ -194,6 +193,9 @@ class World:
             for command in commands:
                 self._perform(command, todo)
         self._transfers.begin()
+        if isinstance(event, NodeLost | WeightsConfirmed):
+            for mechanism in self.mechanisms:
+                mechanism.fleet_changed()
 
     # Commands
 
@@ -254,8 +256,7 @@ class World:
                 self._transfers.tell(machine, message)
 
     def _generate(self, machine: SimMachine, message: Generate) -> None:
-        responses = self.core.table.responses
-        limit = self.settings.max_response_tokens
+        responses, limit = self.core.table.responses, self.settings.max_response_tokens
         prompt_tokens = self.scenario.workload.prompt_tokens
         attempts: list[Attempt] = []
         for request in message.requests:

@@ -62,7 +62,7 @@ def test_surplus_that_runs_on_is_scored_too():
 
 def test_spot_nodes_sample_while_all_others_train():
     trace = (TraceEvent(0.0, "s0", True), TraceEvent(0.0, "s1", True))
-    switches = replace(SYNCHRONOUS, async_rewards=True, streaming=True, stream_trainer=True)
+    switches = replace(SYNCHRONOUS, async_rewards=True, streaming=True, offload="window")
     w: World = world(
         COLOCATED, switches, fleet=nodes(2), trace=trace, tail=BOTH, check=True, num_steps=3
     )

@@ -44,10 +44,8 @@ SPARE_UP_S, SPARE_DOWN_S, SPARE_START_S = 1200.0, 300.0, 60.0  # each of them, o
 _THEIRS = Switches(exact_finishes=True, token_collection=False, chunk_tokens=4096)
 _LATE = replace(_THEIRS, streaming=False, async_rewards=False, surplus_ends=False)
 _EARLY = replace(_THEIRS, streaming=False, adaptive_limit=True)
-_STREAMED = replace(_EARLY, streaming=True, stream_trainer=True)
-_OURS = Switches(
-    adaptive_limit=True, stream_trainer=True, scale_down=True, speculation=True, chunk_tokens=256
-)
+_STREAMED = replace(_EARLY, streaming=True, offload="window")
+_OURS = Switches(adaptive_limit=True, offload="foreseen", speculation=True, chunk_tokens=256)
 _PLAIN = Tail()
 _BY_CLOCK = Tail(ETA, ETA, race="clock", fresh_noise=True)
 

@@ -27,8 +27,10 @@ from lightrl.core.state import (
     RoundState,
 )
 
-# Between two looks: looking then takes under one percent of the time.
+# Between two looks: looking then takes about one percent of the time (60 ms at 10,000 responses on
+# 1,000 nodes). Less, if nodes have come or gone; they may do so together.
 LOOK_S_PER_NODE, LOOK_S_PER_RESPONSE = 0.002, 0.0005
+HURRY = 0.1
 SOON_S = 0.05  # a decision is not put off for less
 FORGET = 0.8  # weight of earlier steps in what training takes
 PRIOR_WEIGHT = 0.01  # that it is proportional to tokens, against steps that differ as much
@@ -111,7 +113,7 @@ class Sides:
         self._longest: dict[RoundKind, int] = {}  # trained response of the last round
         self._since: dict[str, float] = {}  # nodes on their way to the other side
         self._step: _Step | None = None
-        self._looked_at = self._look_at = 0.0
+        self._looked_at = self._look_at = self._pause_s = 0.0
         self._nodes: frozenset[str] = frozenset()  # that sampled at the last look
 
     # What happens
@@ -126,11 +128,14 @@ class Sides:
         is_early = self._looked_at <= now < self._look_at  # else the clock has been set back
         if self._since or (is_early and not changed):
             return NOTHING
+        if is_early and now < (soon := self._looked_at + HURRY * self._pause_s):
+            return Change(look_at=soon)
         view = self.view(round, worked_s)
         self._account(round, view, now)
         change = self.rule.decide(view, now)
         self._nodes, self._looked_at = frozenset(ready), now
-        self._look_at = now + LOOK_S_PER_NODE * len(ready) + LOOK_S_PER_RESPONSE * view.num
+        self._pause_s = LOOK_S_PER_NODE * len(ready) + LOOK_S_PER_RESPONSE * view.num
+        self._look_at = now + self._pause_s
         if change.look_at is not None:
             soon = max(change.look_at, now + SOON_S)
             self._look_at = min(self._look_at, soon)

@@ -211,9 +211,8 @@ def test_the_window_stays_the_same_within_a_step_and_ends_when_nobody_samples():
 def test_a_clock_that_jumps_is_forgotten_by_the_next_step():
     rule = Window()
     rule.learn(STEP)
-    assert rule.decide(view(opened_at=1e9), now=5.0) == Change(
-        look_at=108.0
-    )  # back: as if it began
+    back = rule.decide(view(opened_at=1e9), now=5.0)
+    assert back == Change(look_at=108.0)  # as if the round began now
     rule.learn(replace(STEP, rollout_s=1e7, trainer_waited_s=1e7))
     assert (rule.window_s("plain", 4, 2) or 0.0) > 1e6
     rule.decide(view(opened_at=2e9), now=2e9)

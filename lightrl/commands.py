@@ -8,7 +8,7 @@ imported inside them.
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
@@ -133,46 +133,69 @@ def check(settings: Settings = None) -> None:
     exit_with(int(failed))
 
 
+AlwaysThere = Annotated[
+    int | None,
+    typer.Option(min=0, help="rollout nodes that are always there; default: rollout.nodes"),
+]
+PreemptibleNodes = Annotated[
+    int, typer.Option(min=0, help="preemptible nodes that stay, beside them")
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="CSV of more nodes that come and go: milliseconds,add|remove,node"
+    ),
+]
+TraceShare = Annotated[
+    float | None, typer.Option(metavar="S", help="of its nodes, drawn by run.seed; 0 < S <= 1")
+]
+TraceFrom = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="who is there by then is there at once")
+]
+TraceTo = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="who is there by then stays")
+]
+Workload = Annotated[
+    str,
+    typer.Option(metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess"),
+]
+NumSteps = Annotated[int | None, typer.Option(min=1, help="default: train.steps, at most 20")]
+Compare = Annotated[bool, typer.Option("--compare", help="each mechanism alone, in one table")]
+Reproduce = Annotated[
+    bool,
+    typer.Option(
+        "--reproduce", help="no CONFIG: reproduce published figures; LightRL on the same work"
+    ),
+]
+Figures = Annotated[bool, typer.Option("--json", help="all figures, as one line of JSON")]
+Offload = Annotated[
+    Literal["off", "foreseen", "window"],
+    typer.Option(help="by which rule GPUs that also train leave the rollout (simulated only)"),
+]
+
+
 def simulate(
     settings: Settings = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(min=0, help="rollout nodes that are always there; default: rollout.nodes"),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="CSV of more nodes that come and go: milliseconds,add|remove,node"
-        ),
-    ] = None,
-    workload: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE|RUN|PRESET", help="lengths and speeds; default: a generic guess"
-        ),
-    ] = "",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="default: train.steps, at most 20")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="each mechanism alone, in one table")
-    ] = False,
-    reproduce: Annotated[
-        bool,
-        typer.Option(
-            "--reproduce", help="no CONFIG: reproduce published figures; LightRL on the same work"
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="all figures, as one line of JSON")
-    ] = False,
+    nodes: AlwaysThere = None,
+    preemptible: PreemptibleNodes = 0,
+    trace: Trace = None,
+    trace_share: TraceShare = None,
+    trace_from: TraceFrom = None,
+    trace_to: TraceTo = None,
+    workload: Workload = "",
+    steps: NumSteps = None,
+    offload: Offload = "off",
+    compare: Compare = False,
+    reproduce: Reproduce = False,
+    as_json: Figures = False,
 ) -> None:
     """Predict how fast CONFIG would run on a fleet, with the real scheduler."""
     from lightrl.launch.plan import count_prompts
-    from lightrl.sim.command import reproduce_published, simulate_run
+    from lightrl.sim.command import FleetOptions, reproduce_published, simulate_run
 
+    fleet = FleetOptions(nodes, preemptible, trace, trace_share, trace_from, trace_to)
     if reproduce:
-        if settings or nodes is not None or trace or workload or steps or compare:
+        if any((settings, fleet != FleetOptions(), workload, steps, compare, offload != "off")):
             raise typer.BadParameter(
                 "--reproduce has its own workloads and fleets; only --json goes with it"
             )
@@ -186,10 +209,10 @@ def simulate(
     simulate_run(
         config,
         num_prompts=count_prompts(config.data.path),
-        nodes=nodes,
-        trace=trace,
+        fleet=fleet,
         workload=workload,
         steps=steps,
+        offload=offload,
         all_variants=compare,
         json_line=as_json,
     )

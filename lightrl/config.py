@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from lightrl.config_algorithm import UNGROUPED, AlgorithmSection
 from lightrl.config_model import Lora, Model
+from lightrl.config_scale import Prices, ScaleSection
 from lightrl.config_sections import (
     AsyncSection,
     Checkpoint,
@@ -54,6 +55,8 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     node: NodeSection = NodeSection()
     weights: Weights = Weights()
+    prices: Prices = Prices()
+    scale: ScaleSection = ScaleSection()
     journal: Journal = Journal()
     logging: Logging = Logging()
 

@@ -3,6 +3,7 @@ policy."""
 
 from lightrl.config import Config
 from lightrl.core.settings import Settings, Tail
+from lightrl.core.worth import Prices
 from lightrl.messages import Sampling
 
 
@@ -43,4 +44,15 @@ def settings_of(
         broadcast=config.broadcast,
         num_ranks=config.train.ranks,
         weights_timeout_s=config.weights.timeout_s,
+        prices=prices_of(config),
+        scale_max=config.scale.max,
+        scale_drain=config.scale.drain,
     )
+
+
+def prices_of(config: Config) -> Prices | None:
+    """None: not known."""
+    reserved, preemptible = config.prices.reserved_per_hour, config.prices.preemptible_per_hour
+    if reserved is None or preemptible is None:
+        return None
+    return Prices(reserved, preemptible)

@@ -38,6 +38,7 @@ from lightrl.broadcast_messages import (
     SendBroadcast,
     VersionTaken,
 )
+from lightrl.cost_messages import CostRow
 from lightrl.message_fields import (
     MAX_ADDRESSES,
     MAX_CONFIG,
@@ -68,7 +69,7 @@ from lightrl.message_fields import (
 )
 from lightrl.trainer_messages import TrainerRelay, TrainerSet
 
-PROTOCOL = 8
+PROTOCOL = 9
 # why a node is refused that was given up while it was silent: it may say hello again
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # and one that comes too late
@@ -617,10 +618,9 @@ class Snapshot:
     responses_queued: int = 0
     # of the rounds that are open
     responses_done: int = 0
-    # None: no tail batching
-    tail: TailRow | None = None
-    # 0 = synchronous
-    max_staleness: int = 0
+    tail: TailRow | None = None  # None: no tail batching
+    max_staleness: int = 0  # 0 = synchronous
+    cost: CostRow | None = None
     # of the whole run
     rollout_tokens: int = 0
     tokens_per_s: float = 0.0

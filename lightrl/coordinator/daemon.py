@@ -20,6 +20,7 @@ from lightrl.coordinator.journaling import Journaling, last_stand, new_records, 
 from lightrl.coordinator.peers import Peers
 from lightrl.coordinator.prompts import Prompts
 from lightrl.coordinator.replays import Replays
+from lightrl.coordinator.scale_command import ScaleCommand
 from lightrl.coordinator.scoring import Scoring
 from lightrl.coordinator.watchers import Watchers
 from lightrl.core.commands import (
@@ -32,6 +33,7 @@ from lightrl.core.commands import (
     Record,
     ReplayShards,
     Report,
+    Scale,
     ScoreResponse,
     Send,
 )
@@ -47,22 +49,12 @@ from lightrl.core.events import (
 )
 from lightrl.core.recovery import recover
 from lightrl.core.state import RunState
-from lightrl.errors import (
-    DataError,
-    JournalError,
-    LightRLError,
-    first_error,
-)
+from lightrl.errors import DataError, JournalError, LightRLError, first_error
 from lightrl.history.lengths import LengthsLog
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.log import reporter
-from lightrl.messages import (
-    Generate,
-    Heartbeat,
-    Message,
-    TrainShard,
-    Welcome,
-)
+from lightrl.messages import Generate, Heartbeat, Message, TrainShard, Welcome
+from lightrl.metrics.cost import cost_figures
 from lightrl.metrics.round_figures import step_line, warnings
 from lightrl.metrics.sinks import MetricsLog
 from lightrl.rewards.runner import RewardPool
@@ -112,6 +104,9 @@ class CoordinatorDaemon:
         self._prompts = Prompts(config)
         self._core = Coordinator(self._prompts.settings, time.monotonic())
         self._records = new_records(config, run_dir, name)
+        self._scale = ScaleCommand(
+            config.scale, lambda: self._core.fleet.num_preemptible, self._warn
+        )
         self._histories = open_histories(config, run_dir, resume, self._report)
         self._journaling = Journaling(run_dir, config.journal, self._report, max_trouble_s)
         self._replays = Replays(
@@ -192,6 +187,7 @@ class CoordinatorDaemon:
                         tasks.create_task(self._feed_inbox(), name="inbox"),
                         tasks.create_task(self._beat(), name="heartbeat"),
                         tasks.create_task(self._serve_rewards(rewards), name="rewards"),
+                        tasks.create_task(self._scale.run(), name="scale"),
                     ]
                     await self._finished
                     self._watchers.cancel()
@@ -302,13 +298,15 @@ class CoordinatorDaemon:
                 self._lengths.write(round)
             case CloseStep(step):
                 self._journaling.close_step()
-                record = self._records.close_step(command)
+                record = self._records.close_step(command, cost_figures(self._core))
                 self._background.create_task(self._begin_when_hashed(), name="hashing")
                 self._metrics.write(step + 1, record)
                 for line in (*warnings(record, self._config.rollout), step_line(step + 1, record)):
                     self._report(line)
             case Report(text, is_warning):
                 self._report(text, logging.WARNING if is_warning else logging.INFO)
+            case Scale(wanted):
+                self._scale.want(wanted)
             case Finish():
                 failed = command.state is RunState.FAILED
                 text = f"run {command.state}: {command.reason}"

@@ -102,6 +102,13 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """So many preemptible nodes are worth having: see to it that they are there."""
+
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The run is over; nothing follows."""
 
@@ -120,6 +127,7 @@ Command: TypeAlias = (
     | Record
     | ReplayShards
     | Report
+    | Scale
     | Finish
 )
 

@@ -47,6 +47,7 @@ from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import VersionPublished
 from lightrl.core.responses import ResponseTable
 from lightrl.core.round_scheduler import RoundScheduler
+from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
 from lightrl.core.state import Node, NodeState, RunState
 from lightrl.messages import (
@@ -73,8 +74,9 @@ class Coordinator:
         self.table = table = ResponseTable(settings, fleet, self._expect, out)
         self.judge = judge = Judge(settings, table, self.backlog, out)
         self.arrivals = Arrivals(settings, fleet, table, judge, out)
+        self.scaling = Scaling(settings, fleet, self._expect, out, now)
         self.steps = RoundScheduler(
-            settings, fleet, table, judge, self.backlog, predictor, out, now
+            settings, fleet, table, judge, self.backlog, predictor, self.scaling, out, now
         )
         self.trainer_feed = self.steps.trainer_feed
         self.ending = Ending(settings, fleet, self.steps, out)
@@ -96,6 +98,7 @@ class Coordinator:
         """Everything to do because of `event`, in order. InvariantViolation: the core is broken."""
         if self.ending.is_over:
             return []
+        self.scaling.advance(now)
         match event:
             case TokensArrived(name, chunk):
                 self._accept(name, chunk, now)
@@ -144,12 +147,8 @@ class Coordinator:
             case _:
                 assert_never(event)
         self._advance(now)
-        while not self.ending.has_begun:
-            self._dispatch()
-            if not self.judge.settled:
-                self._plan_rebalance(now)
-                break
-            self._advance(now)  # what waited for a slot had lost meanwhile
+        while not self.ending.has_begun and self._dispatch(now):
+            self._advance(now)
         self.fleet.trainers.tell()
         return self.outbox.drain()
 
@@ -187,10 +186,8 @@ class Coordinator:
             return
         self.trainer_feed.stands_at = version
         if published is None or version > published.policy_version:
-            sizes, what = (
-                (message.num_bytes, message.manifest_bytes),
-                (message.canary, message.base),
-            )
+            sizes = message.num_bytes, message.manifest_bytes
+            what = message.canary, message.base
             self.outbox.record(VersionPublished(version, digest, message.portions, *sizes, *what))
             self.fleet.publish(message, now)
             self.steps.published(now)
@@ -253,8 +250,8 @@ class Coordinator:
         if not self.ending.has_begun:
             self.judge.score(name, attempt, reward, failure)
 
-    def _dispatch(self) -> None:
-        """Sends waiting responses to nodes with free slots.
+    def _dispatch(self, now: float) -> bool:
+        """Sends waiting responses to nodes with free slots. True: some had lost meanwhile.
 
         A node that is about to serve the newest version has its share kept for it: else the first
         node to load would take the work of all the others. But a node that has nothing to do does
@@ -264,6 +261,9 @@ class Coordinator:
             most = min(sum(n.free for n in nodes), self._num_unreserved(nodes))
             waiting = self.judge.pop_waiting(most)
             self.table.generate(placement.assign(waiting, nodes, self._expect))
+        if not self.judge.settled:
+            self._plan_rebalance(now)
+        return bool(self.judge.settled)
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Waiting responses that are not the share of nodes that still load."""
@@ -279,8 +279,7 @@ class Coordinator:
 
     def _join(self, hello: Hello, now: float) -> None:
         if self.fleet.is_ghost(hello):
-            refused = "another process has this name now"
-            self.outbox.send(hello.node, Welcome(run="", refused=refused))
+            self.outbox.send(hello.node, Welcome("", refused="another process has this name now"))
             return
         is_awaited = "trainer" in hello.roles and self.ending.awaits_trainer
         reason = self.fleet.why_refused(hello)

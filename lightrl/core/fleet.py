@@ -53,6 +53,7 @@ class Fleet:
         self.broadcasts = Broadcasts(settings, self.nodes, self.offers, outbox)
         self.digests: dict[int, str] = {}  # of the newest versions
         self.num_joined = 0
+        self.num_preemptible = 0  # of `nodes`
         # incarnations of a node that were followed by another
         self._replaced: dict[str, deque[int]] = {}
         self.num_weights_failed = 0
@@ -133,6 +134,7 @@ class Fleet:
     def _believe(self, node: Node, hello: Hello) -> None:
         """What its engine serves, by its own word: every chunk must show the digest again."""
         published = self.published
+        self.num_preemptible += hello.is_preemptible - node.is_preemptible
         node.is_preemptible = hello.is_preemptible
         if hello.serves is not None:
             node.base, node.has_file = hello.serves[1] if hello.has_file else "", hello.has_file
@@ -170,6 +172,7 @@ class Fleet:
         node = self.nodes.pop(name, None)
         if node is None:
             return
+        self.num_preemptible -= node.is_preemptible
         self._move(node, NodeState.GONE)
         is_trainer = name == self.trainer
         self.trainers.lost(name)

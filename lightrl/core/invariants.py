@@ -76,6 +76,8 @@ def _nodes(core: "Coordinator") -> None:
     ):
         shares = sum(n.share for n in nodes.values())
         _require(abs(share - shares) <= 1e-6 * max(1.0, shares), "shares do not add up")
+    num_preemptible = sum(n.is_preemptible for n in core.fleet.nodes.values())
+    _require(core.fleet.num_preemptible == num_preemptible, "preemptible nodes are miscounted")
 
 
 def _sources(core: "Coordinator") -> None:

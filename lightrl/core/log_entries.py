@@ -13,6 +13,7 @@ from lightrl.core.backlog import PutOff
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.length_predictor import Memory
 from lightrl.core.state import Counters, DrawnPrompt, RoundKind
+from lightrl.core.worth import Learned
 from lightrl.messages import Canary, ResponseTokens, StepDone, TrainShard, WeightsBase
 
 
@@ -48,6 +49,8 @@ class SnapshotBegan:
     counters: Counters = field(default_factory=Counters)
     # of lengths
     memory: Memory = field(default_factory=Memory)
+    # of what nodes are worth
+    learned: Learned = field(default_factory=Learned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         base=published.base if published is not None else None,
         counters=replace(core.table.counters),
         memory=core.predictor.memory(),
+        learned=core.scaling.learned.copy(),
     )
     return RunSnapshot([stood, *notes], [_snapshot_of(round) for round in core.table.rounds])
 
@@ -171,6 +172,8 @@ class _Recovery:
             f"resumed at step {core.step} with {len(held)} open responses of {num_tokens} tokens"
         )
         core.table.was_recovered = True
+        core.scaling.forget_open()
+        core.scaling.announce()
         return [*closed, *core.outbox.drain()]
 
     def _restore(self) -> None:
@@ -181,6 +184,7 @@ class _Recovery:
         core.backlog.restore(stood.num_drawn, stood.put_off, stood.spare)
         core.table.counters = replace(stood.counters)
         core.predictor.recall(stood.memory)
+        core.scaling.learned = stood.learned.copy()
         core.fleet.digests.update(stood.digests)
         if stood.version is not None:
             digest = stood.digests[stood.version]

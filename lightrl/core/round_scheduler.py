@@ -15,6 +15,7 @@ from lightrl.core.judge import Judge
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.log_entries import RoundOpened
 from lightrl.core.responses import ResponseTable
+from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt, GroupState, Round, RoundState
 from lightrl.core.trainer_feed import TrainerFeed
@@ -32,6 +33,7 @@ class RoundScheduler:
         judge: Judge,
         backlog: Backlog,
         predictor: LengthPredictor,
+        scaling: Scaling,
         outbox: Outbox,
         now: float,
     ) -> None:
@@ -45,6 +47,7 @@ class RoundScheduler:
         self._table = table
         self._judge = judge
         self._predictor = predictor
+        self._scaling = scaling
         self._outbox = outbox
         self.opened = 0  # training rounds
         self.last_cut = 0  # tokens, of the newest short round that closed
@@ -66,6 +69,7 @@ class RoundScheduler:
         if round.is_eval or not race.is_recheck_due(round):
             return
         self._judge.accept_decided(round)
+        self._scaling.accept(round)
         self._send_accepted(round)
 
     def published(self, now: float) -> None:
@@ -86,6 +90,8 @@ class RoundScheduler:
             self._fleet.ready or self._settings.max_staleness or self._ends_with(version)
         ):
             self._close_step(now)
+            if self.step < self._settings.num_steps:
+                self._scaling.decide()
             if (upcoming := self.training()) is not None:  # it may have closed before its turn
                 self._send_accepted(upcoming)
         self._open_next(version, now)
@@ -143,6 +149,7 @@ class RoundScheduler:
         self._outbox.record(RoundOpened(round.step, round.kind))
         self.opened += not round.is_eval
         self._table.open(round)
+        self._scaling.open(round)
         if len(self._table.rounds) == 1:
             self._step_began = round.opened_at
         if round.is_eval:
@@ -220,8 +227,10 @@ class RoundScheduler:
             return
         self._accept_decided(round)
         self._judge.end(round)
+        self._scaling.accept(round)
         round.move(RoundState.CLOSED)
         self._predictor.learn(round)
+        self._scaling.close(round)
         if round.races:
             self.last_cut = round.finishing_tokens
         self._send_accepted(round)
@@ -247,6 +256,7 @@ class RoundScheduler:
                 metrics=done.metrics,
             )
         )
+        self._scaling.learn(round, now - self._step_began, done.metrics)
         self._step_began = now
         self._table.retire()
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lightrl.core.worth import Prices
 from lightrl.messages import Sampling
 
 
@@ -76,6 +77,12 @@ class Settings:
     weights_timeout_s: float = 60.0
     # running responses may move inside a step; off only for comparison
     migration: bool = True
+    # None: not known
+    prices: Prices | None = None
+    # preemptible nodes that may be wanted; 0 = nobody asks
+    scale_max: int = 0
+    # those beyond that number leave
+    scale_drain: bool = False
 
     @property
     def prompts_launched(self) -> int:

@@ -213,6 +213,10 @@ def _training(config: Config, responses: int, roles: Sequence[Role]) -> str:
     ranks = "1 rank" if train.ranks == 1 else f"{train.ranks} ranks"
     if train.nodes > 1:
         ranks = f"{train.nodes} nodes x {ranks}, {_trainers_here(train.nodes, roles)}"
+    if train.replicas > 1:
+        each = train.world // train.replicas
+        on = "1 rank" if each == 1 else f"{each} ranks"
+        ranks += f", {train.replicas} copies of the model on {on} each"
     return (
         f"{config.algorithm.name}, {_optimizer(train.optim)}, {ranks}; micro-batches of "
         f"{train.max_tokens_per_gpu:,} tokens: at most {micro:,} a step ({tokens:,} tokens "

@@ -14,7 +14,7 @@ from lightrl.client import ask
 from lightrl.client.find_run import OVER
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.messages import NodeRow, Snapshot
-from lightrl.metrics.display import count, duration, pulling, speculation, weights
+from lightrl.metrics.display import cost, count, duration, pulling, speculation, usd, weights
 from lightrl.trainer.checkpoint.saved import CHECKPOINTS
 from lightrl.wire import from_json
 
@@ -188,6 +188,8 @@ def status_lines(s: Snapshot) -> list[str]:
         f"round     {_round(s)}",
         *(f"drafts    {line}" for line in [speculation(s.metrics)] if line),
         *(f"weights   {line}" for line in [weights(s.metrics)] if line),
+        *(f"cost      {line}" for line in [cost(s.cost)] if line),
+        *_forecast(s),
         *(f"pulling   {n.name}: {line}" for n in s.nodes if (line := pulling(n.weights))),
         *(f"receiving {n.name}: by broadcast, {n.broadcast}" for n in s.nodes if n.broadcast),
         "",
@@ -223,6 +225,25 @@ def _round(s: Snapshot) -> str:
         f"{s.round_kind} · {s.round_accepted}/{s.round_needed} groups · {s.responses_running} "
         f"running, {s.responses_queued} queued, {s.responses_done} done"
     )
+
+
+def _forecast(s: Snapshot) -> Iterator[str]:
+    """What a step takes and costs with the preemptible nodes that are here, and with others."""
+    if (c := s.cost) is None or s.state in OVER:
+        return
+    if not c.forecast:
+        what = "a whole period of short and long rounds" if s.tail is not None else "a step"
+        yield f"forecast  none before {what} is done: what nodes are worth is learned from it"
+        return
+    for row in c.forecast:
+        takes = "never ends" if row.step_s is None else f"{row.step_s:.2f} s a step"
+        price = "" if row.usd is None else f", {usd(row.usd)} US$"
+        here = " (now)" if row.preemptible == c.preemptible else ""
+        nodes = "node" if row.preemptible == 1 else "nodes"
+        yield f"forecast  {row.preemptible} preemptible {nodes}{here}: {takes}{price}"
+    worth = "" if c.usd is None else " worth its price"
+    asked = "" if c.wanted is None else f"; wanted: {c.wanted}"
+    yield f"          from {c.enough} on one more saves nothing{worth}{asked}"
 
 
 def _readiness(s: Snapshot) -> str:

@@ -48,7 +48,7 @@ MAY_CHANGE = (
     *("train.steps", "checkpoint.", "node.", "journal.", "logging.", "run.bind"),
     *("rollout.nodes", "rollout.slots", "rollout.engine_args", "rollout.devices"),
     *("train.devices", "train.nodes", "train.ranks", *(f"train.{key}" for key in HOW_IT_LIES)),
-    *("speculation.", "weights.", "reward.env", "reward.command"),
+    *("speculation.", "weights.", "prices.", "scale.", "reward.env", "reward.command"),
 )
 # a run that stops to be recorded could not be resumed again, and checkpoints stay where they are
 FIXED = ("journal.enabled", "checkpoint.dir")

@@ -6,6 +6,7 @@ Each function returns text of a known width. Knows nothing of runs but the names
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from lightrl.cost_messages import CostRow
 from lightrl.messages import WeightsProgress
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -82,6 +83,26 @@ def weights(metrics: Mapping[str, float]) -> str:
         seconds = metrics.get(f"weights/{name}")
         if seconds is not None and (seconds or name != "pull_s" or not nodes):
             parts.append(f"{what} {seconds:.2f} s")
+    return " · ".join(parts)
+
+
+def usd(value: float) -> str:
+    """Example: 1,234.50, 0.0123"""
+    return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
+
+
+def cost(row: CostRow | None) -> str:
+    """What the run has cost so far; "" where prices are not known.
+
+    Example: 12.30 US$ · 0.41 a step · 3.10 a million tokens
+    """
+    if row is None or row.usd is None:
+        return ""
+    parts = [f"{usd(row.usd)} US$"]
+    if row.usd_per_step is not None:
+        parts.append(f"{usd(row.usd_per_step)} a step")
+    if row.usd_per_million_tokens is not None:
+        parts.append(f"{usd(row.usd_per_million_tokens)} a million tokens")
     return " · ".join(parts)
 
 

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -25,6 +25,7 @@ from lightrl.core.state import (
     RunState,
 )
 from lightrl.messages import SampleText, Snapshot, TailRow
+from lightrl.metrics.cost import cost_figures, cost_row
 from lightrl.metrics.node_rows import NodeRows
 from lightrl.metrics.round_figures import digest_responses, histogram, mean, step_figures
 from lightrl.metrics.selection_bias import Bias, BiasNote
@@ -178,9 +179,9 @@ class Records:
             for name in names
         }
 
-    def close_step(self, done: CloseStep) -> dict[str, float]:
-        """The record of a finished step, for metrics.jsonl. Its round may still be hashed: see
-        `hashed`."""
+    def close_step(self, done: CloseStep, costs: Mapping[str, float]) -> dict[str, float]:
+        """The record of a finished step, for metrics.jsonl; `costs` are `cost_figures`. Its round
+        may still be hashed: see `hashed`."""
         closed = self._closed.pop(done.step)
         seconds = done.rollout_s + done.train_s + done.weights_s
         self._rl_wall_s += seconds
@@ -194,6 +195,7 @@ class Records:
             "timing_s/rollout": done.rollout_s,
             "timing_s/train_after_rollout": done.train_s,
             "timing_s/weights": done.weights_s,
+            **{f"cost/{name}": value for name, value in costs.items()},
         }
         self._digest = self._hashing.submit(_hash_onto, self._digest, closed.digest)
         self._histogram = closed.histogram
@@ -283,6 +285,7 @@ class Records:
                 "max_wait_steps": self._bias.max_wait_steps,
                 **{name: round(value, 6) for name, value in self._bias_so_far.items()},
             },
+            "cost": {k: round(v, 6) for k, v in cost_figures(core).items()},
             "weights_digest": core.fleet.published.digest if core.fleet.published else None,
             "responses_digest": self._digest.result(0).hex(),
             "counters": self._counters(core),
@@ -311,6 +314,7 @@ class Records:
             responses_queued=states.count(ResponseState.QUEUED),
             responses_done=states.count(ResponseState.DONE),
             tail=self._tail(core) if core.settings.tail.races else None,
+            cost=cost_row(core),
             max_staleness=core.settings.max_staleness,
             rollout_tokens=core.table.counters.rollout_tokens + core.table.counters.eval_tokens,
             tokens_per_s=sum(r.tokens_per_s for r in rows),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lightrl.core.settings import Settings, Tail
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.report import Figures, figures
-from lightrl.sim.scenario import Scenario, Switches
+from lightrl.sim.scenario import OffloadRule, Scenario, Switches
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.world import World
 
@@ -24,9 +24,11 @@ class Variant:
     switches: Switches
 
 
-def configured(settings: Settings, speculates: bool = False) -> Variant:
-    """What the config says."""
-    return Variant(settings, Switches(speculation=speculates))
+def configured(
+    settings: Settings, speculates: bool = False, offload: OffloadRule = "off"
+) -> Variant:
+    """What the config says, and by which rule shared devices change sides."""
+    return Variant(settings, Switches(speculation=speculates, offload=offload))
 
 
 def synchronous(settings: Settings) -> Variant:
@@ -36,7 +38,9 @@ def synchronous(settings: Settings) -> Variant:
     return Variant(plain, Switches(streaming=False, async_rewards=False))
 
 
-def variants(settings: Settings, speculates: bool = False) -> dict[str, Variant]:
+def variants(
+    settings: Settings, speculates: bool = False, offload: OffloadRule = "off"
+) -> dict[str, Variant]:
     """Each mechanism alone, then what the config says; all but the last rows are on-policy."""
     base = synchronous(settings)
     s, off = base.settings, base.switches
@@ -47,13 +51,15 @@ def variants(settings: Settings, speculates: bool = False) -> dict[str, Variant]
         "synchronous": base,
         "rewards at once": Variant(s, early),
         "rewards at once, streaming": Variant(s, replace(early, streaming=True)),
+        "offload: foreseen": Variant(s, replace(early, streaming=True, offload="foreseen")),
+        "offload: window": Variant(s, replace(early, streaming=True, offload="window")),
         "migration": Variant(replace(s, migration=True), off),
         "foresight": Variant(replace(s, foresight=True), off),
         "tail: prompts": Variant(replace(s, tail=tail), off),
         "tail: both": Variant(replace(s, tail=replace(tail, eta_responses=tail.eta_prompts)), off),
         "speculation": Variant(s, replace(off, speculation=True)),
         "staleness 1": Variant(replace(s, max_staleness=1), replace(early, streaming=True)),
-        "as configured": configured(settings, speculates),
+        "as configured": configured(settings, speculates, offload),
     }
 
 
@@ -83,13 +89,17 @@ def compare(
     nodes: Sequence[NodeSpec],
     trace: Sequence[TraceEvent] = (),
     speculates: bool = False,
+    offload: OffloadRule = "off",
 ) -> dict[str, Figures]:
     """All variants, with speed-ups over the first."""
-    rows = variants(settings, speculates)
+    rows = variants(settings, speculates, offload)
     base = simulate(rows.pop("synchronous"), scenario, nodes, trace)
     named = {"synchronous": replace(base, speed_up=1.0)}
     for name, variant in rows.items():
-        if variant.settings.max_staleness and scenario.training.placement == "colocated":
+        is_colocated = scenario.training.placement == "colocated"
+        if variant.settings.max_staleness and is_colocated:
             continue  # the trainer has no device of its own on which it could work at the same time
+        if variant.switches.offload != "off" and not is_colocated:
+            continue  # it has, and nobody changes sides
         named[name] = simulate(variant, scenario, nodes, trace, base)
     return named

@@ -1,84 +1,71 @@
-"""Rollout nodes whose GPUs also train: when they change over, and with how much parallelism they
-sample.
+"""Rollout nodes whose GPUs also train: how a change of sides is carried out, and with how much
+parallelism they sample.
 
-Owns three things that a colocated system does between and inside rounds, for comparison with
-published ones: training on all nodes after the rollout; the stream trainer, which releases half of
-them while responses still run (RollPacker, arXiv 2509.21009, algorithm 1), with `scale_down` half
-of the rest again while those left stay fast; the parallelism planner (its section 4.2). Spot nodes
-never train; where they can take what still runs, all others go. All is realised by nodes that leave
-and come back, so that the core itself moves the responses.
+When shared nodes are released, and come back, is decided in the core (`core/sides.py`); here they
+leave and join again, so that the core itself moves the responses, and the trainer gets their share
+of the devices. Also what compared systems do between rounds: training on all nodes after the
+rollout, and the parallelism planner (RollPacker, arXiv 2509.21009, section 4.2). Spot nodes never
+train.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
-from lightrl.core.state import Round, RoundState
+from lightrl.core.foreseen import Foreseen
+from lightrl.core.sides import Sides
+from lightrl.core.state import Node, Round, RoundState
+from lightrl.core.window import Window
 from lightrl.sim.engine import SimDelta
 from lightrl.sim.machines import SPOT, SimMachine
 from lightrl.sim.mechanism import Mechanism, Simulation
 
-FIRST_LOOK, LAST_LOOK, LOOK_EVERY = 0.2, 0.5, 0.05  # responses finished, of those launched
-LAST_LOOK_AGAIN = 0.95
-# of those that stay may be used when more than the first half go: the tail is slow
-SLOTS_AGAIN = 0.2
-KV_SHARE = 0.95  # of the cache that may be planned with
 MORE_PREEMPTIONS = 1.05  # than in the last round of the kind: more parallelism
 QUIET_STEPS = 4  # without any: less
+RULES = {"foreseen": Foreseen, "window": Window}
 
 
 class Colocation(Mechanism):
     def __init__(self, world: Simulation) -> None:
         self._world = world
         self.colocated = world.scenario.training.placement == "colocated"
-        self._released: list[SimMachine] = []
-        self._step = -1
-        self._next_look = FIRST_LOOK
-        self._lengths: dict[str, list[int]] = {}  # of the last round of a kind
-        self._seen: list[int] = []  # lengths of what has finished in this round
+        self.sides: Sides | None = None  # of nodes that change within a round
+        if self.colocated and (rule := world.switches.offload) != "off":
+            self.sides = Sides(world.core, RULES[rule](), self._shares, self._caches())
+        self._worked_before = 0.0  # of the trainer, in earlier steps
+        self._training: set[str] = set()  # released, and the switch is over
         self._preemptions: dict[str, int] = {}  # in the last round of a kind
         self._quiet = 0
 
     def tokens(self, deltas: Sequence[SimDelta]) -> None:
-        """After tokens came: whether half of the nodes can go and train."""
-        world = self._world
-        finished = [d.offset + d.count for d in deltas if d.finished not in {None, "abort"}]
-        round = world.core.table.round
-        if not finished or round is None:
-            return
-        if round.step != self._step:
-            self._step, self._next_look, self._seen = round.step, FIRST_LOOK, []
-        self._seen += finished
-        again = world.switches.scale_down
-        if not (self.colocated and world.switches.stream_trainer) or (self._released and not again):
-            return
-        if round.state is not RoundState.RUNNING:
-            return
-        done = len(self._seen) / max(1, len(round.groups) * round.responses_launched)
-        if self._next_look <= done:
-            while self._next_look <= done:
-                self._next_look += LOOK_EVERY
-            last = LAST_LOOK_AGAIN if again else LAST_LOOK
-            if done <= last and (machines := self._dispensable(round.kind)):
-                self._release(machines)
+        if any(d.finished not in {None, "abort"} for d in deltas):
+            self._look()
+
+    def fleet_changed(self) -> None:
+        # A node may be on its way: when all that follows from it has happened.
+        self._world.at(self._world.now, self._look)
 
     def round_closed(self, round: Round) -> None:
         """The rollout is over: released nodes are back, and all of them train."""
         world = self._world
-        if world.core.table.round is not None:
-            self._lengths[round.kind] = self._seen or self._lengths.get(round.kind, [])
+        if self.sides is not None:
+            self.sides.rollout_ended(round, world.now)
         if not world.settings.max_staleness:
             self._label("wait" if world.switches.async_rewards else "reward")
             world.at(world.now, self._change_over)
 
     def step_trained(self) -> None:
+        world = self._world
         if self.colocated:
-            self._world.trainer.set_rate(self._world.now, 0.0)
+            world.trainer.set_rate(world.now, 0.0)
+        if self.sides is not None:
+            self.sides.step_trained(world.now, world.trainer.worked_s - self._worked_before)
+            self._worked_before = world.trainer.worked_s
 
     def _change_over(self) -> None:
         world = self._world
-        for machine in self._released:
-            self._take_back(machine, machine.serves)
-        self._released = []
+        self._training.clear()
+        for machine in world.machines.values():
+            if machine.released:
+                self._take_back(machine, machine.serves)
         if world.switches.planner:
             self._plan()
         world.at(world.trainer.jobs[0].ready_at if world.trainer.jobs else world.now, self._train)
@@ -96,60 +83,74 @@ class Colocation(Mechanism):
                 machine.engine.account(self._world.now)
             machine.engine.idle_label = "wait" if machine.spec.kind == SPOT else idle
 
-    # Stream trainer
+    # Changes within a round
 
-    def _dispensable(self, kind: str) -> list[SimMachine]:
-        """Half of the nodes that can train; all, if spot nodes can take what still runs; or
-        none."""
-        present = [m for m in self._world.machines.values() if m.present]
-        trainers = [m for m in present if m.spec.kind != SPOT]
-        trainers.sort(key=lambda m: (len(m.engine.running), m.spec.name))
-        counts = (
-            [len(trainers) // 2]
-            if len(trainers) == len(present)
-            else [len(trainers), len(trainers) // 2]
-        )
-        for count in counts:
-            names = {m.spec.name for m in trainers[:count]}
-            if count and self._can_hold_the_rest(
-                [m for m in present if m.spec.name not in names], present, kind
-            ):
-                return trainers[:count]
-        return []
+    def _shares(self, node: Node) -> bool:
+        return self._world.machines[node.name].spec.kind != SPOT
 
-    def _can_hold_the_rest(
-        self, staying: list[SimMachine], present: list[SimMachine], kind: str
-    ) -> bool:
-        """Whether they have the slots, and the cache, for what still runs."""
-        rest = [n for m in present for n in m.engine.tokens_of_all()]
-        rest += [len(r.tokens) for r in self._world.core.table.queue.waiting()]
-        room = SLOTS_AGAIN if self._released else 1.0
-        if not staying or len(rest) > room * sum(m.engine.slots for m in staying):
-            return False
-        capacity = staying[0].engine.profile.kv_tokens
-        if not capacity:
-            return True
-        seen = sorted(self._lengths.get(kind, ()) or self._seen)
-        peak = sum(self._world.scenario.workload.prompt_tokens + _expected(seen, n) for n in rest)
-        return peak <= KV_SHARE * capacity * len(staying)
+    def _caches(self) -> dict[str, int]:
+        return {m.spec.name: m.engine.profile.kv_tokens for m in self._world.machines.values()}
+
+    def _look(self) -> None:
+        world = self._world
+        if self.sides is None:
+            return
+        world.trainer.advance(world.now)
+        change = self.sides.look(world.now, world.trainer.worked_s - self._worked_before)
+        if change.look_at is not None:
+            world.at(change.look_at, self._look)
+        if change.release:
+            self._release([world.machines[name] for name in change.release])
+        if change.take_back:
+            self._return([world.machines[name] for name in change.take_back])
 
     def _release(self, machines: list[SimMachine]) -> None:
         world = self._world
-        everyone = sum(
-            (m.present or m.released) and m.spec.kind != SPOT for m in world.machines.values()
-        )
-        self._released = self._released + machines
         for machine in machines:
             for event in world.leave(machine, "released to train", released=True):
                 world.feed(event)
-        share, round = len(self._released) / everyone, world.core.table.round
+        round = world.core.table.round
 
-        def trains() -> None:
-            if self._released and world.core.table.round is round:
-                world.trainer.set_rate(world.now, share)
-                world.plan_training()
+        def train() -> None:
+            if self.sides is None or world.core.table.round is not round:
+                return
+            for machine in machines:
+                if machine.released:
+                    self._training.add(machine.spec.name)
+                    self.sides.trains(machine.spec.name, world.now)
+            self._set_share()
+            self._look()
 
-        world.at(world.now + world.scenario.training.switch_s, trains)
+        world.at(world.now + world.scenario.training.switch_s, train)
+
+    def _return(self, machines: list[SimMachine]) -> None:
+        world = self._world
+        self._training -= {m.spec.name for m in machines}
+        self._set_share()
+        round = world.core.table.round
+
+        def sample() -> None:
+            if world.core.table.round is not round:
+                return  # its end has taken them back
+            for machine in machines:
+                if self.sides is not None and machine.released:
+                    self.sides.samples(machine.spec.name, world.now)
+                    self._take_back(machine, machine.serves)
+
+        world.at(world.now + world.scenario.training.switch_s, sample)
+
+    def _set_share(self) -> None:
+        """The trainer has the devices that are on its side."""
+        world = self._world
+        if self._is_rolling_out():
+            sharing = [m for m in world.machines.values() if m.spec.kind != SPOT]
+            everyone = sum(m.present or m.released for m in sharing)
+            world.trainer.set_rate(world.now, len(self._training) / everyone)
+            world.plan_training()
+
+    def _is_rolling_out(self) -> bool:
+        round = self._world.core.table.round
+        return round is not None and round.state is RoundState.RUNNING
 
     def _take_back(self, machine: SimMachine, version: int) -> None:
         """It joins again with the weights that it had."""
@@ -192,9 +193,3 @@ class Colocation(Mechanism):
                 parts = min(width, len(machines) - k)
                 machine.refit(world.now, profile, parts * machine.spec.slots, parts)
                 self._take_back(machine, version)
-
-
-def _expected(seen: Sequence[int], held: int) -> float:
-    """Mean of the lengths above what is held."""
-    first = bisect_right(seen, held)
-    return sum(seen[first:]) / (len(seen) - first) if first < len(seen) else 2.0 * held

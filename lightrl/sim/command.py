@@ -1,7 +1,8 @@
 """`lightrl simulate`: a config and a few options in, tables or one line of JSON out."""
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,54 +13,75 @@ from lightrl.errors import SimError
 from lightrl.sim.baselines import compare, configured, simulate, synchronous
 from lightrl.sim.calibration import report
 from lightrl.sim.calibration.reproduce import reproduce
+from lightrl.sim.costs import Prices
 from lightrl.sim.machines import NodeSpec
+from lightrl.sim.messages import TRAINER
 from lightrl.sim.report import as_json, comparison, tables
-from lightrl.sim.scenario import PRESETS, find_scenario
-from lightrl.sim.traces import read_trace
+from lightrl.sim.scenario import PRESETS, OffloadRule, Scenario, find_scenario
+from lightrl.sim.traces import TraceEvent, always_there, cut, read_trace, sample
 from lightrl.sim.workload import LengthModel
 from lightrl.system.output import show
 
 WIDTH = 110
 STEPS = 20  # enough for four periods of tail batching
+COLOCATED = (
+    "note       nodes that are always there sample, then train; outside the simulator none can "
+    "change sides yet"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """Which nodes are there, as the command line says it."""
+
+    # rollout nodes that are always there; None = by trace and config
+    nodes: int | None = None
+    # nodes that could go, and do not
+    preemptible: int = 0
+    trace: Path | None = None
+    # of the trace's nodes
+    share: float | None = None
+    # seconds of the trace
+    from_s: float | None = None
+    to_s: float | None = None
 
 
 def simulate_run(
     config: Config,
     *,
     num_prompts: int | None,
-    nodes: int | None = None,
-    trace: Path | None = None,
+    fleet: FleetOptions,
     workload: str = "",
     steps: int | None = None,
+    offload: OffloadRule = "off",
     all_variants: bool = False,
     json_line: bool = False,
 ) -> None:
     """Prints what a run of this config would do. Raises SimError, one line, for what cannot be."""
     limit = config.rollout.max_response_length
     scenario = find_scenario(workload, limit, config.run.seed)
-    events = read_trace(trace) if trace is not None else ()
-    if nodes is None:
-        nodes = 0 if events else config.rollout.nodes
-    fleet = [NodeSpec(f"node-{k}", config.rollout.slots) for k in range(nodes)]
-    if not fleet and not events:
-        raise SimError("a simulation needs nodes: --nodes N, --trace FILE or rollout.nodes")
+    reserved, events = _fleet(fleet, config, scenario)
     if num_prompts and isinstance(scenario.workload.lengths, LengthModel):
         scenario = replace(scenario, workload=replace(scenario.workload, num_prompts=num_prompts))
+    if (prices := _prices(config)) is not None:
+        scenario = replace(scenario, prices=prices)
     settings = settings_of(config, scenario.workload.num_prompts)
     if scenario.training.placement == "colocated" and settings.max_staleness:
         raise SimError(
             "async.max_staleness: a trainer on the rollout nodes cannot work beside them"
         )
+    if scenario.training.placement == "dedicated" and offload != "off":
+        raise SimError(f"--offload {offload}: the trainer of this workload has its own devices")
     num_steps = steps if steps is not None else min(STEPS, config.train.steps)
     settings = replace(settings, num_steps=num_steps)
     speculates = config.speculates and scenario.has_speculated
     if all_variants:
-        named = compare(settings, scenario, fleet, events, speculates)
+        named = compare(settings, scenario, reserved, events, speculates, offload)
     else:
-        base = simulate(synchronous(settings), scenario, fleet, events)
+        base = simulate(synchronous(settings), scenario, reserved, events)
         named = {
             "as configured": simulate(
-                configured(settings, speculates), scenario, fleet, events, base
+                configured(settings, speculates, offload), scenario, reserved, events, base
             )
         }
     if json_line:
@@ -67,18 +89,74 @@ def simulate_run(
         return
     console = Console(width=WIDTH, highlight=False, soft_wrap=False)
     responses = settings.prompts_per_step * settings.group_size
-    spot = f" and those of {trace}" if trace is not None else ""
     print(
         f"{num_steps} steps of {settings.prompts_per_step} prompts x {settings.group_size} = "
-        f"{responses:,} responses of at most {limit:,} tokens, on {nodes} nodes x "
-        f"{config.rollout.slots} slots{spot}"
+        f"{responses:,} responses of at most {limit:,} tokens, on {len(reserved)} nodes x "
+        f"{config.rollout.slots} slots{_preemptible(fleet, events)}"
     )
     show([f"workload   {scenario.workload.name}; {scenario.training.placement} trainer"])
     if scenario.workload.note:
         show([f"note       {scenario.workload.note}"])
+    if scenario.training.placement == "colocated":
+        show([COLOCATED])
     print()
     for part in comparison(named) if all_variants else tables(named["as configured"]):
         console.print(part)
+
+
+def _prices(config: Config) -> Prices | None:
+    """None: the config says none, and those of the workload count."""
+    reserved, preemptible = config.prices.reserved_per_hour, config.prices.preemptible_per_hour
+    if reserved is None or preemptible is None:
+        return None
+    return Prices(node=reserved, trainer=reserved * config.train.nodes, spot=preemptible)
+
+
+def _fleet(
+    options: FleetOptions, config: Config, scenario: Scenario
+) -> tuple[list[NodeSpec], tuple[TraceEvent, ...]]:
+    """Nodes that are always there, and when others come and go."""
+    spot = always_there(options.preemptible) + _events(options, config.run.seed)
+    nodes = options.nodes
+    if nodes is None:
+        is_trace_alone = options.trace and scenario.training.placement == "dedicated"
+        nodes = 0 if is_trace_alone else config.rollout.nodes
+    if not nodes and not spot:
+        raise SimError("a simulation needs nodes: --nodes N, --trace FILE or rollout.nodes")
+    if not nodes and scenario.training.placement == "colocated":
+        raise SimError(
+            "the trainer of this workload is colocated: it needs nodes that are always there, "
+            "--nodes N or rollout.nodes"
+        )
+    names = [f"node-{k}" for k in range(nodes)]
+    taken = {TRAINER, *names, *(e.node for e in always_there(options.preemptible))}
+    for event in spot[options.preemptible :]:
+        if event.node in taken:
+            raise SimError(f"{options.trace}: {event.node}: another node has this name")
+    return [NodeSpec(name, config.rollout.slots) for name in names], spot
+
+
+def _events(options: FleetOptions, seed: int) -> tuple[TraceEvent, ...]:
+    """The part of the trace that is asked for."""
+    if options.trace is None:
+        parts = {"share": options.share, "from": options.from_s, "to": options.to_s}
+        for name, value in parts.items():
+            if value is not None:
+                raise SimError(f"--trace-{name} takes a part of a trace: --trace FILE is missing")
+        return ()
+    events = read_trace(options.trace)
+    if options.from_s is not None or options.to_s is not None:
+        events = cut(events, options.from_s, options.to_s)
+    return sample(events, options.share, seed) if options.share is not None else events
+
+
+def _preemptible(options: FleetOptions, events: Sequence[TraceEvent]) -> str:
+    """Example: `, 2 preemptible ones and 177 of p3-trace.csv that come and go`."""
+    said = [f"{options.preemptible} preemptible ones"] if options.preemptible else []
+    if options.trace is not None:
+        num = len({e.node for e in events}) - options.preemptible
+        said.append(f"{num} of {options.trace} that come and go")
+    return f", {' and '.join(said)}" if said else ""
 
 
 def reproduce_published(*, json_line: bool = False) -> None:

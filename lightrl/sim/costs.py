@@ -45,8 +45,9 @@ class Transfer:
     fairly, in each direction by itself.
 
     Measured is that a group of two to five gloo members forms in 0.02 to 0.2 s, on one machine of
-    two cores, and that one core makes sums of 0.8 GB/s. Assumed, since no machine with two GPUs has
-    run it: that NCCL takes 2 s, and a GPU makes sums of 20 GB/s.
+    two cores, and that one core makes sums of 0.8 GB/s, or hashes 2.26 GB/s (a node uses four).
+    Assumed, since no machine with two GPUs has run it: that NCCL takes 2 s, and a GPU makes sums of
+    20 GB/s.
     """
 
     # of a version, in the dtype that engines serve
@@ -69,8 +70,14 @@ class Transfer:
     delta_ratio: float = 1.0
     # the trainer's, from the end of a step until its version can be had
     publish_s: float = 0.0
-    # an engine stands still so long for weights that it has pulled
+    # and what it copies to the host and hashes of it; 0 = nothing
+    publish_bytes_per_s: float = 0.0
+    # what a node on the trainer's machine proves of the trainer's file, which it need not pull
+    file_bytes_per_s: float = 9e9
+    # an engine stands still so long for weights that are on its machine
     load_s: float = 1.0
+    # and at this rate; 0 = no longer than that
+    load_bytes_per_s: float = 0.0
     # of an engine on a node that comes
     start_s: float = 0.0
     # until a node that dies is missed, by the coordinator and by those who pull from it
@@ -80,15 +87,24 @@ class Transfer:
         times = (self.load_s, self.start_s, self.lost_after_s, self.publish_s, self.form_s)
         if not all(value >= 0 for value in (self.num_bytes, *times)):
             raise SimError(f"transfer: {self}: sizes and times must not be negative")
-        rates = (self.receiver_bytes_per_s, self.sender_bytes_per_s, self.prove_bytes_per_s)
-        if not all(rate > 0 for rate in rates):
+        lines = (self.receiver_bytes_per_s, self.sender_bytes_per_s)
+        if not all(rate > 0 for rate in (*lines, self.prove_bytes_per_s, self.file_bytes_per_s)):
             raise SimError(f"transfer: {self}: rates must be positive")
-        if not self.relay_bytes_per_s >= 0:
-            raise SimError(f"transfer.relay_bytes_per_s = {self.relay_bytes_per_s}: is negative")
+        for key in ("relay_bytes_per_s", "publish_bytes_per_s", "load_bytes_per_s"):
+            if not getattr(self, key) >= 0:
+                raise SimError(f"transfer.{key} = {getattr(self, key)}: is negative")
         if not self.bucket_bytes > 0:
             raise SimError(f"transfer.bucket_bytes = {self.bucket_bytes}: must be positive")
         if not 0 < self.delta_ratio <= 1:
             raise SimError(f"transfer.delta_ratio = {self.delta_ratio}: above 0, at most 1")
+
+    @property
+    def publishing_s(self) -> float:
+        return self.publish_s + _seconds(self.num_bytes, self.publish_bytes_per_s)
+
+    @property
+    def loading_s(self) -> float:
+        return self.load_s + _seconds(self.num_bytes, self.load_bytes_per_s)
 
     @property
     def delta_bytes(self) -> float:
@@ -110,3 +126,7 @@ class Prices:
 
     def of(self, kind: str) -> float:
         return {"trainer": self.trainer, "spot": self.spot}.get(kind, self.node)
+
+
+def _seconds(num_bytes: float, rate: float) -> float:
+    return num_bytes / rate if rate else 0.0

@@ -60,10 +60,13 @@ class SimMachine:
     def chunk(self, deltas: list[SimDelta]) -> TokenChunk:
         return chunk_of(self.serves, deltas)
 
+    def is_with_trainer(self, is_colocated: bool) -> bool:
+        """On its machine: `is_colocated`, unless it is a spot node."""
+        return is_colocated and self.spec.kind != SPOT
+
     def hello(self, is_colocated: bool) -> Hello:
-        """`is_colocated`: with the trainer, unless it is a spot node."""
         name, is_spot = self.spec.name, self.spec.kind == SPOT
-        host = TRAINER if is_colocated and not is_spot else name
+        host = TRAINER if self.is_with_trainer(is_colocated) else name
         return hello(name, self.incarnation, "rollout", host, self.engine.slots, is_spot)
 
     def come(self, now: float) -> None:

@@ -56,6 +56,9 @@ class Mechanism:
     def tokens(self, deltas: Sequence[SimDelta]) -> None:
         """A machine's tokens have reached the core."""
 
+    def fleet_changed(self) -> None:
+        """The core has heard that a node serves, or is lost."""
+
     def round_closed(self, round: Round) -> None:
         """The core has closed a round; its record is `Simulation.newest`."""
 

@@ -17,15 +17,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from lightrl.errors import SimError
+from lightrl.sim import models
 from lightrl.sim.costs import Prices, Training, Transfer
 from lightrl.sim.engine_profile import EngineProfile, SimSpeculation
 from lightrl.sim.measured import measured
 from lightrl.sim.workload import (
     FITTED_8K,
     FITTED_16K,
+    LONG_REASONING,
     LONG_TAIL,
     SHORT_TAIL,
     EmpiricalLengths,
@@ -37,6 +39,7 @@ from lightrl.sim.workload import (
 )
 
 T = TypeVar("T")
+OffloadRule: TypeAlias = Literal["off", "foreseen", "window"]
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,8 @@ class Switches:
     # of rewards
     adaptive_limit: bool = False
     speculation: bool = False
-    # half of the rollout nodes change over to training (colocated only)
-    stream_trainer: bool = False
-    # and again half of the rest, while few responses run on those left
-    scale_down: bool = False
+    # the rule by which rollout nodes change over to training within a round (colocated only)
+    offload: OffloadRule = "off"
     # parallelism follows the preemptions
     planner: bool = False
     # else a response that moves starts again from its prompt
@@ -84,6 +85,8 @@ class Switches:
     )
     # else what a group has too much runs on, and is scored, until its round closes
     surplus_ends: bool = True
+    # else a node on the trainer's machine believes what it finds there
+    proves: bool = True
     chunk_tokens: int = 32
 
 
@@ -121,16 +124,24 @@ _MIX = RewardTimes(  # math, code, judge in equal parts
 # A verified token costs as much as a decoded one.
 _HISTORY = SimSpeculation(acceptance=0.65, first_acceptance=0.41, max_window=16, verify_cost=1.0)
 
-# The workloads of RollPacker, section 7.1, calibrated against its figure 12 and table 2: see
-# `reproduce`. A node is an engine: one GPU for 7B, two for 14B. A token of context costs the
-# reading of its keys and values at 70 % of 3.35 TB/s. Prices: of H100 by the hour, 83.79 dollars
-# for eight, 5.32 for two spot ones.
+_INFINIBAND = 50e9  # 400 Gbit/s, of each machine of eight
+
+# Of RollPacker, section 7.1: calibrated against its figure 12 and table 2, see `reproduce`. A node
+# is an engine: one GPU for 7B, two for 14B. A token of context costs the reading of its keys and
+# values at 70 % of 3.35 TB/s. Prices: of H100 by the hour, 83.79 dollars for eight, 5.32 for two
+# spot ones.
+#
+# Of RLBoost (arXiv 2510.19225), section 7: eight reserved GPUs as four engines, spot nodes of two;
+# a network card of 200 Gbit/s and one of 50 each. A step of 14B on two GPUs takes 16 ms and grows
+# with the batch as in RollPacker's figures; keys and values of Qwen3-14B take 160 KiB a token, and
+# 85 % of 2 x 80 GB hold what weights leave. A token's training is such that a step of it takes 415
+# s, which the windows in RLBoost's released code imply.
 PRESETS: dict[str, Callable[[], Scenario]] = {
     "rollpacker-7b-8k": lambda: Scenario(
         Workload("rollpacker-7b-8k", FITTED_8K, reward=_MIX),
         engines={1: EngineProfile(0.0086, 165, 57_344 / 2.345e12, 5e-5, kv_tokens=980_000)},
         training=Training(9.4e-6, 14.4, response_s=0.04, switch_s=3.0, placement="colocated"),
-        transfer=Transfer(load_s=3.0),
+        transfer=models.transfer(models.QWEN2_5_7B, engine_gpus=1, machines=2, line=_INFINIBAND),
         prices=Prices(node=10.47, spot=2.66),
         speculation=_HISTORY,
     ),
@@ -138,15 +149,24 @@ PRESETS: dict[str, Callable[[], Scenario]] = {
         Workload("rollpacker-14b-16k", FITTED_16K, reward=_MIX),
         engines={1: EngineProfile(0.0131, 165, 196_608 / 4.69e12, 8e-5, kv_tokens=540_000)},
         training=Training(9.4e-6, 8.0, response_s=0.0906, switch_s=3.0, placement="colocated"),
-        transfer=Transfer(load_s=3.0),
+        transfer=models.transfer(models.QWEN2_5_14B, engine_gpus=2, machines=4, line=_INFINIBAND),
         prices=Prices(node=20.95, spot=5.32),
         speculation=_HISTORY,
+    ),
+    "rlboost-14b-14k": lambda: Scenario(
+        Workload("rlboost-14b-14k", LONG_REASONING),
+        engines={1: EngineProfile(0.016, 107, 163_840 / 4.69e12, 8e-5, kv_tokens=610_000)},
+        training=Training(9.2e-5, 5.0, switch_s=3.0, placement="colocated"),
+        transfer=models.transfer(
+            models.QWEN3_14B, engine_gpus=2, machines=1, line=25e9, sender_line=25e9
+        ),
+        prices=Prices(node=83.79 / 4, spot=5.32),
     ),
     "rollpacker-32b-32k": lambda: Scenario(
         Workload("rollpacker-32b-32k", LONG_TAIL, reward=_MIX),
         engines={1: EngineProfile(0.020, 107, 4e-8, 2e-5, kv_tokens=250_000)},
         training=Training(token_s=6e-5, step_s=5.0, placement="colocated"),
-        transfer=Transfer(load_s=4.0),
+        transfer=models.transfer(models.QWEN2_5_32B, engine_gpus=2, machines=8, line=_INFINIBAND),
     ),
 }
 

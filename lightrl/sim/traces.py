@@ -5,6 +5,7 @@ Owns the format and its validation. A trace is a CSV file in the layout of the B
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,50 @@ def _row(line: str) -> TraceEvent:
     if not math.isfinite(milliseconds) or milliseconds < 0:
         raise ValueError(f"{fields[0]} milliseconds cannot be")
     return TraceEvent(milliseconds / 1000, fields[2], fields[1] == "add")
+
+
+def sample(trace: Sequence[TraceEvent], share: float, seed: int) -> tuple[TraceEvent, ...]:
+    """What becomes of this share of the nodes, at least of one; chosen by the seed and their names
+    alone. Raises SimError."""
+    if not 0 < share <= 1:
+        raise SimError(f"--trace-share {share:g}: above 0, at most 1")
+    nodes = sorted({e.node for e in trace}, key=lambda n: (uniforms(seed, n, "trace")[0], n))
+    chosen = set(nodes[: max(1, round(share * len(nodes)))])
+    return tuple(e for e in trace if e.node in chosen)
+
+
+def cut(
+    trace: Sequence[TraceEvent], from_s: float | None, to_s: float | None
+) -> tuple[TraceEvent, ...]:
+    """The segment between these seconds, which begins at 0 with the nodes that are there by then.
+
+    Whoever is there at its end stays. Raises SimError for a segment that the trace does not have.
+    """
+    end_s = trace[-1].at_s
+    for option, value in (("--trace-from", from_s), ("--trace-to", to_s)):
+        if value is not None and not 0 <= value <= end_s:
+            raise SimError(f"{option} {value:g}: the trace goes from 0 to {end_s:g} s")
+    begin_s, until_s = from_s or 0.0, end_s if to_s is None else to_s
+    if begin_s >= until_s:
+        raise SimError(f"the segment of the trace from {begin_s:g} to {until_s:g} s has no length")
+    there: dict[str, None] = {}
+    for event in trace:
+        if event.at_s <= begin_s:
+            there[event.node] = None
+            if not event.added:
+                del there[event.node]
+    segment = [TraceEvent(0.0, node, True) for node in there]
+    segment += [
+        TraceEvent(e.at_s - begin_s, e.node, e.added) for e in trace if begin_s < e.at_s <= until_s
+    ]
+    if not segment:
+        raise SimError(f"no node of the trace is there from {begin_s:g} to {until_s:g} s")
+    return tuple(segment)
+
+
+def always_there(count: int) -> tuple[TraceEvent, ...]:
+    """Nodes that could go at any time, and do not."""
+    return tuple(TraceEvent(0.0, f"preemptible-{k}", True) for k in range(count))
 
 
 def synthetic_trace(

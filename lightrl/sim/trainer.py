@@ -10,6 +10,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from lightrl.messages import StepDone
+
 
 @dataclass(slots=True)
 class TrainingJob:
@@ -17,6 +19,8 @@ class TrainingJob:
 
     step: int
     work_s: float = 0.0
+    # and was there
+    all_s: float = 0.0
     # nothing more comes
     closed: bool = False
     # rewards computed after the rollout
@@ -35,6 +39,8 @@ class TrainerModel:
     )
     # a version; no step is trained meanwhile
     publishing_until: float = 0.0
+    # so far, with all devices
+    worked_s: float = 0.0
 
     def add_work(self, now: float, step: int, seconds: float, last: bool, ready_at: float) -> None:
         """More work of a step; `last` = all of it is there."""
@@ -43,10 +49,10 @@ class TrainerModel:
         if job is None:
             job = TrainingJob(step)
             self.jobs.append(job)
+        seconds += self.step_s * last
         job.work_s += seconds
-        if last:
-            job.work_s += self.step_s
-            job.closed = True
+        job.all_s += seconds
+        job.closed = last
         job.ready_at = max(job.ready_at, ready_at)
 
     def set_rate(self, now: float, rate: float) -> None:
@@ -62,6 +68,7 @@ class TrainerModel:
         if job is not None and self.rate > 0 and (self.streaming or job.closed):
             trained = min(max(0.0, now - self._begins_at(job)), job.work_s / self.rate)
             job.work_s -= trained * self.rate
+            self.worked_s += trained * self.rate
         self.times["train"] += trained
         self.times["publish"] += publishing
         self.times["wait"] += elapsed - trained - publishing
@@ -81,7 +88,8 @@ class TrainerModel:
         self.advance(now)
         self.publishing_until = now + seconds
 
-    def finish(self, now: float) -> int:
-        """The step in front is trained; returns which it is."""
+    def finish(self, now: float) -> StepDone:
+        """The step in front is trained."""
         self.advance(now)
-        return self.jobs.popleft().step
+        job = self.jobs.popleft()
+        return StepDone(job.step, job.step + 1, {"timing_s/forward_backward": job.all_s})

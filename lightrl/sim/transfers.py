@@ -57,6 +57,7 @@ class Transfers:
     def __init__(self, world: Simulation) -> None:
         self._world = world
         self._transfer = transfer = world.scenario.transfer
+        self._is_colocated = world.scenario.training.placement == "colocated"
         is_small = len(world.machines) <= FEW
         self._swarm: Swarm = (
             BucketSwarm(TRAINER, transfer.bucket_bytes) if is_small else FluidSwarm(TRAINER)
@@ -136,14 +137,14 @@ class Transfers:
         if inbound.group:
             num_bytes = round(self._transfer.num_bytes)
             return WeightsReady(version, digest, num_bytes, broadcast_s=now - inbound.began_at)
-        self._swarm.hold(now, name, Parcel(version))
+        self._serve(machine, version)
         self._plan()
         return WeightsReady(
             version,
             digest,
             num_bytes=round(inbound.num_bytes),
             pull_s=inbound.pull_s,
-            load_s=self._transfer.load_s,
+            load_s=self._transfer.loading_s,
             peer_bytes=round(inbound.peer_bytes),
             delta_bytes=round(inbound.delta_bytes),
         )
@@ -163,12 +164,13 @@ class Transfers:
             self._swarm.end_pull(world.now, name)
             world.at(world.now, lambda: self._stop(inbound))
             return
-        inbound.parcels = self._parcels(machine, message)
-        if self._transfer.num_bytes:
+        transfer = self._transfer
+        if transfer.num_bytes and not machine.is_with_trainer(self._is_colocated):
+            inbound.parcels = self._parcels(machine, message)
             self._hear(inbound, message)
-        else:
-            inbound.parcels.clear()
-            world.at(world.now, lambda: self._load(inbound))
+            return
+        proof_s = transfer.num_bytes / transfer.file_bytes_per_s if world.switches.proves else 0.0
+        world.at(world.now + proof_s, lambda: self._load(inbound))
 
     def _parcels(self, machine: SimMachine, message: PublishWeights) -> deque[tuple[Parcel, float]]:
         """The differences to what it holds or has begun to pull, else the whole version."""
@@ -247,9 +249,14 @@ class Transfers:
         if not self._is_wanted(inbound):
             return
         # Those who can have it from here need not wait until it is loaded.
-        self._swarm.hold(world.now, inbound.machine.spec.name, Parcel(inbound.version))
+        self._serve(inbound.machine, inbound.version)
         self._stop(inbound)
-        world.at(world.now + self._transfer.load_s, lambda: self._loaded(inbound))
+        world.at(world.now + self._transfer.loading_s, lambda: self._loaded(inbound))
+
+    def _serve(self, machine: SimMachine, version: int) -> None:
+        """On the trainer's machine the line is the trainer's, which serves it already."""
+        if not machine.is_with_trainer(self._is_colocated):
+            self._swarm.hold(self._world.now, machine.spec.name, Parcel(version))
 
     def _stop(self, inbound: _Inbound) -> None:
         """The engine stops for it; what it was at resumes under the new version."""

@@ -1,8 +1,6 @@
 """The run in virtual time: a heap of what happens next, around the very same core.
 
-Owns time, and what a daemon would do with each command: engines, trainer, rewards and weights are
-models. Must decide nothing that the core decides. What the rollout nodes' GPUs do beside rollout
-(training on them) is in colocation.py.
+Owns time, and what a daemon would do with each command; decides nothing that the core decides.
 """
 
 import heapq
@@ -194,6 +192,9 @@ class World:
             for command in commands:
                 self._perform(command, todo)
         self._transfers.begin()
+        if isinstance(event, NodeLost | WeightsConfirmed):
+            for mechanism in self.mechanisms:
+                mechanism.fleet_changed()
 
     # Commands
 
@@ -254,8 +255,7 @@ class World:
                 self._transfers.tell(machine, message)
 
     def _generate(self, machine: SimMachine, message: Generate) -> None:
-        responses = self.core.table.responses
-        limit = self.settings.max_response_tokens
+        responses, limit = self.core.table.responses, self.settings.max_response_tokens
         prompt_tokens = self.scenario.workload.prompt_tokens
         attempts: list[Attempt] = []
         for request in message.requests:
@@ -330,16 +330,16 @@ class World:
         if self.trainer.done_at() > self.now + 1e-9:
             return  # superseded
         self._trained_at = math.inf
-        step = self.trainer.finish(self.now)
+        done = self.trainer.finish(self.now)
         for mechanism in self.mechanisms:
             mechanism.step_trained()
-        publish_s = self.scenario.transfer.publish_s
+        publish_s = self.scenario.transfer.publishing_s
         self.trainer.publish(self.now, publish_s)
-        self._soon(publish_s, lambda: self._step_done(step))
+        self._soon(publish_s, lambda: self._step_done(done))
 
-    def _step_done(self, step: int) -> None:
-        self._transfers.publish(step + 1)
-        self.feed(StepTrained(TRAINER, StepDone(step, step + 1, {})))
+    def _step_done(self, done: StepDone) -> None:
+        self._transfers.publish(done.policy_version)
+        self.feed(StepTrained(TRAINER, done))
         self.plan_training()
 
     def confirm(self, machine: SimMachine, version: int) -> None:

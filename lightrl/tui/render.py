@@ -15,6 +15,7 @@ from lightrl.messages import NodeRow, Snapshot
 from lightrl.metrics.display import (
     bar,
     columns,
+    cost,
     count,
     cut,
     duration,
@@ -178,8 +179,9 @@ def _node(n: NodeRow, wide: bool) -> Text:
 def _round(s: Snapshot, width: int) -> list[Text]:
     stale = f"at most {s.max_staleness} versions stale" if s.max_staleness else ""
     lines = [_rule(" · ".join(part for part in ("round", s.round_kind, stale) if part), width)]
+    rest = [*_tail(s, width), *_drafts(s), *_weights(s), *_cost(s)]
     if not s.round_kind:
-        return [*lines, Text(" between rounds", "dim"), *_tail(s, width), *_drafts(s), *_weights(s)]
+        return [*lines, Text(" between rounds", "dim"), *rest]
     share = s.round_accepted / s.round_needed if s.round_needed else 0.0
     before = f" groups {s.round_accepted}/{s.round_needed} "
     after = (
@@ -190,9 +192,7 @@ def _round(s: Snapshot, width: int) -> list[Text]:
     return [
         *lines,
         Text.assemble(before, *_bar(share, room, "cyan"), after),
-        *_tail(s, width),
-        *_drafts(s),
-        *_weights(s),
+        *rest,
     ]
 
 
@@ -200,6 +200,12 @@ def _weights(s: Snapshot) -> list[Text]:
     """One line on how the newest version travelled."""
     line = weights(s.metrics)
     return [Text(f" weights {line}")] if line else []
+
+
+def _cost(s: Snapshot) -> list[Text]:
+    """One line if prices are known, of the run so far."""
+    line = cost(s.cost)
+    return [Text(f" cost   {line}")] if line else []
 
 
 def _tail(s: Snapshot, width: int) -> list[Text]:

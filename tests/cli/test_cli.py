@@ -17,9 +17,10 @@ from lightrl.cli import main
 from lightrl.client.address import listening, reachable
 from lightrl.client.find_run import final_snapshot
 from lightrl.coordinator import run_files
+from lightrl.cost_messages import CostRow, StepForecast
 from lightrl.errors import ProtocolError
 from lightrl.keys import new_key, write_key
-from lightrl.launch.report import exported_model
+from lightrl.launch.report import exported_model, status_lines
 from lightrl.messages import Message, NodeRow, Snapshot, Watch
 from lightrl.run_file import load_config
 from lightrl.system.addresses import host_and_port
@@ -477,6 +478,61 @@ def made_run(folder: Path, address: str) -> Path:
     (folder / "address").write_text(f"{address}\n")
     write_key(folder / "key", KEY)
     return folder
+
+
+PRICED = CostRow(
+    reserved=2,
+    preemptible=3,
+    usd=12.345,
+    usd_per_step=0.41,
+    usd_per_million_tokens=3.1,
+    forecast=(StepForecast(1, 14.0, 0.0431), StepForecast(3, 12.25, 0.041)),
+    enough=6,
+    wanted=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("cost", "lines"),
+    [
+        (
+            PRICED,
+            [
+                "cost      12.35 US$ · 0.41 a step · 3.10 a million tokens",
+                "forecast  1 preemptible node: 14.00 s a step, 0.0431 US$",
+                "forecast  3 preemptible nodes (now): 12.25 s a step, 0.041 US$",
+                "          from 6 on one more saves nothing worth its price; wanted: 4",
+            ],
+        ),
+        (
+            CostRow(0, 0, forecast=(StepForecast(0, None, None),), enough=1),
+            [
+                "forecast  0 preemptible nodes (now): never ends",
+                "          from 1 on one more saves nothing",
+            ],
+        ),
+        (
+            CostRow(2, 0),
+            ["forecast  none before a step is done: what nodes are worth is learned from it"],
+        ),
+    ],
+)
+def test_status_says_what_other_nodes_would_save(capsys, tmp_path, cost, lines):
+    where = str(tmp_path / "runs" / "one")
+    snapshot = Snapshot("one", where, "running", 1, 3, 1, 1.0, NODES, cost=cost)
+    with answering(snapshot) as (address, _):
+        made_run(tmp_path / "runs" / "one", address)
+        assert lightrl("status", "one") == 0
+        said = capsys.readouterr().out.splitlines()
+        assert [line for line in said if line.startswith(("cost", "forecast", "   "))] == lines
+        assert lightrl("status", "one", "--json") == 0
+        known = json.loads(capsys.readouterr().out)["cost"]
+        assert (known["enough"], len(known["forecast"])) == (cost.enough, len(cost.forecast))
+
+
+def test_a_run_that_is_over_has_a_cost_and_no_forecast():
+    over = Snapshot("one", "x", "finished", 3, 3, 3, 61.0, cost=PRICED)
+    assert [line[:8] for line in status_lines(over)[3:5]] == ["cost    ", ""]
 
 
 @pytest.mark.parametrize("command", [("status",), ("down",), ("drain", "rollout-0")])

@@ -117,13 +117,15 @@ def test_the_dry_run_shows_who_gets_what_and_why(tmp_path):
 def test_the_dry_run_of_one_daemon_wants_its_own_gpus_alone(tmp_path):
     """Of four trainer nodes one is here, beside the coordinator."""
     environment = install(tmp_path / "fake", TWO)
-    command = ("up", str(QUICKSTART), "train.nodes=4", "train.ranks=2", "--dry-run")
+    trainers = ("train.nodes=4", "train.ranks=2", "train.replicas=4")
+    command = ("up", str(QUICKSTART), *trainers, "--dry-run")
     done = lightrl(tmp_path, environment, *command)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert "train.nodes x train.ranks = 8: each needs a GPU of its own, and 2 can" in done.stderr
     done = lightrl(tmp_path, environment, *command, "--role", "coordinator,trainer")
     assert done.returncode == 0, done.stderr
-    assert "4 nodes x 2 ranks, one of them here; micro-batches" in done.stdout
+    told = "4 nodes x 2 ranks, one of them here, 4 copies of the model on 2 ranks each; micro"
+    assert told in done.stdout
     assert "rank 1: GPU 1 (NVIDIA H100 80GB HBM3)\n" in done.stdout
     assert "rollout     no daemon here: the run waits until nodes join" in done.stdout
     assert "engine 0" not in done.stdout

@@ -4,6 +4,7 @@ kill."""
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +16,7 @@ import pytest
 from lightrl.cli import main
 from lightrl.errors import LightRLError
 from lightrl.keys import join_key, read_key
-from lightrl.launch.resume import MAY_CHANGE, newest_checkpoint, prepare
+from lightrl.launch.resume import FIXED, MAY_CHANGE, newest_checkpoint, prepare
 from lightrl.messages import Snapshot
 from lightrl.metrics import sinks
 from lightrl.run_file import load_config
@@ -205,6 +206,13 @@ def test_what_may_change_is_kept_for_the_next_time(tmp_path):
     )
     assert prepare(moved) == config
     assert {v.partition("=")[0] for v in values} <= set(MAY_CHANGE)
+
+
+def test_the_readme_names_all_that_may_change():
+    readme = (QUICKSTART.parents[2] / "lightrl/journal/README.md").read_text()
+    told = readme.split("may change on a resume:")[1].split("Anything else")[0]
+    keys = {key.removesuffix("*") for key in re.findall(r"`([^`]+)`", told)}
+    assert keys - set(FIXED) == set(MAY_CHANGE)
 
 
 def test_from_the_checkpoint_the_journal_is_cut_back(tmp_path, capsys):

@@ -58,6 +58,31 @@ def test_json_is_the_last_line_and_whole(capsys, tmp_path: Path):
         assert sum(shares.values()) == pytest.approx(1.0)
 
 
+def test_nodes_cost_what_the_config_says_else_what_the_workload_says(capsys, tmp_path: Path):
+    workload = tmp_path / "w.json"
+    workload.write_text('{"prices": {"node": 5.0, "trainer": 50.0, "spot": 1.0}}')
+    prices = ("prices.reserved_per_hour=8", "prices.preemptible_per_hour=2")
+    for mine, (node, trainer, spot) in (((), (5, 50, 1)), (prices, (8, 8, 2))):
+        options = (*SMALL, "--preemptible", "1", "--workload", workload, "--json", *mine)
+        assert simulate(QUICKSTART, *options) == 0
+        figures = json.loads(capsys.readouterr().out)["as configured"]
+        hours = figures["device_hours"]
+        cost = node * hours["rollout"] + trainer * hours["trainer"] + spot * hours["spot"]
+        assert figures["cost"] == pytest.approx(cost)
+
+
+def test_rules_by_which_devices_change_sides_are_compared(capsys, tmp_path):
+    workload, trace = tmp_path / "shared.json", tmp_path / "spot.csv"
+    workload.write_text('{"training": {"placement": "colocated", "token_s": 0.002}}')
+    trace.write_text("0,add,a\n0,add,b\n")
+    step_s: dict[str, float] = {}
+    for rule in ("off", "foreseen", "window"):
+        options = (*SMALL, "--workload", workload, "--trace", trace, "--offload", rule)
+        assert simulate(QUICKSTART, *options, "--json") == 0
+        step_s[rule] = json.loads(capsys.readouterr().out)["as configured"]["step_s"]
+    assert max(step_s["foreseen"], step_s["window"]) < step_s["off"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -66,6 +91,7 @@ def test_json_is_the_last_line_and_whole(capsys, tmp_path: Path):
             "neither a file, a run directory nor a preset (generic, rollpacker-7b-8k",
         ),
         (("--nodes", "0"), "a simulation needs nodes"),
+        (("--offload", "window"), "--offload window: the trainer of this workload has its own"),
         (("--trace", "none.csv"), "none.csv: cannot be read: No such file or directory"),
         (("rollout.slotz=3",), "rollout.slotz: unknown key; did you mean rollout.slots?"),
         (

@@ -8,9 +8,17 @@ import pytest
 
 from lightrl.cli import main
 from lightrl.core.settings import Tail
-from lightrl.sim.calibration.published import ETA, PERIOD, STUDIES
+from lightrl.sim.calibration.published import (
+    ENGINES,
+    ETA,
+    PERIOD,
+    RESERVED_ENGINES,
+    RLBOOST,
+    STUDIES,
+)
 from lightrl.sim.calibration.report import as_json, tables
-from lightrl.sim.calibration.reproduce import Check, Reproduction, Rival, Setting, play, systems
+from lightrl.sim.calibration.reproduce import Check, Reproduction, Rival, Setting, play
+from lightrl.sim.calibration.systems import systems, with_instances
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
 from lightrl.sim.world import World
@@ -47,6 +55,44 @@ def test_every_row_has_whole_periods():
     assert BARS[RACE].eta_prompts == ETA
 
 
+def test_the_devices_of_rlboost_alone_need_what_its_windows_imply():
+    """W engine-seconds of sampling and t_train of training: a step of W / 4 + t_train."""
+    row = replace(with_instances()["colocated"], rounds=1)
+    played = play(Setting(RLBOOST.workload, row, seed=0)).figures
+    step = played.kinds["plain"]
+    assert step.rollout_s * RESERVED_ENGINES == pytest.approx(2100, rel=0.03)
+    assert step.train_s == pytest.approx(415, rel=0.03)
+    assert played.step_s == pytest.approx(RLBOOST.colocated_s, rel=0.03)
+    hourly = played.cost_per_step / (played.step_s / 3600)
+    assert hourly == pytest.approx(83.79, rel=0.02)
+
+
+def test_preemptible_instances_that_stay_take_part_of_the_work():
+    rows = with_instances()
+    alone, few = (
+        play(Setting(RLBOOST.workload, replace(rows[name], rounds=1), seed=0)).figures
+        for name in ("colocated", "+ 4 preemptible")
+    )
+    assert few.devices["spot"]["decode"] > 0.3
+    assert few.responses_moved > 0
+    assert 0.5 * alone.step_s < few.step_s < 0.9 * alone.step_s
+    hourly = few.cost_per_step / (few.step_s / 3600)
+    assert hourly == pytest.approx(83.79 + 4 * 5.32, rel=0.02)
+
+
+def test_no_row_of_ours_has_devices_that_change_sides():
+    ours = [row for row in systems(SHORT_STUDY.bars).values() if row.foresight]
+    assert len(ours) == 5
+    for row in ours:
+        assert row.split
+        assert row.engines == ENGINES // 2
+        assert row.switches.offload == "off"
+    played = play(Setting(SHORT_STUDY.workload, replace(ours[2], rounds=2), seed=0)).figures
+    assert "train" not in played.devices["rollout"]
+    assert played.devices["trainer"]["train"] > 0
+    assert played.weights.pulls >= ENGINES // 2
+
+
 def test_surplus_that_runs_on_is_scored_too():
     reward = RewardTimes((RewardClass(constant_s=1.0, workers=8),))
     scenario = replace(COLOCATED, workload=replace(COLOCATED.workload, reward=reward))
@@ -62,7 +108,7 @@ def test_surplus_that_runs_on_is_scored_too():
 
 def test_spot_nodes_sample_while_all_others_train():
     trace = (TraceEvent(0.0, "s0", True), TraceEvent(0.0, "s1", True))
-    switches = replace(SYNCHRONOUS, async_rewards=True, streaming=True, stream_trainer=True)
+    switches = replace(SYNCHRONOUS, async_rewards=True, streaming=True, offload="window")
     w: World = world(
         COLOCATED, switches, fleet=nodes(2), trace=trace, tail=BOTH, check=True, num_steps=3
     )

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from lightrl.errors import SimError
-from lightrl.sim.costs import Transfer
+from lightrl.sim.costs import Training, Transfer
 from lightrl.sim.report import figures, tables
-from lightrl.sim.scenario import Scenario
+from lightrl.sim.scenario import Scenario, Switches
 from lightrl.sim.traces import TraceEvent, synthetic_trace
 from lightrl.sim.transfers import FEW
 from tests.sim.conftest import SCENARIO, nodes, world
@@ -120,6 +120,44 @@ def test_publishing_takes_its_time_and_the_trainer_does_nothing_else():
     assert stale.device_times["trainer"]["publish"] == pytest.approx(4 * 1.5)
 
 
+def test_rates_say_how_long_publishing_and_loading_take():
+    """Two seconds and five."""
+    slow = lines(publish_s=0.5, publish_bytes_per_s=SIZE / 1.5, load_s=1, load_bytes_per_s=SIZE / 4)
+    out = world(slow, fleet=nodes(2), num_steps=3).run()
+    assert out.device_times["trainer"]["publish"] == pytest.approx(3 * 2.0)
+    # The first version is there from the beginning.
+    assert out.steps[0].opened_at == pytest.approx(5.0 + out.weights.pull_s / 6, rel=0.05)
+    at_once = world(lines(), fleet=nodes(2), num_steps=3).run()
+    more_s = 3 * 2.0 + 3 * (5.0 - 0.3)
+    assert out.elapsed_s == pytest.approx(at_once.elapsed_s + more_s, rel=0.03)
+
+
+@pytest.mark.parametrize("num", [2, MANY])
+def test_on_the_trainers_machine_its_file_is_proved_and_nothing_is_pulled(num: int):
+    there = Training(token_s=2e-4, step_s=0.5, placement="colocated")
+    scenario = replace(lines(file_bytes_per_s=SIZE / 2), training=there)
+    out = world(scenario, fleet=nodes(num), num_steps=2).run()
+    assert out.weights.num_pulls == out.weights.trainer_bytes == 0
+    assert out.steps[0].opened_at == pytest.approx(2.0 + 0.3)
+    believes = Switches(proves=False)
+    out = world(scenario, switches=believes, fleet=nodes(num), num_steps=2).run()
+    assert out.steps[0].opened_at == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("num", [2, MANY])
+def test_others_pull_over_the_trainers_line_and_not_over_those_of_its_machine(num: int):
+    there = Training(token_s=2e-4, step_s=0.5, placement="colocated")
+    scenario = replace(lines(relays=False, receiver_bytes_per_s=4e10), training=there)
+    spot = tuple(TraceEvent(0.0, f"s{k}", True) for k in range(2))
+    out = world(scenario, fleet=nodes(num), trace=spot, num_steps=1).run()
+    assert out.weights.longest_pull_s == pytest.approx(2.0, rel=0.01)  # 20 GB at 10 GB/s
+    relayed = replace(scenario, transfer=replace(scenario.transfer, relays=True))
+    at_once = Switches(proves=False)
+    out = world(relayed, switches=at_once, fleet=nodes(num), trace=spot, num_steps=1).run()
+    assert out.weights.trainer_bytes >= SIZE * 0.99
+    assert out.weights.longest_pull_s >= 0.99
+
+
 def test_a_version_that_overtakes_one_on_its_way_is_loaded_alone():
     scenario = lines(num_bytes=80e9)  # eight seconds, longer than a step
     out = world(scenario, fleet=nodes(3), num_steps=6, max_staleness=2).run()
@@ -145,6 +183,9 @@ def test_what_transfers_took_is_printed():
         ({"delta_ratio": 1.5}, "delta_ratio = 1.5"),
         ({"bucket_bytes": 0.0}, "bucket_bytes = 0.0: must be positive"),
         ({"relay_bytes_per_s": -1.0}, "is negative"),
+        ({"publish_bytes_per_s": -1.0}, "publish_bytes_per_s = -1.0: is negative"),
+        ({"load_bytes_per_s": float("nan")}, "load_bytes_per_s = nan: is negative"),
+        ({"file_bytes_per_s": 0.0}, "must be positive"),
         ({"prove_bytes_per_s": float("nan")}, "must be positive"),
         ({"form_s": -1.0}, "must not be negative"),
         ({"publish_s": -1.0}, "must not be negative"),

@@ -1,5 +1,4 @@
-"""Lengths, reward times, workload files and traces: what they are, and how a wrong one is
-refused."""
+"""Lengths, reward times and workload files: what they are, and how a wrong one is refused."""
 
 import json
 from pathlib import Path
@@ -8,9 +7,9 @@ from statistics import correlation, quantiles
 import pytest
 
 from lightrl.errors import SimError
+from lightrl.sim import models
 from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.scenario import PRESETS, find_scenario
-from lightrl.sim.traces import TraceEvent, read_trace, synthetic_trace
 from lightrl.sim.workload import (
     MEDIUM_TAIL,
     SHORT_TAIL,
@@ -123,8 +122,40 @@ def test_a_finished_run_is_a_workload(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_can_be_built(name: str):
-    assert find_scenario(name, 8192, 0).workload.name == name
+def test_presets_can_be_built_and_move_real_weights(name: str):
+    scenario = find_scenario(name, 8192, 0)
+    transfer = scenario.transfer
+    assert scenario.workload.name == name
+    assert transfer.num_bytes > 15e9
+    assert transfer.publishing_s > 0.5
+    assert transfer.loading_s > 2
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "hidden", "layers", "heads", "kv_heads", "inner", "vocabulary", "is_qwen3"),
+    [
+        (models.QWEN2_5_7B, 3584, 28, 28, 4, 18944, 152_064, False),
+        (models.QWEN2_5_14B, 5120, 48, 40, 8, 13824, 152_064, False),
+        (models.QWEN2_5_32B, 5120, 64, 40, 8, 27648, 152_064, False),
+        (models.QWEN3_14B, 5120, 40, 40, 8, 17408, 151_936, True),
+    ],
+)
+def test_models_are_as_large_as_their_published_shapes(
+    num_bytes: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    vocabulary: int,
+    is_qwen3: bool,
+):
+    """From config.json of each; heads have 128 dimensions, embeddings are not shared."""
+    q, kv = 128 * heads, 128 * kv_heads
+    # Qwen3 norms queries and keys, Qwen2.5 has biases.
+    extra = 2 * 128 if is_qwen3 else q + 2 * kv
+    layer = 2 * hidden * (q + kv) + extra + 3 * hidden * inner + 2 * hidden
+    assert num_bytes == 2 * (2 * vocabulary * hidden + layers * layer + hidden)
 
 
 @pytest.mark.parametrize(
@@ -175,44 +206,3 @@ def test_what_is_neither_file_nor_preset_is_said(tmp_path: Path):
         find_scenario("nowhere", 100, 0)
     with pytest.raises(SimError, match=r"lengths\.jsonl: no such file"):
         find_scenario(str(tmp_path), 100, 0)
-
-
-def test_a_trace_is_read(tmp_path: Path):
-    file = tmp_path / "t.csv"
-    file.write_text("# spot\n0,add,a\n1500,add,b\n1500,remove,a\n")
-    assert read_trace(file)[1:] == (TraceEvent(1.5, "b", True), TraceEvent(1.5, "a", False))
-
-
-@pytest.mark.parametrize(
-    ("rows", "complaint"),
-    [
-        ("5,add,a\n4,add,b", ":2: '4,add,b': goes back in time"),
-        ("5,add,a\n6,remove,b", ":2: '6,remove,b': node b is not there"),
-        ("5,add,a\n6,add,a", ":2: '6,add,a': node a is there already"),
-        ("x,add,a", "'x' is not a number"),
-        ("-1,add,a", "-1 milliseconds cannot be"),
-        ("1,start,a", "a row is milliseconds,add|remove,node"),
-        ("1,add", "a row is"),
-        ("", "the trace is empty"),
-    ],
-)
-def test_an_impossible_trace_is_one_clear_line(tmp_path: Path, rows: str, complaint: str):
-    file = tmp_path / "t.csv"
-    file.write_text(rows)
-    with pytest.raises(SimError) as error:
-        read_trace(file)
-    assert complaint in str(error.value)
-
-
-def test_a_synthetic_trace_repeats_and_is_there_as_often_as_asked(tmp_path: Path):
-    trace = synthetic_trace(40, 20_000, up_s=300, down_s=100, seed=3)
-    assert trace == synthetic_trace(40, 20_000, up_s=300, down_s=100, seed=3)
-    file = tmp_path / "t.csv"
-    file.write_text(
-        "\n".join(f"{1000 * e.at_s},{'add' if e.added else 'remove'},{e.node}" for e in trace)
-    )
-    assert len(read_trace(file)) == len(trace)
-    there = sum((-e.at_s if e.added else e.at_s) for e in trace)
-    last = {e.node: e.added for e in trace}
-    there += 20_000 * sum(last.values())
-    assert there / (40 * 20_000) == pytest.approx(0.75, abs=0.05)

@@ -30,8 +30,8 @@ VARIANTS: dict[str, tuple[Scenario, Switches, Tail]] = {
     "clock": (SCENARIO, Switches(), Tail(1.25, 1.25, race="clock", fresh_noise=True)),
     "speculation": (SCENARIO, Switches(speculation=True), PROMPTS),
     "colocated": (COLOCATED, SYNCHRONOUS, BOTH),
-    "stream trainer": (COLOCATED, Switches(stream_trainer=True), BOTH),
-    "planner": (TIGHT, Switches(planner=True, stream_trainer=True), BOTH),
+    "stream trainer": (COLOCATED, Switches(offload="window"), BOTH),
+    "planner": (TIGHT, Switches(planner=True, offload="window"), BOTH),
 }
 CHECKED = ("tail", "clock", "stream trainer")  # after every event; that takes its time
 
@@ -163,7 +163,7 @@ def test_the_bias_of_racing_is_told():
 
 def test_released_nodes_train_while_others_go_on():
     without = world(COLOCATED, Switches(), num_steps=3).run()
-    released = world(COLOCATED, Switches(stream_trainer=True), num_steps=3).run()
+    released = world(COLOCATED, Switches(offload="window"), num_steps=3).run()
     assert released.counters["responses_moved"] > without.counters["responses_moved"]
     assert max(s.train_s for s in released.steps) < min(s.train_s for s in without.steps)
 

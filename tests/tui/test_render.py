@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from lightrl.cost_messages import CostRow
 from lightrl.launch.report import status_lines
 from lightrl.messages import NodeRow, SampleText, Snapshot, TailRow, WeightsProgress
 from lightrl.metrics.display import (
@@ -84,6 +85,7 @@ FINISHED = replace(RUNNING, state="finished", step=100, round_kind="")
 TAIL = replace(
     RUNNING, tail=TailRow("prompts", 12, 8, 2, 812.4, 1033.6, 0.4119, 0.398), max_staleness=2
 )
+PRICED = replace(RUNNING, cost=CostRow(2, 1, 12.3, 0.41, 3.1))
 DRAFTING = replace(
     RUNNING,
     metrics={
@@ -310,3 +312,10 @@ def test_nodes_that_pull_show_on_the_screen_and_in_status(size):
     status = status_lines(snapshot)
     assert "pulling   rollout-1: v12 34% of 15.2GB from 3 sources" in status
     assert any(line.startswith("weights   2.0GB moved") for line in status)
+
+
+@pytest.mark.parametrize("snapshot", [PRICED, replace(PRICED, round_kind="")])
+def test_costs_have_a_line_where_prices_are_known(snapshot: Snapshot):
+    lines = screen(snapshot, View(), 100, 40).splitlines()
+    assert " cost   12.30 US$ · 0.41 a step · 3.10 a million tokens" in map(str.rstrip, lines)
+    assert " cost " not in screen(RUNNING, View(), 100, 40)

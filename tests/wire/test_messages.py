@@ -9,6 +9,7 @@ import pytest
 
 from lightrl import messages as m
 from lightrl import wire
+from lightrl.cost_messages import CostRow, StepForecast
 from lightrl.errors import ProtocolError
 
 TRAINED = m.TrainResponse("p7@0#3", b"", b"", 1.0, "length", b"\x05")
@@ -87,6 +88,7 @@ EXAMPLES: list[m.Message] = [
         nodes=(m.NodeRow("n", ("rollout",), "ready", "h", 1, "cpu", None, 1, 2, 3.0, 0.1, 0.2),),
         tail=m.TailRow("both", 3, 8, 2, 20.5, 30.5, 0.5, 0.25),
         max_staleness=1,
+        cost=CostRow(2, 3, 1.5, 0.5, 2.5, (StepForecast(3, 9.5, 0.25),), 5, 4),
         rewards=(0.5,),
         evals=((0, 0.25),),
         length_histogram=((9, 3),),
@@ -121,10 +123,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_8_are_pinned():
+def test_bytes_of_protocol_9_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 8
+    assert m.PROTOCOL == 9
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))

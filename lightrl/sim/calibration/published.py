@@ -1,14 +1,18 @@
 """Figures that others have published, as data: what the simulator is calibrated against.
 
 From RollPacker (arXiv 2509.21009): figure 12, read off its bars, and table 2 with the step times of
-its section 7. Every step holds 128 prompts x 8 responses; a round is short (4 of 5 with eta = 1.25)
-or long.
+its section 7. A round is short (4 of 5 with eta = 1.25) or long. From RLBoost (arXiv 2510.19225):
+what a number of preemptible instances that stay brings and costs. Every step of both holds 128
+prompts x 8 responses.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 PROMPTS_PER_STEP, GROUP_SIZE, ENGINES = 128, 8, 16
 SLOTS = 100  # of an engine: 160 prompts x 10 responses on 16 of them
+# RLBoost: engines on eight reserved devices, two of them each; responses that one runs at once
+RESERVED_ENGINES, INSTANCE_SLOTS = 4, 256
 ETA = 1.25
 PERIOD = "ssssl"  # four short rounds, one long
 
@@ -63,3 +67,18 @@ STUDIES = (
         1.48, 1.99, 2.02, 2.22, 1.68, 134, 302, 372,
     ),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """What preemptible instances bring, by their number, against none."""
+
+    workload: str
+    speed_up: Mapping[int, float]
+    # of a token
+    cost: Mapping[int, float]
+    # of none, a step; not published: implied by the windows in the released code
+    colocated_s: float
+
+
+RLBOOST = Instances("rlboost-14b-14k", {1: 1.37, 6: 2.25}, {1: 0.78, 6: 0.78 * 0.79}, 950)

@@ -1,9 +1,8 @@
 """`lightrl simulate --reproduce`: published figures again, and LightRL on the same workloads.
 
-Owns which systems are simulated for that, and how long. Each workload has one set of parameters for
-all its rows (`scenario.PRESETS`). Every system, also those of others, is the real core with some
-mechanisms off: a race by the clock with fresh noise is RollPacker's, no race and rewards after the
-rollout is veRL's. Repeatable: every row has its own seeds, whatever order the processes finish in.
+Owns how the rows of `systems.py` are simulated and what is told from them. Each workload has one
+set of parameters for all its rows (`scenario.PRESETS`). Repeatable: every row has its own seeds,
+whatever order the processes finish in.
 """
 
 import os
@@ -14,59 +13,31 @@ from multiprocessing import get_context
 from statistics import fmean
 from typing import Literal
 
-from lightrl.core.settings import Settings, Tail
+from lightrl.core.settings import Settings
 from lightrl.messages import Sampling
 from lightrl.sim.calibration.published import (
-    ENGINES,
-    ETA,
     GROUP_SIZE,
     PROMPTS_PER_STEP,
-    SLOTS,
+    RLBOOST,
     STUDIES,
-    Bar,
+    Instances,
     Study,
+)
+from lightrl.sim.calibration.systems import (
+    INSTANCES,
+    PROMPTS_OF_EPOCH,
+    System,
+    systems,
+    with_instances,
 )
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.report import Figures, figures
-from lightrl.sim.scenario import PRESETS, Switches
-from lightrl.sim.traces import synthetic_trace
+from lightrl.sim.scenario import PRESETS, Scenario
+from lightrl.sim.traces import always_there, synthetic_trace
 from lightrl.sim.workload import LengthModel, RewardTimes
 from lightrl.sim.world import World
 
-# of the comparison: 8 short rounds and the 2 long ones that follow from them
-PROMPTS_OF_EPOCH = 1280
-EPOCH = PROMPTS_OF_EPOCH // PROMPTS_PER_STEP  # steps
-SPARE_NODES = 4  # preemptible, beside 16 reserved ones
 SPARE_UP_S, SPARE_DOWN_S, SPARE_START_S = 1200.0, 300.0, 60.0  # each of them, on average
-
-# Tokens are told with a finish, at once: what wins a race by the clock is exact, and rounds are
-# cheap.
-_THEIRS = Switches(exact_finishes=True, token_collection=False, chunk_tokens=4096)
-_LATE = replace(_THEIRS, streaming=False, async_rewards=False, surplus_ends=False)
-_EARLY = replace(_THEIRS, streaming=False, adaptive_limit=True)
-_STREAMED = replace(_EARLY, streaming=True, stream_trainer=True)
-_OURS = Switches(
-    adaptive_limit=True, stream_trainer=True, scale_down=True, speculation=True, chunk_tokens=256
-)
-_PLAIN = Tail()
-_BY_CLOCK = Tail(ETA, ETA, race="clock", fresh_noise=True)
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """One row of a table, as it is simulated."""
-
-    name: str
-    tail: Tail = _PLAIN
-    switches: Switches = _LATE
-    rounds: int = 10
-    rewards: bool = True
-    # foresight and migration
-    ours: bool = False
-    # preemptible nodes
-    spare: int = 0
-    # a small data set, read more than once; figures without the first epoch
-    epochs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,102 +101,94 @@ class Reproduction:
     parameters: dict[str, object] = field(default_factory=dict[str, object])
 
 
-def systems(bars: Sequence[Bar]) -> dict[str, System]:
-    """All rows of both tables, by name."""
-    rows = [_bar(b) for b in bars]
-    rows += [
-        System("veRL", rounds=8),
-        System("+ tail batching", _BY_CLOCK),
-        System("+ reward scheduler", _BY_CLOCK, _EARLY),
-        System("+ planner", _BY_CLOCK, replace(_EARLY, planner=True)),
-        System("+ stream trainer", _BY_CLOCK, _STREAMED),
-        System("RLHFuse, strengthened", switches=_STREAMED, rounds=8),
-    ]
-    both, prompts = Tail(ETA, ETA), Tail(ETA)
-    rows += rivals(
-        System("synchronous"),
-        System("RollPacker", _BY_CLOCK, _STREAMED),
-        System("LightRL full", both, _OURS, ours=True),
-        System("- speculation", both, replace(_OURS, speculation=False), ours=True),
-        System("LightRL prompts", prompts, _OURS, ours=True),
-        System("LightRL strict", switches=_OURS, ours=True),
-        System("+ spare nodes", switches=_OURS, ours=True, spare=SPARE_NODES),
-    )
-    return {row.name: row for row in rows}
-
-
-def rivals(*rows: System) -> list[System]:
-    return [replace(row, epochs=True, rounds=2 * EPOCH) for row in rows]
-
-
-def _bar(bar: Bar) -> System:
-    """Whole periods: with eta prompts one long round follows 1 / (eta - 1) short ones."""
-    tail = Tail(bar.eta_prompts, bar.eta_responses, race="clock", fresh_noise=True)
-    period = 1 + round(1 / (bar.eta_prompts - 1)) if bar.eta_prompts > 1 else 1
-    rounds = period * round(24 / period) if period > 1 else 12 if bar.eta_responses < 1.2 else 40
-    return System(bar.name, tail, replace(_LATE, surplus_ends=True), rounds, rewards=False)
-
-
 def play(job: Setting) -> Played:
     """Simulates one row."""
-    system, scenario = job.system, PRESETS[job.workload]()
+    system, scenario = job.system, _scenario(job)
     workload = scenario.workload
-    lengths = workload.lengths
-    assert isinstance(lengths, LengthModel)
-    reward = replace(workload.reward, seed=job.seed) if system.rewards else RewardTimes()
-    workload = replace(workload, lengths=replace(lengths, seed=job.seed), reward=reward)
-    if system.epochs:
-        workload = replace(workload, num_prompts=PROMPTS_OF_EPOCH)
-    scenario = replace(
-        scenario, workload=workload, transfer=replace(scenario.transfer, start_s=SPARE_START_S)
-    )
     settings = Settings(
         run_seed=job.seed,
         num_steps=system.rounds,
         prompts_per_step=PROMPTS_PER_STEP,
         group_size=GROUP_SIZE,
-        max_response_tokens=lengths.cap,
+        max_response_tokens=_lengths(scenario).cap,
         sampling=Sampling(1.0),
         eval_interval=0,
         num_eval_prompts=0,
         eval_samples=1,
         eval_sampling=Sampling(0.0),
-        slots=SLOTS,
+        slots=system.slots,
         vocabulary=1,
         lease_s=5.0,
         reward_on_failure=None,
         num_prompts=workload.num_prompts,
         tail=system.tail,
-        foresight=system.ours,
-        migration=system.ours,
+        foresight=system.foresight,
+        migration=system.migration,
     )
-    nodes = [NodeSpec(f"node-{k:02}", SLOTS) for k in range(ENGINES)]
-    trace = ()
+    nodes = [NodeSpec(f"node-{k:02}", system.slots) for k in range(system.engines)]
+    trace = always_there(system.instances)
     if system.spare:
         trace = synthetic_trace(
             system.spare, system.rounds * 600.0, SPARE_UP_S, SPARE_DOWN_S, job.seed
         )
     outcome = World(settings, scenario, nodes, trace, system.switches).run()
     kinds = "".join(step.kind[0] for step in outcome.steps)
-    if system.epochs:
+    if system.epochs or system.learns:
         outcome.steps = outcome.steps[system.rounds // 2 :]
     f = figures(outcome, scenario)
     return Played(f, kinds, f.cost / outcome.elapsed_s)
 
 
+def _scenario(job: Setting) -> Scenario:
+    """The preset, as this system uses it."""
+    system, scenario = job.system, PRESETS[job.workload]()
+    workload = scenario.workload
+    reward = replace(workload.reward, seed=job.seed) if system.rewards else RewardTimes()
+    workload = replace(workload, lengths=replace(_lengths(scenario), seed=job.seed), reward=reward)
+    if system.epochs:
+        workload = replace(workload, num_prompts=PROMPTS_OF_EPOCH)
+    start_s = SPARE_START_S if system.spare else 0.0
+    transfer = replace(scenario.transfer, start_s=start_s, relays=system.relays)
+    scenario = replace(scenario, workload=workload, transfer=transfer)
+    return _split(scenario, system.engines) if system.split else scenario
+
+
+def _split(scenario: Scenario, engines: int) -> Scenario:
+    """As many devices train as sample: half of all, so that training takes twice as long."""
+    t, prices = scenario.training, scenario.prices
+    training = replace(
+        t,
+        token_s=2 * t.token_s,
+        step_s=2 * t.step_s,
+        response_s=2 * t.response_s,
+        placement="dedicated",
+    )
+    return replace(
+        scenario, training=training, prices=replace(prices, trainer=engines * prices.node)
+    )
+
+
+def _lengths(scenario: Scenario) -> LengthModel:
+    lengths = scenario.workload.lengths
+    assert isinstance(lengths, LengthModel)
+    return lengths
+
+
 def reproduce(
     studies: Iterable[Study] = STUDIES,
+    instances: Iterable[Instances] = (RLBOOST,),
     seeds: Sequence[int] = (0, 1),
     only: Sequence[str] | None = None,
     processes: int | None = None,
 ) -> list[Reproduction]:
-    """Both tables of every study; `only` these rows of them, and with them what can be told from
+    """All tables of all workloads; `only` these rows of them, and with them what can be told from
     those."""
-    studies = list(studies)
+    studies, instances = list(studies), list(instances)
+    rows = [(s.workload, row) for s in studies for row in systems(s.bars).values()]
+    rows += [(i.workload, row) for i in instances for row in with_instances().values()]
     jobs = [
-        Setting(study.workload, system, seed)
-        for study in studies
-        for system in systems(study.bars).values()
+        Setting(workload, system, seed)
+        for workload, system in rows
         for seed in (seeds[:1] if system.epochs else seeds)
         if only is None or system.name in only
     ]
@@ -236,12 +199,12 @@ def reproduce(
             played = list(pool.map(play, jobs))
     else:
         played = [play(job) for job in jobs]
-    found: dict[tuple[str, str], list[Played]] = {}
+    found: dict[str, dict[str, list[Played]]] = {}
     for job, result in zip(jobs, played, strict=True):
-        found.setdefault((job.workload, job.system.name), []).append(result)
+        found.setdefault(job.workload, {}).setdefault(job.system.name, []).append(result)
     return [
-        _told(study, {n: p for (w, n), p in found.items() if w == study.workload})
-        for study in studies
+        *(_told(study, found[study.workload]) for study in studies if study.workload in found),
+        *(_told_of_instances(i, found[i.workload]) for i in instances if i.workload in found),
     ]
 
 
@@ -255,9 +218,25 @@ def _told(study: Study, found: Mapping[str, list[Played]]) -> Reproduction:
         checks += _table_2(study, found)
     full = found.get("+ stream trainer") or found.get("RollPacker") or []
     compared = [_rival(s.name, found) for s in systems(()).values() if s.epochs and s.name in found]
-    return Reproduction(
-        study.workload, checks, full[0].kinds if full else "", compared, _parameters(study)
-    )
+    kinds = full[0].kinds if full else ""
+    return Reproduction(study.workload, checks, kinds, compared, _parameters(study.workload))
+
+
+def _told_of_instances(instances: Instances, found: Mapping[str, list[Played]]) -> Reproduction:
+    rows = [_rival(name, found, "colocated") for name in with_instances() if name in found]
+    checks: list[Check] = []
+    if "colocated" in found:
+        step_s = _seconds(found["colocated"], "step_s")
+        checks.append(Check("colocated: step s (implied)", instances.colocated_s, step_s))
+        by_name = {row.name: row for row in rows}
+        for count in INSTANCES:
+            if count in instances.speed_up and (row := by_name.get(f"+ {count} preemptible")):
+                cost = row.cost_per_step / by_name["colocated"].cost_per_step
+                checks += [
+                    Check(f"{row.name}: speed-up", instances.speed_up[count], row.speed_up),
+                    Check(f"{row.name}: cost of a token", instances.cost[count], cost),
+                ]
+    return Reproduction(instances.workload, checks, "", rows, _parameters(instances.workload))
 
 
 def _table_2(study: Study, found: Mapping[str, list[Played]]) -> list[Check]:
@@ -300,10 +279,10 @@ def _seconds(
     )
 
 
-def _rival(name: str, found: Mapping[str, list[Played]]) -> Rival:
+def _rival(name: str, found: Mapping[str, list[Played]], against: str = "synchronous") -> Rival:
     mine = [p.figures for p in found[name]]
     step_s = fmean(f.step_s for f in mine)
-    base = found.get("synchronous", found[name])
+    base = found.get(against, found[name])
     return Rival(
         name=name,
         step_s=step_s,
@@ -318,8 +297,8 @@ def _rival(name: str, found: Mapping[str, list[Played]]) -> Rival:
     )
 
 
-def _parameters(study: Study) -> dict[str, object]:
-    scenario = PRESETS[study.workload]()
+def _parameters(workload: str) -> dict[str, object]:
+    scenario = PRESETS[workload]()
     return {
         "lengths": scenario.workload.lengths,
         "reward": scenario.workload.reward,

@@ -1,0 +1,44 @@
+"""When the groups of a round are complete: the shape of its predecessor, in tokens.
+
+Lengths scatter far more than what is expected of each response, so expectations do not tell when
+groups will be complete; how they were spread over the last round of the kind does. In tokens that
+depends on the samples alone, not on machines. Pure.
+"""
+
+from bisect import bisect_right
+from itertools import accumulate
+
+from lightrl.core.state import Round
+
+POINTS = 16  # by which the shape is remembered
+
+
+class RoundCurve:
+    def __init__(self, round: Round) -> None:
+        """Of a round that has closed."""
+        lengths = sorted(len(r.tokens) for g in round.groups.values() for r in g.responses)
+        self._lengths = lengths
+        self._sums = [0, *accumulate(lengths)]
+        ends = sorted((max(len(r.tokens) for r in g.kept), g.position) for g in round.accepted)
+        self._ends = [
+            ends[(k + 1) * len(ends) // POINTS - 1][0]
+            for k in range(POINTS)
+            if (k + 1) * len(ends) // POINTS
+        ]
+
+    def arrivals(self, held: int) -> list[tuple[float, float]]:
+        """What is left of a round in which the farthest response has `held` tokens, in equal
+        shares of groups. For each: the share of the tokens to the longest response after which it
+        is complete, and of the engine steps of all.
+        """
+        ends = [end for end in self._ends if end > held]
+        if not ends:
+            return [(1.0, 1.0)]
+        last, done = ends[-1], self._steps(held)
+        steps = max(1, self._steps(last) - done)
+        return [((end - held) / (last - held), (self._steps(end) - done) / steps) for end in ends]
+
+    def _steps(self, tokens: int) -> int:
+        """Of all responses, when each has so many tokens or is complete."""
+        k = bisect_right(self._lengths, tokens)
+        return self._sums[k] + tokens * (len(self._lengths) - k)

@@ -1,0 +1,48 @@
+"""What a run has cost, from the seconds that its nodes were there; and what a step would cost with
+other nodes, as an operator sees it. Reads the core, decides nothing."""
+
+import math
+
+from lightrl.core.coordinator import Coordinator
+from lightrl.core.worth import Outcome
+from lightrl.cost_messages import CostRow, StepForecast
+
+
+def cost_figures(core: Coordinator) -> dict[str, float]:
+    """US$ of the whole run so far; nothing where prices are not known, or nothing was done yet."""
+    prices, learned, counters = core.settings.prices, core.scaling.learned, core.table.counters
+    if prices is None:
+        return {}
+    usd = prices.usd(learned.reserved_s, learned.preemptible_s)
+    figures = {"usd": usd}
+    if (tokens := counters.rollout_tokens - counters.aborted_tokens) > 0:
+        figures["usd_per_million_tokens"] = 1e6 * usd / tokens
+    if core.step:
+        figures["usd_per_step"] = usd / core.step
+    return figures
+
+
+def cost_row(core: Coordinator) -> CostRow:
+    figures, fleet = cost_figures(core), core.fleet
+    now = fleet.num_preemptible
+    forecast = core.scaling.forecast() if fleet.nodes else None  # a run that is over has none
+    nearby = range(max(0, now - 1), now + 3) if forecast is not None else ()
+    return CostRow(
+        reserved=len(fleet.nodes) - now,
+        preemptible=now,
+        usd=figures.get("usd"),
+        usd_per_step=figures.get("usd_per_step"),
+        usd_per_million_tokens=figures.get("usd_per_million_tokens"),
+        forecast=tuple(_row(forecast.outcome(n)) for n in nearby) if forecast is not None else (),
+        enough=core.scaling.enough(forecast) if forecast is not None else None,
+        wanted=core.scaling.learned.wanted if core.settings.scale_max else None,
+    )
+
+
+def _row(outcome: Outcome) -> StepForecast:
+    is_endless = math.isinf(outcome.step_s)  # JSON knows no infinity
+    return StepForecast(
+        outcome.nodes,
+        None if is_endless else outcome.step_s,
+        None if is_endless else outcome.usd,
+    )

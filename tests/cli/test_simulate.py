@@ -1,0 +1,116 @@
+"""`lightrl simulate`: which nodes are there, and what is refused, in one line and without a
+traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrl.cli import main
+from tests.support.cli import QUICKSTART
+
+SMALL = ("train.prompts_per_step=8", "rollout.group_size=4", "--steps", "2")
+COLOCATED = ("--workload", "rlboost-14b-14k")
+ROWS = "0,add,node1\n0,add,node2\n1000,remove,node1\n1000,add,node3\n90000,add,node4\n"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    file = tmp_path / "p3.csv"
+    file.write_text(ROWS)
+    return file
+
+
+def simulate(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", str(QUICKSTART), *map(str, arguments)])
+    return int(end.value.code or 0)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert simulate(*arguments) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    [line] = said.err.splitlines()
+    return line
+
+
+def test_a_trace_is_cut_and_sampled(capsys, trace: Path):
+    cut = ("--trace", trace, "--trace-from", 1, "--trace-to", 80)
+    assert simulate(*SMALL, *cut) == 0
+    assert f"on 0 nodes x 128 slots, 2 of {trace} that come and go" in capsys.readouterr().out
+    assert simulate(*SMALL, *cut, "--trace-share", 0.5, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)["as configured"]
+    assert figures["nodes_lost"] == 0
+    assert set(figures["devices"]) == {"spot", "trainer"}
+    hours = figures["device_hours"]
+    assert 0 < hours["spot"] <= hours["trainer"]  # it was there from the segment's beginning
+
+
+def test_preemptible_nodes_may_stay(capsys):
+    assert simulate(*SMALL, "--nodes", 1, "--preemptible", 3) == 0
+    out = capsys.readouterr().out
+    assert "on 1 nodes x 128 slots, 3 preemptible ones" in out
+    assert "0 nodes lost" in out
+
+
+def test_of_a_colocated_trainer_is_said_that_it_is_not_built(capsys):
+    assert simulate(*SMALL, *COLOCATED, "--nodes", 2, "--preemptible", 1) == 0
+    out = capsys.readouterr().out
+    assert "LightRL's own cannot change sides yet" in out
+    assert simulate(*SMALL, "--nodes", 2) == 0
+    assert "change sides" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--trace-from", 90), "from 90 to 90 s has no length"),
+        (("--trace-from", 91), "--trace-from 91: the trace goes from 0 to 90 s"),
+        (("--trace-to", 91), "--trace-to 91: the trace goes from 0 to 90 s"),
+        (("--trace-from", 5, "--trace-to", 4), "from 5 to 4 s has no length"),
+        (("--trace-share", 0), "--trace-share 0: above 0, at most 1"),
+        (("--trace-share", 2), "--trace-share 2: above 0, at most 1"),
+        (("--trace-share", "nan"), "--trace-share nan: above 0, at most 1"),
+        ((*COLOCATED, "--nodes", 0), "it needs nodes that are always there"),
+    ],
+)
+def test_a_part_of_a_trace_that_cannot_be_is_refused(
+    capsys, trace: Path, options: tuple[object, ...], complaint: str
+):
+    assert complaint in refusal(capsys, *SMALL, "--trace", trace, *options)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("5,add,a\n4,add,b\n", ":2: '4,add,b': goes back in time, from 5 ms"),
+        ("5,add,a\n6,add,a\n", ":2: '6,add,a': node a is there already"),
+        ("5,add,a\n6,remove,b\n", ":2: '6,remove,b': node b is not there"),
+        ("", "the trace is empty"),
+        ('{"a": 1}\n', ":1: '{\"a\": 1}': a row is milliseconds,add|remove,node"),
+        ("\0\0\n", "a row is milliseconds,add|remove,node"),
+        ("0,add,node-0\n", "node-0: another node has this name"),
+        ("0,add,trainer\n", "trainer: another node has this name"),
+        ("0,add,preemptible-0\n", "preemptible-0: another node has this name"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused(capsys, tmp_path: Path, text: str, complaint: str):
+    file = tmp_path / "bad.csv"
+    file.write_text(text)
+    line = refusal(capsys, *SMALL, "--nodes", 1, "--preemptible", 1, "--trace", file)
+    assert str(file) in line
+    assert complaint in line
+
+
+def test_a_directory_and_bytes_are_no_trace(capsys, tmp_path: Path):
+    assert "Is a directory" in refusal(capsys, *SMALL, "--trace", tmp_path)
+    file = tmp_path / "bad.csv"
+    file.write_bytes(b"\x80\x00\xff")
+    assert "cannot be read" in refusal(capsys, *SMALL, "--trace", file)
+
+
+@pytest.mark.parametrize("option", ["share", "from", "to"])
+def test_a_part_of_no_trace_is_refused(capsys, option: str):
+    line = refusal(capsys, *SMALL, "--nodes", 1, f"--trace-{option}", 0.5)
+    assert f"--trace-{option} is of a trace: --trace FILE is missing" in line

@@ -107,15 +107,15 @@ class ScaleCommand:
 
     async def _watch(self, process: Process, output: "_Output") -> str | None:
         """Until it has ended. What it leaves behind in order goes on: it may be nodes."""
-        problem = None
+        problem, limit_s = None, self._settings.timeout_s
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(limit_s):
                 code = await process.wait()
             if code:
                 how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
                 problem = f"failed ({how})"
         except TimeoutError:
-            problem = f"was killed: it had not ended after scale.timeout_s = {self._limit}"
+            problem = f"was killed: it had not ended after scale.timeout_s = {limit_s:g}"
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -125,10 +125,6 @@ class ScaleCommand:
         for line in said:
             logger.info("scale.command: %s", line)
         return f"{problem}: {said[-1][:MAX_LINE]}" if problem and said else problem
-
-    @property
-    def _limit(self) -> str:
-        return f"{self._settings.timeout_s:g}"
 
 
 class _Output:

@@ -147,8 +147,12 @@ class Coordinator:
             case _:
                 assert_never(event)
         self._advance(now)
-        while not self.ending.has_begun and self._dispatch(now):
-            self._advance(now)
+        while not self.ending.has_begun:
+            self._dispatch()
+            if not self.judge.settled:
+                self._plan_rebalance(now)
+                break
+            self._advance(now)  # what waited for a slot had lost meanwhile
         self.fleet.trainers.tell()
         return self.outbox.drain()
 
@@ -250,8 +254,8 @@ class Coordinator:
         if not self.ending.has_begun:
             self.judge.score(name, attempt, reward, failure)
 
-    def _dispatch(self, now: float) -> bool:
-        """Sends waiting responses to nodes with free slots. True: some had lost meanwhile.
+    def _dispatch(self) -> None:
+        """Sends waiting responses to nodes with free slots.
 
         A node that is about to serve the newest version has its share kept for it: else the first
         node to load would take the work of all the others. But a node that has nothing to do does
@@ -261,9 +265,6 @@ class Coordinator:
             most = min(sum(n.free for n in nodes), self._num_unreserved(nodes))
             waiting = self.judge.pop_waiting(most)
             self.table.generate(placement.assign(waiting, nodes, self._expect))
-        if not self.judge.settled:
-            self._plan_rebalance(now)
-        return bool(self.judge.settled)
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Waiting responses that are not the share of nodes that still load."""

@@ -4,8 +4,8 @@ Compared are, each from now on: to stay as it is; to release half of the shared 
 all of them, if others go on; and if nodes are gone since a release, to take half of the released
 ones back, or all. Of each it is known what those who sample then need for all that runs and waits
 (`View.rest_s`, by `Outlook` and the lengths foreseen), and what the trainer still has to do at its
-measured rate. A release is worth waiting for while those who stay
-need longer than the trainer will, and so it would run dry:
+measured rate. A release is worth waiting for while those who stay need longer than the trainer
+will, and so it would run dry:
 
     R(t) <= s + M / f
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightrl.core.placement import PREFILL_TOKENS_PER_STEP, Outlook
+from lightrl.core.placement import PREFILL_TOKENS_PER_STEP, Outlook, held_tokens
 from lightrl.core.state import Node, RoundKind
 
 KV_SHARE = 0.95  # of the caches that may be planned with
@@ -122,13 +122,9 @@ def moved_s(going: Sequence[Outlook], staying: Sequence[Node]) -> float:
     """What it costs those who stay to prefill what ran at those who go."""
     if not staying:
         return 0.0
-    held = sum(_held(o.node) for o in going)
+    held = sum(held_tokens(r) for o in going for r in o.node.running.values())
     step_s = sum(node.speed.step_s(1) for node in staying) / len(staying)
     return step_s * held / PREFILL_TOKENS_PER_STEP / len(staying)
-
-
-def _held(node: Node) -> int:
-    return sum(len(r.group.prompt.tokens) // 4 + len(r.tokens) for r in node.running.values())
 
 
 def best_window_s(work_s: float, train_s: float, shared: int, others: float) -> float:

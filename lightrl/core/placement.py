@@ -184,8 +184,13 @@ def moves(
 
 def move_s(response: Response, target: Outlook, chunk_tokens: int) -> float:
     """What taking a response over costs a node: the prompt and all tokens are prefilled."""
-    held = len(response.group.prompt.tokens) // 4 + len(response.tokens)
-    return target.node.speed.step_s(1) * (chunk_tokens + held / PREFILL_TOKENS_PER_STEP)
+    steps = chunk_tokens + held_tokens(response) / PREFILL_TOKENS_PER_STEP
+    return target.node.speed.step_s(1) * steps
+
+
+def held_tokens(response: Response) -> int:
+    """Of its prompt and of what was sampled."""
+    return len(response.group.prompt.tokens) // 4 + len(response.tokens)
 
 
 def _steps_of_all(node: Node, foresee: Foresee) -> list[tuple[float, float, Response]]:

@@ -215,7 +215,7 @@ class Sides:
         group_s, token_s = self._train_s(round)
         num = len(waiting) + sum(o.running for o in looks)
         # Each is foreseen as the mean of what it may become; the longest of many is longer.
-        longest = max([last, self._longest.get(round.kind, 0) - rest.most_held]) if num else 0.0
+        longest = max(last, self._longest.get(round.kind, 0) - rest.most_held) if num else 0.0
         gain = max((n.gain.tokens for n in sampling if n.speculates), default=1.0)
         ready_s = group_s * rest.num_done + token_s * rest.done
         train_s = ready_s + sum(group_s + token_s * tokens for _, tokens in rest.groups)

@@ -2,6 +2,7 @@
 other nodes, as an operator sees it. Reads the core, decides nothing."""
 
 import math
+from dataclasses import replace
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.worth import Outcome
@@ -23,20 +24,22 @@ def cost_figures(core: Coordinator) -> dict[str, float]:
 
 
 def cost_row(core: Coordinator) -> CostRow:
-    figures, fleet = cost_figures(core), core.fleet
+    figures, fleet, scaling = cost_figures(core), core.fleet, core.scaling
     now = fleet.num_preemptible
-    forecast = core.scaling.forecast() if fleet.nodes else None  # a run that is over has none
-    nearby = range(max(0, now - 1), now + 3) if forecast is not None else ()
-    return CostRow(
+    row = CostRow(
         reserved=len(fleet.nodes) - now,
         preemptible=now,
         usd=figures.get("usd"),
         usd_per_step=figures.get("usd_per_step"),
         usd_per_million_tokens=figures.get("usd_per_million_tokens"),
-        forecast=tuple(_row(forecast.outcome(n)) for n in nearby) if forecast is not None else (),
-        enough=core.scaling.enough(forecast) if forecast is not None else None,
-        wanted=core.scaling.learned.wanted if core.settings.scale_max else None,
+        wanted=scaling.learned.wanted if core.settings.scale_max else None,
     )
+    # a run that is over has no nodes to be foreseen
+    if not fleet.nodes or (forecast := scaling.forecast()) is None:
+        return row
+    nearby = range(max(0, now - 1), now + 3)
+    outcomes = tuple(_row(forecast.outcome(n)) for n in nearby)
+    return replace(row, forecast=outcomes, enough=scaling.enough(forecast))
 
 
 def _row(outcome: Outcome) -> StepForecast:

@@ -7,7 +7,6 @@ event loop: files are read and closed in threads.
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +14,9 @@ from pathlib import Path
 
 from lightrl.errors import WeightsError
 from lightrl.messages import PublishWeights, WeightsBase, WeightsSource
-from lightrl.rollout.threads import eventually, taken
+from lightrl.rollout.threads import eventually, find_proved, taken
 from lightrl.system.threads import in_thread
-from lightrl.weights.machine.local import LocalVersion, close_found, close_version, open_version
+from lightrl.weights.machine.local import LocalVersion, close_version, open_version
 from lightrl.weights.machine.store import Claim, Store
 from lightrl.weights.pull.transfer import Pull, Wanted
 from lightrl.weights.serve.server import WeightServer
@@ -121,13 +120,7 @@ class BaseVersion:
 
     async def _find(self, claim: Claim) -> LocalVersion | None:
         """On this machine; proved, and served to others from now on."""
-        is_ended = threading.Event()
-        try:
-            found = await taken(close_found, claim.find_proved, is_ended)
-        except asyncio.CancelledError:
-            is_ended.set()
-            raise
-        if found is None:
+        if (found := await find_proved(claim)) is None:
             return None
         version, is_own = found
         if not is_own:

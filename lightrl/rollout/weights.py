@@ -8,7 +8,6 @@ lie `weights/machine/store.py`'s. Never blocks the event loop: files are read an
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -31,11 +30,11 @@ from lightrl.messages import (
 from lightrl.rollout.base import BaseVersion
 from lightrl.rollout.deltas import DELTA_TIMEOUT_S, Deltas, Gain
 from lightrl.rollout.fetched import Announced, Fetched, are_same, wanted_of
-from lightrl.rollout.threads import eventually, taken
+from lightrl.rollout.threads import eventually, find_proved, taken
 from lightrl.system.addresses import not_everywhere
 from lightrl.system.child import is_for_lack
 from lightrl.system.threads import in_thread
-from lightrl.weights.machine.local import close_all, close_found, close_version, open_version
+from lightrl.weights.machine.local import close_all, close_version, open_version
 from lightrl.weights.machine.store import Claim, Store
 from lightrl.weights.pull.transfer import Pull, Wanted
 from lightrl.weights.serve.server import WeightServer
@@ -314,13 +313,7 @@ class NodeWeights:
 
     async def _find(self, claim: Claim, offer: PublishWeights) -> Fetched | None:
         """On this machine; proved."""
-        is_ended = threading.Event()
-        try:
-            found = await taken(close_found, claim.find_proved, is_ended)
-        except asyncio.CancelledError:
-            is_ended.set()
-            raise
-        if found is None:
+        if (found := await find_proved(claim)) is None:
             return None
         fetched = Fetched(offer, *found)
         if not fetched.is_own:

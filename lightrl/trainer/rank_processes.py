@@ -19,7 +19,7 @@ from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
-from lightrl.system.silence import LOOKS
+from lightrl.system.silence import patient_timeout
 from lightrl.trainer.nodes.followers import Life, RanksLost, RemoteRank
 from lightrl.trainer.protocol import (
     AT_ONCE,
@@ -315,9 +315,10 @@ def _devices(gpus: Sequence[str]) -> dict[str, str]:
 
 
 async def _any_done(futures: set[asyncio.Future[Any]], limit_s: float) -> bool:
-    """Whether one of them is done in time, counted in looks as in `Child.require_answers`."""
-    for _ in range(LOOKS):
-        some = asyncio.FIRST_COMPLETED
-        if (await asyncio.wait(futures, timeout=limit_s / LOOKS, return_when=some))[0]:
-            return True
-    return False
+    """Whether one of them is done in time."""
+    try:
+        async with patient_timeout(limit_s):
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    except TimeoutError:
+        return False
+    return True

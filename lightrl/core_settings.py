@@ -44,13 +44,13 @@ def settings_of(
         broadcast=config.broadcast,
         num_ranks=config.train.ranks,
         weights_timeout_s=config.weights.timeout_s,
-        prices=prices_of(config),
+        prices=_prices(config),
         scale_max=config.scale.max,
         scale_drain=config.scale.drain,
     )
 
 
-def prices_of(config: Config) -> Prices | None:
+def _prices(config: Config) -> Prices | None:
     """None: not known."""
     reserved, preemptible = config.prices.reserved_per_hour, config.prices.preemptible_per_hour
     if reserved is None or preemptible is None:

@@ -147,12 +147,11 @@ class Coordinator:
             case _:
                 assert_never(event)
         self._advance(now)
-        while not self.ending.has_begun:
-            self._dispatch()
-            if not self.judge.settled:
-                self._plan_rebalance(now)
-                break
+        self._dispatch()
+        while self.judge.settled and not self.ending.has_begun:
             self._advance(now)  # what waited for a slot had lost meanwhile
+            self._dispatch()
+        self._plan_rebalance(now)
         self.fleet.trainers.tell()
         return self.outbox.drain()
 
@@ -261,7 +260,7 @@ class Coordinator:
         node to load would take the work of all the others. But a node that has nothing to do does
         not wait for one that is slow to load.
         """
-        if nodes := self.table.nodes_with_room():
+        if not self.ending.has_begun and (nodes := self.table.nodes_with_room()):
             most = min(sum(n.free for n in nodes), self._num_unreserved(nodes))
             waiting = self.judge.pop_waiting(most)
             self.table.generate(placement.assign(waiting, nodes, self._expect))
@@ -378,7 +377,7 @@ class Coordinator:
 
     def _plan_rebalance(self, now: float) -> None:
         """Soon after a node got room that nothing waits for; not often: it looks at all nodes."""
-        if not (self.settings.migration and self.table.has_idle_room):
+        if self.ending.has_begun or not (self.settings.migration and self.table.has_idle_room):
             self._rebalance_at = None
         elif self._rebalance_at is None:
             pause_s = placement.REBALANCE_S + len(self.fleet.ready) * placement.REBALANCE_S_PER_NODE

@@ -63,9 +63,11 @@ def simulate_run(
     reserved, events = _fleet(fleet, config, scenario)
     if num_prompts and isinstance(scenario.workload.lengths, LengthModel):
         scenario = replace(scenario, workload=replace(scenario.workload, num_prompts=num_prompts))
-    if (prices := _prices(config)) is not None:
-        scenario = replace(scenario, prices=prices)
     settings = settings_of(config, scenario.workload.num_prompts)
+    if (known := settings.prices) is not None:  # else those of the workload count
+        trainer = known.reserved * config.train.nodes
+        prices = Prices(node=known.reserved, trainer=trainer, spot=known.preemptible)
+        scenario = replace(scenario, prices=prices)
     if scenario.training.placement == "colocated" and settings.max_staleness:
         raise SimError(
             "async.max_staleness: a trainer on the rollout nodes cannot work beside them"
@@ -102,14 +104,6 @@ def simulate_run(
     print()
     for part in comparison(named) if all_variants else tables(named["as configured"]):
         console.print(part)
-
-
-def _prices(config: Config) -> Prices | None:
-    """None: the config says none, and those of the workload count."""
-    reserved, preemptible = config.prices.reserved_per_hour, config.prices.preemptible_per_hour
-    if reserved is None or preemptible is None:
-        return None
-    return Prices(node=reserved, trainer=reserved * config.train.nodes, spot=preemptible)
 
 
 def _fleet(

@@ -121,7 +121,8 @@ def test_a_run_that_was_killed_is_interrupted_and_shows_where_its_journal_ends(c
     assert snapshot["rewards"] == [0.5]
     assert snapshot["evals"] == [[0, 0.25]]
     assert "lightrl resume" in complaint(capsys, "down", "one")
-    shown = screen(Snapshot(**{**snapshot, "nodes": (), "events": ()}), View(), 80, 24)
+    rows = {"nodes": (), "events": (), "cost": None}
+    shown = screen(Snapshot(**{**snapshot, **rows}), View(), 80, 24)
     assert "interrupted" in shown
 
 

@@ -57,7 +57,7 @@ def test_preemptible_nodes_may_stay(capsys):
 def test_of_a_colocated_trainer_is_said_that_it_is_not_built(capsys):
     assert simulate(*SMALL, *COLOCATED, "--nodes", 2, "--preemptible", 1) == 0
     out = capsys.readouterr().out
-    assert "LightRL's own cannot change sides yet" in out
+    assert "outside the simulator none can change sides yet" in out
     assert simulate(*SMALL, "--nodes", 2) == 0
     assert "change sides" not in capsys.readouterr().out
 
@@ -113,4 +113,4 @@ def test_a_directory_and_bytes_are_no_trace(capsys, tmp_path: Path):
 @pytest.mark.parametrize("option", ["share", "from", "to"])
 def test_a_part_of_no_trace_is_refused(capsys, option: str):
     line = refusal(capsys, *SMALL, "--nodes", 1, f"--trace-{option}", 0.5)
-    assert f"--trace-{option} is of a trace: --trace FILE is missing" in line
+    assert f"--trace-{option} takes a part of a trace: --trace FILE is missing" in line

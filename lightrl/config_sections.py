@@ -110,6 +110,11 @@ class Rollout(Section):
         default=(),
         description="GPU indices of the engines that `lightrl up` starts; default: the next",
     )
+    placement: Literal["own", "shared"] = Field(
+        default="own",
+        description="shared = the engines that `lightrl up` starts use the trainer's devices, in "
+        "turn with it",
+    )
 
 
 class Optim(Section):

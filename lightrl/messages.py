@@ -1,9 +1,9 @@
 """Every message that crosses the wire between daemons, and nothing that stays inside one process.
 
 Frozen dataclasses of plain types, so that they can be compared, printed and validated. Must import
-nothing of LightRL but the bounds of their fields, and those of broadcasts and of several trainer
-nodes, which have files of their own. Arrays travel as raw little-endian bytes: token ids as int32,
-logprobs as float32 (see `wire.pack_i32`, `wire.pack_f32`).
+nothing of LightRL but the bounds of their fields, and those of broadcasts, of several trainer nodes
+and of shared devices, which have files of their own. Arrays travel as raw little-endian bytes:
+token ids as int32, logprobs as float32 (see `wire.pack_i32`, `wire.pack_f32`).
 
 The types say how long a field may be, and numbers within which range: wire.py looks at the length
 that a frame announces before it makes anything of what follows, so a frame costs a bounded multiple
@@ -15,10 +15,10 @@ Who says what to whom (node = any daemon, head = the coordinator's daemon):
     node -> head   Hello Heartbeat TokenChunk WeightsEndpoint PublishWeights WeightsReady
                    WeightsFailed BadSource ShardsTaken StepDone Checkpointed Drain Bye
                    BroadcastOpened BroadcastJoined BroadcastSums BroadcastFailed
-                   TrainerRelay
+                   TrainerRelay Released Parked
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken Drain
                    OpenBroadcast JoinBroadcast SendBroadcast BroadcastSums
-                   TrainerSet TrainerRelay
+                   TrainerSet TrainerRelay Release Wake Park
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
 """
@@ -67,9 +67,10 @@ from lightrl.message_fields import (
     Version,
     Word,
 )
+from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
 from lightrl.trainer_messages import TrainerRelay, TrainerSet
 
-PROTOCOL = 9
+PROTOCOL = 10
 # why a node is refused that was given up while it was silent: it may say hello again
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # and one that comes too late
@@ -140,6 +141,10 @@ class Hello:
     is_preemptible: bool = False
     # of several trainer nodes the one that decides what their ranks do
     leads: bool = False
+    # the trainer node whose devices this rollout node uses; "" = its own
+    shares: Word = ""
+    # of shared devices: others have them now; its engine sleeps, or its ranks are parked
+    is_released: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -670,6 +675,11 @@ Message: TypeAlias = (
     | BroadcastFailed
     | TrainerSet
     | TrainerRelay
+    | Release
+    | Released
+    | Wake
+    | Park
+    | Parked
     | Drain
     | Bye
     | Watch

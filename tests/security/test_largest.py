@@ -182,7 +182,11 @@ TABLE = [
     of("Snapshot", SHOWN, "rewards", fields.MAX_ROWS, 1),
     named("Snapshot", SHOWN, "counters"),
 ]
-FIXED = {"Checkpointed", "OpenBroadcast", "ShardsTaken", "VersionTaken", "Watch"}  # numbers alone
+# numbers alone
+FIXED = {
+    *("Checkpointed", "OpenBroadcast", "ShardsTaken", "VersionTaken", "Watch"),
+    *("Release", "Released", "Wake", "Park", "Parked"),
+}
 
 
 def files(count: int) -> dict[str, bytes]:

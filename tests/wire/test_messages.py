@@ -74,6 +74,11 @@ EXAMPLES: list[m.Message] = [
     m.BroadcastFailed("7c1f", "rank 1: timed out", is_unreachable=True),
     m.TrainerSet("trainer-0", (("trainer-1", 2),)),
     m.TrainerRelay("trainer-1", b"frame"),
+    m.Release(3),
+    m.Released(3, 14_800_000_000, 0.6),
+    m.Wake(4),
+    m.Park(2),
+    m.Parked(2, 22_000_000_000, 1.1),
     m.Drain("rollout-0", "SIGTERM"),
     m.Bye("drained", True),
     m.Watch(0.5),
@@ -123,10 +128,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_9_are_pinned():
+def test_bytes_of_protocol_10_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 9
+    assert m.PROTOCOL == 10
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))

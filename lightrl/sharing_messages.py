@@ -1,0 +1,67 @@
+"""What is said so that devices sample and train in turn: who gives them back, and who has them.
+
+Part of messages.py, under its rules. A run whose engines have devices of their own says none of it.
+A rollout node that shares says so in its `Hello`, with the name of the trainer node; on both sides
+the hello also says who has the devices.
+"""
+
+from dataclasses import dataclass
+
+from lightrl.message_fields import Count, EngineSeconds
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """To a rollout node: give the devices back. It sends the tokens that it still holds and puts
+    its engine to sleep; what ran goes on elsewhere from there.
+
+    `number` counts the orders to this node; an answer repeats it, and an older one is ignored.
+    Example: Release(3)
+    """
+
+    number: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The engine sleeps, or is gone, and its devices are free; no token follows. Example:
+    Released(3, 14_800_000_000, 0.6)."""
+
+    number: Count
+    # by the engine's own count; 0 = it frees nothing, as vLLM on a CPU
+    freed_bytes: Count
+    # since the order came
+    seconds: EngineSeconds
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """To a released node: sample again, with the version that it has here or is still fetching.
+    Answered by WeightsReady or WeightsFailed. Only after its devices were given back by the ranks.
+
+    Example: Wake(4)
+    """
+
+    number: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """To each trainer node whose devices are shared: give them back in the middle of a step. What
+    was accumulated stays, in the host's memory; a shard that follows fetches all of it.
+
+    Before it publishes a version it does that unasked. Example: Park(2)
+    """
+
+    number: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Nothing of the ranks of this node is on its devices; said after each Park and, with number 0,
+    before a version is published. Example: Parked(2, 22_000_000_000, 1.1)."""
+
+    number: Count
+    # in the host's memory now, that were on the devices
+    num_bytes: Count
+    seconds: EngineSeconds

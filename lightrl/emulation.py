@@ -20,6 +20,9 @@ DEFAULTS = {
     "train_step_ms": 0.0,  # of an optimizer step
     "version_mb": 0.0,  # size of a version of the weights, at least 4 KiB
     "load_ms": 0.0,  # of a version, by an engine
+    "sleep_ms": 0.0,  # until an engine has given its devices back
+    "sleep_mb": 0.0,  # what that sets free
+    "wake_ms": 0.0,  # until an engine that slept can load a version
     # by which an engine's logprobs of a text are wrong, as if it served other weights
     "score_error": 0.0,
 }

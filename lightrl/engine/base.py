@@ -68,6 +68,8 @@ class EngineSpec:
     canary: float | None = None
     # versions are adapters, each beside the same base
     lora: LoraSpec | None = None
+    # training ranks use its devices in turn with it: it can give them back and go on
+    can_sleep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,33 @@ class ProveWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """Give back what weights and KV cache take on the devices; answered by EngineSlept. What runs
+    ends as aborted, and its last tokens come before that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Take the devices again; answered by EngineWoken. A LoadWeights must follow: until then there
+    are no weights, and nothing is generated. An engine that cannot wake ends its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSlept:
+    """No token follows. `freed_bytes`: on the devices, by the engine's own count."""
+
+    freed_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWoken:
+    """There is room for weights."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class GroupJoined:
     """`error`: why it is not a member, in one line; the engine goes on."""
 
@@ -166,10 +195,25 @@ class EngineFailed:
 
 
 EngineCommand: TypeAlias = (
-    EngineSpec | Generate | Abort | LoadWeights | JoinGroup | ReceiveWeights | ProveWeights
+    EngineSpec
+    | Generate
+    | Abort
+    | LoadWeights
+    | JoinGroup
+    | ReceiveWeights
+    | ProveWeights
+    | Sleep
+    | Wake
 )
 EngineEvent: TypeAlias = (
-    EngineStarted | TokenChunk | EngineLoaded | EngineFailed | GroupJoined | Load
+    EngineStarted
+    | TokenChunk
+    | EngineLoaded
+    | EngineFailed
+    | GroupJoined
+    | Load
+    | EngineSlept
+    | EngineWoken
 )
 
 
@@ -244,6 +288,16 @@ class Engine(Protocol):
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
         """As `load_weights`, by a broadcast: the sums over what all workers have received. Where
         it can, it gives up as soon as that is `is_unwanted`, with WeightsError."""
+        ...
+
+    def sleep(self) -> int:
+        """Give back what weights and KV cache take, while nothing runs. Returns the bytes that this
+        set free. Only of an engine that was built to (`EngineSpec.can_sleep`)."""
+        ...
+
+    def wake(self) -> None:
+        """Room for the weights again, with arbitrary values: `load_weights` must follow, and the KV
+        cache has room after that. Raises RuntimeError if the devices have too little."""
         ...
 
     def score(self, token_ids: list[int]) -> list[float]:

@@ -44,6 +44,8 @@ class EmulatedEngine:
         self._vocabulary = vocabulary_size(Path(spec.model_dir))
         self._max_length, self._slots = spec.max_model_length, spec.slots
         self._score_error, self._load_s = args["score_error"], args["load_ms"] / 1000
+        self._sleep_s, self._wake_s = args["sleep_ms"] / 1000, args["wake_ms"] / 1000
+        self._freed_bytes = round(args["sleep_mb"] * 1_000_000)
         self._digest, self._salt = "", 0
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
@@ -100,6 +102,14 @@ class EmulatedEngine:
 
     def receive_weights(self, command: ReceiveWeights, is_unwanted: IsUnwanted) -> tuple[int, ...]:
         raise WeightsError("an emulated engine has no weights to receive")
+
+    def sleep(self) -> int:
+        time.sleep(self._sleep_s)
+        self._digest, self._salt = "", 0
+        return self._freed_bytes
+
+    def wake(self) -> None:
+        time.sleep(self._wake_s)
 
     def score(self, token_ids: list[int]) -> list[float]:
         check_text(token_ids, self._vocabulary, self._max_length)

@@ -48,6 +48,12 @@ class RowCache(Cache):
             for layer in self.row_layers:
                 layer.widen(self._columns)
 
+    def give_back(self) -> int:
+        """All rows, while none is used; how many bytes that were. They are allocated anew at the
+        next pass, as at the first."""
+        self._columns = min(FIRST_COLUMNS, self._max_columns)
+        return sum(layer.give_back(self._columns) for layer in self.row_layers)
+
     def place(self, placement: Placement) -> None:
         """Says where the next forward pass writes and reads, in all layers."""
         for layer in self.row_layers:
@@ -91,6 +97,12 @@ class RowLayer(CacheLayerMixin):
             self.keys, self.values = self._allocate(keys), self._allocate(values)
             self.keys[:, :, :old] = keys[:, :, :old]
             self.values[:, :, :old] = values[:, :, :old]
+
+    def give_back(self, columns: int) -> int:
+        num_bytes = sum(kv.nbytes for kv in (self.keys, self.values) if kv is not None)
+        self.keys = self.values = None
+        self.is_initialized, self._columns = False, columns
+        return num_bytes
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object

@@ -1,7 +1,10 @@
 """The tensors that the torch engine computes with, and how a version comes into them.
 
-Owns the check that it fits, and which version adapters are beside. Imports torch.
+Owns the check that it fits, which version adapters are beside, and that their memory is given back
+while the engine sleeps. Imports torch.
 """
+
+import ctypes
 
 import torch
 
@@ -41,9 +44,39 @@ class LiveTensors:
     ) -> tuple[int, ...]:
         return self.member.load(command, tensors, self._targets, is_unwanted)
 
+    def give_back(self) -> int:
+        """The memory of all of them, to the system; how much that was. They stay the tensors that
+        they are."""
+        num_bytes = 0
+        for tensor in self._targets.values():
+            storage = tensor.untyped_storage()  # tied names share one
+            num_bytes += storage.nbytes()
+            storage.resize_(0)
+        self._base = ""
+        _return_to_system()
+        return num_bytes
+
+    def take_back(self) -> None:
+        """Room for all of them, with arbitrary values. Raises RuntimeError if there is none."""
+        for tensor in self._targets.values():
+            num_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < num_bytes:
+                storage.resize_(num_bytes)
+
     def _copy(self, file: VersionFile, tensors: tuple[TensorSpec, ...]) -> None:
         for name, tensor in map_tensors(file, tensors):
             self._targets[name].copy_(tensor)
+
+
+def _return_to_system() -> None:
+    """What was freed last is kept by allocators, for whoever asks in this process only."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
+    if trim is not None:
+        trim(0)
 
 
 class VersionLayouts:

@@ -1,23 +1,19 @@
-"""An engine in a process of its own: the child's main loop, and how a daemon starts one.
+"""An engine in a process of its own: the child's main loop.
 
 Owns when tokens are sent (batched into chunks) and that none is sent for weights that were not
-confirmed. Knows no engine's inner life, and imports torch or vLLM only in the child.
+confirmed. Knows no engine's inner life. `start.py` starts it; torch or vLLM is imported here only.
 """
 
 import gc
-import importlib.util
 import logging
 import socket
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
-from lightrl.config_sections import EngineKind
 from lightrl.engine.base import (
     Delta,
     Engine,
@@ -25,20 +21,22 @@ from lightrl.engine.base import (
     EngineEvent,
     EngineFailed,
     EngineLoaded,
+    EngineSlept,
     EngineSpec,
     EngineStarted,
+    EngineWoken,
     GroupJoined,
     JoinGroup,
-    Kind,
     LoadWeights,
     ProveWeights,
     ReceiveWeights,
+    Sleep,
+    Wake,
 )
 from lightrl.engine.inbox import EnginePipe, Inbox
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
-from lightrl.log import environment as log_environment
 from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, ResponseTokens, TokenChunk
-from lightrl.system.child import Child, Pipe
+from lightrl.system.child import Pipe
 from lightrl.system.imports import importing
 from lightrl.weights.broadcast.rendezvous import UNWANTED, OutOfReach
 from lightrl.weights.canary import compare, tolerance
@@ -48,51 +46,7 @@ from lightrl.wire import Codec, pack_f32, pack_i32, unpack_f32, unpack_i32
 logger = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 0.5
-EVERY_DEVICE: Mapping[str, str] = MappingProxyType({})
 FINISHED_SHARE = 5  # a finished response waits chunk_ms / 5 for others to finish with it
-
-EngineChild: TypeAlias = Child[EngineCommand, EngineEvent]
-
-
-def resolve_engine(kind: EngineKind) -> Kind:
-    """What `rollout.engine` means on this machine; imports nothing. Raises EngineError."""
-    installed = importlib.util.find_spec("vllm") is not None
-    if kind == "auto":
-        return "vllm" if installed else "torch"
-    if kind == "vllm" and not installed:
-        raise EngineError(
-            'rollout.engine = "vllm": not installed; run scripts/setup, or pip install '
-            '"lightrl[gpu]" (NVIDIA) or "lightrl[cpu]"'
-        )
-    return kind
-
-
-async def start_engine(
-    spec: EngineSpec,
-    threads: int,
-    log: Path | None = None,
-    devices: Mapping[str, str] = EVERY_DEVICE,
-) -> EngineChild:
-    """Starts an engine with `threads` CPU threads; its first event is EngineStarted or
-    EngineFailed.
-
-    `devices`: what its environment says of the GPUs that it may use.
-
-    The threads of all engines and trainers of a machine must not exceed its cores: waiting OpenMP
-    threads spin, and a machine with one thread too many was seen to be ten times slower.
-    """
-    env = {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-        **log_environment("engine"),
-        **devices,
-    }
-    target, name = "lightrl.engine.process:main", f"{spec.kind}-engine"
-    child = await Child.start(target, name, Codec(EngineCommand), Codec(EngineEvent), env, log)
-    child.send(spec)
-    return child
 
 
 def main(sock: socket.socket) -> None:
@@ -177,6 +131,8 @@ class Server:
         self._chunk_s = spec.chunk_ms / 1000
         self._version: tuple[int, str] | None = None  # and digest, of all tokens that are unsent
         self._is_served = False  # that version; else nothing is generated, whatever runs
+        self._can_sleep = spec.can_sleep
+        self._is_asleep = False
         self._received: Received | None = None
         self._group_timeout_s = 0.0
         self._outboxes: dict[str, UnsentTokens] = {}  # by response; one for each that runs
@@ -214,6 +170,10 @@ class Server:
                 self._prove(sums)
             case JoinGroup(place=place):
                 self._join(command, place.name)
+            case Sleep():
+                self._sleep()
+            case Wake():
+                self._wake()
             case EngineSpec():
                 self._pipe.send(EngineFailed("the engine is built already"))
             case _:
@@ -258,6 +218,7 @@ class Server:
         self._send(self._outboxes)
         self._group_timeout_s = command.place.timeout_s
         try:
+            self._require_awake()
             self._engine.join_group(command)
             self._pipe.send(GroupJoined(name))
         except LightRLError as e:
@@ -269,6 +230,7 @@ class Server:
         self._is_served = False
         begun_at = time.perf_counter()
         try:
+            self._require_awake()
             self._engine.load_weights(command.file, command.base)
         except (LightRLError, OSError) as e:
             self._fail(command.file, e)
@@ -282,6 +244,7 @@ class Server:
         self._is_served = False
         begun_at = time.perf_counter()
         try:
+            self._require_awake()
             sums = self._engine.receive_weights(command, self._inbox.is_unwanted)
         except (LightRLError, OSError) as e:
             self._fail(command.file, e, is_dropped=True)
@@ -289,6 +252,36 @@ class Server:
             return
         until = time.perf_counter() + self._group_timeout_s
         self._received = Received(command, sums, begun_at, until)
+
+    def _sleep(self) -> None:
+        if self._is_asleep or not self._can_sleep:
+            why = "it sleeps already" if self._is_asleep else "it was not built to"
+            self._pipe.send(EngineFailed(f"the engine was told to sleep, and {why}"))
+            return
+        begun_at = time.perf_counter()
+        self._drop("the engine goes to sleep")
+        self._abort([(response, outbox.attempt) for response, outbox in self._outboxes.items()])
+        self._version, self._is_served, self._is_asleep = None, False, True
+        num_bytes = self._engine.sleep()
+        self._pipe.send(EngineSlept(num_bytes, time.perf_counter() - begun_at))
+
+    def _wake(self) -> None:
+        if not self._is_asleep:
+            self._pipe.send(EngineFailed("the engine was told to wake, and does not sleep"))
+            return
+        begun_at = time.perf_counter()
+        try:
+            self._engine.wake()
+        except (LightRLError, RuntimeError, MemoryError) as e:  # whose memory is whose is not known
+            reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+            logger.error("the engine cannot wake: %s", reason)
+            raise SystemExit(1) from None
+        self._is_asleep = False
+        self._pipe.send(EngineWoken(time.perf_counter() - begun_at))
+
+    def _require_awake(self) -> None:
+        if self._is_asleep:
+            raise EngineError("the engine sleeps, and was not told to wake")
 
     def _proof_due_s(self) -> float | None:
         """In what time what was received must be proved, if something was."""

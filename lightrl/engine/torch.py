@@ -163,6 +163,12 @@ class TorchEngine:
         self._requeue()
         return self._tensors.receive(command, tensors, is_unwanted)
 
+    def sleep(self) -> int:
+        return self._cache.give_back() + self._tensors.give_back()
+
+    def wake(self) -> None:
+        self._tensors.take_back()
+
     def _requeue(self) -> None:
         """What runs has KV of the old weights: prefill again."""
         self._waiting.extendleft(reversed(self._rows))

@@ -19,7 +19,15 @@ from lightrl.engine.group_answers import askable, common_sums, require_joined
 from lightrl.engine.requests import accept, check_text
 from lightrl.engine.vllm_memory import left_on_gpu, shared_memory_args
 from lightrl.engine.vllm_score import computing_dtype, score
-from lightrl.engine.vllm_versions import DRAFTS, ENGINE, WINDOW, installed, lacking, other_torch
+from lightrl.engine.vllm_versions import (
+    DRAFTS,
+    ENGINE,
+    SLEEP,
+    WINDOW,
+    installed,
+    lacking,
+    other_torch,
+)
 from lightrl.errors import EngineError, EngineUnusable
 from lightrl.log import environment as log_environment
 from lightrl.messages import FinishReason, Load, PromptHistory, ResponseRequest, Sampling
@@ -31,6 +39,7 @@ from lightrl.weights.version.manifest import VersionFile
 if TYPE_CHECKING:
     from lightrl.engine.vllm_speculation import VllmSpeculation
 
+NO_SLEEP = "vLLM sets no memory free on a CPU while it sleeps; it generates nothing then"
 INSTEAD = ', or set rollout.engine = "torch"'
 MAX_AUTO_KV_BYTES = 4 << 30  # of a CPU engine whose kv_cache_gib is 0
 CPU_BLOCK_TOKENS = 128  # vLLM's KV block on CPU
@@ -85,7 +94,7 @@ class VllmEngine:
         self._responses: dict[str, str] = {}  # vLLM request -> response
         self._num_added = 0
         with importing():
-            self._api = Api(needs_lora=spec.lora is not None)
+            self._api = Api(spec.lora is not None, spec.can_sleep and self.device == "cuda")
         args = {**_engine_args(spec, config, dtype, self.device), **spec.engine_args}
         if spec.gpu_memory and self.device == "cuda":
             args |= shared_memory_args(spec, config, self._targets, args)
@@ -93,7 +102,9 @@ class VllmEngine:
         self._core = self._api.build(args)
         self.dtype = computing_dtype(self._core.vllm_config)
         self.num_workers = int(self._core.vllm_config.parallel_config.world_size)
-        self.notes: tuple[str, ...] = ()  # for the daemon to say
+        self._sleeps = False  # until there is room for the KV cache again
+        # for the daemon to say
+        self.notes: tuple[str, ...] = (NO_SLEEP,) if spec.can_sleep and self.device == "cpu" else ()
         self._speculation = self._speculate(spec) if spec.max_window else None
         self._num_preemptions = 0
         self._count_preemptions()
@@ -183,7 +194,19 @@ class VllmEngine:
         self._core.collective_rpc("lightrl_load", args=(file, base, self._lora))
         if self._lora is not None:
             self._api.lora_request = vllm_lora.request()
+        if self._sleeps:
+            self._sleeps = False
+            self._core.collective_rpc("lightrl_wake", args=("kv_cache",))
         self._requeue()
+
+    def sleep(self) -> int:
+        self._sleeps = self.device == "cuda"
+        return sum(self._core.collective_rpc("lightrl_sleep")) if self._sleeps else 0
+
+    def wake(self) -> None:
+        """Weights first: with its KV cache beside them a load has less room to work in."""
+        if self._sleeps:
+            self._core.collective_rpc("lightrl_wake", args=("weights",))
 
     def join_group(self, command: JoinGroup) -> None:
         require_joined(self._core.collective_rpc("lightrl_join", args=(command,)))
@@ -224,7 +247,7 @@ class VllmEngine:
         if reason is None:
             room = left_on_gpu(spec) / 2 if self.device == "cuda" else None
             return VllmSpeculation(spec, self._core, self._vocabulary, room)
-        self.notes = (f"no speculation: {reason}",)
+        self.notes += (f"no speculation: {reason}",)
         return None
 
     def _count_preemptions(self) -> None:
@@ -256,6 +279,8 @@ def _engine_args(spec: EngineSpec, config: Any, dtype: Any, device: str) -> dict
         "disable_log_stats": True,
         "seed": 0,
     }
+    if spec.can_sleep and device == "cuda":
+        args["enable_sleep_mode"] = True
     if spec.lora is not None:
         args |= vllm_lora.engine_args(spec.lora)
     if device == "cpu":
@@ -297,7 +322,7 @@ def _finish_reason(out: Any) -> FinishReason:
 class Api:
     """The parts of vLLM that are used, found before anything is built. Raises EngineUnusable."""
 
-    def __init__(self, needs_lora: bool = False) -> None:
+    def __init__(self, needs_lora: bool = False, needs_sleep: bool = False) -> None:
         version, self.lora_request = "(unknown version)", None
         try:
             import torch
@@ -310,12 +335,15 @@ class Api:
             from vllm.v1.engine.core import EngineCore
             from vllm.v1.executor import Executor
 
-            self.found = installed()
+            self.found = installed(ENGINE + DRAFTS)
             if (lack := lacking(ENGINE, self.found)) is not None:
                 raise EngineUnusable(f"vLLM {version} has {lack}: install one of {WINDOW}{INSTEAD}")
             needed = vllm_lora.ADAPTERS if needs_lora else ()
             if (lack := lacking(needed, installed(needed))) is not None:
                 raise EngineUnusable(f"LoRA: vLLM {version} has {lack}{INSTEAD}")
+            needed = SLEEP if needs_sleep else ()
+            if (lack := lacking(needed, installed(needed))) is not None:
+                raise EngineUnusable(f"sleep: vLLM {version} has {lack}{INSTEAD}")
             if torch.cuda.is_available():
                 _require_kernels(version)
             from lightrl.engine.vllm_worker import SEED

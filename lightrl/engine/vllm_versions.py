@@ -82,6 +82,7 @@ Part: TypeAlias = Call | Replaced | Has | OneOf
 _CORE = "vllm.v1.engine.core:EngineCore"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
 _PREPARE = f"{_RUNNER}._prepare_inputs"
 _BY_CONFIG, _BY_STEP = "speculative_config", "scheduled_spec_decode_tokens"
@@ -174,6 +175,13 @@ DRAFTS: tuple[Part, ...] = (
     OneOf(f"{_PREPARE}#names", (_BY_CONFIG, _BY_STEP)),
 )
 
+# of an engine whose devices are shared, on CUDA
+SLEEP: tuple[Part, ...] = (
+    Has("vllm.engine.arg_utils:EngineArgs", ("enable_sleep_mode",)),
+    Call(f"{_WORKER}.sleep", keywords=("level",)),
+    Call(f"{_WORKER}.wake_up", keywords=("tags",)),
+)
+
 
 def lacking(parts: Sequence[Part], found: Signatures) -> str | None:
     """The first part that this vLLM lacks, or has in another form; None: all are there."""
@@ -225,7 +233,7 @@ def torch_mismatch() -> str | None:
 # What is installed
 
 
-def installed(parts: Sequence[Part] = ENGINE + DRAFTS) -> dict[str, list[str]]:
+def installed(parts: Sequence[Part] = ENGINE + DRAFTS + SLEEP) -> dict[str, list[str]]:
     """Imports vLLM and looks. Raises what its import raises; what does not exist is left out."""
     found: dict[str, list[str]] = {}
     for part in parts:

@@ -8,7 +8,7 @@ sampler, so it must not be imported outside one. Works with the V1 model runner 
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from lightrl.weights.version.tensors import map_tensors
 
 # in SamplingParams.extra_args, because that reaches workers in other processes too
 SEED = "lightrl_seed"
+SLEEP_LEVEL = 2
 
 _stock_sample = GPUModelRunner._sample
 
@@ -109,6 +110,8 @@ class WorkerExtension:
     rank: int
     model_runner: Any
     device: torch.device
+    sleep: Callable[..., None]
+    wake_up: Callable[..., None]
 
     def lightrl_load(
         self,
@@ -131,6 +134,22 @@ class WorkerExtension:
             self._reload(map_tensors(base, _layouts.read(base)))
             self.model_runner.lightrl_base = base.digest
         vllm_lora.load(self.model_runner, tensors, lora)
+
+    def lightrl_sleep(self) -> int:
+        """Gives back weights and KV cache; how many bytes that is on this worker's GPU.
+
+        Level 2, which keeps no weights. Most sleeps end with another version. When one does not,
+        level 1 would save no time: the version's file is in the host's memory all the while, so
+        both copy from there, and level 1 would have it there twice.
+        """
+        free = torch.cuda.mem_get_info(self.device)[0]
+        self.sleep(level=SLEEP_LEVEL)
+        self.model_runner.lightrl_base = ""
+        return max(0, torch.cuda.mem_get_info(self.device)[0] - free)
+
+    def lightrl_wake(self, tag: str) -> None:
+        """Room for "weights", with arbitrary values; when they are loaded, for "kv_cache"."""
+        self.wake_up(tags=[tag])
 
     def lightrl_join(self, command: JoinGroup) -> tuple[str, bool]:
         """As one of its engine's workers. Why it is no member, or "", and whether that is because

@@ -26,7 +26,7 @@ from lightrl.engine.base import (
     Kind,
     LoadWeights,
 )
-from lightrl.engine.process import resolve_engine, start_engine
+from lightrl.engine.start import resolve_engine, start_engine
 from lightrl.errors import EngineError, EngineUnusable, first_error
 from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (

@@ -181,7 +181,7 @@ async def _through_lightrl(
     spec: Any, version: Any, prompts: list[list[int]], num: int
 ) -> dict[int, float]:
     from lightrl.engine.base import EngineFailed, EngineLoaded, EngineStarted, LoadWeights
-    from lightrl.engine.process import start_engine
+    from lightrl.engine.start import start_engine
     from lightrl.messages import Generate, ResponseRequest, Sampling, TokenChunk
     from lightrl.wire import pack_i32
 

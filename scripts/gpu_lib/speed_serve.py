@@ -41,7 +41,7 @@ async def measure(shape: str, module: Any, model: Path, folder: Path) -> None:
         EngineStarted,
         LoadWeights,
     )
-    from lightrl.engine.process import start_engine
+    from lightrl.engine.start import start_engine
     from lightrl.messages import WeightsSource
     from lightrl.tickets import pull_ticket
     from lightrl.weights.pull.transfer import Pull

@@ -6,16 +6,26 @@ import json
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.devices.cuda import has_cuda
-from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSpec, EngineStarted, LoadWeights
-from lightrl.engine.process import start_engine
+from lightrl.engine.base import (
+    EngineFailed,
+    EngineLoaded,
+    EngineSlept,
+    EngineSpec,
+    EngineStarted,
+    EngineWoken,
+    LoadWeights,
+    Sleep,
+    Wake,
+)
 from lightrl.engine.sampling import sample, uniforms
+from lightrl.engine.start import start_engine
 from lightrl.messages import (
     Abort,
     Canary,
@@ -30,6 +40,8 @@ from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.tensors import write_tensors
 from lightrl.wire import pack_i32, unpack_f32, unpack_i32
 from tests.support.warm import Origin, forking, origin
+
+Event = TypeVar("Event")
 
 VOCABULARY = 32
 MAX_LENGTH = 512
@@ -127,6 +139,7 @@ class EngineClient:
             started = self.receive(START_S)
             assert isinstance(started, EngineStarted)
             self.device, self.num_workers = started.device, started.num_workers
+            self.notes = started.notes
         except ChildDied:
             pytest.fail(log.read_text())
 
@@ -188,6 +201,22 @@ class EngineClient:
     def load(self, version: int) -> EngineLoaded:
         return self.load_file(self.tiny.files[version])
 
+    def sleep(self) -> EngineSlept:
+        self.child.send(Sleep())
+        return self.next(EngineSlept)
+
+    def wake(self, version: int, canary: Canary | None = None) -> EngineLoaded:
+        self.child.send(Wake())
+        self.child.send(LoadWeights(self.tiny.files[version], canary))
+        self.next(EngineWoken)
+        return self.next(EngineLoaded)
+
+    def next(self, kind: type[Event]) -> Event:
+        """The next event of this kind."""
+        while True:
+            if isinstance(event := self.receive(), kind):
+                return event
+
     def load_file(self, file: VersionFile, canary: Canary | None = None) -> Any:
         self.child.send(LoadWeights(file, canary))
         while True:
@@ -247,19 +276,19 @@ def start(
 
 @pytest.fixture(scope="session")
 def emulated_engine(start: Callable[..., EngineClient]) -> EngineClient:
-    return start("emulated", engine_args={"t0_ms": 1.0})
+    return start("emulated", can_sleep=True, engine_args={"t0_ms": 1.0})
 
 
 @pytest.fixture(scope="session")
 def torch_engine(start: Callable[..., EngineClient]) -> EngineClient:
-    return start("torch")
+    return start("torch", can_sleep=True)
 
 
 @pytest.fixture(scope="session")
 def vllm_engine(start: Callable[..., EngineClient]) -> EngineClient:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    return start("vllm")
+    return start("vllm", can_sleep=not has_cuda())  # there: tests/gpu/test_sleep.py
 
 
 @pytest.fixture(scope="session", params=["emulated", "torch", "vllm"])

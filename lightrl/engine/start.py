@@ -1,0 +1,62 @@
+"""How a daemon starts an engine: of which kind, and in a process of its own (process.py).
+
+Imports neither torch nor vLLM, to say which there is neither.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+from lightrl.config_sections import EngineKind
+from lightrl.engine.base import EngineCommand, EngineEvent, EngineSpec, Kind
+from lightrl.errors import EngineError
+from lightrl.log import environment as log_environment
+from lightrl.system.child import Child
+from lightrl.wire import Codec
+
+EVERY_DEVICE: Mapping[str, str] = MappingProxyType({})
+
+EngineChild: TypeAlias = Child[EngineCommand, EngineEvent]
+
+
+def resolve_engine(kind: EngineKind) -> Kind:
+    """What `rollout.engine` means on this machine; imports nothing. Raises EngineError."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if kind == "auto":
+        return "vllm" if installed else "torch"
+    if kind == "vllm" and not installed:
+        raise EngineError(
+            'rollout.engine = "vllm": not installed; run scripts/setup, or pip install '
+            '"lightrl[gpu]" (NVIDIA) or "lightrl[cpu]"'
+        )
+    return kind
+
+
+async def start_engine(
+    spec: EngineSpec,
+    threads: int,
+    log: Path | None = None,
+    devices: Mapping[str, str] = EVERY_DEVICE,
+) -> EngineChild:
+    """Starts an engine with `threads` CPU threads; its first event is EngineStarted or
+    EngineFailed.
+
+    `devices`: what its environment says of the GPUs that it may use.
+
+    The threads of all engines and trainers of a machine must not exceed its cores: waiting OpenMP
+    threads spin, and a machine with one thread too many was seen to be ten times slower.
+    """
+    env = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        **log_environment("engine"),
+        **devices,
+    }
+    target, name = "lightrl.engine.process:main", f"{spec.kind}-engine"
+    child = await Child.start(target, name, Codec(EngineCommand), Codec(EngineEvent), env, log)
+    child.send(spec)
+    return child

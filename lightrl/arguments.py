@@ -60,6 +60,14 @@ Preemptible = Annotated[
         help="this node may be taken away at any moment: no broadcast of weights waits for it",
     ),
 ]
+SharesOption = Annotated[
+    str,
+    typer.Option(
+        "--shares",
+        metavar="TRAINER",
+        help="this node's engine uses the devices of that trainer node, in turn with it",
+    ),
+]
 NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]
 AsJson = Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")]
 Settings = Annotated[
@@ -77,6 +85,7 @@ def require_coherent(
     name: str,
     slots: int,
     preemptible: bool = False,
+    shares: str = "",
 ) -> None:
     """Nothing that a user says may be ignored. Raises ConfigError, one line."""
     if join and settings and "coordinator" not in roles:
@@ -91,6 +100,10 @@ def require_coherent(
         )
     if preemptible and roles != ("rollout",):
         raise ConfigError("--preemptible is for one rollout daemon that has to --join a run")
+    if shares and roles != ("rollout",):
+        raise ConfigError("--shares is for one rollout daemon that has to --join a run")
+    if shares and preemptible:
+        raise ConfigError(f"--shares {shares}: a node that may be taken away has its own devices")
     if name and not roles:
         raise ConfigError("--name is for one daemon: --join or --role; else set run.name")
     if name:

@@ -18,6 +18,7 @@ from lightrl.arguments import (
     Preemptible,
     RoleOption,
     Settings,
+    SharesOption,
     Slots,
 )
 from lightrl.commands import exit_with, wait_for
@@ -53,6 +54,7 @@ def up(
     name: NameOption = "",
     slots: Slots = 0,
     preemptible: Preemptible = False,
+    shares: SharesOption = "",
     no_tui: NoTui = False,
     dry_run: Annotated[
         bool,
@@ -68,14 +70,14 @@ def up(
     coordinator; ctrl-C leaves. Needs the key of that run: --key FILE.
     """
     roles = arguments.roles(role or ("rollout" if join else ""))
-    arguments.require_coherent(settings or [], join, roles, name, slots, preemptible)
+    arguments.require_coherent(settings or [], join, roles, name, slots, preemptible, shares)
     if key is not None and not join:
         raise ConfigError("--key is for --join: a run that is started makes its own key")
     config = arguments.config(settings or [])
     if dry_run:
         _dry_run(config, roles, slots)
     elif roles:
-        _foreground(config, join, key, roles, name, slots, preemptible)
+        _foreground(config, join, key, roles, name, slots, preemptible, shares)
     elif config is None:
         raise typer.BadParameter(
             "give a CONFIG to start a run, or --join tcp://HOST:PORT to join one"
@@ -203,6 +205,7 @@ def daemon(
     ] = False,
     gpus: Annotated[str, typer.Option(help="for CUDA_VISIBLE_DEVICES of its children")] = "",
     gpu_memory: Annotated[float, typer.Option(help="share of them that its engine may take")] = 0.0,
+    shares: SharesOption = "",
 ) -> None:
     """One daemon of a run on this machine, started by `lightrl up`."""
     from lightrl.daemon.main import DaemonOptions, run
@@ -220,7 +223,11 @@ def daemon(
         # no more than it needs
         key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))
         options = DaemonOptions(
-            name, roles, run_dir, config, join or None, resume=resume, key=key, gpus=part
+            *(name, roles, run_dir, config, join or None),
+            resume=resume,
+            key=key,
+            gpus=part,
+            shares=shares,
         )
         return NOT_FINISHED if run(options) else 0
 
@@ -241,6 +248,7 @@ def _foreground(
     name: str,
     slots: int,
     preemptible: bool,
+    shares: str,
 ) -> None:
     """One daemon in this process."""
     if "coordinator" in roles:
@@ -282,6 +290,7 @@ def _foreground(
             slots=slots,
             key=text,
             is_preemptible=preemptible,
+            shares=shares,
         )
         exit_with(run(options))
 

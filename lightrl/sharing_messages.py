@@ -28,7 +28,7 @@ class Released:
     Released(3, 14_800_000_000, 0.6)."""
 
     number: Count
-    # by the engine's own count; 0 = it frees nothing, as vLLM on a CPU
+    # by the engine's own count; 0 = it is gone, or frees nothing, as vLLM on a CPU
     freed_bytes: Count
     # since the order came
     seconds: EngineSeconds

@@ -605,10 +605,75 @@ MUTATIONS = [
     ),
     Mutation(
         "nobody says that a version which is to come by broadcast will not be received",
-        "rollout/agent.py",
+        "rollout/orders.py",
         "            if wanted is not None and are_same(wanted, offer):",
         "            if False:",
         ("tests/rollout/test_broadcast.py",),
+    ),
+    # Devices that are shared
+    Mutation(
+        "engine of shared devices is started while others have them",
+        "rollout/agent.py",
+        "            await self._turns.ours.wait()\n",
+        "",
+        ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "engine that does not sleep in time is waited for",
+        "rollout/agent.py",
+        "                    (self._turns.due.is_set, node.grace_s),\n",
+        "",
+        ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "engine is woken when a version comes, whoever has its devices",
+        "rollout/orders.py",
+        "            elif not self._turns.ours.is_set():\n                await self._turns.ours.wait()\n",
+        "",
+        ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "order that was overtaken is carried out",
+        "rollout/turns.py",
+        "        elif order.number >= self._number:",
+        "        else:",
+        ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "coordinator that came in between is not told that the devices were given back",
+        "rollout/turns.py",
+        "self._has_new_hearer = self.due.is_set()",
+        "self._has_new_hearer = False",
+        ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "engines that die asleep are started for ever",
+        "rollout/turns.py",
+        "        self._num_failures += 1\n",
+        "",
+        ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "engine that sleeps keeps its weights",
+        "engine/live.py",
+        "            storage.resize_(0)\n",
+        "",
+        ("tests/engine/test_sleep.py",),
+    ),
+    Mutation(
+        "last tokens are lost when an engine sleeps",
+        "engine/process.py",
+        "        self._abort([(response, outbox.attempt) for response, outbox in "
+        "self._outboxes.items()])\n        self._version, self._is_served, self._is_asleep",
+        "        self._outboxes.clear()\n        self._version, self._is_served, self._is_asleep",
+        ("tests/engine/test_sleep.py",),
+    ),
+    Mutation(
+        "node of shared devices joins broadcast groups",
+        "rollout/agent.py",
+        "                    if not self._shares:",
+        "                    if True:",
+        ("tests/daemon/test_release.py",),
     ),
     Mutation(
         "each order makes an engine wait longer for the sums",
@@ -1489,8 +1554,8 @@ MUTATIONS = [
     Mutation(
         "engine that could not load another version counts as one that never served",
         "rollout/state.py",
-        "E.LOAD_FAILED: S.REFUSING",
-        "E.LOAD_FAILED: S.EMPTY",
+        "S.RELOADING: {E.LOADED: S.SERVING, E.LOAD_FAILED: S.REFUSING",
+        "S.RELOADING: {E.LOADED: S.SERVING, E.LOAD_FAILED: S.EMPTY",
         tests=("tests/rollout/test_state.py",),
     ),
     Mutation(

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from lightrl.config import Config
-from lightrl.errors import PeerUnreachable, ProtocolError
+from lightrl.errors import ConfigError, PeerUnreachable, ProtocolError
 from lightrl.message_fields import MAX_FILE_BYTES, MAX_FILES
 from lightrl.messages import Welcome
 
@@ -34,6 +34,15 @@ def require_welcome(welcome: Welcome) -> None:
     """Raises PeerUnreachable if it is a refusal."""
     if welcome.refused:
         raise PeerUnreachable(f"the coordinator refuses this node: {welcome.refused}")
+
+
+def require_shared(config: Config, shares: str) -> None:
+    """Raises ConfigError if the node shares devices, and the run has none that are shared."""
+    if shares and config.rollout.placement != "shared":
+        raise ConfigError(
+            f"--shares {shares}: in this run no devices are shared: rollout.placement = "
+            f"{config.rollout.placement!r}"
+        )
 
 
 def is_same_config(one: Config | None, other: Config) -> bool:

@@ -54,6 +54,8 @@ class DaemonOptions:
     gpus: Part | None = None
     # may be taken away at any moment
     is_preemptible: bool = False
+    # the trainer node whose devices its engine uses; "" = its own
+    shares: str = ""
 
 
 def run(options: DaemonOptions) -> int:
@@ -126,6 +128,7 @@ def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | N
     return Worker(
         *(options.name, roles, address, options.key, *place),
         is_preemptible=options.is_preemptible,
+        shares=options.shares,
     )
 
 

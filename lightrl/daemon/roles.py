@@ -18,7 +18,7 @@ from lightrl.broadcast_messages import (
     VersionTaken,
 )
 from lightrl.config import Config
-from lightrl.daemon.admission import write_model_files
+from lightrl.daemon.admission import require_shared, write_model_files
 from lightrl.daemon.weights import MachineWeights
 from lightrl.devices.assign import CPU, Assignment
 from lightrl.messages import (
@@ -33,6 +33,7 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
+from lightrl.sharing_messages import Release, Wake
 from lightrl.system.addresses import WILDCARD, split_address
 from lightrl.system.interfaces import own_host
 from lightrl.trainer.nodes.follower import Follower
@@ -55,9 +56,12 @@ class Roles:
         on_restart: Callable[[], None],
         relay: Callable[[Message], None],
         drain: Callable[[str], None],
+        rejoin: Callable[[], None],
+        shares: str = "",
     ) -> None:
-        """`coordinator` is its address; `send`, `on_restart` and `relay` are as `RolloutAgent` and
-        `Trainer` want them, `drain` as `TrainerNode` does."""
+        """`coordinator` is its address; `send`, `on_restart`, `relay` and `rejoin` are as
+        `RolloutAgent` and `Trainer` want them, `drain` as `TrainerNode` does. `shares`: the trainer
+        node whose devices the engine uses."""
         self._node = node
         self._names = names
         self._coordinator = coordinator
@@ -66,6 +70,8 @@ class Roles:
         self._on_restart = on_restart
         self._relay = relay
         self._drain = drain
+        self._rejoin = rejoin
+        self._shares = shares
         self._rollout: RolloutAgent | None = None
         self._trainer: Trainer | TrainerNode | None = None
         self._tasks: dict[Role, asyncio.Task[None]] = {}
@@ -79,8 +85,14 @@ class Roles:
         leads = isinstance(self._trainer, TrainerNode) and self._trainer.leads
         if (rollout := self._rollout) is None:
             return replace(hello, leads=leads)
-        serves, running, has_file = rollout.serves, rollout.unacked, rollout.has_file
-        return replace(hello, leads=leads, serves=serves, running=running, has_file=has_file)
+        return replace(
+            hello,
+            leads=leads,
+            serves=rollout.serves,
+            running=rollout.unacked,
+            has_file=rollout.has_file,
+            is_released=rollout.is_released,
+        )
 
     def heartbeat(self, lag_ms: float) -> Heartbeat:
         """`lag_ms`: how late the loop of this process is."""
@@ -101,6 +113,7 @@ class Roles:
         gpus: Assignment,
     ) -> None:
         if "rollout" in self._names:
+            require_shared(config, self._shares)
             model_dir = scratch / "model"
             write_model_files(model_dir, model_files)
             self._rollout = RolloutAgent(
@@ -114,6 +127,8 @@ class Roles:
                 weights.store,
                 weights.server,
                 gpus.engines[0] if gpus.engines else CPU,
+                self._shares,
+                self._rejoin,
             )
             self._tasks["rollout"] = tasks.create_task(self._rollout.run(), name="rollout")
         if "trainer" in self._names:
@@ -164,7 +179,15 @@ class Roles:
             ):
                 if self._trainer is not None:
                     self._trainer.handle(message)
-            case Generate() | Abort() | PublishWeights() | JoinBroadcast() | BroadcastSums():
+            case (
+                Generate()
+                | Abort()
+                | PublishWeights()
+                | JoinBroadcast()
+                | BroadcastSums()
+                | Release()
+                | Wake()
+            ):
                 if self._rollout is not None:
                     self._rollout.handle(message)
             case TrainerSet() | TrainerRelay():

@@ -73,10 +73,12 @@ class Worker:
         is_alone: bool = True,
         gpus: Part | None = None,
         is_preemptible: bool = False,
+        shares: str = "",
     ) -> None:
         """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
         `gpus`: of its ranks, or of its engine; None: the driver is asked. `is_preemptible`: this
-        machine may be taken away at any moment.
+        machine may be taken away at any moment. `shares`: the trainer node whose devices its engine
+        uses in turn with it.
         """
         self._name = name
         self._role_names = roles
@@ -93,9 +95,11 @@ class Worker:
             host=socket.gethostname(),
             slots=slots,
             is_preemptible=is_preemptible,
+            shares=shares,
+            is_released=bool(shares),
         )
-        callbacks = (self._send, self._restarted, self._relay, self.drain)
-        self._roles = Roles(name, roles, address, run_dir, *callbacks)
+        callbacks = (self._send, self._restarted, self._relay, self.drain, self._rejoin)
+        self._roles = Roles(name, roles, address, run_dir, *callbacks, shares)
         self._weights: MachineWeights | None = None  # while it takes part
         self._link: Link | None = None
         self._state = ConnectionState.OUT_OF_TOUCH

@@ -62,7 +62,7 @@ class LiveTensors:
             num_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
             storage = tensor.untyped_storage()
             if storage.nbytes() < num_bytes:
-                storage.resize_(num_bytes)
+                storage.resize_(int(num_bytes))
 
     def _copy(self, file: VersionFile, tensors: tuple[TensorSpec, ...]) -> None:
         for name, tensor in map_tensors(file, tensors):

@@ -8,25 +8,23 @@ engine goes on when it cannot. Never touches a tensor.
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lightrl.broadcast_messages import BroadcastFailed, BroadcastSums, JoinBroadcast
+from lightrl.broadcast_messages import BroadcastSums, JoinBroadcast
 from lightrl.config import Config
 from lightrl.devices.assign import CPU, Part, environment
 from lightrl.engine.base import (
-    EngineCommand,
-    EngineEvent,
     EngineFailed,
     EngineLoaded,
+    EngineSlept,
     EngineSpec,
     EngineStarted,
+    EngineWoken,
     GroupJoined,
     Kind,
-    LoadWeights,
 )
-from lightrl.engine.start import resolve_engine, start_engine
+from lightrl.engine.start import EngineChild, resolve_engine, start_engine
 from lightrl.errors import EngineError, EngineUnusable, first_error
 from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (
@@ -41,13 +39,15 @@ from lightrl.messages import (
 )
 from lightrl.rollout.broadcast import BroadcastMember
 from lightrl.rollout.engine_spec import engine_spec
-from lightrl.rollout.fetched import Announced, Fetched, are_same, confirmation
+from lightrl.rollout.orders import EngineOrders
 from lightrl.rollout.resend_buffer import ResendBuffer
 from lightrl.rollout.state import EDGES, HAS_SERVED, IS_LOADING, EngineChange, EngineState
+from lightrl.rollout.turns import Turns
 from lightrl.rollout.weights import NodeWeights
+from lightrl.sharing_messages import Release, Wake
 from lightrl.state_machine import next_state
 from lightrl.system.addresses import host_and_port
-from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
+from lightrl.system.child import ChildDied, retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
@@ -72,10 +72,13 @@ class RolloutAgent:
         store: Store,
         server: WeightServer,
         gpus: Part = CPU,
+        shares: str = "",
+        rejoin: Callable[[], None] = lambda: None,
     ) -> None:
         """`coordinator` is its address; `store` and `server` are this daemon's, and in use already.
 
         What `send` is given may be lost if `on_disconnect` is called; `resend` makes up for it.
+        `shares` and `rejoin`: see turns.py.
         """
         self.load = Load()
         self.device = ""
@@ -100,9 +103,11 @@ class RolloutAgent:
             lambda: self.serves,
             self._member.fail,
         )
-        self._state = EngineState.STARTING
+        self._shares = shares
+        self._turns = Turns(shares, send, rejoin, self._weights.again)
+        self.state = EngineState.STARTING
         # the process; whether it takes commands yet, or any more, is in the state
-        self._engine: Child[EngineCommand, EngineEvent] | None = None
+        self._engine: EngineChild | None = None
         self._crashes = CrashCounter(RESTARTS)
         self._running: dict[str, int] = {}  # response -> attempt
         self._kept = ResendBuffer(config.async_.max_staleness)
@@ -116,7 +121,12 @@ class RolloutAgent:
     @property
     def serves(self) -> tuple[int, str] | None:
         """The version that the engine has loaded, and its digest; none while it loads another."""
-        return self._loaded if self._state is EngineState.SERVING else None
+        return self._loaded if self.state is EngineState.SERVING else None
+
+    @property
+    def is_released(self) -> bool:
+        """Others have the devices; there is no engine, or it sleeps."""
+        return self._turns.is_released
 
     @property
     def has_file(self) -> bool:
@@ -137,6 +147,7 @@ class RolloutAgent:
         """The coordinator listens again, and knows `serves` and `unacked`: all tokens that it may
         lack."""
         self._in_touch = True
+        self._turns.welcomed()
         for chunk in self._kept.chunks():
             self._send(chunk)
 
@@ -162,6 +173,8 @@ class RolloutAgent:
 
     async def _serve_always(self) -> None:
         while True:
+            self._turns.gone()
+            await self._turns.ours.wait()
             try:
                 # In a task of its own: the group of tasks in there leaves its own cancels counted.
                 await asyncio.create_task(self._serve(), name="serve")
@@ -180,10 +193,17 @@ class RolloutAgent:
                 raise asyncio.CancelledError  # a group drops one that comes beside an error
 
     def handle(
-        self, message: Generate | Abort | PublishWeights | JoinBroadcast | BroadcastSums
+        self,
+        message: Generate | Abort | PublishWeights | JoinBroadcast | BroadcastSums | Release | Wake,
     ) -> None:
         """Takes a message of the coordinator."""
         match message:
+            case Release() | Wake():
+                self._turns.order(message)
+                if isinstance(message, Wake) and self._turns.refusal:
+                    self._refuse(self._turns.refusal)
+            case PublishWeights(version) if reason := self._turns.refusal:
+                self._send(WeightsFailed(version, reason[:MAX_TEXT]))
             case PublishWeights():
                 self._member.offered(message)
                 self._weights.offer(message)
@@ -193,7 +213,7 @@ class RolloutAgent:
                 self._member.take_sums(message)
             case Abort(attempts):
                 self._kept.forget(attempts)
-                if self._state is not EngineState.STARTING:
+                if self.state is not EngineState.STARTING:
                     self._order(message)
             case Generate():
                 self._generate(message)
@@ -228,8 +248,8 @@ class RolloutAgent:
         assert self._engine is not None  # nothing runs or is served in STARTING
         self._engine.send(command)
 
-    def _move(self, change: EngineChange) -> None:
-        self._state = next_state(EDGES, self._state, change)
+    def move(self, change: EngineChange) -> None:
+        self.state = next_state(EDGES, self.state, change)
 
     def _lose_all(self) -> None:
         """The engine generates nothing any more."""
@@ -239,17 +259,21 @@ class RolloutAgent:
 
     async def _serve(self) -> None:
         self._kind = self._kind or resolve_engine(self._config.rollout.engine)
-        spec = engine_spec(self._config, self._kind, self._model_dir, self._slots, self._gpus)
+        spec = engine_spec(
+            self._config, self._kind, self._model_dir, self._slots, self._gpus, bool(self._shares)
+        )
         engine = self._engine = await self._start(spec)
         started = asyncio.Event()
-        answers = asyncio.Queue[EngineLoaded | EngineFailed]()  # to each order to load a version
+        orders = EngineOrders(self, engine, self._weights, self._member, self._turns, self._send)
+        node, member = self._config.node, self._member
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(engine, started, answers), name="engine")
-                tasks.create_task(self._load_versions(engine, started, answers), name="loads")
+                tasks.create_task(self._receive(engine, started, orders), name="engine")
+                tasks.create_task(orders.run(started), name="orders")
                 for owes, limit_s in (
-                    (self._engine_owes, self._config.node.patience_s),
-                    (self._engine_owes_soon, self._member.patience_s),
+                    (self._engine_owes, node.patience_s),
+                    (self._engine_owes_soon, member.patience_s),
+                    (self._turns.due.is_set, node.grace_s),
                 ):
                     tasks.create_task(engine.require_answers(owes, limit_s), name="patience")
         except* ChildDied as died:
@@ -260,36 +284,44 @@ class RolloutAgent:
             await engine.stop(STOP_S)
 
     def _give_up_engine(self, reason: str) -> None:
-        """What ran here is gone; the version will be offered again."""
-        if self._state in HAS_SERVED:
+        """What ran here is gone; the version will be offered again. Nobody waits for one while
+        others have the devices."""
+        if self.state in HAS_SERVED:
             self._crashes.progressed()
         else:
             self._crashes.crashed()
-        self._move(EngineChange.DIED)
+        was_ours = self._turns.ours.is_set()
+        self._turns.died(reason)
+        self.move(EngineChange.DIED)
         self._lose_all()
         self.num_workers = 0
+        if was_ours:
+            self._refuse(self._turns.refusal or reason)
+        self._member.ended(reason)
+
+    def _refuse(self, reason: str) -> None:
+        """What is wanted here is not served."""
         if (wanted := self._weights.wanted) is not None:
             self._send(WeightsFailed(wanted.policy_version, reason[:MAX_TEXT]))
-        self._member.ended(reason)
 
     def _engine_owes(self) -> bool:
         """Tokens, or whether it has loaded a version. Not while it waits for others, nor while it
         has less time than for these."""
-        if self._state in IS_LOADING:
+        if self.state in IS_LOADING:
             return not (self._member.is_receiving or self._member.is_ending)
         return (
-            self._state is EngineState.SERVING
+            self.state is EngineState.SERVING
             and bool(self._running)
             and not self._member.is_joining
         )
 
     def _engine_owes_soon(self) -> bool:
         """Whether it has joined a group, or how what it was to receive has ended."""
-        if self._state in IS_LOADING:
+        if self.state in IS_LOADING:
             return self._member.is_ending or self._member.is_joining_first
         return self._member.is_joining
 
-    async def _start(self, spec: EngineSpec) -> Child[EngineCommand, EngineEvent]:
+    async def _start(self, spec: EngineSpec) -> EngineChild:
         """Again and again while this machine lacks descriptors, processes or memory. Raises
         EngineError."""
         threads = self._config.rollout.threads
@@ -304,10 +336,7 @@ class RolloutAgent:
             raise EngineError(f"the engine cannot be started: {e.strerror or e}") from None
 
     async def _receive(
-        self,
-        engine: Child[EngineCommand, EngineEvent],
-        started: asyncio.Event,
-        answers: asyncio.Queue[EngineLoaded | EngineFailed],
+        self, engine: EngineChild, started: asyncio.Event, orders: EngineOrders
     ) -> None:
         while True:
             match await engine.receive():
@@ -321,24 +350,31 @@ class RolloutAgent:
                     logger.info("engine started on %s in %.1f s", device, seconds)
                     for note in notes:
                         logger.warning("engine: %s", note)
-                    self.device, self.num_workers = device, num_workers
-                    self._member.started(engine.send)
-                    self._move(EngineChange.STARTED)
+                    self.device = device
+                    if not self._shares:  # two processes on one device are no members of a group
+                        self.num_workers = num_workers
+                        self._member.started(engine.send)
+                    self.move(EngineChange.STARTED)
                     started.set()
                 case EngineLoaded(version, digest) as loaded:
-                    self._move(EngineChange.LOADED)
+                    self.move(EngineChange.LOADED)
                     self._loaded = version, digest
                     self._kept.loaded(version, self._in_touch)
-                    answers.put_nowait(loaded)
+                    orders.answers.put_nowait(loaded)
+                case EngineSlept() as slept:
+                    self.move(EngineChange.SLEPT)
+                    orders.answers.put_nowait(slept)
+                case EngineWoken(seconds):
+                    logger.debug("the engine woke in %.2f s", seconds)
                 case EngineFailed(reason, None, is_unusable):
                     raise EngineUnusable(reason) if is_unusable else EngineError(reason)
                 case GroupJoined() as joined:
                     self._member.joined(joined)
                 case EngineFailed() as failed:
-                    self._move(EngineChange.LOAD_FAILED)
+                    self.move(EngineChange.LOAD_FAILED)
                     if not failed.is_dropped:
                         self._lose_all()
-                    answers.put_nowait(failed)
+                    orders.answers.put_nowait(failed)
 
     def _note_finished(self, chunk: TokenChunk) -> None:
         for item in chunk.responses:
@@ -346,51 +382,3 @@ class RolloutAgent:
                 del self._running[item.response]
         if not self._running:
             self._all_out.set()
-
-    async def _load_versions(
-        self,
-        engine: Child[EngineCommand, EngineEvent],
-        started: asyncio.Event,
-        answers: asyncio.Queue[EngineLoaded | EngineFailed],
-    ) -> None:
-        """Loads the newest version that is here; the next one comes meanwhile."""
-        await started.wait()
-        while True:
-            fetched = await self._weights.next()
-            try:
-                await self._load(engine, fetched, answers)
-            finally:
-                self._weights.loaded()
-
-    async def _load(
-        self,
-        engine: Child[EngineCommand, EngineEvent],
-        fetched: Fetched | Announced,
-        answers: asyncio.Queue[EngineLoaded | EngineFailed],
-    ) -> None:
-        offer, begun_at = fetched.offer, time.monotonic()
-        if self.serves == (offer.policy_version, offer.digest):
-            return  # it has come by broadcast, after it was not expected any more
-        if isinstance(fetched, Fetched):
-            self._member.pulled()
-            engine.send(LoadWeights(fetched.file, offer.canary, fetched.base_file))
-        elif not self._member.receive(fetched.file, offer):
-            wanted = self._weights.wanted
-            if wanted is not None and are_same(wanted, offer):  # else what is to come is another
-                self._member.fail(offer.group, "no engine waits for it any more")
-            return
-        self._move(EngineChange.LOAD_ORDERED)
-        answer = await answers.get()
-        is_wanted = self._member.answered()
-        match answer:
-            case EngineLoaded():
-                seconds = time.monotonic() - begun_at
-                logger.debug("version %d: %.2f s to load", offer.policy_version, seconds)
-                self._send(confirmation(answer, fetched, seconds))
-            case EngineFailed(reason, is_dropped=True):
-                if is_wanted:
-                    self._send(BroadcastFailed(offer.group, reason[:MAX_TEXT]))
-            case EngineFailed(reason):
-                if isinstance(fetched, Fetched):
-                    self._weights.reject(fetched)  # the file may be what is wrong
-                self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))

@@ -7,7 +7,9 @@ from lightrl.devices.assign import Part
 from lightrl.engine.base import EngineSpec, Kind, LoraSpec
 
 
-def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: Part) -> EngineSpec:
+def engine_spec(
+    config: Config, kind: Kind, model_dir: Path, slots: int, gpus: Part, can_sleep: bool = False
+) -> EngineSpec:
     """What an engine of this node is told when it starts."""
     rollout, speculation, lora = config.rollout, config.speculation, config.model.lora
     return EngineSpec(
@@ -26,4 +28,5 @@ def engine_spec(config: Config, kind: Kind, model_dir: Path, slots: int, gpus: P
         is_deterministic=config.run.deterministic,
         canary=config.weights.canary,
         lora=LoraSpec(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
+        can_sleep=can_sleep,
     )

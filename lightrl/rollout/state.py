@@ -9,7 +9,8 @@ from lightrl.state_machine import frozen
 
 
 class EngineState(StrEnum):
-    # there is none yet, or none any more, that takes commands
+    # there is none yet, or none any more, that takes commands; while others have its devices, none
+    # is started either
     STARTING = "starting"
     # it takes commands and has never loaded a version
     EMPTY = "empty"
@@ -19,6 +20,12 @@ class EngineState(StrEnum):
     RELOADING = "reloading"
     # it has served, and could not load another version
     REFUSING = "refusing"
+    # it was told to sleep: what ran is on its way here
+    FALLING_ASLEEP = "falling asleep"
+    # others have its devices
+    ASLEEP = "asleep"
+    # it was told to wake and to load a version
+    WAKING = "waking"
 
 
 class EngineChange(StrEnum):
@@ -26,6 +33,9 @@ class EngineChange(StrEnum):
     LOAD_ORDERED = "load ordered"
     LOADED = "loaded"
     LOAD_FAILED = "load failed"
+    SLEEP_ORDERED = "sleep ordered"
+    SLEPT = "slept"
+    WAKE_ORDERED = "wake ordered"
     DIED = "died"
 
 
@@ -34,14 +44,30 @@ S, E = EngineState, EngineChange
 EDGES = frozen(
     {
         S.STARTING: {E.STARTED: S.EMPTY, E.DIED: S.STARTING},
-        S.EMPTY: {E.LOAD_ORDERED: S.LOADING, E.DIED: S.STARTING},
+        S.EMPTY: {
+            E.LOAD_ORDERED: S.LOADING,
+            E.SLEEP_ORDERED: S.FALLING_ASLEEP,
+            E.DIED: S.STARTING,
+        },
         S.LOADING: {E.LOADED: S.SERVING, E.LOAD_FAILED: S.EMPTY, E.DIED: S.STARTING},
-        S.SERVING: {E.LOAD_ORDERED: S.RELOADING, E.DIED: S.STARTING},
+        S.SERVING: {
+            E.LOAD_ORDERED: S.RELOADING,
+            E.SLEEP_ORDERED: S.FALLING_ASLEEP,
+            E.DIED: S.STARTING,
+        },
         S.RELOADING: {E.LOADED: S.SERVING, E.LOAD_FAILED: S.REFUSING, E.DIED: S.STARTING},
-        S.REFUSING: {E.LOAD_ORDERED: S.RELOADING, E.DIED: S.STARTING},
+        S.REFUSING: {
+            E.LOAD_ORDERED: S.RELOADING,
+            E.SLEEP_ORDERED: S.FALLING_ASLEEP,
+            E.DIED: S.STARTING,
+        },
+        S.FALLING_ASLEEP: {E.SLEPT: S.ASLEEP, E.DIED: S.STARTING},
+        S.ASLEEP: {E.WAKE_ORDERED: S.WAKING, E.DIED: S.STARTING},
+        S.WAKING: {E.LOADED: S.SERVING, E.LOAD_FAILED: S.REFUSING, E.DIED: S.STARTING},
     }
 )
 
-IS_LOADING = frozenset({S.LOADING, S.RELOADING})
-# This process was of use: if it dies, the next one may be as well.
-HAS_SERVED = frozenset({S.SERVING, S.RELOADING, S.REFUSING})
+IS_LOADING = frozenset({S.LOADING, S.RELOADING, S.WAKING})
+# This process was of use: if it dies, the next one may be as well. How often one that slept may
+# die is counted in turns.py.
+HAS_SERVED = frozenset({S.SERVING, S.RELOADING, S.REFUSING, S.FALLING_ASLEEP, S.ASLEEP, S.WAKING})

@@ -76,7 +76,7 @@ class NodeWeights:
         progress = partial(self._make_pull, on_progress=self._note_progress)
         self._base = BaseVersion(store, server, progress)
         self._next: Fetched | Announced | None = None  # to be loaded
-        self._is_next = asyncio.Event()
+        self.is_next = asyncio.Event()  # that there is one
         self._held: Fetched | None = None  # loaded, or being loaded; not by broadcast
         self._loading: Fetched | Announced | None = None
         self._chores: set[asyncio.Task[None]] = set()
@@ -86,6 +86,11 @@ class NodeWeights:
         if (base := message.base) is not None:
             self._base.offered(base.digest, self._reachable(base.sources))
         self._is_offered.set()
+
+    def again(self) -> None:
+        """What was offered last is wanted anew: the engine has lost it."""
+        if self.wanted is not None:
+            self._is_offered.set()
 
     @property
     def has_file(self) -> bool:
@@ -97,8 +102,8 @@ class NodeWeights:
         """The newest version that is to be loaded, when it is here; from now on this one is held,
         and the one before is neither served nor kept. `loaded` must follow. One that comes by
         broadcast takes its place only then: if it fails, differences are from the one before."""
-        await self._is_next.wait()
-        self._is_next.clear()
+        await self.is_next.wait()
+        self.is_next.clear()
         fetched, self._next = self._next, None
         assert fetched is not None
         self._loading = fetched
@@ -188,9 +193,9 @@ class NodeWeights:
         """What is to be loaded next; not what was to be until now."""
         before, self._next = self._next, fetched
         if fetched is not None:
-            self._is_next.set()
+            self.is_next.set()
         else:
-            self._is_next.clear()
+            self.is_next.clear()
         kept = [f.version for f in self._fetched()]
         if isinstance(before, Announced):
             self._start(self._release(before.claim))

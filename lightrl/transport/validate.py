@@ -49,6 +49,7 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
+from lightrl.sharing_messages import Released
 from lightrl.system.addresses import split_known
 from lightrl.weights.serve.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 
@@ -123,6 +124,7 @@ OF_NODES = (
     BadSource,
     BroadcastJoined,
     BroadcastFailed,
+    Released,
     Bye,
 )
 

@@ -15,7 +15,14 @@ class Engine:
     is_started: bool = False
     is_loading: bool = False
     serves: bool = False
+    # or was told to sleep
     has_served: bool = False
+    is_falling_asleep: bool = False
+    is_asleep: bool = False
+
+    @property
+    def has_devices(self) -> bool:
+        return self.is_started and not (self.is_falling_asleep or self.is_asleep)
 
     def after(self, event: EngineChange) -> "Engine | None":
         match event:
@@ -23,12 +30,18 @@ class Engine:
                 return Engine()
             case E.STARTED if not self.is_started:
                 return Engine(is_started=True)
-            case E.LOAD_ORDERED if self.is_started and not self.is_loading:
+            case E.LOAD_ORDERED if self.has_devices and not self.is_loading:
                 return replace(self, is_loading=True, serves=False)
             case E.LOADED if self.is_loading:
                 return Engine(is_started=True, serves=True, has_served=True)
+            case E.SLEEP_ORDERED if self.has_devices and not self.is_loading:
+                return Engine(is_started=True, has_served=True, is_falling_asleep=True)
+            case E.SLEPT if self.is_falling_asleep:
+                return Engine(is_started=True, has_served=True, is_asleep=True)
+            case E.WAKE_ORDERED if self.is_asleep and not self.is_loading:
+                return replace(self, is_loading=True)
             case E.LOAD_FAILED if self.is_loading:
-                return replace(self, is_loading=False, serves=False)
+                return replace(self, is_loading=False, serves=False, is_asleep=False)
             case _:
                 return None
 

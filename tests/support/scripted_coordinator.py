@@ -183,11 +183,13 @@ def joined(items: list[ResponseTokens]) -> tuple[int, list[int]]:
 
 
 @contextlib.asynccontextmanager
-async def rollout_daemon(address: str, key_file: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def rollout_daemon(
+    address: str, key_file: Path, *options: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
     command = ("-m", "lightrl.cli", "up", "--join", address, "--key", str(key_file), "--name", "a")
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdout=pipe, stderr=pipe
+        sys.executable, *command, *options, stdout=pipe, stderr=pipe
     )
     try:
         yield process

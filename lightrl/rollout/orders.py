@@ -1,0 +1,134 @@
+"""What one engine process is ordered, one thing after the other: to load a version, to sleep, to
+wake; and what is said of how that went.
+
+Owns the order of these orders. Which version is here is known to weights.py, whose turn it is with
+the devices to turns.py.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from lightrl.broadcast_messages import BroadcastFailed
+from lightrl.engine.base import EngineFailed, EngineLoaded, EngineSlept, LoadWeights, Sleep, Wake
+from lightrl.engine.start import EngineChild
+from lightrl.message_fields import MAX_TEXT
+from lightrl.messages import Message, WeightsFailed
+from lightrl.rollout.broadcast import BroadcastMember
+from lightrl.rollout.fetched import Announced, Fetched, are_same, confirmation
+from lightrl.rollout.state import EngineChange, EngineState
+from lightrl.rollout.turns import Turns
+from lightrl.rollout.weights import NodeWeights
+from lightrl.system.child import ChildDied
+
+logger = logging.getLogger(__name__)
+
+
+class HasEngine(Protocol):
+    """Who knows where the engine is between its start and its end."""
+
+    @property
+    def state(self) -> EngineState: ...
+
+    @property
+    def serves(self) -> tuple[int, str] | None: ...
+
+    def move(self, change: EngineChange) -> None: ...
+
+
+class EngineOrders:
+    """`run` in a task; what the engine answers belongs into `answers`."""
+
+    def __init__(
+        self,
+        owner: HasEngine,
+        engine: EngineChild,
+        weights: NodeWeights,
+        member: BroadcastMember,
+        turns: Turns,
+        send: Callable[[Message], None],
+    ) -> None:
+        self.answers = asyncio.Queue[EngineLoaded | EngineFailed | EngineSlept]()
+        self._owner = owner
+        self._engine = engine
+        self._weights = weights
+        self._member = member
+        self._turns = turns
+        self._send = send
+
+    async def run(self, started: asyncio.Event) -> None:
+        """Once the engine has started: loads the newest version that is here, while the devices are
+        ours; the next one comes meanwhile. Raises ChildDied if it has woken to what is none."""
+        await started.wait()
+        while True:
+            if self._turns.due.is_set():
+                await self._sleep()
+            elif not self._turns.ours.is_set():
+                await self._turns.ours.wait()
+            elif self._weights.is_next.is_set():
+                fetched = await self._weights.next()
+                try:
+                    await self._load(fetched)
+                finally:
+                    self._weights.loaded()
+            else:
+                await _either(self._weights.is_next, self._turns.due)
+
+    async def _sleep(self) -> None:
+        """What runs is given up: the engine sends its last tokens before it sleeps."""
+        if self._owner.state is EngineState.ASLEEP:  # it has not been told to wake since
+            self._turns.slept(self._turns.freed_bytes)
+            return
+        self._engine.send(Sleep())
+        self._owner.move(EngineChange.SLEEP_ORDERED)
+        answer = await self.answers.get()
+        assert isinstance(answer, EngineSlept)
+        self._turns.slept(answer.freed_bytes)
+
+    async def _load(self, fetched: Fetched | Announced) -> None:
+        offer, begun_at = fetched.offer, time.monotonic()
+        if self._owner.serves == (offer.policy_version, offer.digest):
+            return  # it has come by broadcast, after it was not expected any more
+        sleeps = self._owner.state is EngineState.ASLEEP
+        if isinstance(fetched, Fetched):
+            self._member.pulled()
+            if sleeps:
+                self._engine.send(Wake())
+            self._engine.send(LoadWeights(fetched.file, offer.canary, fetched.base_file))
+        elif not self._member.receive(fetched.file, offer):
+            wanted = self._weights.wanted
+            if wanted is not None and are_same(wanted, offer):  # else what is to come is another
+                self._member.fail(offer.group, "no engine waits for it any more")
+            return
+        self._owner.move(EngineChange.WAKE_ORDERED if sleeps else EngineChange.LOAD_ORDERED)
+        answer = await self.answers.get()
+        is_wanted = self._member.answered()
+        match answer:
+            case EngineLoaded():
+                self._turns.loaded(sleeps)
+                seconds = time.monotonic() - begun_at
+                logger.debug("version %d: %.2f s to load", offer.policy_version, seconds)
+                self._send(confirmation(answer, fetched, seconds))
+            case EngineFailed(reason, is_dropped=True):
+                if is_wanted:
+                    self._send(BroadcastFailed(offer.group, reason[:MAX_TEXT]))
+            case EngineFailed(reason):
+                if isinstance(fetched, Fetched):
+                    self._weights.reject(fetched)  # the file may be what is wrong
+                if sleeps:  # or the engine: another one will tell
+                    raise ChildDied(f"the engine woke, and {reason}")
+                self._send(WeightsFailed(offer.policy_version, reason[:MAX_TEXT]))
+            case _:
+                raise AssertionError(answer)
+
+
+async def _either(*events: asyncio.Event) -> None:
+    """Returns when one of them is set."""
+    waits = [asyncio.create_task(event.wait(), name="wait") for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

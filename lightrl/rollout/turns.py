@@ -1,0 +1,132 @@
+"""Whose turn it is with devices that are shared: the coordinator's orders to give them back and to
+take them again, each carried out after the one before, and what is answered.
+
+Owns when this node may have an engine that is awake, and when it gives up to wake one. Tells no
+engine anything: orders.py does, and says here what came of it. Devices of its own are always ours.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from lightrl.messages import Message
+from lightrl.sharing_messages import Release, Released, Wake
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 2  # engines in a row that die asleep or do not wake; then the devices only train
+
+
+class Turns:
+    def __init__(
+        self,
+        shares: str,
+        send: Callable[[Message], None],
+        rejoin: Callable[[], None],
+        on_wake: Callable[[], None],
+    ) -> None:
+        """`shares`: the trainer node whose devices these are; "" = they are not shared. `rejoin`:
+        says hello again. `on_wake`: this node may have an engine, which has no version.
+
+        A node begins as released: another process of it may have gone while ranks had the devices.
+        """
+        self.ours = asyncio.Event()  # an engine may be started, woken and loaded
+        self.due = asyncio.Event()  # they are being given back: not ours, and not released yet
+        self.refusal = ""  # why no engine is woken here any more
+        self.freed_bytes = 0  # by the engine that sleeps
+        self._shares = shares
+        self._send = send
+        self._rejoin = rejoin
+        self._on_wake = on_wake
+        self._number = -1  # of the newest order
+        self._begun_at = 0.0
+        self._wakes_after = False  # what is due
+        self._has_new_hearer = False  # whoever ordered what is due does not know of it any more
+        self._is_to_wake = False  # an engine has slept, and none has loaded a version since
+        self._num_failures = 0
+        if not shares:
+            self.ours.set()
+
+    @property
+    def is_released(self) -> bool:
+        return not (self.ours.is_set() or self.due.is_set())
+
+    # What the coordinator says
+
+    def order(self, order: Release | Wake) -> None:
+        """Each is answered once it was carried out. One that comes again is answered again; an
+        older one counts no more."""
+        if not self._shares:
+            logger.warning("this node has devices of its own; it was told: %s", order)
+        elif order.number >= self._number:
+            self._number = order.number
+            if isinstance(order, Release):
+                self._release()
+            elif self.due.is_set():
+                self._wakes_after = True
+            elif not self.refusal:
+                self._wake()
+
+    def welcomed(self) -> None:
+        """By a coordinator that knows whether this node is released, and may count from 0 again."""
+        self._number = -1
+        self._has_new_hearer = self.due.is_set()
+
+    def _release(self) -> None:
+        self._wakes_after = self._has_new_hearer = False
+        if self.ours.is_set():
+            self._begun_at = time.monotonic()
+            self.ours.clear()
+            self.due.set()
+        elif not self.due.is_set():
+            self._send(Released(self._number, self.freed_bytes, 0.0))
+
+    def _wake(self) -> None:
+        self.ours.set()
+        self._on_wake()
+
+    # What comes of it
+
+    def slept(self, num_bytes: int) -> None:
+        """The engine does, and has set so much free."""
+        self._is_to_wake = True
+        self._released(num_bytes)
+
+    def gone(self) -> None:
+        """There is no engine; if the devices are to be given back, they are."""
+        self.freed_bytes = 0
+        if self.due.is_set():
+            self._released(0)
+
+    def loaded(self, has_woken: bool) -> None:
+        """The engine serves a version. `has_woken`: it slept until then."""
+        self._is_to_wake = False
+        if has_woken:
+            self._num_failures = 0
+
+    def died(self, reason: str) -> None:
+        """The engine has. One that was to be released may have been killed for that: this is not
+        counted."""
+        if self.due.is_set() or not self._is_to_wake:
+            return
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            self.ours.clear()
+            self.refusal = f"engines here do not wake, so its devices only train: {reason}"
+            logger.error("%s", self.refusal)
+
+    def _released(self, num_bytes: int) -> None:
+        seconds = time.monotonic() - self._begun_at
+        self.freed_bytes = num_bytes
+        self.due.clear()
+        number, wakes_after = self._number, self._wakes_after
+        logger.info("devices given back in %.2f s: %d bytes", seconds, num_bytes)
+        if self._has_new_hearer:
+            self._has_new_hearer = False
+            self._rejoin()
+        elif not wakes_after:
+            self._send(Released(number, num_bytes, seconds))
+        if wakes_after:
+            self._wakes_after = False
+            self._wake()

@@ -242,6 +242,11 @@ class Config(Section):
                 f"train.devices = {list(self.train.devices)}: one GPU for each of train.ranks = "
                 f"{self.train.ranks} is needed"
             )
+        if self.rollout.placement == "shared" and not self.rollout.nodes:
+            raise ValueError(
+                "rollout.placement = 'shared': no engine is started with rollout.nodes = 0 that "
+                "could use the trainer's devices; leave it out"
+            )
         size = self.gpus_per_engine
         if len(self.rollout.devices) % size:
             raise ValueError(

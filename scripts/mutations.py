@@ -1264,7 +1264,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no visible GPU is taken for all of them",
-        "devices/assign.py",
+        "devices/visible.py",
         "    if setting is None:\n",
         "    if not setting:\n",
         tests=("tests/devices/test_assign.py::test_who_gets_what",),

@@ -200,6 +200,10 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ),
         ({"train": {"devices": [0, 0], "ranks": 2}}, ("train.devices = [0, 0]", "GPU 0 twice")),
         ({"rollout": {"devices": [2, 1, 2]}}, ("rollout.devices = [2, 1, 2]", "GPU 2 twice")),
+        (
+            {"rollout": {"placement": "shared", "nodes": 0}},
+            ("rollout.placement = 'shared'", "rollout.nodes = 0"),
+        ),
         ({"train": {"devices": [0], "ranks": 2}}, ("train.devices = [0]", "train.ranks = 2")),
         ({"train": {"ranks": 4, "replicas": 3}}, ("train.replicas = 3", "train.ranks = 4")),
         ({"train": {"devices": [0, 1]}}, ("train.devices = [0, 1]", "train.ranks = 1")),

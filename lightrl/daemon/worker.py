@@ -289,9 +289,8 @@ class Worker:
         if self._gpus is not None:
             return Assignment(self._gpus.tokens, (self._gpus,))
         has_coordinator = not self._is_alone
-        find = partial(
-            for_daemon, config, self._role_names, model_files, self._hello.slots, has_coordinator
-        )
+        of_this = (self._role_names, model_files, self._hello.slots, has_coordinator)
+        find = partial(for_daemon, config, *of_this, bool(self._hello.shares))
         # nvidia-smi takes a second
         found = await retry_on_resource_limit(
             lambda: in_thread(find), "the search for devices", logger.warning

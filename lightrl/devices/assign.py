@@ -6,18 +6,14 @@ nobody.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightrl.devices.driver import Machine
 from lightrl.devices.memory import GIB, Item
+from lightrl.devices.visible import ORDER, VISIBLE, Device, gib, listed, visible
 from lightrl.errors import ConfigError
 
-VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
-# how CUDA, and Slurm for a job without GPUs, say that there is none
-NOTHING = {"", "-1", "NoDevFiles"}
-KINDS = (("GPU-", "GPU"), ("MIG-", "MIG slice"))  # how a UUID begins
 ALONE = 0.92  # gpu_memory_utilization as vLLM has it
 SPARE = 0.01  # of a GPU's memory: what is free moves a little
 # of a process that uses CUDA: vLLM counts it to no share, but asks what is free then
@@ -26,23 +22,6 @@ STARTED = 0.6 * GIB
 
 class TooLittleMemory(ConfigError):
     """What is free on a GPU now is not enough; processes that are just ending may still hold it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Something that CUDA can use: a GPU or a MIG slice. Bytes; None where they are not known."""
-
-    # what names it in a child's CUDA_VISIBLE_DEVICES
-    token: str
-    label: str
-    total: int | None = None
-    free: int | None = None
-    is_slice: bool = False
-
-    def describe(self) -> str:
-        if self.total is None or self.free is None:
-            return f"{self.label}; its memory is not known"
-        return f"{self.label}, {_gib(self.free)} free of {_gib(self.total)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +54,8 @@ class Wanted:
     least: int = 0
     # gpu_memory_utilization of rollout.engine_args
     utilization: float | None = None
+    # engines use the ranks' devices in turn with them; without ranks here, those of others
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +128,12 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
             raise ConfigError(f"{key}: names GPUs, but {why}")
         return Assignment(notes=(f"no GPU is used: {why}",) if machine.gpus else ())
     ranks = _of_ranks(devices, wanted)
-    engines = _of_engines(devices, ranks, wanted)
+    if wanted.is_shared:
+        if not ranks:  # what is free now may be theirs, in turn
+            devices = tuple(replace(device, free=device.total) for device in devices)
+        engines = _of_shared_engines(devices, ranks, wanted)
+    else:
+        engines = _of_engines(devices, ranks, wanted)
     users = _users(ranks, engines)
     shares = [1.0] * len(engines)
     notes = [f"rank {k}: {devices[d].label}" for k, d in enumerate(ranks)]
@@ -159,92 +145,15 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
             shares[k] = min(shares[k], share)
     for k, group in enumerate(engines):
         share = f", gpu_memory_utilization = {shares[k]:g}" if shares[k] < 1 else ""
-        notes.append(f"engine {k}: {', '.join(devices[d].label for d in group)}{share}")
+        turn = ", in turn with training ranks" if wanted.is_shared else ""
+        labels = ", ".join(devices[d].label for d in group)
+        notes.append(f"engine {k}: {labels}{turn}{share}")
     parts = [
         Part(tuple(devices[d].token for d in group), shares[k] if shares[k] < 1 else 0.0)
         for k, group in enumerate(engines)
     ]
     tokens = tuple(devices[d].token for d in ranks)
     return Assignment(tokens, tuple(parts), (*notes, *lines), wanted.trainers)
-
-
-# What may be used
-
-
-def visible(machine: Machine, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """In the order in which torch would number them. Raises ConfigError for a wrong
-    CUDA_VISIBLE_DEVICES."""
-    setting = environ.get(VISIBLE)
-    if setting is None:
-        return tuple(device for i in range(len(machine.gpus)) for device in _devices(machine, i))
-    if setting.strip() in NOTHING or not machine.gpus:
-        return ()
-    named = [part.strip() for part in setting.split(",")]
-    if not machine.gpus[0].uuid:  # counted only: nothing can be looked up
-        return tuple(Device(part, f"GPU {part}") for part in named)
-    numbers = [gpu.index for gpu in machine.gpus]
-    # CUDA counts the fastest first if it is not told otherwise: then nvidia-smi's figures are of
-    # others.
-    is_mixed = len({gpu.name for gpu in machine.gpus}) > 1 and environ.get(ORDER) != "PCI_BUS_ID"
-    found = [_named(machine, part, setting, numbers, is_mixed) for part in named]
-    for token, count in Counter(device.label for device in found).items():
-        if count > 1:
-            raise ConfigError(f"CUDA_VISIBLE_DEVICES = {setting}: names {token} {count} times")
-    return tuple(found)
-
-
-def _named(machine: Machine, part: str, setting: str, numbers: list[int], is_mixed: bool) -> Device:
-    wrong = f"CUDA_VISIBLE_DEVICES = {setting}"
-    if part.isdigit():
-        if int(part) not in numbers:
-            raise ConfigError(f"{wrong}: there is no GPU {part} here, only {_listed(numbers)}")
-        if is_mixed:
-            return Device(part, f"GPU {part} as CUDA counts")
-        devices = _devices(machine, numbers.index(int(part)))
-        if len(devices) != 1:
-            raise ConfigError(
-                f"{wrong}: GPU {part} is divided into {len(devices)} MIG slices; name them by the "
-                "UUIDs of nvidia-smi -L"
-            )
-        return devices[0]
-    kind = next((k for start, k in KINDS if part.startswith(start)), "GPU or MIG slice")
-    every = [(i, device) for i in range(len(machine.gpus)) for device in _devices(machine, i)]
-    if part.startswith("GPU-"):
-        matching = [
-            device
-            for i, device in every
-            if machine.gpus[i].uuid.startswith(part) and not device.is_slice
-        ]
-    else:
-        matching = [device for _, device in every if device.token == part]
-    if len(matching) != 1:
-        raise ConfigError(
-            f"{wrong}: {part!r} is no {kind} of this machine; nvidia-smi -L lists them"
-        )
-    return matching[0]
-
-
-def _devices(machine: Machine, i: int) -> tuple[Device, ...]:
-    """The GPU, or what it is divided into. By number and not by UUID: vLLM before 0.25 reads
-    numbers only."""
-    gpu = machine.gpus[i]
-    label = f"GPU {gpu.index} ({gpu.name})" if gpu.uuid else f"GPU {gpu.index}"
-    if not gpu.is_mig:
-        return (Device(str(gpu.index), label, gpu.total, gpu.free),)
-    return tuple(
-        Device(
-            s.uuid,
-            f"slice {s.uuid} ({s.profile} of GPU {gpu.index})",
-            s.total,
-            s.total,
-            is_slice=True,
-        )
-        for s in gpu.slices
-    )
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"
 
 
 # Who gets what
@@ -293,6 +202,33 @@ def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -
     return [groups[k % len(groups)] for k in range(wanted.engines)]
 
 
+def _of_shared_engines(
+    devices: tuple[Device, ...], ranks: list[int], wanted: Wanted
+) -> list[list[int]]:
+    """The devices of each engine: those of the ranks of one trainer node."""
+    if not ranks:
+        return _of_engines(devices, ranks, wanted)
+    others = [d for d in wanted.rollout_devices if d not in ranks]
+    if others:
+        raise ConfigError(
+            f"rollout.devices: no rank trains on GPU {others[0]}, and rollout.placement = "
+            f"'shared' uses the trainer's ({listed(ranks)}): leave it out"
+        )
+    size, each = wanted.per_engine, len(ranks) // wanted.trainers
+    mine = [d for d in ranks if d in (wanted.rollout_devices or ranks)]
+    groups = [
+        group
+        for first in range(0, len(ranks), each)
+        for group in _grouped([d for d in ranks[first : first + each] if d in mine], size)
+    ]
+    if wanted.engines and not groups:
+        raise ConfigError(
+            f"an engine takes {size} GPUs (tensor_parallel_size of rollout.engine_args), and a "
+            f"trainer node has {each} that it could use in turn with it"
+        )
+    return [groups[k % len(groups)] for k in range(wanted.engines)]
+
+
 def _grouped(numbers: Sequence[int], size: int) -> list[list[int]]:
     return [list(numbers[i : i + size]) for i in range(0, len(numbers) - size + 1, size)]
 
@@ -301,7 +237,7 @@ def _require_there(key: str, chosen: Sequence[int], devices: tuple[Device, ...])
     for d in chosen:
         if d >= len(devices):
             raise ConfigError(
-                f"{key}: there is no GPU {d} to use here, only {_listed(range(len(devices)))}"
+                f"{key}: there is no GPU {d} to use here, only {listed(range(len(devices)))}"
             )
 
 
@@ -324,12 +260,18 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     is_shared = len(on.engines) + len(on.ranks) > 1
     if device.total is None or device.free is None or (on.ranks and not wanted.rank_items):
         return _divided_blindly(device, on, wanted) if is_shared and on.engines else (1.0, "")
-    held = f"{device.label} has {_gib(device.free)} free of {_gib(device.total)}"
+    held = f"{device.label} has {gib(device.free)} free of {gib(device.total)}"
     rank = wanted.rank_bytes if on.ranks else 0
-    if rank > device.free:
-        raise TooLittleMemory(f"{held}, and a training rank needs {_gib(rank)}: {_remedy(on)}")
+    beside = int(STARTED) * len(on.engines) if wanted.is_shared else 0  # engines that sleep
+    if rank + beside > device.free:
+        asleep = f" beside {_engines(on)} asleep" if beside else ""
+        raise TooLittleMemory(
+            f"{held}, and a training rank needs {gib(rank + beside)}{asleep}: {_remedy(on)}"
+        )
     if not on.engines:
         return 1.0, ""
+    if wanted.is_shared:
+        rank = int(STARTED)  # what one keeps that is parked
     left = device.free - rank
     each = left / len(on.engines) / device.total
     spare = max(SPARE, STARTED / device.total)
@@ -345,19 +287,22 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
         share = _floor(min(each - spare, (ALONE - rank / device.total) / len(on.engines) - SPARE))
     if share * device.total < wanted.least:
         raise TooLittleMemory(
-            f"{held}{_minus(rank)}; an engine needs {_gib(wanted.least)} and would get "
-            f"{_gib(max(0.0, share) * device.total)}: {_remedy(on)}"
+            f"{held}{_minus(rank)}; an engine needs {gib(wanted.least)} and would get "
+            f"{gib(max(0.0, share) * device.total)}: {_remedy(on)}"
         )
     if not is_shared and wanted.utilization is not None:
         return 1.0, ""  # as the config has it
     return share, (
-        f"{held}{_minus(rank)} = {_gib(left)} for {_engines(on)}: gpu_memory_utilization = "
-        f"{share:g} each, which is {_gib(share * device.total)}"
+        f"{held}{_minus(rank)} = {gib(left)} for {_engines(on)}: gpu_memory_utilization = "
+        f"{share:g} each, which is {gib(share * device.total)}"
     )
 
 
 def _divided_blindly(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
-    share = wanted.utilization or _floor(0.9 / (len(on.engines) + len(on.ranks)))
+    others = 0 if wanted.is_shared else len(on.ranks)
+    share = wanted.utilization or _floor(
+        (0.9 - 0.05 * wanted.is_shared) / (len(on.engines) + others)
+    )
     return (
         share,
         (
@@ -368,7 +313,7 @@ def _divided_blindly(device: Device, on: _Users, wanted: Wanted) -> tuple[float,
 
 
 def _minus(rank: int) -> str:
-    return f" - {_gib(rank)} of a training rank" if rank else ""
+    return f" - {gib(rank)} of a training rank" if rank else ""
 
 
 def _engines(on: _Users) -> str:
@@ -386,13 +331,9 @@ def _floor(share: float) -> float:
     return math.floor(100 * share) / 100
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
-
-
 def arithmetic(items: Sequence[Item], total: int, has_gpu: bool = True) -> Iterator[str]:
     """What a rank's memory is made of, a line for each part."""
     needs = "needs" if has_gpu else "would need"
-    yield f"a training rank {needs} {_gib(total)} on a GPU, a tenth of it for fragmentation:"
+    yield f"a training rank {needs} {gib(total)} on a GPU, a tenth of it for fragmentation:"
     for item in items:
-        yield f"{_gib(item.num_bytes):>10}  {item.what}"
+        yield f"{gib(item.num_bytes):>10}  {item.what}"

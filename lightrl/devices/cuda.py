@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 import torch
 
-from lightrl.devices.assign import NOTHING, VISIBLE
+from lightrl.devices.visible import NOTHING, VISIBLE
 from lightrl.errors import ConfigError
 
 

@@ -97,7 +97,8 @@ def _of_run(config: Config) -> tuple[memory.Shape | None, Wanted]:
             f"train.devices = {list(train.devices)}: are those of each of {train.nodes} trainer "
             "nodes, and all of them are started here: leave it out"
         )
-    return shape, replace(some, trainers=train.nodes)
+    is_shared = config.rollout.placement == "shared"
+    return shape, replace(some, trainers=train.nodes, is_shared=is_shared)
 
 
 def for_daemon(
@@ -106,14 +107,15 @@ def for_daemon(
     model_files: Mapping[str, bytes],
     slots: int,
     has_coordinator: bool,
+    is_shared: bool = False,
 ) -> Assignment:
-    """Of one daemon that is alone on its machine, as far as it knows. Blocks; raises
-    ConfigError."""
+    """Of one daemon that is alone on its machine, as far as it knows, or whose GPUs are those of
+    another node's ranks. Blocks; raises ConfigError."""
     shape = memory.shape_of_file(model_files.get("config.json", b""))
     ranks = config.train.ranks if "trainer" in roles else 0
     some = wanted(config, ranks, int("rollout" in roles), shape, slots)
     if not has_coordinator:  # rollout.devices is about the machine where the run was started
-        some = replace(some, rollout_devices=())
+        some = replace(some, rollout_devices=(), is_shared=is_shared)
     return _patiently(some)
 
 
@@ -136,7 +138,7 @@ def describe(config: Config, roles: Sequence[Role] = (), slots: int = 0) -> list
     Raises ConfigError as `for_run`."""
     shape, some = _here(config, roles, slots)
     found = assign(look(), os.environ, some)
-    nodes = [] if roles else _nodes(config)
+    nodes = [] if roles else [*_nodes(config), *_shared(config, found)]
     lines = [*nodes, *found.notes] or ["no GPU here: everything runs on the CPU"]
     if config.train.engine == "emulated" or (roles and "trainer" not in roles):
         return lines
@@ -159,6 +161,24 @@ def _nodes(config: Config) -> list[str]:
     firsts = range(0, nodes * ranks, ranks)
     each = (f"trainer-{k}: ranks {r} to {r + ranks - 1}" for k, r in enumerate(firsts))
     return ["; ".join(each) if ranks > 1 else f"trainer-k: rank k, for k < {nodes}"]
+
+
+def shared_with(config: Config, found: Assignment, engine: int) -> str:
+    """The trainer node whose devices an engine of this run uses in turn with it."""
+    each = len(found.ranks) // config.train.nodes
+    if engine < len(found.engines) and each and (tokens := found.engines[engine].tokens):
+        return f"trainer-{found.ranks.index(tokens[0]) // each}"
+    return f"trainer-{engine % config.train.nodes}"
+
+
+def _shared(config: Config, found: Assignment) -> list[str]:
+    """Which engines take turns with whom."""
+    if config.rollout.placement != "shared":
+        return []
+    users: dict[str, list[str]] = {}
+    for k in range(config.rollout.nodes):
+        users.setdefault(shared_with(config, found, k), []).append(f"rollout-{k}")
+    return [f"{', '.join(names)}: in turn with {trainer}" for trainer, names in users.items()]
 
 
 def _patiently(some: Wanted) -> Assignment:

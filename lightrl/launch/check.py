@@ -17,9 +17,9 @@ from typing import Literal
 from lightrl.client.address import require_free
 from lightrl.config import Config
 from lightrl.config_sections import Run
-from lightrl.devices.assign import visible
 from lightrl.devices.driver import look
 from lightrl.devices.plan import assigned
+from lightrl.devices.visible import visible
 from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.plan import device_notes, key_notes

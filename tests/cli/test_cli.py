@@ -355,6 +355,17 @@ NO_KEY = (
             )
             for words in ((QUICKSTART,), ("--join", "127.0.0.1:1", "--role", "trainer"))
         ),
+        *(
+            (
+                ("up", *words, "--shares", "trainer-0"),
+                "--shares is for one rollout daemon that has to --join a run",
+            )
+            for words in ((QUICKSTART,), ("--join", "127.0.0.1:1", "--role", "trainer"))
+        ),
+        (
+            ("up", "--join", "127.0.0.1:1", "--shares", "t", "--preemptible"),
+            "--shares t: a node that may be taken away has its own devices",
+        ),
         (
             ("up", QUICKSTART, "--name", "a"),
             "--name is for one daemon: --join or --role; else set run.name",

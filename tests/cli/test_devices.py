@@ -114,6 +114,20 @@ def test_the_dry_run_shows_who_gets_what_and_why(tmp_path):
     assert "               0.0 GiB  optimizer (adamw)\n" in done.stdout
 
 
+def test_the_dry_run_of_shared_devices_adds_up_no_memory(tmp_path):
+    environment = install(tmp_path / "fake", TWO)
+    shared = ("rollout.placement=shared", "train.nodes=2", "rollout.nodes=3", "--dry-run")
+    done = lightrl(tmp_path, environment, "up", str(QUICKSTART), *shared)
+    assert done.returncode == 0, done.stderr
+    assert "rollout-0, rollout-2: in turn with trainer-0\n" in done.stdout
+    assert "rollout-1: in turn with trainer-1\n" in done.stdout
+    h100 = "(NVIDIA H100 80GB HBM3), in turn with training ranks, gpu_memory_utilization"
+    assert f"engine 0: GPU 0 {h100} = 0.44\n" in done.stdout
+    assert f"engine 1: GPU 1 {h100} = 0.9\n" in done.stdout
+    done = lightrl(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}, "up", str(QUICKSTART), *shared)
+    assert "rollout-0, rollout-2: in turn with trainer-0\n" in done.stdout
+
+
 def test_the_dry_run_of_one_daemon_wants_its_own_gpus_alone(tmp_path):
     """Of four trainer nodes one is here, beside the coordinator."""
     environment = install(tmp_path / "fake", TWO)

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightrl.devices.assign import Part, TooLittleMemory, Wanted, assign, environment, visible
+from lightrl.devices.assign import Part, TooLittleMemory, Wanted, assign, environment
 from lightrl.devices.driver import NO_DRIVER, Gpu, Machine, Slice
 from lightrl.devices.memory import GIB, Item
+from lightrl.devices.visible import visible
 from lightrl.errors import ConfigError
 
 NEED = 30 * GIB
@@ -140,6 +141,38 @@ RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEE
             id="a trainer alone",
         ),
         pytest.param(gpus(4), None, {"ranks": 0}, (), (("0", 0.0),), id="a rollout node alone"),
+        pytest.param(
+            gpus(4),
+            None,
+            {"is_shared": True, "ranks": 2, "engines": 2},
+            ("0", "1"),
+            (("0", 0.9), ("1", 0.9)),
+            id="in turn with the ranks: all but what one keeps that is parked",
+        ),
+        pytest.param(
+            gpus(4),
+            None,
+            {"is_shared": True, "ranks": 4, "trainers": 2, "engines": 3, "per_engine": 2},
+            ("0", "1", "2", "3"),
+            (("0,1", 0.44), ("2,3", 0.9), ("0,1", 0.44)),
+            id="in turn with the ranks of one trainer node",
+        ),
+        pytest.param(
+            gpus(4),
+            None,
+            {"is_shared": True, "ranks": 2, "rollout_devices": (1,)},
+            ("0", "1"),
+            (("1", 0.9),),
+            id="in turn with one of two ranks",
+        ),
+        pytest.param(
+            machine(gpu(0, free=2)),
+            None,
+            {"is_shared": True, "ranks": 0},
+            (),
+            (("0", 0.0),),
+            id="joined: the ranks have it now",
+        ),
     ],
 )
 def test_who_gets_what(found, setting, wanted, ranks, engines):
@@ -212,6 +245,27 @@ def test_who_gets_what(found, setting, wanted, ranks, engines):
             "an engine needs 5.0 GiB and would get 0.0 GiB",
         ),
         (machine(gpu(0, free=33)), None, {}, "an engine needs 5.0 GiB and would get 1.6 GiB"),
+        (
+            gpus(2),
+            None,
+            {"is_shared": True, "rollout_devices": (1,)},
+            "rollout.devices: no rank trains on GPU 1, and rollout.placement = 'shared' uses the "
+            "trainer's (0): leave it out",
+        ),
+        (
+            gpus(4),
+            None,
+            {"is_shared": True, "ranks": 2, "trainers": 2, "per_engine": 2},
+            "an engine takes 2 GPUs (tensor_parallel_size of rollout.engine_args), and a trainer "
+            "node has 1 that it could use in turn with it",
+        ),
+        (
+            machine(gpu(0, total=31, free=30)),
+            None,
+            {"is_shared": True},
+            "has 30.0 GiB free of 31.0 GiB, and a training rank needs 30.6 GiB beside 1 engine "
+            "asleep",
+        ),
         (
             gpus(1),
             None,

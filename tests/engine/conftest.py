@@ -288,7 +288,7 @@ def torch_engine(start: Callable[..., EngineClient]) -> EngineClient:
 def vllm_engine(start: Callable[..., EngineClient]) -> EngineClient:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    return start("vllm", can_sleep=not has_cuda())  # there: tests/gpu/test_sleep.py
+    return start("vllm", can_sleep=not has_cuda())  # there: tests/gpu/test_vllm_engine.py
 
 
 @pytest.fixture(scope="session", params=["emulated", "torch", "vllm"])

@@ -131,7 +131,7 @@ def large(start, tmp_path):
     file = write_tensors(tmp_path / "v1.bin", 1, model.named_parameters())
     engine = start("torch", slots=4, model_dir=tmp_path, can_sleep=True)
     if engine.device != "cpu":
-        pytest.skip("on a GPU the driver says what is free: tests/gpu/test_sleep.py")
+        pytest.skip("on a GPU the driver says what is free: tests/gpu/test_torch_engine.py")
     assert isinstance(engine.load_file(file), EngineLoaded)
     yield engine, file, sum(p.nbytes for p in model.parameters())
     if not engine.is_stopped:

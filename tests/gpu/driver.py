@@ -194,16 +194,24 @@ class Driven:
         named = model.named_parameters(remove_duplicate=False)
         return {n: (p.data_ptr(), p.flatten()[:4].float().tolist()) for n, p in named}
 
-    def nap(self) -> tuple[int, int, int]:
-        """Of vLLM: bytes free on the GPU before a sleep of level 1, in it, and after waking up."""
+    def sleep(self) -> tuple[int, int]:
+        """Bytes that it says it has set free, and those that the driver says are free then."""
+        num_bytes = self.engine.sleep()
+        return num_bytes, self.free()
+
+    def wake(self, file: Any) -> None:
+        """As an engine's process does: room for weights, the weights, room for the KV cache."""
+        self.engine.wake()
+        self.engine.load_weights(file)
+
+    def free(self) -> int:
         import torch
 
-        free = [torch.cuda.mem_get_info()[0]]
-        self.engine._core.sleep(1)
-        free.append(torch.cuda.mem_get_info()[0])
-        self.engine._core.wake_up()
-        free.append(torch.cuda.mem_get_info()[0])
-        return free[0], free[1], free[2]
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0]
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        return self.engine.score(token_ids)
 
 
 class Remote:

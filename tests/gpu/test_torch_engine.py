@@ -188,3 +188,17 @@ def test_memory_comes_back_after_a_reset_and_after_the_engine(device, model, fig
     engine.close()
     del engine
     assert in_use(device) - before < 2**20
+
+
+def test_an_engine_that_sleeps_gives_its_memory_back(device, model, figure):
+    before = in_use(device)
+    asked = requests(model.vocabulary, 8, 4, 48)
+    engine = model.engine("bfloat16", slots=16)
+    expected = engine.run(asked)
+    held = in_use(device) - before
+    num_bytes = engine.engine.sleep()
+    figure(f"asleep: MiB freed by a torch engine of {held >> 20}", num_bytes >> 20)
+    assert in_use(device) - before < held - 0.9 * num_bytes
+    engine.wake(model.version)
+    assert engine.run(asked).tokens == expected.tokens
+    assert in_use(device) - before <= held + 2**20

@@ -435,7 +435,7 @@ def test_a_version_that_is_offered_again_while_it_is_loaded_is_loaded_once(
             await a.got(versions[1])
             offer_to(a, versions[1], trainer, deltas=(deltas[0],))  # it was found meanwhile
             await until(lambda: not a.weights._is_offered.is_set())
-            assert not a.weights._is_next.is_set()
+            assert not a.weights.is_next.is_set()
             a.weights.loaded()  # it could not be: offered once more, it is
             offer_to(a, versions[1], trainer, deltas=(deltas[0],))
             await a.got(versions[1])

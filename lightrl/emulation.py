@@ -20,6 +20,10 @@ DEFAULTS = {
     "train_step_ms": 0.0,  # of an optimizer step
     "version_mb": 0.0,  # size of a version of the weights, at least 4 KiB
     "load_ms": 0.0,  # of a version, by an engine
+    # of a rank whose device is shared: what it parks, and how long that and fetching it takes
+    "parked_mb": 0.0,
+    "park_ms": 0.0,
+    "fetch_ms": 0.0,
     # by which an engine's logprobs of a text are wrong, as if it served other weights
     "score_error": 0.0,
 }

@@ -73,7 +73,7 @@ def room_to_park(
     versions = scratch.NUM_VERSIONS * size.num_bytes
     what = (
         f"while engines sample {ranks} ranks park {_bytes(parked)} in memory of the host, beside "
-        f"{_bytes(versions)} of two versions; {_bytes(more)} more in the middle of a step"
+        f"{_bytes(versions)} of versions; {_bytes(more)} more in the middle of a step"
     )
     if not machine.gpus:
         return ParkingRoom(True, f"{what}; on a CPU that is memory that they had before")

@@ -144,6 +144,7 @@ def test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does(
         async def step():
             first, second, *others = coordinator.shards(1, (1, 5, 2))
             await coordinator.give(first)
+            await until(lambda: coordinator.trainer._step.queue.portions)
             kill(number=signal.SIGSTOP)
             await coordinator.give(second)
             coordinator.ask()

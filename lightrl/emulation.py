@@ -23,6 +23,10 @@ DEFAULTS = {
     "sleep_ms": 0.0,  # until an engine has given its devices back
     "sleep_mb": 0.0,  # what that sets free
     "wake_ms": 0.0,  # until an engine that slept can load a version
+    # of a rank whose device is shared: what it parks, and how long that and fetching it takes
+    "parked_mb": 0.0,
+    "park_ms": 0.0,
+    "fetch_ms": 0.0,
     # by which an engine's logprobs of a text are wrong, as if it served other weights
     "score_error": 0.0,
 }

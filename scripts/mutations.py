@@ -1381,6 +1381,110 @@ MUTATIONS = [
             "tests/trainer/test_loopback.py::test_no_socket_of_two_ranks_is_open_beyond_loopback",
         ),
     ),
+    # Shared devices: ranks that park
+    Mutation(
+        "what is parked stays in memory",
+        "trainer/learner/host_memory.py",
+        "            if self._stream is None:  # no more than one is there twice\n"
+        "                storage.resize_(0)\n",
+        "            if self._stream is None:\n                continue\n",
+        tests=("tests/trainer/test_parking.py::test_what_is_parked_is_not_resident",),
+    ),
+    Mutation(
+        "memory of the host is made anew each time",
+        "trainer/learner/host_memory.py",
+        "        if self._free[num_bytes]:",
+        "        if False:",
+        tests=("tests/trainer/test_parking.py::test_memory_of_the_host_is_allocated_once",),
+    ),
+    Mutation(
+        "accumulated gradients are not parked",
+        "trainer/learner/parking.py",
+        "        yield from self._gradients()\n        yield from self._start.weights",
+        "        yield from self._start.weights",
+        tests=(
+            "tests/trainer/test_parking.py::test_a_step_has_the_same_bits_wherever_it_is_parked",
+        ),
+    ),
+    Mutation(
+        "the optimizer's state stays on the device between two updates of a step",
+        "trainer/learner/learner.py",
+        "if self.parking is not None and isinstance(end, UpdateWeights):",
+        "if self.parking is not None and isinstance(end, FinishStep):",
+        tests=(
+            "tests/trainer/test_parking.py::test_while_gradients_are_added_up_the_state_of_the_optimizer_is_away",
+        ),
+    ),
+    Mutation(
+        "a parked step that begins anew keeps its gradients of the whole model",
+        "trainer/learner/late_sums.py",
+        "parameter._unsharded_param.grad = None",
+        "pass",
+        tests=("tests/trainer/test_parking.py::test_two_ranks_that_park_learn_what_two_others_do",),
+    ),
+    Mutation(
+        "a parked step that begins anew takes its updates back on the device only",
+        "trainer/learner/step_start.py",
+        "self._at_hand(parameter.detach()).copy_(self._at_hand(held))",
+        "_local(parameter.detach()).copy_(_local(held))",
+        tests=(
+            "tests/trainer/test_parking.py::test_a_step_that_begins_anew_while_parked_is_as_if_it_had_not_begun",
+        ),
+    ),
+    Mutation(
+        "a node says that it parked when its first rank has",
+        "trainer/node_devices.py",
+        "if len(self._parked) < self._num_ranks:",
+        "if len(self._parked) < 1:",
+        tests=(
+            "tests/trainer/test_node_parks.py::test_an_order_is_answered_once_and_only_when_all_ranks_have_parked",
+        ),
+    ),
+    Mutation(
+        "ranks go on after they parked, with what had come before",
+        "trainer/node_devices.py",
+        "        if not is_repeated and not ends_first:\n            self._given.clear()\n",
+        "",
+        tests=(
+            "tests/trainer/test_node_parks.py::test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does",
+        ),
+    ),
+    Mutation(
+        "ranks park only after all that has come",
+        "trainer/step.py",
+        "halts = (lambda: self._must_park) if self._devices.are_shared else None",
+        "halts = None",
+        tests=(
+            "tests/trainer/test_node_parks.py::test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does",
+        ),
+    ),
+    Mutation(
+        "a version is said before its ranks have parked",
+        "trainer/supervisor.py",
+        "            await ranks.replies(RankParked)\n            self.devices.announce()\n",
+        "            await ranks.replies(RankParked)\n",
+        tests=(
+            "tests/trainer/test_node_parks.py::test_a_step_that_is_parked_between_all_shards_makes_the_same_versions",
+        ),
+    ),
+    Mutation(
+        "ranks that were lost start while engines have their devices",
+        "trainer/supervisor.py",
+        "if self.devices.are_away:",
+        "if False:",
+        tests=(
+            "tests/trainer/test_node_parks.py::test_ranks_that_die_without_their_devices_start_when_they_are_given_back",
+        ),
+    ),
+    Mutation(
+        "a node that follows does not see that its ranks take the devices again",
+        "trainer/nodes/follower.py",
+        "                self.devices.told(RANK_COMMANDS.decode(message.frame))\n",
+        "                pass\n",
+        tests=(
+            "tests/trainer/test_node_parks.py::test_a_node_that_follows_answers_for_its_own_ranks",
+        ),
+    ),
     # Packing
     Mutation(
         "a sliding window is one token too wide",

@@ -33,7 +33,7 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
-from lightrl.sharing_messages import Release, Wake
+from lightrl.sharing_messages import Park, Release, Wake
 from lightrl.system.addresses import WILDCARD, split_address
 from lightrl.system.interfaces import own_host
 from lightrl.trainer.nodes.follower import Follower
@@ -83,6 +83,8 @@ class Roles:
     def complete(self, hello: Hello) -> Hello:
         """With what runs here now."""
         leads = isinstance(self._trainer, TrainerNode) and self._trainer.leads
+        if self._trainer is not None:
+            hello = replace(hello, is_released=not self._trainer.devices.has_devices)
         if (rollout := self._rollout) is None:
             return replace(hello, leads=leads)
         return replace(
@@ -153,7 +155,7 @@ class Roles:
                 )
 
             if config.train.nodes > 1:
-                follower = Follower(config, run_dir, self._relay, gpus.ranks, host)
+                follower = Follower(config, run_dir, self._relay, gpus.ranks, host, self._send)
                 self._trainer = TrainerNode(self._node, follower, new_trainer, self._drain)
             else:
                 self._trainer = new_trainer()
@@ -172,6 +174,7 @@ class Roles:
         match message:
             case (
                 TrainShard()
+                | Park()
                 | VersionTaken()
                 | OpenBroadcast()
                 | SendBroadcast()

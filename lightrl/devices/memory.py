@@ -177,6 +177,8 @@ class Training:
     # several updates in a step: weights and optimizer of its begin are needed again
     holds_start: bool = False
     adapters: int = 0
+    # engines have the devices in between
+    is_shared: bool = False
 
 
 def trainer_items(shape: Shape, how: Training) -> Iterator[Item]:
@@ -196,7 +198,7 @@ def trainer_items(shape: Shape, how: Training) -> Iterator[Item]:
 
 def _held(shape: Shape, how: Training) -> Iterator[Item]:
     """What lies on the device between micro-batches, of this rank's share of the model."""
-    ranks, trained = how.world // how.replicas, how.adapters or shape.num_parameters
+    ranks, trained = how.world // how.replicas, _trained(shape, how)
     place = _on_host if how.offload == "all" else Item
     if how.adapters:
         yield place("weights in bfloat16, frozen", BF16 * shape.num_parameters // ranks)
@@ -222,6 +224,37 @@ def _held(shape: Shape, how: Training) -> Iterator[Item]:
         yield _on_host(f"{optimizer} of the step's begin", state)
     if how.has_reference and not how.adapters:
         yield place("reference model in bfloat16", BF16 * shape.num_parameters // how.world)
+    if how.is_shared:
+        yield _on_host("parked while engines sample", parked_bytes(shape, how))
+        yield _on_host("gradients, parked in the middle of a step", parked_gradients(shape, how))
+
+
+def _trained(shape: Shape, how: Training) -> int:
+    return how.adapters or shape.num_parameters
+
+
+def parked_bytes(shape: Shape, how: Training) -> int:
+    """Of one rank, on its host between steps, on top of what is there anyway: trainer/learner/
+    parking.py. With AdamW 12 bytes a parameter, divided by the ranks."""
+    ranks, trained = how.world // how.replicas, _trained(shape, how)
+    if how.offload == "all":
+        return 0
+    num_bytes = MASTER * trained // ranks * (2 if how.holds_start else 1)
+    if how.offload == "none":
+        num_bytes += int(OPTIMIZER[how.optimizer] * (trained // ranks))
+    if how.adapters:
+        num_bytes += BF16 * shape.num_parameters // ranks
+    elif how.has_reference:
+        num_bytes += BF16 * shape.num_parameters // how.world
+    return num_bytes
+
+
+def parked_gradients(shape: Shape, how: Training) -> int:
+    """Likewise, what comes on top where a step is interrupted."""
+    trained = _trained(shape, how)
+    if how.sums_late:
+        return GRADIENT * trained
+    return 0 if how.offload == "all" else GRADIENT * trained // (how.world // how.replicas)
 
 
 def _on_host(what: str, num_bytes: int) -> Item:

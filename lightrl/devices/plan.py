@@ -55,8 +55,12 @@ def wanted(
 
 
 def rank_items(config: Config, shape: memory.Shape) -> tuple[memory.Item, ...]:
+    return tuple(memory.trainer_items(shape, training(config, shape)))
+
+
+def training(config: Config, shape: memory.Shape) -> memory.Training:
     train, lora = config.train, config.model.lora
-    how = memory.Training(
+    return memory.Training(
         world=train.world,
         tokens=train.max_tokens_per_gpu,  # no sequence is longer
         replicas=train.replicas,
@@ -67,8 +71,8 @@ def rank_items(config: Config, shape: memory.Shape) -> tuple[memory.Item, ...]:
         sums_late=train.sync == "last",
         holds_start=train.mini_batches > 1,
         adapters=memory.adapter_parameters(shape, lora.rank, lora.targets),
+        is_shared=config.rollout.placement == "shared",
     )
-    return tuple(memory.trainer_items(shape, how))
 
 
 def for_run(config: Config) -> Assignment:

@@ -24,7 +24,7 @@ from lightrl.engine.vllm_versions import WINDOW, outside, torch_mismatch
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.plan import device_notes, key_notes
 from lightrl.launch.preflight import require_files, require_here
-from lightrl.launch.weights_plan import notes, room
+from lightrl.launch.weights_plan import notes, room, room_to_park
 from lightrl.system import open_files
 
 GIB = 1 << 30
@@ -69,6 +69,8 @@ def findings(config: Config | None) -> Iterator[Finding]:
             )
         if (found := room(config)) is not None:
             yield Finding("weights", "ok" if found.folder is not None else "fail", found.text)
+        if (parked := room_to_park(config, look())) is not None:
+            yield Finding("host memory", "ok" if parked.is_enough else "warn", parked.text)
         yield _files(config)
 
 

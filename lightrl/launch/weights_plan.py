@@ -4,6 +4,7 @@ Arithmetic for `lightrl up --dry-run` and `lightrl check`; moves nothing. Reads 
 model's files and no weights; must not import torch.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lightrl.config import Config
 from lightrl.devices import memory
 from lightrl.devices.assign import Assignment
 from lightrl.devices.driver import Machine, look
+from lightrl.devices.plan import training
 from lightrl.weights.machine import scratch
 
 LINES_GBIT = (1, 10, 100)  # for which seconds are said
@@ -33,8 +35,9 @@ def describe(config: Config, machine: Machine) -> list[str]:
     size = version_size(config, machine)
     if size is None:
         return []
+    parked = [parked.text] if (parked := room_to_park(config, machine)) else []
     if adapters := _of_adapters(config, size):
-        return adapters
+        return [*adapters, *parked]
     held = scratch.NUM_VERSIONS * size.num_bytes
     seconds = ", ".join(
         f"{_seconds(size.num_bytes * 8 / (gbit * 1e9))} at {gbit} Gbit/s" for gbit in LINES_GBIT
@@ -44,7 +47,53 @@ def describe(config: Config, machine: Machine) -> list[str]:
         f"holds up to {scratch.NUM_VERSIONS}, {_bytes(held)}, in shared memory or on disk",
         f"a whole version on the line takes {seconds}",
         *_ways(config, size),
+        *parked,
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class ParkingRoom:
+    """Whether the host has memory for what ranks park there, in words."""
+
+    is_enough: bool
+    text: str
+
+
+def room_to_park(
+    config: Config, machine: Machine, available: int | None = None
+) -> ParkingRoom | None:
+    """Of all ranks that `lightrl up` starts here; None where nothing is parked, or nothing is known
+    of the model. `available`: bytes of the host; it is asked by default."""
+    size, shape = version_size(config, machine), memory.shape_of_folder(Path(config.model.path))
+    if config.rollout.placement != "shared" or size is None or shape is None:
+        return None
+    how = training(config, shape)
+    ranks = config.train.ranks
+    parked, more = (ranks * of(shape, how) for of in (memory.parked_bytes, memory.parked_gradients))
+    versions = scratch.NUM_VERSIONS * size.num_bytes
+    what = (
+        f"while engines sample {ranks} ranks park {_bytes(parked)} in memory of the host, beside "
+        f"{_bytes(versions)} of versions; {_bytes(more)} more in the middle of a step"
+    )
+    if not machine.gpus:
+        return ParkingRoom(True, f"{what}; on a CPU that is memory that they had before")
+    free = _available() if available is None else available
+    if free is None or free >= parked + versions + more:
+        return ParkingRoom(True, what)
+    return ParkingRoom(
+        False,
+        f"{what}: it has {_bytes(free)} free; more memory, more trainer nodes, "
+        "train.optim.name = 'adamw8bit' or rollout.placement = 'own' helps",
+    )
+
+
+def _available() -> int | None:
+    """Bytes of this host; None where that is not known."""
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
 
 
 def _of_adapters(config: Config, size: memory.VersionSize) -> list[str]:

@@ -2,11 +2,11 @@
 
 Owns only the vocabulary. Must not import torch: the daemon imports this file.
 
-    daemon -> rank   StartRank Accumulate UpdateWeights ClearStep FinishStep EncodeDelta Save
-                     OpenGroup JoinGroup SendWeights LeaveGroup
-    rank -> daemon   RankStarted Accumulated Computing Updated Cleared Published StepFinished
-                     DeltaMade Staged Saved SaveFailed Exported GroupOpened GroupJoined WeightsSent
-                     RankFailed
+    daemon -> rank   StartRank Accumulate UpdateWeights ClearStep FinishStep ParkRank EncodeDelta
+                     Save OpenGroup JoinGroup SendWeights LeaveGroup
+    rank -> daemon   RankStarted Accumulated Computing Updated Cleared RankParked Published
+                     StepFinished DeltaMade Staged Saved SaveFailed Exported GroupOpened GroupJoined
+                     WeightsSent RankFailed
 
 All ranks get the same commands in the same order, so that their collectives line up. A rank answers
 in the order it is told; only Computing, and what rank 0 says of a checkpoint that is being written,
@@ -79,12 +79,14 @@ class StartRank:
 class Accumulate:
     """Add the gradients of this rank's micro-batches; answered by Accumulated.
 
-    Every rank gets the same number of micro-batches, some of which may be empty.
+    Every rank gets the same number of micro-batches, some of which may be empty. `is_last`: of a
+    mini-batch, which is updated with next.
     Example: Accumulate(4, batches=((s0, s1), (s2,), ()))
     """
 
     step: int
     batches: tuple[MicroBatch, ...]
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class ClearStep:
 @dataclass(frozen=True, slots=True)
 class FinishStep:
     """All samples of the step were sent: update with its last mini-batch, and publish; answered by
-    Published, then StepFinished.
+    Published, then StepFinished; before them, on shared devices, by RankParked.
 
     The totals count all trained responses of that mini-batch on all ranks, also those without
     signal that were never sent. `step` counts from 0. Example: FinishStep(4, num_responses=256,
@@ -125,6 +127,14 @@ class FinishStep:
     num_tokens: int
     # of the weights after the update
     policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParkRank:
+    """Give the device back in the middle of a step; answered by RankParked. Whatever has to do with
+    gradients next takes it again. Example: ParkRank(4)."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +199,7 @@ RankCommand: TypeAlias = (
     | UpdateWeights
     | ClearStep
     | FinishStep
+    | ParkRank
     | EncodeDelta
     | Save
     | OpenGroup
@@ -209,6 +220,17 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class RankParked:
+    """Nothing of the rank is on its device. `is_asked`: for ParkRank; else it is said before a
+    version is. Example: RankParked(22_000_000_000, 1.1)."""
+
+    # on the host for it, that are on the device otherwise
+    num_bytes: int
+    seconds: float
+    is_asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RankStarted:
     """Ready for the first step. Rank 0 brings the first version that was published."""
 
@@ -220,6 +242,8 @@ class RankStarted:
     is_packed: bool = True
     # a line each on how this family is computed
     notes: tuple[str, ...] = ()
+    # on shared devices: it starts so
+    parked: RankParked | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +371,7 @@ RankEvent: TypeAlias = (
     | Computing
     | Updated
     | Cleared
+    | RankParked
     | Published
     | StepFinished
     | DeltaMade
@@ -362,6 +387,9 @@ RankEvent: TypeAlias = (
 
 # Said of what goes on beside the commands.
 SaveEvent: TypeAlias = Saved | SaveFailed | Exported
+
+# Those with which a rank that is parked takes its device again.
+TAKES_DEVICE = (Accumulate, UpdateWeights, FinishStep)
 
 RANK_COMMANDS: Codec[RankCommand] = Codec(RankCommand)
 RANK_EVENTS: Codec[RankEvent] = Codec(RankEvent)

@@ -20,6 +20,7 @@ from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.silence import patient_timeout
+from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Life, RanksLost, RemoteRank
 from lightrl.trainer.protocol import (
     AT_ONCE,
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply", bound=RankEvent)
 STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
 PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
+IN_FLIGHT = 2  # micro-batches, where ranks may have to park before the next one
 # older and newer name of one variable
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 # takes as long as a download does, or has a limit of its own
@@ -70,11 +72,13 @@ class Ranks:
         gpus: Sequence[str] = (),
         host: str = "",
         life: Life | None = None,
+        devices: NodeDevices | None = None,
     ) -> None:
         """`on_save` is told what rank 0 says of a checkpoint. `gpus`: what each rank's
         CUDA_VISIBLE_DEVICES says; empty = whatever it finds. `host`: where engines reach the ranks
         for broadcasts, and those of other nodes. `life`: with ranks on other nodes, which come
-        after those of this one."""
+        after those of this one. `devices`: of this node, which hear what
+        its ranks are told and say."""
         self._config = config
         self._run_dir = run_dir
         self._publish_dir = publish_dir
@@ -82,6 +86,7 @@ class Ranks:
         self._gpus = gpus
         self._host = host
         self._life = life
+        self._devices = devices
         self.num_local = config.train.ranks  # on this machine
         self._checkpoints = config.checkpoints(run_dir)
         self._nccl_host = host if config.broadcast != "off" else ""
@@ -100,6 +105,8 @@ class Ranks:
         """From the checkpoint of `step`; 0 = from the model. Raises RanksLost if a process cannot
         be made."""
         starts = self._starts(step)
+        if self._devices is not None:
+            self._devices.starting()
         try:
             if self._life is not None:
                 others = starts[self.num_local :]
@@ -155,8 +162,8 @@ class Ranks:
         """Hands the replies on. Raises RanksLost when a rank is gone or hangs, TrainerError if for
         good."""
         readers = [
-            asyncio.ensure_future(self._receive(rank, replies))
-            for rank, replies in zip(self._ranks, self._replies, strict=True)
+            asyncio.ensure_future(self._receive(rank, number))
+            for number, rank in enumerate(self._ranks)
         ]
         readers += [asyncio.ensure_future(self._require_answers(rank)) for rank in range(len(self))]
         if self._life is not None:
@@ -172,7 +179,7 @@ class Ranks:
     async def _receive(
         self,
         rank: Child[RankCommand, RankEvent] | RemoteRank,
-        replies: asyncio.Queue[RankEvent],
+        number: int,
     ) -> NoReturn:
         while True:
             try:
@@ -185,7 +192,9 @@ class Ranks:
             if isinstance(event, Saved | SaveFailed | Exported):
                 self._on_save(event)
             elif not isinstance(event, Computing):
-                replies.put_nowait(event)
+                if self._devices is not None and number < self.num_local:
+                    self._devices.heard(number, event)
+                self._replies[number].put_nowait(event)
 
     async def _require_answers(self, rank: int) -> NoReturn:
         limit_s = PATIENCE_FACTOR * self._config.node.patience_s
@@ -197,12 +206,18 @@ class Ranks:
 
     def send(self, rank: int, command: RankCommand) -> None:
         """To one rank; all of them must get the same kinds of commands in the same order."""
+        self._note(command)
         self._ranks[rank].send(command)
 
     def tell(self, command: RankCommand) -> None:
         """To all ranks."""
+        self._note(command)
         for rank in self._ranks:
             rank.send(command)
+
+    def _note(self, command: RankCommand) -> None:
+        if self._devices is not None:
+            self._devices.told(command)
 
     async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
         """The next reply of a rank, which must be of these kinds: a rank answers in the order it is
@@ -253,14 +268,33 @@ class Ranks:
         finally:
             answering.cancel()
 
-    async def accumulate(self, step: int, batches_R: Sequence[tuple[MicroBatch, ...]]) -> None:
-        """Has each rank compute its micro-batches; all of them have as many."""
-        starts = range(0, len(batches_R[0]), AT_ONCE)
-        for start in starts:
-            for rank, batches in enumerate(batches_R):
-                self.send(rank, Accumulate(step, batches[start : start + AT_ONCE]))
-        for _ in starts:
-            await self.replies(Accumulated)
+    async def accumulate(
+        self,
+        step: int,
+        batches_R: Sequence[tuple[MicroBatch, ...]],
+        is_last: bool = False,
+        halts: Callable[[], bool] | None = None,
+    ) -> int:
+        """Has each rank compute its micro-batches; all of them have as many. `is_last`: an update
+        follows. Returns how many each has computed: not all of them if it `halts`, which is asked
+        before each."""
+        num = len(batches_R[0])
+        size, most = (AT_ONCE, num) if halts is None else (1, IN_FLIGHT)
+        told = answered = 0
+        while answered < told or told < num:
+            may_tell = told < num and told - answered < most
+            if may_tell and not (halts is not None and halts()):
+                end = min(num, told + size)
+                for rank, batches in enumerate(batches_R):
+                    ends_all = is_last and end == num
+                    self.send(rank, Accumulate(step, batches[told:end], ends_all))
+                told = end
+            elif answered < told:
+                await self.replies(Accumulated)
+                answered = min(told, answered + size)
+            else:
+                break
+        return told
 
     async def stop(self, is_orderly: bool = True) -> None:
         if self._life is not None:

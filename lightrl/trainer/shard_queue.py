@@ -53,6 +53,12 @@ class ShardQueue:
         is_last = self.is_complete and not self._rest
         return self._num_more > 0 and self._counted == self._size and not is_last
 
+    @property
+    def ends_mini_batch(self) -> bool:
+        """An update follows on what is held, which may be that of the step."""
+        is_last = self.is_complete and not self._rest
+        return is_last or (self._num_more > 0 and self._counted + len(self.held) == self._size)
+
     def is_begun_anew_by(self, waiting: deque[TrainShard]) -> bool:
         """The coordinator may begin a step again on its own."""
         return (

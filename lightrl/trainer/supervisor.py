@@ -20,10 +20,12 @@ from lightrl.broadcast_messages import VersionTaken
 from lightrl.config import Config
 from lightrl.errors import TrainerError
 from lightrl.messages import Message, PublishWeights, StepDone, TrainShard
+from lightrl.sharing_messages import Park
 from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.trainer.broadcasts import Broadcasts, Order
 from lightrl.trainer.checkpoint.start_point import where_to_start
+from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Followers, RanksLost
 from lightrl.trainer.nonfinite import NonfiniteSteps
 from lightrl.trainer.protocol import (
@@ -31,6 +33,7 @@ from lightrl.trainer.protocol import (
     EncodeDelta,
     FinishStep,
     Published,
+    RankParked,
     StepFinished,
 )
 from lightrl.trainer.rank_processes import Ranks, worst
@@ -72,6 +75,7 @@ class Trainer:
         """
         self._config = config
         self._run_dir = run_dir
+        self._checkpoints = config.checkpoints(run_dir)
         self._scratch = scratch
         self._gpus = gpus
         self._host = host
@@ -95,20 +99,28 @@ class Trainer:
         self._file: VersionFile  # of that version; there is one when there are ranks that started
         self._step_done: StepDone | None = None  # how they came there
         self._nonfinite = NonfiniteSteps()
+        self.devices = NodeDevices(config, self._say)
+        self._step: Step | None = None  # that is being trained
 
     @property
     def all_steps_done(self) -> bool:
         """The last version is published; a checkpoint may still be written."""
         return self._done >= self._config.train.steps
 
-    def handle(self, message: TrainShard | VersionTaken | Order) -> None:
+    def handle(self, message: TrainShard | VersionTaken | Park | Order) -> None:
+        if isinstance(message, TrainShard):
+            self.devices.give()
         if self._state in UNHEARD:
             return
-        if isinstance(message, TrainShard):
-            self._shards.append(message)
-            self._changed.set()
-        else:
-            self._broadcasts.handle(message)
+        match message:
+            case TrainShard():
+                self._shards.append(message)
+            case Park(number):
+                shards, step = self._shards, self._step
+                self.devices.ask(number, step.has_all if step else any(s.last for s in shards))
+            case _:
+                self._broadcasts.handle(message)
+        self._changed.set()
 
     def pause(self) -> None:
         """The coordinator is gone, or is being told who we are: say nothing, take nothing, until
@@ -120,15 +132,15 @@ class Trainer:
         """The coordinator has welcomed this node again: say where we stand, begin the step anew."""
         self._move(TrainerEvent.WELCOMED)
         self._forget_orders()
-        if self._state is TrainerState.DOWN:
-            return  # when there are ranks again, `on_restart` says hello for another trainer
         self._changed.set()
+        if self._state is TrainerState.DOWN:
+            self.devices.give()  # no shard comes before ranks say where they stand
+            return  # when there are ranks again, `on_restart` says hello for another trainer
         if self._state not in SILENT:  # else it is said when the update has ended
             self._announce()
 
     def stop(self) -> None:
-        """End after the step of which all groups have come, if any, with a checkpoint of the steps
-        done."""
+        """End after the step of which all groups have come, if any, and save the steps done."""
         self._is_stopping = True
         self._saves.stop()
         self._broadcasts.stop()
@@ -148,6 +160,9 @@ class Trainer:
                 lost = e
             self._move(TrainerEvent.RANKS_LOST)
             self._forget_orders()
+            if self.devices.are_away:  # ranks that start would find no memory
+                logger.warning("%s; they start when their devices are given back", lost)
+                await self._unless_stopped(self.devices.given())
             if self._is_stopping and not (self.all_steps_done and self._done > self._saves.step):
                 logger.warning("%s; leaving with the checkpoint of step %d", lost, self._saves.step)
                 return
@@ -165,14 +180,15 @@ class Trainer:
         """Whoever gave them does not count on us any more, or we are not who they were for."""
         self._shards.clear()
         self._broadcasts.clear()
+        self.devices.forget_orders()
 
     async def _recover_from(self, lost: RanksLost) -> int:
         most, pause_s = RESTARTS.max_restarts, self._crashes.crashed()
         if pause_s is None:
             raise TrainerError(f"{lost}; started again {most} times without finishing a step")
         step = await self._where_to_start()
-        in_a_row = self._crashes.in_a_row
-        logger.warning("%s; starting again from step %d (%d/%d)", lost, step, in_a_row, most)
+        again = self._crashes.in_a_row
+        logger.warning("%s; starting again from step %d (%d/%d)", lost, step, again, most)
         await asyncio.sleep(pause_s)
         return step
 
@@ -196,6 +212,7 @@ class Trainer:
             self._gpus,
             self._host,
             life,
+            self.devices,
         )
         tasks: list[asyncio.Task[Any]] = []
         is_orderly = False
@@ -281,15 +298,17 @@ class Trainer:
         False: stopped before all groups of the step had come; the weights are those of the last
         step. Raises TrainerError for any shard but the next of this step.
         """
-        step = Step(self._config, ranks, self._done, self._shards, self._is_packed, self._say)
+        self._step = step = Step(
+            self._config, ranks, self._done, self._shards, self._is_packed, self._say, self.devices
+        )
         while True:
-            while not (step.can_go_on or self._begins_anew or self._has_orders):
+            while not (step.can_go_on or self._begins_anew or self._broadcasts.has_orders):
                 if self._is_stopping:
                     await step.begin_anew()  # what is saved are the weights of the last step
                     return False
                 self._changed.clear()
                 await self._changed.wait()
-            if self._has_orders:
+            if self._broadcasts.has_orders:
                 await self._broadcasts.perform(ranks, self._file)
             elif self._begins_anew or step.is_begun_anew:
                 if self._begins_anew:
@@ -308,6 +327,10 @@ class Trainer:
         self._move(TrainerEvent.UPDATE_BEGAN)
         await self._versions.make_room()
         ranks.tell(FinishStep(step, queue.num_responses, queue.num_tokens, version))
+        if self.devices.are_shared:
+            await ranks.replies(RankParked)
+            self.devices.announce()
+        self._step = None  # what comes from here on is of the next one
         published = await ranks.reply(0, Published)
         self._file = published.file
         self._standing = await self._versions.serve(published, tuple(queue.portions))
@@ -357,6 +380,7 @@ class Trainer:
 
     def _announce(self) -> None:
         """Where we stand, and the news of it that may have been lost. The first of them counts."""
+        self.devices.announce()
         if self._standing is not None:
             self._say(self._standing)
         if self._step_done is not None:
@@ -373,11 +397,3 @@ class Trainer:
     @property
     def _begins_anew(self) -> bool:
         return self._state is TrainerState.BEGINNING_ANEW
-
-    @property
-    def _has_orders(self) -> bool:
-        return self._broadcasts.has_orders
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self._config.checkpoints(self._run_dir)

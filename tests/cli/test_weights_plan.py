@@ -100,6 +100,27 @@ def test_who_gets_a_version_how(config, changes, ways):
     assert weights_plan.describe(changed, NO_DRIVER)[2:] == ways
 
 
+def test_what_ranks_park_on_their_host_is_said_and_whether_it_has_that(config):
+    gpu = Gpu(0, "GPU-a", "H100", 80 << 30, 80 << 30)
+    machine = replace(NO_DRIVER, gpus=(gpu,))
+    shared = load_config(
+        QUICKSTART, [f"model.path={config.model.path}", "rollout.placement=shared", "train.ranks=2"]
+    )
+    assert weights_plan.room_to_park(config, machine) is None  # devices of its own
+    what = (
+        "while engines sample 2 ranks park 91.4 GB in memory of the host, beside 45.7 GB of "
+        "versions; 30.5 GB more in the middle of a step"
+    )
+    found = weights_plan.room_to_park(shared, machine, available=168_000_000_000)
+    assert found == weights_plan.ParkingRoom(True, what)
+    found = weights_plan.room_to_park(shared, machine, available=167_000_000_000)
+    assert not found.is_enough
+    assert found.text.startswith(f"{what}: it has 167.0 GB free; more memory, ")
+    on_cpu = weights_plan.room_to_park(shared, NO_DRIVER, available=0)
+    assert on_cpu.is_enough
+    assert on_cpu.text in weights_plan.describe(shared, NO_DRIVER)
+
+
 def test_what_nccl_cannot_do_here_is_said(config):
     def with_mode(mode):
         weights = config.weights.model_copy(update={"broadcast": mode})

@@ -1,6 +1,7 @@
 """The arithmetic of GPU memory against what torch and transformers really keep."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,8 @@ from lightrl.devices.memory import (
     engine_bytes,
     kv_bytes_per_token,
     kv_cache_bytes,
+    parked_bytes,
+    parked_gradients,
     shape_of,
     shape_of_folder,
     trainer_bytes,
@@ -157,6 +160,28 @@ def test_what_is_on_the_host_is_said_in_gigabytes():
     lines = {item.what: item.num_bytes for item in trainer_items(LLAMA_8B, on_host)}
     assert lines[f"optimizer (adamw): {state}"] == 0
     assert lines["optimizer (adamw), the part that is stepped"] == 1 << 29
+
+
+def test_what_is_parked_on_the_host():
+    """14B on 8 devices: masters and AdamW, 12 bytes a parameter among all of them."""
+    count = LLAMA_8B.num_parameters
+    on_eight = Training(tokens=8192, world=8, is_shared=True)
+    assert parked_bytes(LLAMA_8B, on_eight) == 12 * count // 8
+    assert parked_gradients(LLAMA_8B, on_eight) == 4 * count // 8
+    lines = [item.what for item in trainer_items(LLAMA_8B, on_eight) if not item.num_bytes]
+    assert lines == [
+        f"parked while engines sample: {12 * count / 8 / GIB:.1f} GiB on the host",
+        f"gradients, parked in the middle of a step: {4 * count / 8 / GIB:.1f} GiB on the host",
+    ]
+    late = replace(on_eight, sums_late=True, holds_start=True)
+    assert parked_bytes(LLAMA_8B, late) == 16 * count // 8
+    assert parked_gradients(LLAMA_8B, late) == 4 * count
+    moved = replace(on_eight, offload="optimizer", has_reference=True)  # its state is there anyway
+    assert parked_bytes(LLAMA_8B, moved) == 6 * count // 8
+    away = replace(on_eight, offload="all")
+    assert parked_bytes(LLAMA_8B, away) == parked_gradients(LLAMA_8B, away) == 0
+    adapters = replace(on_eight, adapters=8_000_000)
+    assert parked_bytes(LLAMA_8B, adapters) == (2 * count + 12 * 8_000_000) // 8
 
 
 def test_adapters_alone_have_gradients_and_an_optimizer():

@@ -14,10 +14,11 @@ Owns the state that is saved and restored. How it is written is `saver`'s, the n
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,15 +35,32 @@ from lightrl.wire import from_json
 PROBLEMS = (OSError, RuntimeError, ValueError)  # of a disk, a file format, a lack of memory
 
 
+View: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def state_of(
-    policy: Policy, optimizer: torch.optim.Optimizer, with_optimizer: bool
+    policy: Policy, optimizer: torch.optim.Optimizer, with_optimizer: bool, view: View = as_it_is
 ) -> dict[str, Any]:
-    """The tensors themselves, not copies. Call on all ranks."""
+    """The tensors themselves, not copies; of each what `view` makes of it. Call on all ranks."""
     model = get_model_state_dict(policy.module, options=_options(policy))
     state: dict[str, Any] = {"model": model}
     if with_optimizer:
         state["optimizer"] = get_optimizer_state_dict(policy.module, optimizer)
-    return state
+    return _viewed(state, view)
+
+
+def _viewed(state: Any, view: View) -> Any:
+    match state:
+        case dict():
+            return {name: _viewed(value, view) for name, value in state.items()}
+        case Tensor():
+            return view(state)
+        case _:
+            return state
 
 
 def restore(
@@ -50,10 +68,11 @@ def restore(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     expect: Callable[[], None] | None = None,
+    view: View = as_it_is,
 ) -> SavedStep:
     """Loads a checkpoint into a policy and its optimizer, on whatever number of ranks. Call on all
     ranks. `expect` makes the optimizer's state that is read into, where torch is not to; a
-    checkpoint from before the first update has none.
+    checkpoint from before the first update has none. `view`: as for `state_of`.
 
     Raises TrainerError if there is no complete checkpoint of this model at `path`.
     """
@@ -64,7 +83,7 @@ def restore(
     world = dist.get_world_size() if dist.is_initialized() else 1
     if saved.has_optimizer and expect is not None:
         expect()
-    state = state_of(policy, optimizer, saved.has_optimizer)
+    state = state_of(policy, optimizer, saved.has_optimizer, view)
     try:
         load_state(state, checkpoint_id=path / STATE, no_dist=world == 1)
     except (*PROBLEMS, CheckpointException) as e:

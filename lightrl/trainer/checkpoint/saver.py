@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from lightrl.config_sections import Checkpoint
 from lightrl.errors import TrainerError
 from lightrl.system import files
-from lightrl.trainer.checkpoint.contents import first_line, state_of, together
+from lightrl.trainer.checkpoint.contents import View, as_it_is, first_line, state_of, together
 from lightrl.trainer.checkpoint.export import export
 from lightrl.trainer.checkpoint.layout import Layout, describe, reverter, write_description
 from lightrl.trainer.checkpoint.saved import EXPORT, STATE, STEP_FILE, SavedStep, put_in_place
@@ -63,13 +63,15 @@ class Saver:
         settings: Checkpoint,
         report: Callable[[SaveEvent], None],
         base: str = "",
+        view: View = as_it_is,
     ) -> None:
         """Make it on all ranks. On rank 0 `report` is given, in a thread, what comes of a save.
-        `base`: what `model_dir` is to others, a path or a hub id."""
+        `base`: what `model_dir` is to others, a path or a hub id. `view`: see `state_of`."""
         self._policy = policy
         self._optimizer = optimizer
         self._model_dir = model_dir
         self._base = base
+        self._view = view
         self._settings = settings
         self._report = report
         self._world = dist.get_world_size() if dist.is_initialized() else 1
@@ -115,7 +117,7 @@ class Saver:
                     files.make_folder(path.parent)
                     shutil.rmtree(job.draft, ignore_errors=True)
                     (job.draft / STATE).mkdir(parents=True)
-            state = state_of(self._policy, self._optimizer, saved.has_optimizer)
+            state = state_of(self._policy, self._optimizer, saved.has_optimizer, self._view)
             uploading = async_save(
                 state,
                 # put_in_place syncs what rank 0 can see

@@ -5,6 +5,7 @@ step does not depend, but for rounding, on how its samples were split or in whic
 Knows no commands, no versions and no files.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from lightrl.trainer.algorithm import loss
 from lightrl.trainer.algorithm.advantage import whitened
 from lightrl.trainer.learner import optim, out_of_memory
 from lightrl.trainer.learner.figures import SUMS, StepFigures
+from lightrl.trainer.learner.host_memory import HostMemory
 from lightrl.trainer.learner.late_sums import LateSums
 from lightrl.trainer.learner.offload import HostedState
+from lightrl.trainer.learner.parking import Parking
 from lightrl.trainer.learner.step_start import StepStart
 from lightrl.trainer.model.collate import Batch, collate
 from lightrl.trainer.model.lora import adapters_off
@@ -57,34 +60,45 @@ class Learner:
         self.late = LateSums(self.policy) if self._sums_late() else None
         self.parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
         self.optimizer = optim.new_optimizer(self.parameters, config.train.optim)
+        is_shared = config.rollout.placement == "shared"
+        self.host = HostMemory(device) if is_shared or device.type != "cpu" else None
         self.hosted = None
         if config.train.offload == "optimizer":
-            self.hosted = HostedState(self.optimizer, self.parameters)
-        self._start = StepStart(self.policy.module, self.parameters, self.optimizer)
+            self.hosted = HostedState(self.optimizer, self.parameters, self.host)
+        self._start = StepStart(self.policy.module, self.parameters, self.optimizer, self.host)
+        self.parking = self._new_parking(self.host) if is_shared and self.host else None
         self._begin()
 
-    def accumulate(self, batches: Sequence[MicroBatch]) -> None:
+    def accumulate(self, batches: Sequence[MicroBatch], is_last: bool = False) -> None:
         """Adds these to the mini-batch; where advantages depend on all of it, holds them until its
-        end."""
+        end. `is_last`: the update follows."""
         if self.algorithm.is_whitened:
             self.held += batches
         else:
-            self._accumulate(batches)
+            self._accumulate(batches, is_last)
 
     def clear(self) -> None:
-        """The step begins anew."""
-        if self.late is not None:
+        """The step begins anew. What is parked stays so."""
+        if self.parking is not None and self.parking.is_parked:
+            self.parking.drop_gradients()
+            if self.late is not None:
+                self.late.drop()
+        elif self.late is not None:
             self.late.reduce()
         if self._has_moved:
             self._start.restore()
+        if self.parking is not None:
+            self.parking.put_state_away()
         self._begin()
 
     def update(self, end: UpdateWeights | FinishStep) -> None:
         """A mini-batch is complete: the optimizer's step, if there is anything to learn from."""
+        self._fetch()
         if self.held:
             batches = self._whitened()
             for first in range(0, len(batches), AT_ONCE):
-                self._accumulate(batches[first : first + AT_ONCE])
+                end_of_some = first + AT_ONCE
+                self._accumulate(batches[first:end_of_some], end_of_some >= len(batches))
                 self._still_computing()
         if self.late is not None:
             self.late.reduce()
@@ -100,6 +114,8 @@ class Learner:
         maxima = max_gap, max_weight
         self._figures.add(totals, maxima, scale, end.num_responses, end.num_tokens)
         if totals["responses"]:
+            if self.parking is not None and self.hosted is None:
+                self.parking.fetch_state()
             # What ends the step is never taken back.
             if isinstance(end, UpdateWeights) and not self._has_moved:
                 self._start.hold()
@@ -107,6 +123,8 @@ class Learner:
                 grad_norm, is_skipped = self._descend(scale, self._learning_rate(end.step))
             self._has_moved |= not is_skipped
             self._figures.add_update(grad_norm, is_skipped)
+            if self.parking is not None and isinstance(end, UpdateWeights):
+                self.parking.put_state_away()  # at the end of the step all of it goes together
         self._updating_s += now(self.device) - begun  # the weights are needed next
         self._begin_mini_batch()
 
@@ -121,14 +139,32 @@ class Learner:
             "timing_s/forward_backward": self.computing.lap(),
             "timing_s/optimizer": self._updating_s,
         }
+        if self.parking is not None:
+            metrics["timing_s/fetch"] = self._fetching_s
         self._begin()
         return metrics
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Of a weight, or of the optimizer: what can be read and written, wherever it is now."""
+        return tensor if self.host is None else self.host.view(tensor)
+
+    def _fetch(self) -> None:
+        if self.parking is not None and self.parking.is_parked:
+            begun = time.monotonic()
+            self.parking.fetch()
+            self._fetching_s += time.monotonic() - begun
+
+    def _new_parking(self, host: HostMemory) -> Parking:
+        modules = [self.policy.module]
+        if self.reference is not None:
+            modules.append(self.reference.module)
+        return Parking(host, modules, self.parameters, self.optimizer, self._start, self.late)
 
     def _begin(self) -> None:
         """A step begins."""
         self._figures = StepFigures()
         self._has_moved = False  # in this step
-        self._updating_s = 0.0
+        self._updating_s = self._fetching_s = 0.0
         self.num_batches = 0
         self.computing = Stopwatch(self.device)  # forward and backward passes of the step
         self._begin_mini_batch()
@@ -166,17 +202,18 @@ class Learner:
         cap = self.config.tis_cap(is_float32)
         return self.config.algorithm.model_copy(update={"tis_cap": cap})
 
-    def _accumulate(self, batches: Sequence[MicroBatch]) -> None:
-        for samples in batches:
+    def _accumulate(self, batches: Sequence[MicroBatch], is_last: bool = False) -> None:
+        self._fetch()
+        for i, samples in enumerate(batches):
             # Without samples, too, when others compute: their collectives need us.
             if samples or self.world > 1:
                 vocabulary, packed = self.policy.vocabulary, self.policy.way.packed
                 batch = collate(samples, self.device, vocabulary, packed)
                 with self.computing.running(), out_of_memory.final(self.config, "", samples):
-                    self._backward(batch, len(samples))
+                    self._backward(batch, len(samples), is_last and i == len(batches) - 1)
         self.num_batches += len(batches)
 
-    def _backward(self, batch: Batch, num_responses: int) -> None:
+    def _backward(self, batch: Batch, num_responses: int, is_last: bool) -> None:
         if self.late is not None:
             self.late.begin()
         # Greedy samples have no distribution of their own.
@@ -197,6 +234,8 @@ class Learner:
             batch.mask,
             entropy if has_bonus else None,
         )
+        if is_last and self.parking is not None and self.hosted is None:
+            self.parking.begin_fetching_state()
         sums.total.backward()
         # What engines serve are the weights of the step's begin.
         is_compared = begun_with is not None or not self._has_moved

@@ -1,28 +1,33 @@
 """An optimizer whose state lies in the memory of the host (`train.offload = "optimizer"`).
 
-Owns where the state is. The step is the optimizer's own, on the device, for a part of the
-parameters at a time: the weights become the same bits as without. On a processor nothing moves.
+Owns when it is there. The step is the optimizer's own, on the device, for a part of the parameters
+at a time: the weights become the same bits as without.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightrl.trainer.learner.host_memory import HostMemory
+
 PART_VALUES = 1 << 26  # parameters of this rank whose state is on the device at once (512 MiB)
-HOST = torch.device("cpu")
 
 
 class HostedState:
     """All that steps the optimizer, and all that makes it state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        host: HostMemory | None,
+    ) -> None:
+        """Without a `host` nothing moves: on a processor that shares its memory with nobody."""
         self._optimizer = optimizer
         self._parameters = parameters
-        # by parameter: where its state lies between steps, kept so that no memory is made anew
-        self._places: dict[Tensor, dict[str, Tensor]] = {}
+        self._host = host
 
     def step(self) -> None:
         """As `optimizer.step()`; the gradients are gone afterwards."""
@@ -31,13 +36,8 @@ class HostedState:
             parameter.grad = None
         for part in self._parts():
             for i in part:
-                parameter = self._parameters[i]
-                parameter.grad, gradients[i] = gradients[i], None
-                self._fetch(parameter)
-            self._optimizer.step()
-            for i in part:
-                self._parameters[i].grad = None
-                self._put_away(self._parameters[i])
+                self._parameters[i].grad, gradients[i] = gradients[i], None
+            self._step(part)
 
     def expect(self) -> None:
         """Makes the state that a checkpoint is read into; torch would make all of it at once, on
@@ -48,12 +48,19 @@ class HostedState:
         for part in self._parts():
             for i in part:
                 self._parameters[i].grad = torch.zeros_like(self._parameters[i])
-            self._optimizer.step()
-            for i in part:
-                self._parameters[i].grad = None
-                self._put_away(self._parameters[i])
+            self._step(part)
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    def _step(self, part: list[int]) -> None:
+        some = [self._parameters[i] for i in part]
+        if self._host is not None:
+            self._host.fetch(moments(self._optimizer, some))
+        self._optimizer.step()
+        for parameter in some:
+            parameter.grad = None
+        if self._host is not None:
+            self._host.put_away(moments(self._optimizer, some))
 
     def _parts(self) -> Iterator[list[int]]:
         part: list[int] = []
@@ -67,23 +74,10 @@ class HostedState:
             size += local.numel()
         yield part
 
-    def _fetch(self, parameter: Tensor) -> None:
-        state = self._optimizer.state.get(parameter, {})
-        for name, value in _moved(state, parameter):
-            state[name] = value.to(parameter.device)
 
-    def _put_away(self, parameter: Tensor) -> None:
-        state = self._optimizer.state.get(parameter, {})
-        places = self._places.setdefault(parameter, {})
-        for name, value in _moved(state, parameter):
-            if name in places:
-                places[name].copy_(value)
-            else:
-                places[name] = value.to(HOST)
-            state[name] = places[name]
-
-
-def _moved(state: dict[str, Any], parameter: Tensor) -> list[tuple[str, Tensor]]:
-    """What is worth it: not the count of steps."""
-    some = [(name, value) for name, value in state.items() if isinstance(value, Tensor)]
-    return [(name, value) for name, value in some if value.ndim and parameter.device != HOST]
+def moments(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """What of the state is worth moving: not the counts of steps."""
+    for parameter in parameters:
+        for value in optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.ndim:
+                yield value

@@ -15,44 +15,54 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightrl.trainer.learner.host_memory import HostMemory
+
 
 class StepStart:
     def __init__(
-        self, module: nn.Module, parameters: Sequence[nn.Parameter], optimizer: Optimizer
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Optimizer,
+        host: HostMemory | None = None,
     ) -> None:
-        """`parameters`: those of `module` that are trained."""
+        """`parameters`: those of `module` that are trained. Any of all this may be on the `host`
+        when it is held or restored."""
         self._module = module
         self._parameters = parameters
         self._optimizer = optimizer
-        self._weights: list[Tensor] = []  # as `parameters`
+        self._host = host
+        self.weights: list[Tensor] = []  # as `parameters`
         self._state: dict[Tensor, dict[str, Tensor]] = {}
 
     @torch.no_grad()
     def hold(self) -> None:
         """The step is about to move the weights. No collective."""
-        if not self._weights:
-            self._weights = [torch.empty_like(_local(p)) for p in self._parameters]
-        for held, parameter in zip(self._weights, self._parameters, strict=True):
+        if not self.weights:
+            self.weights = [torch.empty_like(_local(p)) for p in self._parameters]
+        for held, parameter in zip(self.weights, self._parameters, strict=True):
             held.copy_(_local(parameter))
         for parameter, values in self._optimizer.state.items():
             held = self._state.setdefault(parameter, {})
             for name, value in values.items():
                 if name in held:
-                    held[name].copy_(_local(value))
+                    held[name].copy_(self._at_hand(value))
                 else:
-                    held[name] = _local(value).to("cpu", copy=True)
+                    held[name] = self._at_hand(value).to("cpu", copy=True)
 
     @torch.no_grad()
     def restore(self) -> None:
         """The step begins anew: all is as it was held. No collective."""
-        for held, parameter in zip(self._weights, self._parameters, strict=True):
-            _local(parameter).copy_(held)
+        for held, parameter in zip(self.weights, self._parameters, strict=True):
+            self._at_hand(parameter.detach()).copy_(self._at_hand(held))
         for parameter in list(self._optimizer.state):
             if parameter not in self._state:  # moved for the first time
-                del self._optimizer.state[parameter]
+                values = self._optimizer.state.pop(parameter).values()
+                if self._host is not None:
+                    self._host.drop(value for value in values if isinstance(value, Tensor))
         for parameter, values in self._state.items():
             for name, held in values.items():
-                _local(self._optimizer.state[parameter][name]).copy_(held)
+                self._at_hand(self._optimizer.state[parameter][name]).copy_(held)
         self._drop_gathered()
 
     @contextlib.contextmanager
@@ -64,9 +74,13 @@ class StepStart:
         finally:
             self._exchange()
 
+    def _at_hand(self, tensor: Tensor) -> Tensor:
+        """What this rank has of it, wherever it is."""
+        return _local(tensor if self._host is None else self._host.view(tensor))
+
     @torch.no_grad()
     def _exchange(self) -> None:
-        for held, parameter in zip(self._weights, self._parameters, strict=True):
+        for held, parameter in zip(self.weights, self._parameters, strict=True):
             local = _local(parameter)
             now = local.clone()
             local.copy_(held)

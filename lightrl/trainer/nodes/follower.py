@@ -18,6 +18,7 @@ from lightrl.errors import LightRLError, ProtocolError
 from lightrl.messages import Message
 from lightrl.system.child import Child, ChildDied
 from lightrl.system.threads import in_thread
+from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.protocol import (
     TO_FOLLOWER,
     TO_LEADER,
@@ -29,7 +30,14 @@ from lightrl.trainer.nodes.protocol import (
     ToFollower,
     ToLeader,
 )
-from lightrl.trainer.protocol import RANK_EVENTS, RankCommand, RankEvent
+from lightrl.trainer.protocol import (
+    RANK_COMMANDS,
+    RANK_EVENTS,
+    RankCommand,
+    RankEvent,
+    RankParked,
+    RankStarted,
+)
 from lightrl.trainer.rank_processes import STOP_S, start_rank
 from lightrl.trainer_messages import TrainerRelay
 
@@ -80,9 +88,11 @@ class Follower:
         send: Callable[[Message], None],
         gpus: Sequence[str] = (),
         host: str = "127.0.0.1",
+        answer: Callable[[Message], None] | None = None,
     ) -> None:
-        """`send` reaches the coordinator whenever there is a connection. `host`: an address of this
-        machine that the other trainer nodes reach."""
+        """`send` reaches the coordinator whenever there is a connection, `answer` when it hears
+        this node. `host`: an address of this machine that the other trainer nodes reach."""
+        self.devices = NodeDevices(config, answer or send)
         self._config = config
         self._run_dir = run_dir
         self._send = send
@@ -121,6 +131,8 @@ class Follower:
         elif self._life is None or message.life != self._life.name:
             pass  # of a life that is over
         elif isinstance(message, RankTold):
+            if self.devices.are_shared:
+                self.devices.told(RANK_COMMANDS.decode(message.frame))
             self._life.tell(message)
         else:
             self._to_do.put_nowait(message)
@@ -159,6 +171,7 @@ class Follower:
                 )
                 self._tell(RanksGone(life.name, why, is_final=True))
                 return
+            self.devices.starting()
             for k, command in enumerate(life.start.starts):
                 here = replace(
                     command,
@@ -176,6 +189,11 @@ class Follower:
     async def _hand_on(self, life: _Life, number: int) -> None:
         while True:
             event = await life.ranks[number].receive()
+            self.devices.heard(number, event)
+            if isinstance(event, RankStarted) or (
+                isinstance(event, RankParked) and not event.is_asked
+            ):
+                self.devices.announce()
             self._tell(RankSaid(life.name, number, RANK_EVENTS.encode(event)))
 
     def _tell(self, message: ToLeader) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 from lightrl.broadcast_messages import VersionTaken
 from lightrl.messages import TrainShard
+from lightrl.sharing_messages import Park
 from lightrl.trainer.broadcasts import Order
+from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.follower import Follower
 from lightrl.trainer.supervisor import Trainer
 from lightrl.trainer_messages import TrainerRelay, TrainerSet
@@ -38,6 +40,10 @@ class TrainerNode:
         return self._trainer is not None
 
     @property
+    def devices(self) -> NodeDevices:
+        return (self._trainer or self._follower).devices
+
+    @property
     def device(self) -> str:
         return self._trainer.device if self._trainer is not None else ""
 
@@ -46,7 +52,7 @@ class TrainerNode:
         return self._trainer is not None and self._trainer.all_steps_done
 
     def handle(
-        self, message: TrainShard | VersionTaken | Order | TrainerSet | TrainerRelay
+        self, message: TrainShard | VersionTaken | Park | Order | TrainerSet | TrainerRelay
     ) -> None:
         match message:
             case TrainerSet(leader, followers) if leader == self._name:
@@ -63,6 +69,8 @@ class TrainerNode:
                     self._trainer.followers.hear(message)
                 else:
                     self._follower.hear(message)
+            case Park(number) if self._trainer is None:
+                self._follower.devices.ask(number)
             case _:
                 if self._trainer is not None:
                     self._trainer.handle(message)
@@ -78,6 +86,8 @@ class TrainerNode:
     def pause(self) -> None:
         if self._trainer is not None:
             self._trainer.pause()
+        else:
+            self._follower.devices.forget_orders()
 
     def rejoin(self) -> None:
         if self._trainer is not None:

@@ -37,6 +37,7 @@ from lightrl.trainer.checkpoint.saved import (
 )
 from lightrl.trainer.checkpoint.seal import sealed
 from lightrl.trainer.protocol import (
+    TAKES_DEVICE,
     Accumulate,
     Accumulated,
     Cleared,
@@ -51,9 +52,11 @@ from lightrl.trainer.protocol import (
     LeaveGroup,
     MicroBatch,
     OpenGroup,
+    ParkRank,
     Published,
     RankCommand,
     RankEvent,
+    RankParked,
     RankStarted,
     Save,
     Saved,
@@ -104,6 +107,10 @@ class EmulatedRank:
             raise TrainerError(f"rollout.{e}") from None
         self._token_s, self._step_s = times["train_token_ms"] / 1000, times["train_step_ms"] / 1000
         self._num_bytes = max(MIN_BYTES, int(times["version_mb"] * 1e6))
+        self._park_s, self._fetch_s = times["park_ms"] / 1000, times["fetch_ms"] / 1000
+        self._parked_bytes = int(times["parked_mb"] * 1e6)
+        self._is_parked = False
+        self._fetching_s = 0.0  # of the step
         self._meeting = Meeting(start.rank, start.world, Path(start.rendezvous))
         self._buffers = Buffers(Path(start.publish_dir))
         self._clear()
@@ -116,12 +123,15 @@ class EmulatedRank:
         self._publish(start.start_step)
         if saved and self.file:
             saved.require_digest(self.file.digest, DTYPE)
-        self.started = RankStarted("emulated", time.monotonic() - begun, self._published())
+        published, parked = self._published(), self._parked()
+        self.started = RankStarted("emulated", time.monotonic() - begun, published, parked=parked)
 
     def perform(
         self, command: RankCommand, is_unwanted: IsUnwanted | None = None
     ) -> Iterator[RankEvent]:
         require_step(self.step, command)
+        if isinstance(command, TAKES_DEVICE):
+            self._fetch()
         match command:
             case Accumulate(step, batches):
                 self._accumulate(batches)
@@ -136,10 +146,17 @@ class EmulatedRank:
                 metrics = self._update(command)
                 begun = time.monotonic()
                 self._publish(command.policy_version)
-                if published := self._published():  # first of all: rollout nodes wait for it
+                publish_s = time.monotonic() - begun
+                if parked := self._parked():
+                    metrics["timing_s/park"] = parked.seconds
+                    yield parked
+                if published := self._published():  # rollout nodes wait for it
                     yield published
                 self.step += 1
-                yield finished(step, metrics, begun)
+                yield finished(step, metrics, publish_s)
+            case ParkRank():
+                if parked := self._parked(is_asked=True):
+                    yield parked
             case EncodeDelta(step):
                 yield DeltaMade()  # its weights are a digest: all of it is another one
             case Save(step, path, export):
@@ -219,8 +236,28 @@ class EmulatedRank:
             "timing_s/forward_backward": self._computing_s,
             "timing_s/optimizer": time.monotonic() - begun,
         }
+        if self.config.rollout.placement == "shared":
+            metrics["timing_s/fetch"] = self._fetching_s
+            self._fetching_s = 0.0
         self._clear()
         return metrics
+
+    def _parked(self, is_asked: bool = False) -> RankParked | None:
+        """As long as configured, if its device is shared, and is not given back already."""
+        if self.config.rollout.placement != "shared":
+            return None
+        seconds = 0.0 if self._is_parked else self._park_s
+        if seconds:
+            time.sleep(seconds)
+        self._is_parked = True
+        return RankParked(self._parked_bytes, seconds, is_asked)
+
+    def _fetch(self) -> None:
+        if self._is_parked:
+            if self._fetch_s:
+                time.sleep(self._fetch_s)
+            self._is_parked = False
+            self._fetching_s += self._fetch_s
 
     def _publish(self, policy_version: int) -> None:
         """Rank 0 writes the version to a file that has its name when it is complete."""

@@ -122,9 +122,8 @@ def require_step(step: int, command: RankCommand) -> None:
         )
 
 
-def finished(step: int, metrics: dict[str, float], publishing_since: float) -> StepFinished:
-    """The step with its figures, when its version has just been published."""
-    publish_s = time.monotonic() - publishing_since
+def finished(step: int, metrics: dict[str, float], publish_s: float) -> StepFinished:
+    """The step with its figures, when its version is published, which took so long."""
     times = {"timing_s/publish": publish_s, "weights/publish_s": publish_s}
     return StepFinished(step, metrics | times)
 

@@ -38,9 +38,11 @@ from lightrl.trainer.protocol import (
     JoinGroup,
     LeaveGroup,
     OpenGroup,
+    ParkRank,
     Published,
     RankCommand,
     RankEvent,
+    RankParked,
     RankStarted,
     Save,
     SaveEvent,
@@ -115,6 +117,7 @@ class Rank:
                 self.config.checkpoint,
                 report,
                 self._name_of_model(),
+                self.learner.view,
             )
             # Before a checkpoint is restored: the same for the whole run.
             self._text = self._canary_text()
@@ -124,9 +127,11 @@ class Rank:
         if saved and self.file:
             saved.require_digest(self.file.digest, dtype_name(self.learner.policy.served))
         self._publisher.allocate_second()
-        published = self._published()
+        published, parked = self._published(), self._parked()
         way, took_s = self.learner.policy.way, time.monotonic() - begun
-        self.started = RankStarted(str(self.device), took_s, published, way.packed, way.notes)
+        self.started = RankStarted(
+            str(self.device), took_s, published, way.packed, way.notes, parked
+        )
 
     def perform(
         self, command: RankCommand, is_unwanted: IsUnwanted | None = None
@@ -137,8 +142,8 @@ class Rank:
     def _perform(self, command: RankCommand, is_unwanted: IsUnwanted | None) -> Iterator[RankEvent]:
         require_step(self.step, command)
         match command:
-            case Accumulate(step, batches):
-                self.learner.accumulate(batches)
+            case Accumulate(step, batches, is_last):
+                self.learner.accumulate(batches, is_last)
                 yield Accumulated(step)
             case UpdateWeights(step):
                 self.learner.update(command)
@@ -150,10 +155,17 @@ class Rank:
                 metrics = self.learner.finish(command)
                 begun = time.monotonic()
                 self._publish(command.policy_version)
-                if published := self._published():  # first of all: rollout nodes wait for it
+                published, publish_s = self._published(), time.monotonic() - begun
+                if parked := self._parked():  # before the version is said: engines wake for it
+                    metrics["timing_s/park"] = parked.seconds
+                    yield parked
+                if published:  # rollout nodes wait for it
                     yield published
                 self.step += 1
-                yield finished(step, metrics, begun)
+                yield finished(step, metrics, publish_s)
+            case ParkRank():
+                if parked := self._parked(is_asked=True):
+                    yield parked
             case EncodeDelta(step):
                 yield self._publish_delta()
             case Save(step, path, export):
@@ -173,6 +185,14 @@ class Rank:
         self.policy_version = policy_version
         base = self._base.digest if self._base else ""
         self.file = self._publisher.publish(policy_version, shards(self.learner.policy), base)
+
+    def _parked(self, is_asked: bool = False) -> RankParked | None:
+        """The device is given back, if it is shared."""
+        if self.learner.parking is None:
+            return None
+        begun = time.monotonic()
+        num_bytes = self.learner.parking.park()
+        return RankParked(num_bytes, time.monotonic() - begun, is_asked)
 
     def _name_of_model(self) -> str:
         """As it is found again: by its path in full, or on the hub."""
@@ -219,7 +239,8 @@ class Rank:
         path = checkpoint_path(Path(self.start.run_dir) / CHECKPOINTS, self.start.start_step)
         hosted = self.learner.hosted
         expect = hosted.expect if hosted is not None else None
-        return checkpoint.restore(path, self.learner.policy, self.learner.optimizer, expect)
+        policy, optimizer = self.learner.policy, self.learner.optimizer
+        return checkpoint.restore(path, policy, optimizer, expect, self.learner.view)
 
     def _saved(self) -> SavedStep:
         return SavedStep(

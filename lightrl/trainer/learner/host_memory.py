@@ -1,0 +1,181 @@
+"""Memory of the host for tensors that are not on their device for now.
+
+Owns copies of whole storages, in memory that is allocated once and used again. A tensor that is
+away is the same object as before, of an empty storage, so that whoever refers to it, FSDP and
+optimizers included, need not be told; nothing may compute with it until it is fetched. Knows
+nothing of what the tensors are.
+
+All of it is one file that the kernel keeps in memory. On CUDA it is mapped and pinned: copies run
+beside the computation. On a processor, whose device and host have one memory, it is written and
+read without being mapped: this process has less resident memory by what is away, the machine has
+not.
+"""
+
+import ctypes
+import logging
+import mmap
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A part of the file. `pinned`: mapped, uint8, as long as this process lives."""
+
+    offset: int
+    num_bytes: int
+    pinned: Tensor | None = None
+
+
+class HostMemory:
+    def __init__(self, device: torch.device) -> None:
+        """Of the tensors of `device`; all others stay where they are."""
+        self._device = device
+        self._file = os.memfd_create("lightrl-parked")
+        weakref.finalize(self, os.close, self._file)
+        self._num_bytes = 0  # of the file
+        self._away: dict[int, tuple[torch.UntypedStorage, _Place]] = {}
+        self._free: dict[int, list[_Place]] = defaultdict(list)  # by size
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def put_away(self, tensors: Iterable[Tensor]) -> None:
+        """Returns when they take nothing of the device. Tensors that share a storage go together;
+        those that are away already are left alone.
+
+        Raises OSError where the host has no memory for them.
+        """
+        self.wait()
+        storages = [s for s in self._storages(tensors) if s.size()]
+        for storage in storages:
+            place = self._place(storage.size())
+            self._copy(storage, place, is_out=True)
+            self._away[storage._cdata] = storage, place
+            if self._stream is None:  # no more than one is there twice
+                storage.resize_(0)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).synchronize()
+            for storage in storages:
+                storage.resize_(0)
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> int:
+        """That are away, of these."""
+        found = [self._away.get(storage._cdata) for storage in self._storages(tensors)]
+        return sum(entry[1].num_bytes for entry in found if entry)
+
+    def give_back(self) -> None:
+        """What is free is no longer held for this process."""
+        if self._stream is not None:
+            torch.cuda.empty_cache()
+        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)
+
+    def fetch(self, tensors: Iterable[Tensor], beside: bool = False) -> None:
+        """To the device, those of them that are away. `beside` other work of the device: `wait`
+        before they are used."""
+        found = [
+            self._away.pop(s._cdata) for s in self._storages(tensors) if s._cdata in self._away
+        ]
+        for storage, place in found:  # memory of the stream that will use it
+            storage.resize_(place.num_bytes)
+        if self._stream is not None and beside:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._read(found)
+        else:
+            self._read(found)
+
+    def wait(self) -> None:
+        """What is computed from here on finds all that was fetched."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def drop(self, tensors: Iterable[Tensor]) -> None:
+        """They are never used again: nothing is kept of them."""
+        for storage in self._storages(tensors):
+            if (found := self._away.pop(storage._cdata, None)) is not None:
+                self._free[found[1].num_bytes].append(found[1])
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, or, while it is away, one of the same values on the host; what is
+        written there is fetched later."""
+        local = _local(tensor)
+        if (found := self._away.get(local.untyped_storage()._cdata)) is None:
+            return tensor
+        place = found[1]
+        data = place.pinned if place.pinned is not None else self._mapped(place)
+        here = torch.empty(0, dtype=local.dtype).set_(
+            data.untyped_storage(), local.storage_offset(), local.shape, local.stride()
+        )
+        if not isinstance(tensor, DTensor):
+            return here
+        # Not by `from_local`: it would move it to the device of the mesh.
+        made: Any = DTensor
+        return made(here, tensor._spec, requires_grad=False)
+
+    def _storages(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+        """Of those that belong to the device, each once."""
+        known: set[int] = set()
+        for tensor in tensors:
+            local = _local(tensor)
+            storage = local.untyped_storage()
+            if local.device == self._device and storage._cdata not in known:
+                known.add(storage._cdata)
+                yield storage
+
+    def _place(self, num_bytes: int) -> _Place:
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
+        place = _Place(self._num_bytes, num_bytes)
+        self._num_bytes += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(self._file, self._num_bytes)
+        if self._stream is None:
+            return place
+        return _Place(place.offset, num_bytes, _pinned(self._mapped(place)))
+
+    def _mapped(self, place: _Place) -> Tensor:
+        size = place.num_bytes
+        return torch.frombuffer(mmap.mmap(self._file, size, offset=place.offset), dtype=torch.uint8)
+
+    def _read(self, found: list[tuple[torch.UntypedStorage, _Place]]) -> None:
+        for storage, place in found:
+            self._copy(storage, place, is_out=False)
+            self._free[place.num_bytes].append(place)
+
+    def _copy(self, storage: torch.UntypedStorage, place: _Place, is_out: bool) -> None:
+        if place.pinned is not None:
+            host = place.pinned.untyped_storage()
+            target, source = (host, storage) if is_out else (storage, host)
+            target.copy_(source, non_blocking=True)
+            return
+        array = (ctypes.c_char * place.num_bytes).from_address(storage.data_ptr())
+        data, done = memoryview(array).cast("B"), 0
+        while done < place.num_bytes:  # the kernel moves 2 GiB at a time
+            at = place.offset + done
+            if is_out:
+                done += os.pwrite(self._file, data[done:], at)
+            else:
+                done += os.preadv(self._file, [data[done:]], at)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _pinned(data: Tensor) -> Tensor:
+    """The same, so that CUDA copies to and from it without help of the processor. torch's own
+    allocator of pinned memory takes the next power of two."""
+    cudart: Any = torch.cuda.cudart()
+    problem = cudart.cudaHostRegister(data.data_ptr(), data.nbytes, 0)
+    if int(problem):
+        logger.warning("%d bytes of the host cannot be pinned: %s", data.nbytes, problem)
+    return data

@@ -5,20 +5,21 @@ Owns no behaviour. How LightRL itself works is in world.py and the core; nothing
 which mechanisms are present.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import Event
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, Round
-from lightrl.sim.engine import SimDelta
 from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.machines import SimMachine
 from lightrl.sim.outcome import Outcome, StepRecord
 from lightrl.sim.scenario import Scenario, Switches
 from lightrl.sim.scoring import SimScoring
 from lightrl.sim.trainer import TrainerModel
+
+FOREVER_S = 1e12
 
 
 class Simulation(Protocol):
@@ -39,12 +40,14 @@ class Simulation(Protocol):
     newest: StepRecord
     scoring: SimScoring
     trainer: TrainerModel
+    # the core says when devices change sides
+    shares: bool
 
     def at(self, when: float, act: Callable[[], None]) -> None: ...
     def feed(self, event: Event) -> None: ...
     def abort(self, machine: SimMachine, response: str, number: int) -> None: ...
     def join(self, machine: SimMachine) -> None: ...
-    def leave(self, machine: SimMachine, reason: str, released: bool = False) -> list[Event]: ...
+    def leave(self, machine: SimMachine, reason: str) -> list[Event]: ...
     def confirm(self, machine: SimMachine, version: int) -> None: ...
     def plan_training(self) -> None: ...
     def final_tokens(self, response: Response, noise: int) -> int: ...
@@ -52,12 +55,6 @@ class Simulation(Protocol):
 
 class Mechanism:
     """Each hook does nothing unless it is overridden."""
-
-    def tokens(self, deltas: Sequence[SimDelta]) -> None:
-        """A machine's tokens have reached the core."""
-
-    def fleet_changed(self) -> None:
-        """The core has heard that a node serves, or is lost."""
 
     def round_closed(self, round: Round) -> None:
         """The core has closed a round; its record is `Simulation.newest`."""

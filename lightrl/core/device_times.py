@@ -17,21 +17,21 @@ class DeviceTimes:
     def __init__(self, devices: SharedDevices, now: float) -> None:
         self._devices = devices
         self._at = now
-        self._moves: int = -1
+        self._changes: tuple[int, bool] = (-1, False)
         self._labels: dict[str, str] = {}  # since then
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def look(self, now: float, always: bool = False) -> None:
         """Time has passed. One that went backwards is not counted."""
-        moves, elapsed = self._devices.num_moves, now - self._at
-        if not always and moves == self._moves and 0 <= elapsed < PAUSE_S:
+        elapsed, trains = now - self._at, self._devices.are_training
+        changes = self._devices.num_moves, trains
+        if not always and changes == self._changes and 0 <= elapsed < PAUSE_S:
             return
         if elapsed > 0:
             for name, label in self._labels.items():
                 self._seconds[name, label] += elapsed
-        trains = self._devices.are_training
         self._labels = {name: _label(n, trains) for name, n in self._devices.nodes.items()}
-        self._at, self._moves = now, moves
+        self._at, self._changes = now, changes
 
     def close(self, now: float) -> dict[str, float]:
         """The step is over: seconds by "NODE/what it did", of nodes that are there."""

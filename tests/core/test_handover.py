@@ -421,3 +421,32 @@ def test_what_was_learned_outlives_the_coordinator():
     assert set(known.rounds["plain"].ends) == {1}
     d.restart()
     assert d.core.sides.memory() == known
+
+
+def test_what_each_device_did_sums_to_the_step():
+    d, script = shared("a", others="b", slots=4)
+    d.now = 3.0  # a and b sample
+    later(d, script, Change(release=("a",)))
+    d.finish("p0@0#0")
+    d.now += 2.0
+    released(d, "a")
+    d.now += 1.0
+    d.finish_round()  # the shards leave
+    d.now += 5.0
+    parked(d)
+    d.publish(1)
+    d.now += 1.0
+    d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": 4.0})))
+    d.confirm("b", 1)
+    assert d.core.step == 1
+    seconds = {name: s for name, s in d.core.handover.device_s.items() if s}
+    assert seconds == {"a/rollout": 4.0, "a/switch": 3.0, "a/wait": 1.0, "a/train": 5.0}
+    assert sum(seconds.values()) == d.now
+    figures = d.core.handover.figures
+    assert figures == {
+        "window_s": 4.0,
+        "waited_trainer_s": 2.0,  # of the six since it had the devices
+        "waited_remote_s": 5.0,
+        "switches": 3.0,  # the first one when it joined
+        "moved": 3.0,
+    }

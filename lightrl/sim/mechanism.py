@@ -5,13 +5,14 @@ Owns no behaviour. How LightRL itself works is in world.py and the core; nothing
 which mechanisms are present.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.events import Event
 from lightrl.core.settings import Settings
 from lightrl.core.state import Response, Round
+from lightrl.sim.engine import SimDelta
 from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.machines import SimMachine
 from lightrl.sim.outcome import Outcome, StepRecord
@@ -55,6 +56,9 @@ class Simulation(Protocol):
 
 class Mechanism:
     """Each hook does nothing unless it is overridden."""
+
+    def tokens(self, deltas: Sequence[SimDelta]) -> None:
+        """A machine's tokens have reached the core."""
 
     def round_closed(self, round: Round) -> None:
         """The core has closed a round; its record is `Simulation.newest`."""

@@ -292,6 +292,8 @@ class World:
             deltas = machine.engine.step(self.now)
             if deltas:
                 self.feed(TokensArrived(machine.spec.name, machine.chunk(deltas)))
+                for mechanism in self.mechanisms:
+                    mechanism.tokens(deltas)
         self._schedule(machine)
 
     # Training and weights

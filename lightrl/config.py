@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from lightrl.config_algorithm import UNGROUPED, AlgorithmSection
 from lightrl.config_model import Lora, Model
-from lightrl.config_scale import Prices, ScaleSection
+from lightrl.config_scale import Offload, Prices, ScaleSection
 from lightrl.config_sections import (
     AsyncSection,
     Checkpoint,
@@ -57,6 +57,7 @@ class Config(Section):
     weights: Weights = Weights()
     prices: Prices = Prices()
     scale: ScaleSection = ScaleSection()
+    offload: Offload = Offload()
     journal: Journal = Journal()
     logging: Logging = Logging()
 
@@ -83,6 +84,22 @@ class Config(Section):
             raise ValueError(
                 f"node.lease_s = {self.node.lease_s}: must be at least twice "
                 f"node.heartbeat_s = {self.node.heartbeat_s}, or healthy nodes are lost"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _in_turn(self) -> Self:
+        """Devices that sample and train."""
+        ahead, rule = self.async_.max_staleness, self.offload.rule
+        if ahead and self.rollout.placement == "shared":
+            raise ValueError(
+                f"rollout.placement = 'shared': with async.max_staleness = {ahead} nodes sample "
+                "while the trainer trains, and both need the devices; leave one of them out"
+            )
+        if rule != "foreseen" and self.rollout.placement == "own":
+            raise ValueError(
+                f"offload.rule = {rule!r}: with rollout.placement = 'own' no devices change sides; "
+                "leave it out"
             )
         return self
 

@@ -1,17 +1,26 @@
-"""The sections of what nodes cost and how many preemptible ones are asked for.
+"""The sections of what nodes cost, how many preemptible ones are asked for, and when shared devices
+change sides.
 
-Owns what can be said of these keys; knows nothing of the decision (core/worth.py). Must stay
-importable without torch.
+Owns what can be said of these keys; knows nothing of the decisions (core/worth.py, core/sides.py).
+Must stay importable without torch.
 """
 
 import shlex
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from lightrl.config_sections import NotNegative, Seconds, Section
 
 MAX_WANTED = 4096
+
+
+class Offload(Section):
+    rule: Literal["foreseen", "window"] = Field(
+        default="foreseen",
+        description="when shared devices change sides within a step: foreseen = by what is "
+        "predicted of it; window = RLBoost's, corrected from step to step",
+    )
 
 
 class Prices(Section):

@@ -6,6 +6,9 @@ from lightrl.core.settings import Settings, Tail
 from lightrl.core.worth import Prices
 from lightrl.messages import Sampling
 
+# times node.grace_s, after which a node kills an engine that keeps its devices
+RELEASE_GRACES = 2.0
+
 
 def settings_of(
     config: Config,
@@ -47,6 +50,8 @@ def settings_of(
         prices=_prices(config),
         scale_max=config.scale.max,
         scale_drain=config.scale.drain,
+        offload=config.offload.rule,
+        release_s=RELEASE_GRACES * config.node.grace_s,
     )
 
 

@@ -547,7 +547,7 @@ class NodeRow:
 
     name: Word
     roles: Annotated[tuple[Role, ...], Meta(max_length=3)]
-    # joining loading ready updating draining gone
+    # joining loading ready updating releasing released draining gone
     state: Word
     host: Word
     pid: int
@@ -562,6 +562,8 @@ class NodeRow:
     # of the version that it pulls
     weights: WeightsProgress | None = None
     broadcast: Word = ""  # by which its next version comes: forming sending proving
+    # None: it shares no devices; else for how long it is in its state, and so on its side
+    state_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Part of messages.py, under its rules. A run whose engines have devices of their own says none of it.
 A rollout node that shares says so in its `Hello`, with the name of the trainer node; on both sides
-the hello also says who has the devices.
+the hello also says who has the devices. Orders that come after a hello and before its Welcome are
+of an earlier connection and count no more; a coordinator that was started again counts from 1.
 """
 
 from dataclasses import dataclass

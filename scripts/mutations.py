@@ -500,8 +500,8 @@ MUTATIONS = [
     ),
     Mutation(
         "process that was replaced may come back",
-        "core/fleet.py",
-        "return hello.incarnation in self._replaced.get(hello.node, ())",
+        "core/ghosts.py",
+        "return incarnation in self._replaced.get(name, ())",
         "return False",
     ),
     # Who pulls from whom
@@ -537,8 +537,8 @@ MUTATIONS = [
     ),
     Mutation(
         "trainer that is behind is a source of the newest version",
-        "core/coordinator.py",
-        "            self.fleet.trainer_is_behind(version)\n",
+        "core/versions.py",
+        "            self._fleet.trainer_is_behind(version)\n",
         "",
     ),
     Mutation(
@@ -692,8 +692,8 @@ MUTATIONS = [
     Mutation(
         "step that was published is trained again as it comes",
         "core/trainer_feed.py",
-        "if self.stands_at < published.policy_version:",
-        "if False:",
+        "self._owes_replay = self.stands_at < published.policy_version",
+        "self._owes_replay = False",
     ),
     Mutation(
         "trainer that is back does not get what the lost one had",
@@ -709,7 +709,7 @@ MUTATIONS = [
     ),
     Mutation(
         "another version under the same number is served",
-        "core/coordinator.py",
+        "core/versions.py",
         "        if known != digest:\n",
         "        if False:\n",
     ),
@@ -718,6 +718,43 @@ MUTATIONS = [
         "core/ending.py",
         "if not self._fleet.nodes and not self.awaits_trainer:",
         "if not self._fleet.nodes:",
+    ),
+    # Devices that change sides
+    Mutation(
+        "shard leaves while others have the devices",
+        "core/trainer_feed.py",
+        "return self._fleet.devices.may_train",
+        "return True",
+    ),
+    Mutation(
+        "engine wakes beside ranks",
+        "core/handover.py",
+        "        if must_park and not devices.are_parked:",
+        "        if False:",
+    ),
+    Mutation(
+        "ranks are parked before they have all shards",
+        "core/handover.py",
+        "        if training is not None and not feed.has_left(training):",
+        "        if False:",
+    ),
+    Mutation(
+        "answer to an older order counts",
+        "core/handover.py",
+        "NodeState.RELEASING or message.number != node.order:",
+        "NodeState.RELEASING:",
+    ),
+    Mutation(
+        "what ran at a released node is lost with it",
+        "core/handover.py",
+        "        self._table.requeue_all(node)\n",
+        "",
+    ),
+    Mutation(
+        "released node is not told of the next version",
+        "core/offers.py",
+        "return is_behind or node.state in PULLING",
+        "return node.state in PULLING",
     ),
     Mutation(
         "lost node is named as source",
@@ -975,8 +1012,8 @@ MUTATIONS = [
     ),
     Mutation(
         "version is taken while its round is open",
-        "core/coordinator.py",
-        "and not self.steps.has_closed(stood_at)",
+        "core/versions.py",
+        "and not self._steps.has_closed(stood_at)",
         "and False",
     ),
     Mutation(

@@ -35,7 +35,7 @@ def load(tmp_path: Path, *overrides: str, toml: str = TOML) -> Config:
 
 def test_number_of_keys_stays_small():
     # 7 of them are prices and scale: what nodes cost is known to nobody but the user
-    assert len(list(keys())) <= 133
+    assert len(list(keys())) <= 134
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,14 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
             ("prices.reserved_per_hour = 2: no cost", "without prices.preemptible_per_hour"),
         ),
         ({"scale": {"command": "x"}}, ("scale.command = 'x'", "scale.max = 0")),
+        (
+            {"rollout": {"placement": "shared"}, "async": {"max_staleness": 2}},
+            ("rollout.placement = 'shared'", "async.max_staleness = 2", "leave one of them out"),
+        ),
+        (
+            {"offload": {"rule": "window"}},
+            ("offload.rule = 'window'", "rollout.placement = 'own'"),
+        ),
         ({"scale": {"drain": True}}, ("scale.drain = True", "scale.max = 0")),
         ({"scale": {"max": 3}}, ("scale.max = 3", "without scale.command or scale.drain")),
         ({"scale": {"max": 5000, "drain": True}}, ("scale.max = 5000", "equal to 4096")),

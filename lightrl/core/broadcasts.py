@@ -138,7 +138,7 @@ class Broadcasts:
             and (n.policy_version == before or n.number >= self._num_known)
             and "rollout" in n.roles
             and n.name != trainer
-            and not n.is_preemptible
+            and not (n.is_preemptible or n.shares)
             and not self.groups.bars(n.name, n.incarnation)
         ]
 

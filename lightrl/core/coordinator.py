@@ -28,6 +28,7 @@ from lightrl.core.events import (
     NodeJoined,
     NodeLeft,
     NodeLost,
+    NodeReleased,
     PromptsDrawn,
     ResponseScored,
     ShardLeft,
@@ -37,25 +38,27 @@ from lightrl.core.events import (
     StepTrained,
     TimerFired,
     TokensArrived,
+    TrainerParked,
     WeightsConfirmed,
     WeightsPublished,
     WeightsRefused,
 )
 from lightrl.core.fleet import Fleet
+from lightrl.core.handover import Handover
 from lightrl.core.judge import Judge
 from lightrl.core.length_predictor import LengthPredictor
-from lightrl.core.log_entries import VersionPublished
 from lightrl.core.responses import ResponseTable
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
+from lightrl.core.sides import Sides, rule_of
 from lightrl.core.state import Node, NodeState, RunState
+from lightrl.core.versions import Versions
 from lightrl.messages import (
     ENDING,
     Abort,
     Drain,
     Hello,
-    PublishWeights,
     TokenChunk,
     WeightsFailed,
     WeightsReady,
@@ -79,7 +82,10 @@ class Coordinator:
             settings, fleet, table, judge, self.backlog, predictor, self.scaling, out, now
         )
         self.trainer_feed = self.steps.trainer_feed
-        self.ending = Ending(settings, fleet, self.steps, out)
+        self.ending = ending = Ending(settings, fleet, self.steps, out)
+        self.versions = Versions(fleet, self.steps, ending, out)
+        self.sides = sides = Sides(fleet, table, predictor, rule_of(settings))
+        self.handover = Handover(settings, fleet, table, self.steps, ending, sides, out)
         self.started_at = now
         self._state = RunState.STARTING  # until the run ends
         self._rebalance_at: float | None = None
@@ -99,6 +105,20 @@ class Coordinator:
         if self.ending.is_over:
             return []
         self.scaling.advance(now)
+        self.fleet.now = now
+        self._take(event, now)
+        self._advance(now)
+        self.handover.update(now)  # who is released by it, gets no work any more
+        self._dispatch()
+        while self.judge.settled and not self.ending.has_begun:
+            self._advance(now)  # what waited for a slot had lost meanwhile
+            self._dispatch()
+        self._plan_rebalance(now)
+        self.handover.update(now, decides=False)
+        self.fleet.trainers.tell()
+        return self.outbox.drain()
+
+    def _take(self, event: Event, now: float) -> None:
         match event:
             case TokensArrived(name, chunk):
                 self._accept(name, chunk, now)
@@ -119,7 +139,7 @@ class Coordinator:
             case PromptsDrawn(prompts):
                 self.steps.fill(prompts)
             case WeightsPublished(name, message):
-                self._publish(name, message, now)
+                self.versions.publish(name, message, now)
             case EndpointOpened(name, endpoint):
                 self.fleet.open_endpoint(name, endpoint)
             case SourceReported(name, report):
@@ -133,6 +153,11 @@ class Coordinator:
             case StepTrained(name, done):
                 if name == self.fleet.trainer:
                     self.steps.on_step_done(done)
+                    self.handover.step_trained(done, now)
+            case NodeReleased(name, message):
+                self.handover.released(name, message)
+            case TrainerParked(name, message):
+                self.handover.parked(name, message)
             case CheckpointWritten(step):
                 self.trainer_feed.has_finished |= step == self.settings.num_steps
             case ShardsDelivered(name, taken):
@@ -146,75 +171,15 @@ class Coordinator:
                 self._on_timer(now)
             case _:
                 assert_never(event)
-        self._advance(now)
-        self._dispatch()
-        while self.judge.settled and not self.ending.has_begun:
-            self._advance(now)  # what waited for a slot had lost meanwhile
-            self._dispatch()
-        self._plan_rebalance(now)
-        self.fleet.trainers.tell()
-        return self.outbox.drain()
 
     def next_deadline(self) -> float | None:
         """When to feed TimerFired, or None."""
         fleet, ends_at = self.fleet, self.ending.patience_ends_at
         times = (fleet.lease_check_at, fleet.broadcasts.deadline, self._rebalance_at, ends_at)
+        times += (self.handover.deadline,)
         return min((t for t in times if t is not None), default=None)
 
     # Weights
-
-    def _publish(self, name: str, message: PublishWeights, now: float) -> None:
-        """The trainer has a version: a new one, or after it has come (back) where it stands."""
-        version, digest = message.policy_version, message.digest
-        published, stood_at = self.fleet.published, self.trainer_feed.stands_at
-        if name != self.fleet.trainer:
-            return
-        if version == stood_at:  # it came twice, maybe with more
-            self.fleet.offer_deltas(message)
-            return
-        if stood_at is not None and version != stood_at + 1:
-            self.outbox.warn(
-                f"{name} published version {version}, expected {stood_at + 1}: ignored"
-            )
-            return
-        is_new = published is not None and version > published.policy_version
-        if stood_at is not None and is_new and not self.steps.has_closed(stood_at):
-            self.outbox.warn(
-                f"{name} published version {version}, but the round of step {stood_at} is "
-                "still open: ignored"
-            )
-            return
-        if (problem := self._why_wrong(version, digest)) is not None:
-            self.ending.begin(RunState.FAILED, problem)
-            return
-        self.trainer_feed.stands_at = version
-        if published is None or version > published.policy_version:
-            sizes = message.num_bytes, message.manifest_bytes
-            what = message.canary, message.base
-            self.outbox.record(VersionPublished(version, digest, message.portions, *sizes, *what))
-            self.fleet.publish(message, now)
-            self.steps.published(now)
-        elif version == published.policy_version:
-            self.fleet.publish_again(message)
-        else:
-            self.fleet.trainer_is_behind(version)
-            behind = f"{name} is at step {version}, the run at step {self.step}"
-            self.outbox.warn(f"{behind}: the steps in between are trained again")
-        self.fleet.trainer_stands()
-        self.steps.feed_trainer(has_come=stood_at is None)
-        if self.ending.has_begun:
-            self.ending.dismiss_trainer()
-
-    def _why_wrong(self, version: int, digest: str) -> str | None:
-        """Why this version cannot be the trainer's, in one line."""
-        known = self.fleet.digests.get(version, digest)
-        if known != digest:
-            return (
-                f"version {version} was trained again and came out different (digest {digest}, "
-                f"published was {known}): lightrl resume --from-checkpoint goes back to the last "
-                "checkpoint"
-            )
-        return self.steps.why_not_at(version) if self.trainer_feed.stands_at is None else None
 
     def _confirm(self, name: str, ready: WeightsReady) -> None:
         were_updating = bool(self.fleet.updating)
@@ -278,7 +243,7 @@ class Coordinator:
     # Membership
 
     def _join(self, hello: Hello, now: float) -> None:
-        if self.fleet.is_ghost(hello):
+        if (hello.node, hello.incarnation) in self.fleet.ghosts:
             self.outbox.send(hello.node, Welcome("", refused="another process has this name now"))
             return
         is_awaited = "trainer" in hello.roles and self.ending.awaits_trainer
@@ -291,10 +256,11 @@ class Coordinator:
             return
         known = self.fleet.nodes.get(hello.node)
         if known is not None and known.incarnation != hello.incarnation:
-            self.fleet.replace(known)
+            self.fleet.ghosts.add(known.name, known.incarnation)
             self._lose(hello.node, "restarted", now)
         self.fleet.add(hello, now)
         self._reconcile(hello)
+        self.handover.greeted(hello)
         if "trainer" in hello.roles:
             self.trainer_feed.joined(hello.node)
 
@@ -302,6 +268,8 @@ class Coordinator:
         """Messages may have been lost: what runs there is what the node says."""
         node = self.fleet.nodes[hello.node]
         is_ready = self.fleet.ready.get(node.name) is node
+        if node.is_asleep:
+            self.table.requeue_all(node)
         taken_back = self.table.reconcile(node, dict(hello.running), is_ready)
         if is_ready:
             self.table.mark_free(node)
@@ -320,6 +288,8 @@ class Coordinator:
         is_last = self.trainer_feed.stands_at == self.settings.num_steps
         self.trainer_feed.has_finished |= ok and is_last and name == self.fleet.trainer
         self._remove(name, f"{name} left ({reason})" if ok else f"{name} failed: {reason}", now, ok)
+        if is_trainer:
+            self.handover.trainer_left(name)
         if is_trainer and not ok:
             self.ending.begin(RunState.FAILED, f"trainer node {name}: {reason}")
 
@@ -359,7 +329,10 @@ class Coordinator:
         if self.fleet.lease_check_at is not None and now >= self.fleet.lease_check_at:
             for node in self.fleet.expired(now):
                 self._lose(node.name, f"silent for {now - node.heard_at:.1f} s", now)
-        self.fleet.expire_broadcast(now)
+        for node in self.handover.late(now):
+            reason = f"kept its devices for {self.settings.release_s:g} s"
+            self._lose(node.name, reason, now)
+        self.fleet.expire_broadcast()
         patience_ends_at = self.ending.patience_ends_at
         if patience_ends_at is not None and now >= patience_ends_at:
             self.ending.begin(RunState.FAILED, f"no trainer for {self.settings.patience_s:g} s")

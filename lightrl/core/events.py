@@ -22,6 +22,7 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
+from lightrl.sharing_messages import Parked, Released
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,22 @@ class TimerFired:
     """The time that `next_deadline` named has come."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeReleased:
+    """A rollout node has given back the devices that it shares."""
+
+    node: str
+    message: Released
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerParked:
+    """The ranks of a trainer node have given back its devices, or had before it publishes."""
+
+    node: str
+    message: Parked
+
+
 Event: TypeAlias = (
     NodeJoined
     | NodeHeard
@@ -203,6 +220,8 @@ Event: TypeAlias = (
     | CheckpointWritten
     | ShardLeft
     | ShardsDelivered
+    | NodeReleased
+    | TrainerParked
     | ShellFailed
     | TimerFired
 )

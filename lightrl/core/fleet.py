@@ -5,7 +5,6 @@ Owns nodes, leases and when a node is told of a version; from whom it pulls it i
 responses: whoever removes a node decides what becomes of the work that it held.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 from statistics import fmean
@@ -13,8 +12,10 @@ from statistics import fmean
 from lightrl.core.broadcasts import Broadcasts
 from lightrl.core.commands import Admit, Outbox
 from lightrl.core.events import BroadcastNews
-from lightrl.core.offers import PULLING, Offers, PublishedVersion
+from lightrl.core.ghosts import Ghosts
+from lightrl.core.offers import PULLING, Offers, PublishedVersion, version_of
 from lightrl.core.settings import Settings
+from lightrl.core.shared_devices import SharedDevices, way_to_side, why_not_shared
 from lightrl.core.speed import Gain, Speed
 from lightrl.core.state import Node, NodeState
 from lightrl.core.trainers import Trainers
@@ -33,11 +34,10 @@ from lightrl.messages import (
 
 # beyond those that asynchronous mode allows: late chunks are told from forged ones
 VERSIONS_REMEMBERED = 8
+LEAVING_WORK = {NodeState.RELEASING, NodeState.RELEASED}
 SPEED_SAMPLE = 16  # nodes from which the speed of a new one is guessed
 SHARE_BATCH = 32  # responses at which the speeds of nodes are compared
 MAX_WEIGHTS_FAILURES = 3  # of one version at one node, before the node is asked to leave
-GHOSTS_REMEMBERED = 16  # of one name, the newest: so many processes of it are never alive,
-GHOST_NAMES_REMEMBERED = 4096  # and the names that were followed last: more than a run has nodes
 
 
 class Fleet:
@@ -48,14 +48,15 @@ class Fleet:
         self.share_updating = 0.0  # of the work, of these
         self.share_ready = 0.0  # of those that serve it already
         self.trainers = Trainers(settings.num_trainers, outbox)
+        self.devices = SharedDevices(settings.device_parts)
+        self.now = 0.0  # of the event at hand
         self.published: PublishedVersion | None = None
         self.offers = Offers(settings)
         self.broadcasts = Broadcasts(settings, self.nodes, self.offers, outbox)
         self.digests: dict[int, str] = {}  # of the newest versions
         self.num_joined = 0
         self.num_preemptible = 0  # of `nodes`
-        # incarnations of a node that were followed by another
-        self._replaced: dict[str, deque[int]] = {}
+        self.ghosts = Ghosts()
         self.num_weights_failed = 0
         self.num_bad_sources = 0  # reports that a node sent another one wrong bytes
         self.lease_check_at: float | None = None
@@ -75,22 +76,9 @@ class Fleet:
             return f"speaks protocol {hello.protocol}, this run {PROTOCOL}"
         if hello.slots < 0 or not hello.roles:
             return f"offers {hello.slots} slots and {len(hello.roles)} roles"
+        if (reason := why_not_shared(hello, self.trainers, self._settings)) is not None:
+            return reason
         return self.trainers.why_refused(hello) if "trainer" in hello.roles else None
-
-    def is_ghost(self, hello: Hello) -> bool:
-        """News of an older process of a node that has been started again since.
-
-        Remembered, not told by the numbers: they come from clocks, and a clock may jump.
-        """
-        return hello.incarnation in self._replaced.get(hello.node, ())
-
-    def replace(self, node: Node) -> None:
-        """Another incarnation speaks for this node's name from now on; the node must be removed."""
-        ghosts = self._replaced.pop(node.name, None) or deque(maxlen=GHOSTS_REMEMBERED)
-        ghosts.append(node.incarnation)
-        self._replaced[node.name] = ghosts  # the last of them now
-        if len(self._replaced) > GHOST_NAMES_REMEMBERED:
-            del self._replaced[next(iter(self._replaced))]
 
     def add(self, hello: Hello, now: float) -> None:
         """Takes a node in, or once more; another incarnation of it must have been removed."""
@@ -108,6 +96,7 @@ class Fleet:
             self._offer_to(owed, but=known)
             self._believe(known, hello)
             return
+        speed, gain = self._typical()
         node = Node(
             name=hello.node,
             incarnation=hello.incarnation,
@@ -116,11 +105,14 @@ class Fleet:
             heard_at=now,
             pid=hello.pid,
             host=hello.host,
-            speed=self._typical_speed(),
-            gain=self._typical_gain(),
+            speed=speed,
+            gain=gain,
             number=self.num_joined,
+            shares=hello.shares if "rollout" in hello.roles else "",
+            since=now,
         )
         self.nodes[node.name] = node
+        self.devices.moved(node)
         if "trainer" in node.roles:
             self.trainers.heard(hello)
         self.num_joined += 1
@@ -138,11 +130,14 @@ class Fleet:
         node.is_preemptible = hello.is_preemptible
         if hello.serves is not None:
             node.base, node.has_file = hello.serves[1] if hello.has_file else "", hello.has_file
+        if node.shares and node.state is not NodeState.DRAINING:
+            for state in way_to_side(node.state, hello.is_released):
+                self._move(node, state)
         if "rollout" not in node.roles or published is None or node.state is NodeState.DRAINING:
             return
         if hello.serves == (published.policy_version, published.digest):
             node.policy_version = published.policy_version
-            if node.state is not NodeState.READY:
+            if node.state not in {NodeState.READY, NodeState.RELEASING, NodeState.RELEASED}:
                 self._move(node, NodeState.READY)
             self.offers.place(node)
             self._tell_news(list(self.offers.waiting))
@@ -155,18 +150,13 @@ class Fleet:
             node.loop_lag_ms, node.device = heartbeat.loop_lag_ms, heartbeat.device
             node.num_workers, node.weights = heartbeat.num_workers, heartbeat.weights
 
-    def _typical_speed(self) -> Speed:
+    def _typical(self) -> tuple[Speed, Gain]:
         """What to expect of a node not heard of yet: the mean of some that were."""
-        known = [n.speed for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed]
-        if not known:
-            return Speed()
-        return Speed(fmean(s.base for s in known), fmean(s.slope for s in known))
-
-    def _typical_gain(self) -> Gain:
-        known = [
-            n.gain.tokens for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed
-        ]
-        return Gain(fmean(known)) if known else Gain()
+        heard = [n for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed]
+        if not heard:
+            return Speed(), Gain()
+        base, slope = fmean(n.speed.base for n in heard), fmean(n.speed.slope for n in heard)
+        return Speed(base, slope), Gain(fmean(n.gain.tokens for n in heard))
 
     def remove(self, name: str) -> None:
         node = self.nodes.pop(name, None)
@@ -189,6 +179,8 @@ class Fleet:
     def _move(self, node: Node, to: NodeState) -> None:
         """Keeps the views of `nodes` true. Nothing is reserved for a node that has just joined."""
         node.move(to)
+        node.since = self.now
+        self.devices.moved(node)
         if self.ready.pop(node.name, None) is not None:
             self.share_ready = self.share_ready - node.share if self.ready else 0.0
         if self.updating.pop(node.name, None) is not None:
@@ -202,6 +194,22 @@ class Fleet:
             self.ready[node.name] = node
             self.share_ready += node.share
         self.offers.place(node)
+
+    def release(self, node: Node) -> None:
+        """It takes no more work, and gives its devices back."""
+        self._move(node, NodeState.RELEASING)
+
+    def sleeps(self, node: Node) -> None:
+        """Its devices are free."""
+        self._move(node, NodeState.RELEASED)
+        self._offer(node)
+
+    def wake(self, node: Node) -> None:
+        """It is told to sample again."""
+        was_told = node.state is NodeState.RELEASED
+        self._move(node, NodeState.UPDATING)
+        if not was_told and node.policy_version != self.offers.policy_version:
+            self._offer(node)
 
     def expired(self, now: float) -> list[Node]:
         """Nodes whose lease has run out; sets the time of the next check.
@@ -236,7 +244,7 @@ class Fleet:
         if self.trainer is not None:
             self.broadcasts.taken(self.trainer, message.policy_version)
         for node in self.nodes.values():
-            if node.state is not NodeState.READY:
+            if not self.offers.serves_newest(node):
                 node.weights_failures = 0
                 self._offer(node)
 
@@ -254,17 +262,7 @@ class Fleet:
                 self._offer(node)
 
     def _announce(self, message: PublishWeights) -> None:
-        self.know(
-            PublishedVersion(
-                message.policy_version,
-                message.digest,
-                message.num_bytes,
-                message.manifest_bytes,
-                message.canary,
-                message.base,
-            ),
-            message.deltas,
-        )
+        self.know(version_of(message), message.deltas)
         self.offers.trainer = self.trainer
 
     def know(self, published: PublishedVersion, deltas: tuple[DeltaOffer, ...] = ()) -> None:
@@ -306,8 +304,8 @@ class Fleet:
         """The trainer or a member says something of a broadcast group."""
         self._offer_to(self.broadcasts.heard(name, message))
 
-    def expire_broadcast(self, now: float) -> None:
-        self._offer_to(self.broadcasts.expire(now))
+    def expire_broadcast(self) -> None:
+        self._offer_to(self.broadcasts.expire(self.now))
 
     def _offer_to(self, names: Iterable[str], but: Node | None = None) -> None:
         for name in names:
@@ -325,7 +323,8 @@ class Fleet:
         if (
             self.published is None
             or "rollout" not in node.roles
-            or node.state is NodeState.DRAINING
+            or node.state in {NodeState.DRAINING, NodeState.RELEASING}
+            or (node.is_asleep and self.offers.serves_newest(node))
         ):
             return
         group = self.broadcasts.sending if node.receives else ""
@@ -352,7 +351,7 @@ class Fleet:
     def confirm(self, name: str, ready: WeightsReady) -> None:
         """A node's engine has loaded a version; the node is ready only if the digests agree."""
         node, published = self.nodes.get(name), self.published
-        if node is None or published is None or node.state not in PULLING:
+        if node is None or published is None or node.state not in {*PULLING, *LEAVING_WORK}:
             return
         if ready.policy_version != published.policy_version:
             return  # the newer one is on its way
@@ -364,7 +363,10 @@ class Fleet:
         others = self.broadcasts.confirmed(node, is_by_broadcast=not node.has_file)
         node.policy_version, node.weights = ready.policy_version, None
         node.base = ready.digest if node.has_file else ""
-        self._move(node, NodeState.READY)
+        if node.state in PULLING:
+            self._move(node, NodeState.READY)
+        else:
+            self.offers.place(node)
         self._offer_to(others, but=node)
         self._tell_news(list(self.offers.waiting))
 

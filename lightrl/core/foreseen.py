@@ -72,14 +72,15 @@ class Foreseen:
 
 def plans_of(view: View, may_return: bool) -> list[Plan]:
     """All that can be done, the first of them nothing."""
-    half = len(view.sampling) // 2
+    half = len(view.sampling) // 2 if view.in_parts else 0
     goings = [view.emptiest(half)] if half else []
     if view.others and view.sampling:
         goings.append(view.emptiest(len(view.sampling)))
     plans = [_release(view, going) for going in goings]
     if may_return and view.released:
         back = sorted(view.released, key=lambda node: node.name)
-        comings = [back, back[: len(back) // 2]] if len(back) > 1 else [back]
+        halves = view.in_parts and len(back) > 1
+        comings = [back, back[: len(back) // 2]] if halves else [back]
         plans += [_take_back(view, coming) for coming in comings]
     return [_stay(view), *(plan for plan in plans if plan is not None)]
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from lightrl.core import race
 from lightrl.core.fleet import MAX_WEIGHTS_FAILURES
+from lightrl.core.handover import RESTING
 from lightrl.core.offers import PULLING
 from lightrl.core.state import (
     OVER,
@@ -27,6 +28,7 @@ def check(core: "Coordinator") -> None:
     _nodes(core)
     _sources(core)
     _broadcast(core)
+    _devices(core)
     _require(len(core.table.rounds) <= core.settings.max_staleness + 1, "too many rounds are open")
     for round in core.table.rounds:
         _round(core, round)
@@ -95,16 +97,17 @@ def _sources(core: "Coordinator") -> None:
     for name in offers.told.keys() | offers.waiting.keys() | offers.endpoints.keys():
         _require(name in nodes, f"{name} is not there, but known as a source or receiver")
     for name, told in offers.told.items():
-        _require(nodes[name].state in PULLING, f"{name} is {nodes[name].state} and pulls")
+        _require(offers.pulls(nodes[name]), f"{name} is {nodes[name].state} and pulls")
         _require(name not in told, f"{name} is to pull from itself")
     if published is None or not published.is_described:
         return
     has_trainer = offers.trainer is not None and offers.trainer in offers.endpoints
     for node in nodes.values():
-        if "rollout" not in node.roles or node.state not in {*PULLING, NodeState.JOINING}:
+        must_know = offers.pulls(node) or node.state is NodeState.JOINING
+        if "rollout" not in node.roles or node.receives or not must_know:
             continue
-        if node.receives:
-            continue
+        if node.shares and node.policy_version == published.policy_version:
+            continue  # it wakes with the version that it has
         holders = (n for n in offers.whole.names if n != node.name)
         is_there = has_trainer or any(not offers.bad.bars(node.name, n) for n in holders)
         was_asked_to_go = node.weights_failures >= MAX_WEIGHTS_FAILURES
@@ -130,6 +133,25 @@ def _broadcast(core: "Coordinator") -> None:
         _require(waits == node.receives, f"{name} is {node.state} and a member")
         _require(waits or node.state is NodeState.READY, f"{name} is {node.state} and a member")
         _require(name not in fleet.offers.told, f"{name} is a member, and pulls")
+
+
+def _devices(core: "Coordinator") -> None:
+    """No device is on two sides: where engines sample, no shard has left for the ranks since they
+    were parked."""
+    devices, nodes = core.fleet.devices, core.fleet.nodes
+    shared = {n.name for n in nodes.values() if n.shares}
+    _require(devices.nodes.keys() == shared, "nodes that share are listed wrongly")
+    for node in devices.nodes.values():
+        if node.state is NodeState.RELEASED:
+            _require(not node.running, f"{node.name} is released and runs something")
+        asleep = node.state is NodeState.RELEASED
+        leaves = node.state is NodeState.DRAINING
+        _require(leaves or node.is_asleep == asleep, f"{node.name} is {node.state}, asleep or not")
+        trains = node.name in devices.wanted and not core.ending.has_begun
+        _require(
+            not trains or node.state in {*RESTING, NodeState.DRAINING},
+            f"{node.name} is {node.state}, and its devices train",
+        )
 
 
 def _version(core: "Coordinator") -> None:

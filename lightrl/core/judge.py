@@ -43,6 +43,7 @@ class Judge:
     def finish(self, response: Response, reason: FinishReason) -> None:
         """No more tokens will come. Nobody needs its score if it has lost already."""
         response.finish_reason = reason
+        self._table.num_finished += 1
         self._table.release(response)
         response.move(ResponseState.DONE)
         if race.has_lost(response):

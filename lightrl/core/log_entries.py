@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 from lightrl.core.backlog import PutOff
+from lightrl.core.counters import Counters
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.length_predictor import Memory
-from lightrl.core.state import Counters, DrawnPrompt, RoundKind
+from lightrl.core.sides_memory import SidesMemory
+from lightrl.core.state import DrawnPrompt, RoundKind
 from lightrl.core.worth import Learned
 from lightrl.messages import Canary, ResponseTokens, StepDone, TrainShard, WeightsBase
 
@@ -51,6 +53,8 @@ class SnapshotBegan:
     memory: Memory = field(default_factory=Memory)
     # of what nodes are worth
     learned: Learned = field(default_factory=Learned)
+    # of devices that change sides
+    sides: SidesMemory = field(default_factory=SidesMemory)
 
 
 @dataclass(frozen=True, slots=True)

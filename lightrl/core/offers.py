@@ -51,6 +51,12 @@ class PublishedVersion:
         return self.manifest_bytes > 0
 
 
+def version_of(message: PublishWeights) -> PublishedVersion:
+    m = message
+    sizes = m.num_bytes, m.manifest_bytes
+    return PublishedVersion(m.policy_version, m.digest, *sizes, m.canary, m.base)
+
+
 class Offers:
     def __init__(self, settings: Settings) -> None:
         self.endpoints: dict[str, WeightsEndpoint] = {}  # by node
@@ -128,14 +134,25 @@ class Offers:
         serves = node.name in self.endpoints and "rollout" in node.roles and published is not None
         has_newest = published is not None and node.policy_version == published.policy_version
         holds = has_newest and node.has_file
-        may_hold = node.state in PULLING or node.state in {NodeState.READY, NodeState.DRAINING}
+        may_hold = node.state not in {NodeState.JOINING, NodeState.GONE}
         self.whole.put(node.name, serves and holds and may_hold)
-        is_at_it = node.state in PULLING and not node.receives
-        self.partial.put(node.name, serves and not holds and is_at_it)
-        if node.state not in PULLING:
+        pulls = self.pulls(node)
+        self.partial.put(node.name, serves and not holds and pulls and not node.receives)
+        if not pulls:
             self.told.pop(node.name, None)
-        if node.state not in PULLING and node.state is not NodeState.JOINING:
+        if not pulls and node.state is not NodeState.JOINING:
             self.waiting.pop(node.name, None)
+
+    def serves_newest(self, node: Node) -> bool:
+        """It has the published version, and says so; one that sleeps serves it once it wakes."""
+        published = self._published
+        has_it = published is not None and node.policy_version == published.policy_version
+        return node.state is NodeState.READY or (has_it and node.is_asleep)
+
+    def pulls(self, node: Node) -> bool:
+        """It is at the published version, or must be told where to get it."""
+        is_behind = node.state is NodeState.RELEASED and not self.serves_newest(node)
+        return is_behind or node.state in PULLING
 
     def forget(self, name: str) -> None:
         """This node has gone."""

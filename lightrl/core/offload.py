@@ -65,6 +65,8 @@ class View:
     # nodes of both kinds that load the version of this round
     shared_loading: int = 0
     others_loading: int = 0
+    # some shared nodes can train without the others
+    in_parts: bool = True
 
     @property
     def num_shared(self) -> int:
@@ -161,3 +163,13 @@ class Rule(Protocol):
 
 
 NOTHING = Change()
+
+
+class Never:
+    """The rule "off": sides change between steps alone."""
+
+    def decide(self, view: View, now: float) -> Change:
+        return NOTHING
+
+    def learn(self, step: StepTimes) -> None:
+        """There is nothing to decide."""

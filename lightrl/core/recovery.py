@@ -80,6 +80,7 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         counters=replace(core.table.counters),
         memory=core.predictor.memory(),
         learned=core.scaling.learned.copy(),
+        sides=core.sides.memory(),
     )
     return RunSnapshot([stood, *notes], [_snapshot_of(round) for round in core.table.rounds])
 
@@ -185,6 +186,7 @@ class _Recovery:
         core.table.counters = replace(stood.counters)
         core.predictor.recall(stood.memory)
         core.scaling.learned = stood.learned.copy()
+        core.sides.recall(stood.sides)
         core.fleet.digests.update(stood.digests)
         if stood.version is not None:
             digest = stood.digests[stood.version]

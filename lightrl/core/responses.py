@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from lightrl.core import attempts
 from lightrl.core.arrays import encode
 from lightrl.core.commands import Outbox
+from lightrl.core.counters import Counters
 from lightrl.core.fleet import Fleet
 from lightrl.core.orders import orders
 from lightrl.core.placement import Foresee
 from lightrl.core.queue import WorkQueue
 from lightrl.core.settings import Settings
-from lightrl.core.state import Counters, Node, Response, ResponseState, Round
+from lightrl.core.state import Node, Response, ResponseState, Round
 from lightrl.messages import Abort, ResponseRequest, Sampling
 
 
@@ -25,6 +26,7 @@ class ResponseTable:
         self.responses: dict[str, Response] = {}  # of these rounds
         self.queue = WorkQueue(settings, expect)
         self.num_running = 0
+        self.num_finished = 0  # in the run so far, as far as this core has seen it
         self.counters = Counters()
         self.was_recovered = False  # nodes may have attempts that another coordinator has given out
         self._settings = settings

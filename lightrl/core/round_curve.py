@@ -5,26 +5,32 @@ groups will be complete; how they were spread over the last round of the kind do
 depends on the samples alone, not on machines. Pure.
 """
 
+from array import array
 from bisect import bisect_right
 from itertools import accumulate
 
+from lightrl.core.arrays import decode, encode
+from lightrl.core.sides_memory import RoundShape
 from lightrl.core.state import Round
 
 POINTS = 16  # by which the shape is remembered
 
 
+def shape_of(round: Round) -> RoundShape:
+    """Of a round that has closed."""
+    lengths = sorted(len(r.tokens) for g in round.groups.values() for r in g.responses)
+    ends = sorted((max(len(r.tokens) for r in g.kept), g.position) for g in round.accepted)
+    points = ((k + 1) * len(ends) // POINTS for k in range(POINTS))
+    ends_in = tuple(ends[point - 1][0] for point in points if point)
+    return RoundShape(encode(array("i", lengths)), ends_in, round.finishing_tokens)
+
+
 class RoundCurve:
-    def __init__(self, round: Round) -> None:
-        """Of a round that has closed."""
-        lengths = sorted(len(r.tokens) for g in round.groups.values() for r in g.responses)
-        self._lengths = lengths
-        self._sums = [0, *accumulate(lengths)]
-        ends = sorted((max(len(r.tokens) for r in g.kept), g.position) for g in round.accepted)
-        self._ends = [
-            ends[(k + 1) * len(ends) // POINTS - 1][0]
-            for k in range(POINTS)
-            if (k + 1) * len(ends) // POINTS
-        ]
+    def __init__(self, shape: RoundShape) -> None:
+        self.shape = shape
+        self._lengths = list(decode("i", shape.lengths))
+        self._sums = [0, *accumulate(self._lengths)]
+        self._ends = shape.ends
 
     def arrivals(self, held: int) -> list[tuple[float, float]]:
         """What is left of a round in which the farthest response has `held` tokens, in equal

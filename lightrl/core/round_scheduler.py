@@ -319,6 +319,10 @@ class RoundScheduler:
             self._step_done = self._step_done or StepDone(round.step, stands_at, {})
         self.trainer_feed.feed(round)
 
+    def go_on(self) -> None:
+        """The trainer has its devices again."""
+        self.trainer_feed.go_on(self.training())
+
     def shards_taken(self, step: int, index: int) -> None:
         self.trainer_feed.on_shards_taken(self.training(), step, index)
 

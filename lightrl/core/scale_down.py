@@ -25,7 +25,9 @@ class ScaleDown:
     def decide(self, view: View) -> Change:
         if view.opened_at != self._opened_at:
             self._opened_at, self._next_look = view.opened_at, FIRST_LOOK
-        if view.finished < self._next_look or (view.released and not self.again):
+        if not view.in_parts or view.finished < self._next_look:
+            return NOTHING
+        if view.released and not self.again:
             return NOTHING
         while self._next_look <= view.finished:
             self._next_look += LOOK_EVERY

@@ -83,6 +83,12 @@ class Settings:
     scale_max: int = 0
     # those beyond that number leave
     scale_drain: bool = False
+    # by which devices that sample and train change sides within a step; "off": between steps alone
+    offload: Literal["off", "foreseen", "window"] = "foreseen"
+    # parts of these that can train without the others; 1 = they change sides as a whole
+    device_parts: int = 1
+    # after which a node that has not given its devices back counts as lost
+    release_s: float = 40.0
 
     @property
     def prompts_launched(self) -> int:

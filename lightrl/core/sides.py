@@ -1,31 +1,36 @@
 """On which side each shared device is, and what the rules of `offload` must know for a decision.
 
 Owns what is learned by measuring: how long a switch takes, how long a trained token takes the
-trainer, what a step has come to. Whoever drives it (the simulator, for now) says what happens and
-carries out the changes. A decision is O(nodes + responses of the round), and the more there are,
-the less often it is made, unless the nodes have changed. Not in evaluations.
+trainer, what a step has come to. `handover.py` says what happens and carries out the changes. The
+trainer does not say how far it is within a step: what it can have done since it got the devices is
+reckoned by the rate of the last steps. A decision is O(nodes + responses of the round), and the
+more there are, the less often it is made, unless the nodes have changed. Not in evaluations.
 """
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from statistics import median
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from lightrl.core.coordinator import Coordinator
+from lightrl.core.fleet import Fleet
+from lightrl.core.foreseen import Foreseen
+from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.line_fit import LineFit
-from lightrl.core.offload import NOTHING, Change, Rule, StepTimes, View
+from lightrl.core.offload import Change, Never, Rule, StepTimes, View, best_window_s
 from lightrl.core.placement import Foresee, Outlook, outlook
-from lightrl.core.round_curve import RoundCurve
+from lightrl.core.responses import ResponseTable
+from lightrl.core.round_curve import RoundCurve, shape_of
+from lightrl.core.round_rest import rest_of
+from lightrl.core.scaling import TRAIN_METRICS
+from lightrl.core.settings import Settings
+from lightrl.core.sides_memory import Recent, SidesMemory
 from lightrl.core.speed import Speed
 from lightrl.core.state import (
-    GroupState,
     Node,
     Response,
-    ResponseState,
     Round,
     RoundKind,
     RoundState,
 )
+from lightrl.core.window import Window
 
 # Between two looks: looking then takes about one percent of the time (60 ms at 10,000 responses on
 # 1,000 nodes). Less, if nodes have come or gone; they may do so together.
@@ -36,22 +41,6 @@ FORGET = 0.8  # weight of earlier steps in what training takes
 PRIOR_WEIGHT = 0.01  # that it is proportional to tokens, against steps that differ as much
 SEEN = 100  # chunks of a node, from which on its own speed is believed
 EVENLY = tuple((k / 8, k / 8) for k in range(1, 9))  # of what no round has told yet
-REMEMBERED = 5  # measurements; their median stands for all: one that a clock spoilt does no harm
-
-
-class Recent:
-    """The newest measurements of one thing."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=REMEMBERED)
-
-    def add(self, value: float) -> None:
-        if value >= 0:
-            self._values.append(value)
-
-    @property
-    def value(self) -> float | None:
-        return median(self._values) if self._values else None
 
 
 @dataclass(slots=True)
@@ -70,7 +59,15 @@ class _Step:
     closed_at: float | None = None
     # the trainer has all devices
     trains_at: float | None = None
+    # it has done the step, and gives them back
+    trained_at: float | None = None
     num_tokens: int = 0
+    # until nodes were released; and by T* of `offload`
+    window_s: float | None = None
+    foreseen_s: float | None = None
+    # of the trainer, as far as it is reckoned; until then
+    worked_s: float = 0.0
+    worked_at: float = 0.0
 
     def look(self, now: float) -> None:
         elapsed = max(0.0, now - self.looked_at)
@@ -79,128 +76,195 @@ class _Step:
         self.looked_at = now
 
 
-@dataclass(slots=True)
-class _Rest:
-    """Of a round: what goes on, and when it will be complete. Lengths in tokens."""
-
-    expected: dict[str, float] = field(default_factory=dict[str, float])
-    # groups that are complete, and what is trained of them
-    num_done: int = 0
-    done: int = 0
-    # of each open group that will be trained, first first: (until it is complete, trained then)
-    groups: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    finished: int = 0
-    # that a response has which goes on
-    most_held: int = 0
-    kv_tokens: float = 0.0
+def rule_of(settings: Settings) -> Rule:
+    rules: dict[str, type[Rule]] = {"off": Never, "foreseen": Foreseen, "window": Window}
+    return rules[settings.offload]()
 
 
 class Sides:
     def __init__(
-        self, core: Coordinator, rule: Rule, shares: Callable[[Node], bool], caches: dict[str, int]
+        self, fleet: Fleet, table: ResponseTable, predictor: LengthPredictor, rule: Rule
     ) -> None:
-        """`shares`: whether a node's devices also train; `caches`: tokens of KV by node."""
         self.rule = rule
-        self.released: dict[str, Node] = {}
-        self._core = core
-        self._shares = shares
-        self._caches = caches
+        self.caches: dict[str, int] = {}  # tokens of KV by node, as far as they are known
+        self.released: set[str] = set()  # by the rule
+        self.wanted: frozenset[str] = frozenset()  # for training: of these, but who comes back
+        self.look_again_at: float | None = None
+        self.figures: dict[str, float] = {}  # of the step that was trained last
+        self._fleet = fleet
+        self._devices = fleet.devices
+        self._table = table
+        self._predictor = predictor
         self._switch = Recent()
         self._training = LineFit()  # seconds of the trainer, by tokens of a step
         self._typical = Speed()  # of the node that has sent most chunks
-        self._curves: dict[RoundKind, RoundCurve] = {}  # of the last round
-        self._longest: dict[RoundKind, int] = {}  # trained response of the last round
+        self._curves: dict[str, RoundCurve] = {}  # of the last round of a kind
+        self._work: dict[str, tuple[float, float]] = {}  # W and t_train of the last step
         self._since: dict[str, float] = {}  # nodes on their way to the other side
+        self._coming: set[str] = set()  # of these, those that come back
+        self._share = 0.0  # of the devices, that train
         self._step: _Step | None = None
         self._looked_at = self._look_at = self._pause_s = 0.0
-        self._nodes: frozenset[str] = frozenset()  # that sampled at the last look
+        self._stamp: object = None  # what had happened at the last look
+        self._moves = -1  # of nodes, until then
 
     # What happens
 
-    def look(self, now: float, worked_s: float) -> Change:
-        """Responses have finished, or nodes have come or gone; the trainer has worked so long at
-        this step, with all shared devices."""
-        round, ready = self._core.table.round, self._core.fleet.ready
+    def look(self, now: float) -> None:
+        """After every event; decides if responses have finished, nodes have come or gone, or the
+        time for it has come."""
+        round = self._table.round
+        is_due = self.look_again_at is not None and now >= self.look_again_at
         if round is None or round.is_eval or round.state is not RoundState.RUNNING:
-            return NOTHING
-        changed = ready.keys() != self._nodes
+            self.look_again_at = None
+            return
+        moves = self._devices.num_moves
+        stamp = self._table.num_finished, moves, round.step
+        if stamp == self._stamp and not is_due:
+            return
+        self._stamp = stamp
+        if is_due:
+            self.look_again_at = None
         is_early = self._looked_at <= now < self._look_at  # else the clock has been set back
-        if self._since or (is_early and not changed):
-            return NOTHING
+        if self._since or (is_early and moves == self._moves):
+            return
         if is_early and now < (soon := self._looked_at + HURRY * self._pause_s):
-            return Change(look_at=soon)
-        view = self.view(round, worked_s)
+            self.look_again_at = soon
+            return
+        self._decide(round, now)
+
+    def _decide(self, round: Round, now: float) -> None:
+        ready = self._fleet.ready
+        view = self.view(round, now)
         self._account(round, view, now)
         change = self.rule.decide(view, now)
-        self._nodes, self._looked_at = frozenset(ready), now
+        if not (view.sampling or view.num_others or view.shared_loading or change.take_back):
+            change = Change(take_back=tuple(n.name for n in view.released))  # else nobody goes on
+        self._moves, self._looked_at = self._devices.num_moves, now
         self._pause_s = LOOK_S_PER_NODE * len(ready) + LOOK_S_PER_RESPONSE * view.num
         self._look_at = now + self._pause_s
         if change.look_at is not None:
-            soon = max(change.look_at, now + SOON_S)
+            soon = self.look_again_at = max(change.look_at, now + SOON_S)
             self._look_at = min(self._look_at, soon)
-            return Change(look_at=soon)
-        for name in change.release:
-            self.released[name] = ready[name]
+            return
+        step = self._step
+        if change.release and step is not None and step.window_s is None:
+            step.window_s = now - round.opened_at
+        self.released.update(change.release)
         for name in (*change.release, *change.take_back):
             self._since[name] = now
-        return change
+        self._coming.update(change.take_back)
+        self._aim()
+
+    @property
+    def on_their_way(self) -> tuple[str, ...]:
+        """Nodes of which nobody has said yet that they are on the other side."""
+        return tuple(self._since)
+
+    def leaves(self, name: str, now: float) -> None:
+        """A node is told to give its devices back, whoever wants it to."""
+        self._since.setdefault(name, now)
 
     def trains(self, name: str, now: float) -> None:
-        """A released node's devices have begun to train."""
-        self._switched(name, now)
-        if self._step is not None and self._all_train():
-            self._step.trains_at = now
+        """A released node's devices are free to train."""
+        if name not in self._coming:
+            self._switched(name, now)
+            if self._step is not None and self._all_train():
+                self._step.trains_at = now
 
     def samples(self, name: str, now: float) -> None:
         """A node that was taken back samples again."""
-        self._switched(name, now)
-        self.released.pop(name, None)
-        if self._step is not None:
-            self._step.trains_at = None
+        if name in self._coming:
+            self._switched(name, now)
+            self._forget(name)
+            if self._step is not None:
+                self._step.trains_at = None
+
+    def lost(self, name: str) -> None:
+        self._since.pop(name, None)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._coming.discard(name)
+        self.released.discard(name)
+        self._aim()
+
+    def _aim(self) -> None:
+        self.wanted = frozenset(self.released - self._coming)
 
     def rollout_ended(self, round: Round, now: float) -> None:
         """All responses have come; now all devices train."""
         self.released.clear()
         self._since.clear()
+        self._coming.clear()
+        self._aim()
         step = self._step
         if step is None or round.is_eval or step.opened_at != round.opened_at:
             return
         step.look(now)
         step.closed_at = now
-        self._curves[round.kind] = RoundCurve(round)
-        self._longest[round.kind] = round.finishing_tokens
+        self._curves[round.kind] = RoundCurve(shape_of(round))
         step.num_tokens = sum(len(r.tokens) for g in round.accepted for r in g.kept)
-        if step.trains_at is None:
+        if step.trains_at is None and self._all_train():
             step.trains_at = now
 
-    def step_trained(self, now: float, worked_s: float) -> None:
-        """The step is over for the trainer."""
+    def parked(self, now: float) -> None:
+        """The trainer has given back all devices; at the end of a step, before it says so."""
+        if self._step is not None and self._step.closed_at is not None:
+            self._step.trained_at = now
+
+    def step_trained(self, now: float, metrics: Mapping[str, float]) -> None:
+        """The step is over for the trainer; the figures are its own."""
         step, self._step = self._step, None
-        if step is None or step.closed_at is None or step.trains_at is None:
+        is_told = TRAIN_METRICS[0] in metrics
+        if step is None or step.closed_at is None or step.trains_at is None or not is_told:
             return
+        ended = step.trained_at if step.trained_at is not None else now
+        worked_s = sum(metrics.get(name, 0.0) for name in TRAIN_METRICS)
         if step.num_tokens:
             self._training.add(float(step.num_tokens), worked_s, FORGET)
         rollout_s = max(0.0, step.closed_at - step.opened_at)
-        fleet = self._core.fleet
-        nodes = (*fleet.ready.values(), *fleet.updating.values())
-        others = sum(not self._shares(n) for n in nodes)
+        waited_s = max(0.0, ended - step.trains_at - worked_s), max(0.0, ended - step.closed_at)
+        self.figures = {
+            "window_s": rollout_s if step.window_s is None else step.window_s,
+            "waited_trainer_s": waited_s[0],
+            "waited_remote_s": waited_s[1] if step.others else 0.0,
+        }
+        if step.foreseen_s is not None:
+            self.figures["foreseen_s"] = step.foreseen_s
+        nodes = (*self._fleet.ready.values(), *self._fleet.updating.values())
+        self._work[step.kind] = step.node_s, worked_s
         self.rule.learn(
             StepTimes(
                 kind=step.kind,
                 others=step.other_s / rollout_s if rollout_s else 0.0,
-                others_now=others,
+                others_now=sum(not n.shares for n in nodes),
                 rollout_s=rollout_s,
                 work_s=step.node_s,
                 train_s=worked_s,
-                trainer_waited_s=max(0.0, now - step.trains_at - worked_s),
-                others_waited_s=max(0.0, now - step.closed_at),
+                trainer_waited_s=waited_s[0],
+                others_waited_s=waited_s[1],
             )
         )
 
+    # What outlives the coordinator
+
+    def memory(self) -> SidesMemory:
+        shapes = {kind: curve.shape for kind, curve in self._curves.items()}
+        known = SidesMemory(self._switch.values, replace(self._training), shapes, dict(self._work))
+        return replace(known, window=self.rule.memory()) if isinstance(self.rule, Window) else known
+
+    def recall(self, known: SidesMemory) -> None:
+        self._switch, self._training = Recent(known.switches), replace(known.training)
+        self._curves = {kind: RoundCurve(shape) for kind, shape in known.rounds.items()}
+        self._work = dict(known.work)
+        if isinstance(self.rule, Window):
+            self.rule.recall(known.window, known.work)
+
     # What is known
 
-    def view(self, round: Round, worked_s: float) -> View:
-        rest = self._rest(round)
+    def view(self, round: Round, now: float) -> View:
+        rest = rest_of(round, self._predictor.expect)
         # Nothing that goes on longer than this is trained.
         last = rest.groups[-1][0] if rest.groups else 0.0
 
@@ -208,25 +272,27 @@ class Sides:
             tokens = rest.expected.get(response.id, 1.0)
             return min(tokens, len(response.tokens) + last) if round.races else tokens
 
-        sampling = [n for n in self._core.fleet.ready.values() if n.name not in self.released]
-        loading = [self._shares(node) for node in self._core.fleet.updating.values()]
+        sampling = list(self._fleet.ready.values())
+        loading = [bool(node.shares) for node in self._fleet.updating.values()]
         looks = [self._outlook(node, foresee) for node in sampling]
-        waiting = [max(1.0, foresee(r) - len(r.tokens)) for r in self._core.table.queue.waiting()]
+        waiting = [max(1.0, foresee(r) - len(r.tokens)) for r in self._table.queue.waiting()]
         group_s, token_s = self._train_s(round)
         num = len(waiting) + sum(o.running for o in looks)
         # Each is foreseen as the mean of what it may become; the longest of many is longer.
-        longest = max(last, self._longest.get(round.kind, 0) - rest.most_held) if num else 0.0
+        curve = self._curves.get(round.kind)
+        seen = curve.shape.longest if curve is not None else 0
+        longest = max(last, seen - rest.most_held) if num else 0.0
         gain = max((n.gain.tokens for n in sampling if n.speculates), default=1.0)
         ready_s = group_s * rest.num_done + token_s * rest.done
         train_s = ready_s + sum(group_s + token_s * tokens for _, tokens in rest.groups)
-        curve = self._curves.get(round.kind)
+        worked_s = self._reckon(ready_s, now)
         return View(
             kind=round.kind,
             opened_at=round.opened_at,
             finished=rest.finished / max(1, len(round.groups) * round.responses_launched),
-            sampling=[o for o in looks if self._shares(o.node)],
-            others=[o for o in looks if not self._shares(o.node)],
-            released=list(self.released.values()),
+            sampling=[o for o in looks if o.node.shares],
+            others=[o for o in looks if not o.node.shares],
+            released=[n for n in self._devices.nodes.values() if n.name in self.released],
             train_s=max(0.0, train_s - worked_s) if self._training.n else None,
             ready_s=max(0.0, ready_s - worked_s),
             arrivals=curve.arrivals(rest.most_held) if curve is not None else EVENLY,
@@ -235,10 +301,21 @@ class Sides:
             total=sum(waiting) / gain + sum(o.total for o in looks),
             num=num,
             kv_tokens=rest.kv_tokens,
-            caches=self._caches,
+            caches=self.caches,
             shared_loading=sum(loading),
             others_loading=len(loading) - sum(loading),
+            in_parts=not self._devices.are_whole,
         )
+
+    def _reckon(self, ready_s: float, now: float) -> float:
+        """What the trainer has done of `ready_s`, in seconds of all shared devices."""
+        step, share = self._step, self._share
+        self._share = self._devices.share_free
+        if step is None:
+            return 0.0
+        done = step.worked_s + share * max(0.0, now - step.worked_at)
+        step.worked_s, step.worked_at = max(step.worked_s, min(done, ready_s)), now
+        return step.worked_s
 
     def _outlook(self, node: Node, foresee: Foresee) -> Outlook:
         """A node that has come lately has seen too few batch sizes to know what it does at others:
@@ -252,35 +329,6 @@ class Sides:
             speed = Speed(typical.base * ratio, typical.slope * ratio)
             look.node = replace(node, speed=speed)
         return look
-
-    def _rest(self, round: Round) -> _Rest:
-        expect, rest = self._core.predictor.expect, _Rest()
-        for group in round.groups.values():
-            lengths: list[float] = []
-            left: list[float] = []
-            for r in group.responses:
-                rest.finished += r.finish_reason is not None
-                held = len(r.tokens)
-                if r.state in {ResponseState.RUNNING, ResponseState.QUEUED}:
-                    tokens = rest.expected[r.id] = max(held + 1.0, expect(r))
-                    rest.kv_tokens += len(group.prompt.tokens) // 4 + tokens
-                    rest.most_held = max(rest.most_held, held)
-                    lengths.append(tokens)
-                    left.append(tokens - held)
-                elif r.state is ResponseState.DONE:
-                    lengths.append(float(held))
-                    left.append(0.0)
-            if group.state in {GroupState.COMPLETE, GroupState.ACCEPTED}:
-                rest.num_done += 1
-                rest.done += sum(len(r.tokens) for r in group.kept)
-            elif group.state is GroupState.OPEN and lengths:
-                left.sort()
-                kept = min(round.group_size, len(lengths))
-                until = left[kept - 1]
-                rest.groups.append((until, sum(sorted(lengths)[:kept])))
-        rest.groups.sort()
-        del rest.groups[max(0, round.needed - rest.num_done) :]
-        return rest
 
     def _train_s(self, round: Round) -> tuple[float, float]:
         """What the trainer takes for a group, and for a token of it."""
@@ -296,12 +344,15 @@ class Sides:
             opened = round.opened_at
             self._step = _Step(round.kind, opened, opened, len(view.now_sampling()))
             self._step.others = view.num_others
+            self._step.worked_at = now
+            if (work := self._work.get(round.kind)) is not None:
+                shared = view.num_shared + view.shared_loading
+                self._step.foreseen_s = best_window_s(*work, shared, view.num_others)
         self._step.look(now)
         self._step.nodes, self._step.others = len(view.now_sampling()), view.num_others
 
     def _all_train(self) -> bool:
-        nodes = self._core.fleet.ready.values()
-        return not any(map(self._shares, nodes)) and not self._since
+        return all(node.is_asleep for node in self._devices.nodes.values())
 
     def _switched(self, name: str, now: float) -> None:
         if (since := self._since.pop(name, None)) is not None:

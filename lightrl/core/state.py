@@ -42,7 +42,11 @@ class NodeState(StrEnum):
     # its first version is on the way
     LOADING = "loading"
     READY = "ready"
-    # a newer version is on the way
+    # its devices are wanted for training: its last tokens follow, and then it sleeps
+    RELEASING = "releasing"
+    # its engine sleeps, and its devices train
+    RELEASED = "released"
+    # a newer version is on the way, or it wakes
     UPDATING = "updating"
     DRAINING = "draining"
     GONE = "gone"
@@ -91,10 +95,12 @@ EDGES: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         G.DROPPED: frozenset(),
     },
     N: {
-        N.JOINING: frozenset({N.LOADING, N.READY, N.DRAINING, N.GONE}),
-        N.LOADING: frozenset({N.READY, N.DRAINING, N.GONE}),
-        N.READY: frozenset({N.UPDATING, N.DRAINING, N.GONE}),
-        N.UPDATING: frozenset({N.READY, N.DRAINING, N.GONE}),
+        N.JOINING: frozenset({N.LOADING, N.READY, N.RELEASING, N.RELEASED, N.DRAINING, N.GONE}),
+        N.LOADING: frozenset({N.READY, N.RELEASING, N.RELEASED, N.DRAINING, N.GONE}),
+        N.READY: frozenset({N.RELEASING, N.UPDATING, N.DRAINING, N.GONE}),
+        N.RELEASING: frozenset({N.RELEASED, N.UPDATING, N.DRAINING, N.GONE}),
+        N.RELEASED: frozenset({N.UPDATING, N.DRAINING, N.GONE}),
+        N.UPDATING: frozenset({N.READY, N.RELEASING, N.RELEASED, N.DRAINING, N.GONE}),
         N.DRAINING: frozenset({N.GONE}),
         N.GONE: frozenset(),
     },
@@ -303,6 +309,14 @@ class Node:
     num_workers: int = 0
     # may be taken away at any moment
     is_preemptible: bool = False
+    # the trainer node whose devices it uses; "" = its own
+    shares: str = ""
+    # nothing of its engine is on them
+    is_asleep: bool = False
+    # of the last order to change sides
+    order: int = 0
+    # when it came to be in this state
+    since: float = 0.0
     weights: WeightsProgress | None = None
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0
@@ -350,44 +364,6 @@ class Node:
         if batch and num_tokens and self.chunk_at is not None and now > self.chunk_at:
             self.speed.observe(batch, (now - self.chunk_at) * batch * per_step / num_tokens)
         self.chunk_at = now if self.running else None
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened in the run so far; all of it is shown to operators."""
-
-    nodes_lost: int = 0
-    # of nodes that served the newest version
-    engines_lost: int = 0
-    # resumed elsewhere from their tokens
-    responses_moved: int = 0
-    # of these, because another node is faster
-    migrations: int = 0
-    # of attempts given up
-    chunks_ignored: int = 0
-    # chunks with tokens missing before them
-    holes: int = 0
-    # wrong version, digest or size; the sender is lost
-    bad_chunks: int = 0
-    rewards_failed: int = 0
-    groups_dropped: int = 0
-    # of these, without signal: replaced by dynamic sampling
-    groups_flat: int = 0
-    # a prompt at most once in an epoch
-    prompts_put_off: int = 0
-    # accepted for training rounds
-    rollout_tokens: int = 0
-    eval_tokens: int = 0
-    # accepted from nodes, but never trained
-    aborted_tokens: int = 0
-    groups_trained: int = 0
-    trained_responses: int = 0
-
-    def count_tokens(self, num_tokens: int, are_for_eval: bool) -> None:
-        if are_for_eval:
-            self.eval_tokens += num_tokens
-        else:
-            self.rollout_tokens += num_tokens
 
 
 def sample_seed(run_seed: int, response: str) -> int:

@@ -51,11 +51,13 @@ class TrainerFeed:
         self.num_hellos = 0
         # nothing is left to do: its last checkpoint is durable, or it has left in order
         self.has_finished = False
+        self.is_replaying = False  # the step it stands at is sent again
         self._leader: str | None = None  # that has said hello, as far as it is not lost
         self._fleet = fleet
         self._outbox = outbox
         self._window = Window()
         self._num_left = 0  # shards of the step it stands at that are durable and were sent
+        self._owes_replay = False  # once the devices are free
 
     def joined(self, name: str) -> None:
         """A node of it has come, or come back."""
@@ -72,11 +74,13 @@ class TrainerFeed:
         """It has come, or come back: what it held of a step that is not done, it holds no more."""
         self.num_hellos += 1
         self.stands_at = None
+        self.is_replaying = self._owes_replay = False
 
     def lost(self, now: float) -> None:
         """One of its nodes: without the leader nobody knows where it stands."""
         if self._fleet.trainer is None:
             self.stands_at = self._leader = None
+            self.is_replaying = self._owes_replay = False
         if self.missing_since is None or self._fleet.trainers.num_needed == 1:
             self.missing_since = now
 
@@ -87,13 +91,45 @@ class TrainerFeed:
         if self.stands_at is None or self._fleet.trainer is None or published is None:
             return
         self._window, self._num_left = Window(), 0
-        if self.stands_at < published.policy_version:
-            again = ReplayShards(self._fleet.trainer, self.stands_at, self.num_hellos)
-            self._outbox.add(again)
+        self.is_replaying = False
+        self._owes_replay = self.stands_at < published.policy_version
+        if self._owes_replay:
+            self._replay()
         elif round is not None and round.step == self.stands_at:
             round.num_sent = round.num_shards = 0
             round.is_handed_over = False
             self.send(round)
+
+    def go_on(self, round: Round | None) -> None:
+        """The devices are free: what it could not be sent before."""
+        if self._owes_replay:
+            self._replay()
+        elif round is not None:
+            self.send(round)
+
+    def _replay(self) -> None:
+        if self.stands_at is None or self._fleet.trainer is None or not self._may_train():
+            return
+        self._owes_replay, self.is_replaying = False, True
+        self._outbox.add(ReplayShards(self._fleet.trainer, self.stands_at, self.num_hellos))
+        self._fleet.devices.train()
+
+    def _may_train(self) -> bool:
+        return self._fleet.devices.may_train
+
+    @property
+    def is_behind(self) -> bool:
+        """It has to train steps again that are done."""
+        published = self._fleet.published
+        return (
+            published is not None
+            and self.stands_at is not None
+            and self.stands_at < published.policy_version
+        )
+
+    def has_left(self, round: Round) -> bool:
+        """All shards that were made of this round are on their way."""
+        return round.step != self.stands_at or round.num_shards <= self._num_left
 
     def on_shards_taken(self, round: Round | None, step: int, index: int) -> None:
         """It has this shard and those before it: there is room for more."""
@@ -121,7 +157,7 @@ class TrainerFeed:
         while not round.is_handed_over and ((groups := _next_groups(round)) or last):
             num_tokens = sum(map(_num_tokens, groups))
             is_held_up = round.num_shards - self._num_left >= MAX_UNWRITTEN
-            if is_held_up or not self._window.has_room(num_tokens):
+            if is_held_up or not self._window.has_room(num_tokens) or not self._may_train():
                 return
             is_last = last and round.num_sent + len(groups) == len(round.accepted)
             shard = TrainShard(
@@ -138,6 +174,7 @@ class TrainerFeed:
             round.is_handed_over = is_last
             self._outbox.record(ShardSent(shard))
             self._outbox.send(self._fleet.trainer, shard)
+            self._fleet.devices.train()
 
 
 def _next_groups(round: Round) -> list[Group]:

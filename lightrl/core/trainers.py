@@ -52,6 +52,10 @@ class Trainers:
         many = f"{self.num_needed} trainer nodes" if self.num_needed > 1 else "a trainer node"
         return f"this run has {many} already"
 
+    def are_strangers(self, names: set[str]) -> bool:
+        """Whether it is certain that one of these is no trainer node."""
+        return not self.num_missing and not names <= self._numbers.keys()
+
     def heard(self, hello: Hello) -> None:
         """It takes part, or says so again.
 

@@ -14,10 +14,11 @@ having is `worth`'s business.
 """
 
 import math
+from collections.abc import Mapping
 
 from lightrl.core.offload import NOTHING, Change, StepTimes, View, best_window_s
 from lightrl.core.scale_down import ScaleDown
-from lightrl.core.state import RoundKind
+from lightrl.core.sides_memory import WindowMemory
 
 ETA = 3.0  # as in the authors' code
 CONSTANT = 0.05  # of the nodes there are now: so far from that their mean is in a quiet step
@@ -26,14 +27,14 @@ CONSTANT = 0.05  # of the nodes there are now: so far from that their mean is in
 class Window:
     def __init__(self, first_guess: bool = True) -> None:
         self._first_guess = first_guess
-        self._seeds: dict[RoundKind, float] = {}  # T_seed
-        self._memory: dict[tuple[int, RoundKind], float] = {}
-        self._work: dict[RoundKind, tuple[float, float]] = {}  # (W, t_train)
+        self._seeds: dict[str, float] = {}  # T_seed
+        self._memory: dict[tuple[int, str], float] = {}
+        self._work: dict[str, tuple[float, float]] = {}  # (W, t_train)
         self._scale_down = ScaleDown()
         self._opened_at = math.nan
         self._window_s: float | None = None  # of the round at hand
 
-    def window_s(self, kind: RoundKind, shared: int, others: int) -> float | None:
+    def window_s(self, kind: str, shared: int, others: int) -> float | None:
         """T_seed of a round of this kind that begins with so many; None = nothing is known."""
         if (others, kind) in self._memory:
             return self._memory[others, kind]
@@ -71,3 +72,12 @@ class Window:
         self._seeds[kind] = window = max(0.0, window)
         if abs(step.others - step.others_now) <= CONSTANT * step.others_now:
             self._memory[step.others_now, kind] = window
+
+    def memory(self) -> WindowMemory:
+        known = tuple((others, kind, s) for (others, kind), s in self._memory.items())
+        return WindowMemory(dict(self._seeds), known)
+
+    def recall(self, memory: WindowMemory, work: Mapping[str, tuple[float, float]]) -> None:
+        """As it was; `work` of the last steps, by kind: engine seconds, seconds of training."""
+        self._seeds, self._work = dict(memory.seeds), dict(work)
+        self._memory = {(others, kind): seconds for others, kind, seconds in memory.known}

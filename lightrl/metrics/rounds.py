@@ -179,9 +179,11 @@ class Records:
             for name in names
         }
 
-    def close_step(self, done: CloseStep, costs: Mapping[str, float]) -> dict[str, float]:
-        """The record of a finished step, for metrics.jsonl; `costs` are `cost_figures`. Its round
-        may still be hashed: see `hashed`."""
+    def close_step(
+        self, done: CloseStep, costs: Mapping[str, float], sides: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The record of a finished step, for metrics.jsonl; `costs` are `cost_figures`, `sides`
+        `offload_figures`. Its round may still be hashed: see `hashed`."""
         closed = self._closed.pop(done.step)
         seconds = done.rollout_s + done.train_s + done.weights_s
         self._rl_wall_s += seconds
@@ -196,6 +198,7 @@ class Records:
             "timing_s/train_after_rollout": done.train_s,
             "timing_s/weights": done.weights_s,
             **{f"cost/{name}": value for name, value in costs.items()},
+            **sides,
         }
         self._digest = self._hashing.submit(_hash_onto, self._digest, closed.digest)
         self._histogram = closed.histogram

@@ -21,13 +21,16 @@ class Training:
     token_s: float = 2e-5
     step_s: float = 2.0
     response_s: float = 0.0
-    # of a rollout node that turns to training
+    # of a rollout node that turns to training within a round, or comes back
     switch_s: float = 0.0
+    # of ranks that give their devices back, before each version and if nodes come back
+    park_s: float = 0.0
     # colocated = on the GPUs of the rollout nodes, those that are not spot nodes
     placement: Literal["dedicated", "colocated"] = "dedicated"
 
     def __post_init__(self) -> None:
-        if not min(self.token_s, self.step_s, self.response_s, self.switch_s) >= 0:
+        times = self.token_s, self.step_s, self.response_s, self.switch_s, self.park_s
+        if not min(times) >= 0:
             raise SimError(f"training: {self}: times must not be negative")
         if self.placement not in {"dedicated", "colocated"}:
             raise SimError(f"training.placement = {self.placement!r}: dedicated or colocated")

@@ -38,8 +38,10 @@ class SimMachine:
     width: int = 1
     # as the core would see it
     present: bool = False
-    # here, but training
-    released: bool = False
+    # its devices train
+    asleep: bool = False
+    # that came so far, to change sides
+    order: int = 0
     # part of another one's width
     merged: bool = False
     # and ends; an engine that starts late must not join a machine that is gone
@@ -49,6 +51,8 @@ class SimMachine:
     serves: int = -1
     # the one on its way, -1 = none
     loading: int = -1
+    # the one that it serves, or will when it wakes
+    holds: int = -1
     # of its entry in the world's heap
     scheduled_at: float = math.inf
     # x width
@@ -64,26 +68,27 @@ class SimMachine:
         """On its machine: `is_colocated`, unless it is a spot node."""
         return is_colocated and self.spec.kind != SPOT
 
-    def hello(self, is_colocated: bool) -> Hello:
+    def hello(self, is_colocated: bool, shares: bool) -> Hello:
+        """`shares`: nodes that are with the trainer use its devices in turn with it."""
         name, is_spot = self.spec.name, self.spec.kind == SPOT
-        host = TRAINER if self.is_with_trainer(is_colocated) else name
-        return hello(name, self.incarnation, "rollout", host, self.engine.slots, is_spot)
+        is_with = self.is_with_trainer(is_colocated)
+        host, shared = TRAINER if is_with else name, TRAINER if is_with and shares else ""
+        return hello(name, self.incarnation, "rollout", host, self.engine.slots, is_spot, shared)
 
     def come(self, now: float) -> None:
-        if not self.released:
-            self.engine.now = self._since = now
-        self.present, self.released, self.merged = True, False, False
+        self.engine.now = self._since = now
+        self.present, self.asleep, self.merged = True, False, False
         self.incarnation += 1
-        self.serves = self.loading = -1
+        self.order += 1
+        self.serves = self.loading = self.holds = -1
 
-    def go(self, now: float, released: bool = False) -> None:
-        """`released`: only out of sight of the core."""
-        if self.present or self.released:
+    def go(self, now: float) -> None:
+        if self.present:
             self.engine.clear(now)
-            self.engine.hold(now, "train" if released else None)
+            self.engine.hold(now, None)
             self.present_s += (now - self._since) * self.width
             self._since = now
-        self.present, self.released, self.loading = False, released, -1
+        self.present, self.loading = False, -1
 
     def refit(self, now: float, profile: EngineProfile, slots: int, width: int) -> None:
         """Another engine, from now on."""

@@ -20,6 +20,8 @@ from lightrl.sim.scenario import Scenario, Switches
 from lightrl.sim.scoring import SimScoring
 from lightrl.sim.trainer import TrainerModel
 
+FOREVER_S = 1e12
+
 
 class Simulation(Protocol):
     """The world, as its mechanisms and its observer see it."""
@@ -39,12 +41,14 @@ class Simulation(Protocol):
     newest: StepRecord
     scoring: SimScoring
     trainer: TrainerModel
+    # the core says when devices change sides
+    shares: bool
 
     def at(self, when: float, act: Callable[[], None]) -> None: ...
     def feed(self, event: Event) -> None: ...
     def abort(self, machine: SimMachine, response: str, number: int) -> None: ...
     def join(self, machine: SimMachine) -> None: ...
-    def leave(self, machine: SimMachine, reason: str, released: bool = False) -> list[Event]: ...
+    def leave(self, machine: SimMachine, reason: str) -> list[Event]: ...
     def confirm(self, machine: SimMachine, version: int) -> None: ...
     def plan_training(self) -> None: ...
     def final_tokens(self, response: Response, noise: int) -> int: ...
@@ -55,9 +59,6 @@ class Mechanism:
 
     def tokens(self, deltas: Sequence[SimDelta]) -> None:
         """A machine's tokens have reached the core."""
-
-    def fleet_changed(self) -> None:
-        """The core has heard that a node serves, or is lost."""
 
     def round_closed(self, round: Round) -> None:
         """The core has closed a round; its record is `Simulation.newest`."""

@@ -72,8 +72,15 @@ def arrival(hello: Hello, num_workers: int = 0) -> tuple[Event, ...]:
 
 
 def hello(
-    name: str, incarnation: int, role: Role, host: str, slots: int = 0, is_preemptible: bool = False
+    name: str,
+    incarnation: int,
+    role: Role,
+    host: str,
+    slots: int = 0,
+    is_preemptible: bool = False,
+    shares: str = "",
 ) -> Hello:
+    """A trainer's ranks begin parked; a rollout node has its devices first."""
     return Hello(
         name,
         incarnation,
@@ -83,4 +90,6 @@ def hello(
         host=host,
         slots=slots,
         is_preemptible=is_preemptible,
+        shares=shares,
+        is_released=role == "trainer",
     )

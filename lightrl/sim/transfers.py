@@ -276,8 +276,11 @@ class Transfers:
             self._world.confirm(inbound.machine, inbound.version)
 
     def _loaded(self, inbound: _Inbound) -> None:
-        if self._is_wanted(inbound):
-            self._world.confirm(inbound.machine, inbound.version)
+        machine = inbound.machine
+        if self._is_wanted(inbound) and machine.asleep:
+            machine.loading, machine.holds = -1, inbound.version
+        elif self._is_wanted(inbound):
+            self._world.confirm(machine, inbound.version)
 
     def _is_wanted(self, inbound: _Inbound) -> bool:
         """Neither has the machine gone, nor is there a newer version on its way to it."""

@@ -33,6 +33,7 @@ from lightrl.core.events import (
     StepTrained,
     TimerFired,
     TokensArrived,
+    TrainerParked,
     WeightsConfirmed,
 )
 from lightrl.core.settings import Settings
@@ -48,23 +49,24 @@ from lightrl.messages import (
     StepDone,
     TrainShard,
 )
-from lightrl.sim.colocation import Colocation
+from lightrl.sharing_messages import Park, Parked, Release, Wake
+from lightrl.sim.colocation import Colocation, settings_in
 from lightrl.sim.deferred_rewards import DeferredRewards
 from lightrl.sim.engine import Attempt
 from lightrl.sim.engine_profile import SimSpeculation
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine, new_machine
-from lightrl.sim.mechanism import Mechanism
+from lightrl.sim.mechanism import FOREVER_S, Mechanism
 from lightrl.sim.messages import TRAINER, arrival, blank, hello
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome, StepRecord
+from lightrl.sim.samples import Samples
 from lightrl.sim.scenario import DEFAULT, Scenario, Switches
 from lightrl.sim.scoring import SimScoring, reward
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.trainer import TrainerModel
 from lightrl.sim.transfers import Transfers
-from lightrl.sim.workload import Cursor, uniforms
+from lightrl.sim.workload import Cursor
 
-FOREVER_S = 1e12
 PATIENCE = 200_000  # timers in a row without anything else happening
 
 
@@ -81,14 +83,9 @@ class World:
         if not nodes and not trace:
             raise SimError("a simulation needs nodes: --nodes, --trace or rollout.nodes")
         workload = scenario.workload
-        if workload.num_prompts < settings.prompts_launched:
-            raise SimError(
-                f"workload {workload.name} has {workload.num_prompts} prompts, fewer than the "
-                f"{settings.prompts_launched} of one round"
-            )
-        self.settings = replace(
-            settings, num_prompts=workload.num_prompts, lease_s=FOREVER_S, vocabulary=1
-        )
+        is_colocated = scenario.training.placement == "colocated"
+        self.shares = is_colocated and switches.offload != "off"
+        self.settings = settings_in(scenario, settings, switches, nodes)
         self.scenario = scenario
         self.switches = switches
         self.check = check
@@ -107,17 +104,18 @@ class World:
         self.trainer = TrainerModel(
             scenario.training.step_s,
             streaming=switches.streaming and switches.async_rewards,
-            rate=0.0 if scenario.training.placement == "colocated" else 1.0,
+            rate=0.0 if is_colocated else 1.0,
         )
         self.deferred = DeferredRewards(self)
-        self.mechanisms: tuple[Mechanism, ...] = (self.deferred, Colocation(self))
+        self._colocation = Colocation(self)
+        self.mechanisms: tuple[Mechanism, ...] = (self.deferred, self._colocation)
         self.observer = Observer(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._cursor = Cursor(workload.num_prompts, settings.run_seed)
         self._prompt = blank(workload.prompt_tokens)
         self._trained_at = math.inf  # of the newest entry in the heap
-        self._first_step: dict[str, int] = {}  # in which a response was generated
+        self._samples = Samples(workload, settings.max_response_tokens)
         self._finished = False
         self._has_history = False  # responses of an earlier epoch to draft from
         for spec in nodes:
@@ -132,6 +130,7 @@ class World:
     def _add_machine(self, spec: NodeSpec) -> None:
         profile = self.engines[min(self.engines)].slower(spec.slowness)
         self.machines[spec.name] = new_machine(spec, profile, self.switches)
+        self.core.sides.caches[spec.name] = profile.kv_tokens
 
     def _speculate(self, speculation: SimSpeculation) -> None:
         self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
@@ -164,12 +163,13 @@ class World:
         heap, timers = self._heap, 0
         while not self._finished:
             deadline = self.core.next_deadline()
-            if not heap or timers > PATIENCE:
+            next_at = heap[0][0] if heap else FOREVER_S
+            if (deadline or FOREVER_S) >= next_at >= FOREVER_S or timers > PATIENCE:
                 raise SimError(
                     f"the run is stuck at step {self.core.step} of {self.settings.num_steps} after "
                     f"{self.now:.0f} s: no node is left, or none can load the weights"
                 )
-            if deadline is not None and deadline < heap[0][0]:
+            if deadline is not None and deadline < next_at:
                 self.now = max(self.now, deadline)
                 timers += 1
                 self.feed(TimerFired())
@@ -192,9 +192,6 @@ class World:
             for command in commands:
                 self._perform(command, todo)
         self._transfers.begin()
-        if isinstance(event, NodeLost | WeightsConfirmed):
-            for mechanism in self.mechanisms:
-                mechanism.fleet_changed()
 
     # Commands
 
@@ -234,10 +231,13 @@ class World:
     def _tell_trainer(self, message: Message, todo: deque[Event]) -> None:
         if isinstance(message, TrainShard):
             self._train(message)
+            self._colocation.trains()
             todo.append(ShardLeft(message.step, message.index))
             todo.append(ShardsDelivered(TRAINER, ShardsTaken(message.step, message.index)))
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
+        elif isinstance(message, Park):
+            self._colocation.park(message)
         else:
             self._transfers.tell_trainer(message)
 
@@ -251,6 +251,8 @@ class World:
                         self.abort(machine, response, number)
             case Drain(_, reason):
                 todo.extend(self.leave(machine, reason))
+            case Release() | Wake():
+                todo.extend(self._colocation.obey(machine, message))
             case _:
                 self._transfers.tell(machine, message)
 
@@ -260,7 +262,7 @@ class World:
         attempts: list[Attempt] = []
         for request in message.requests:
             response = responses[request.response]
-            final = self.final_tokens(response, self._noise(response))
+            final = self._samples.length(response, self._samples.noise(response))
             id, prompt, held = response.id, response.group.prompt.id, len(request.prefix) // 4
             ends = final, final >= limit
             attempts.append(Attempt(id, request.attempt, prompt, prompt_tokens, held, *ends))
@@ -271,19 +273,8 @@ class World:
         machine.engine.abort(self.now, response, number)
         self._schedule(machine)
 
-    def _noise(self, response: Response) -> int:
-        """Of the sample that it will be; under newer weights the same noise may give another."""
-        step = response.group.round.step
-        first = self._first_step.setdefault(response.id, step)
-        again = self.scenario.workload.same_again
-        if first == step or again >= 1 or uniforms("again", response.seed, step)[0] < again:
-            return response.seed
-        return response.seed ^ (step << 64)
-
     def final_tokens(self, response: Response, noise: int) -> int:
-        group, limit = response.group, self.settings.max_response_tokens
-        lengths = self.scenario.workload.lengths
-        return lengths.length(group.prompt.id, group.prompt.epoch, noise, limit, group.id)
+        return self._samples.length(response, noise)
 
     # Engines
 
@@ -333,8 +324,11 @@ class World:
         done = self.trainer.finish(self.now)
         for mechanism in self.mechanisms:
             mechanism.step_trained()
-        publish_s = self.scenario.transfer.publishing_s
+        park_s = self._colocation.park_s
+        publish_s = park_s + self.scenario.transfer.publishing_s
         self.trainer.publish(self.now, publish_s)
+        parked = TrainerParked(TRAINER, Parked(0, 0, park_s))
+        self._soon(park_s, lambda: self.feed(parked))
         self._soon(publish_s, lambda: self._step_done(done))
 
     def _step_done(self, done: StepDone) -> None:
@@ -343,8 +337,8 @@ class World:
         self.plan_training()
 
     def confirm(self, machine: SimMachine, version: int) -> None:
-        machine.loading, machine.serves = -1, version
-        machine.engine.hold(self.now, None)
+        machine.loading, machine.serves, machine.holds = -1, version, version
+        machine.engine.hold(self.now, "train" if machine.asleep else None)
         machine.engine.idle_label = "idle"
         ready = self._transfers.confirm(machine, version)
         self.feed(WeightsConfirmed(machine.spec.name, ready))
@@ -354,10 +348,10 @@ class World:
     def join(self, machine: SimMachine) -> None:
         if machine.present:
             return
-        self.observer.fleet_changes(machine, 0 if machine.released else 1)
+        self.observer.fleet_changes(machine, 1)
         machine.come(self.now)
         is_colocated = self.scenario.training.placement == "colocated"
-        self._arrive(machine.hello(is_colocated), self._transfers.num_workers(machine))
+        self._arrive(machine.hello(is_colocated, self.shares), self._transfers.num_workers(machine))
 
     def _arrive(self, said: Hello, num_workers: int = 0) -> None:
         for event in arrival(said, num_workers):
@@ -386,14 +380,14 @@ class World:
 
         self.at(self.now + lost_after_s, missed)
 
-    def leave(self, machine: SimMachine, reason: str, released: bool = False) -> list[Event]:
+    def leave(self, machine: SimMachine, reason: str) -> list[Event]:
         """What a node says that leaves in peace: its last tokens, then good-bye."""
         if not machine.present:
             return []
         name = machine.spec.name
-        self.observer.fleet_changes(machine, 0 if released else -1)
+        self.observer.fleet_changes(machine, -1)
         deltas = machine.engine.give_up(self.now)
         last = [TokensArrived(name, machine.chunk(deltas))] if deltas else []
-        machine.go(self.now, released)
+        machine.go(self.now)
         self._transfers.lose(machine, 0.0)
         return [NodeDraining(name, reason), *last, NodeLeft(name, reason, ok=True)]

@@ -23,10 +23,12 @@ from lightrl.core.events import (
     NodeHeard,
     NodeLeft,
     NodeLost,
+    NodeReleased,
     ShardsDelivered,
     SourceReported,
     StepTrained,
     TokensArrived,
+    TrainerParked,
     WeightsConfirmed,
     WeightsPublished,
     WeightsRefused,
@@ -49,7 +51,7 @@ from lightrl.messages import (
     WeightsFailed,
     WeightsReady,
 )
-from lightrl.sharing_messages import Released
+from lightrl.sharing_messages import Parked, Released
 from lightrl.system.addresses import split_known
 from lightrl.weights.serve.request import MAX_NAME_BYTES, MAX_TICKET_BYTES
 
@@ -64,7 +66,7 @@ def check_bounds(message: Message) -> None:
         case Hello():
             if len(message.node.encode()) > MAX_NAME_BYTES:
                 raise ProtocolError(f"a node's name of more than {MAX_NAME_BYTES} bytes")
-            _words(message.node, message.host, *(r for r, _ in message.running))
+            _words(message.node, message.host, message.shares, *(r for r, _ in message.running))
             if message.serves is not None:
                 _words(message.serves[1])
         case Heartbeat(load, lag, device, weights, num_workers):
@@ -173,6 +175,10 @@ def as_event(peer: str, message: Message | ProtocolError) -> Event:
             return StepTrained(peer, message)
         case ShardsTaken():
             return ShardsDelivered(peer, message)
+        case Released():
+            return NodeReleased(peer, message)
+        case Parked():
+            return TrainerParked(peer, message)
         case Bye(reason, ok):
             return NodeLeft(peer, reason, ok)
         case Drain(_, reason):

@@ -36,6 +36,8 @@ STATE_STYLES = {
     "running": "green",
     "ready": "green",
     "updating": "cyan",
+    "releasing": "cyan",
+    "released": "blue",
     "evaluating": "cyan",
     "finishing": "cyan",
     "draining": "magenta",
@@ -171,6 +173,8 @@ def _node(n: NodeRow, wide: bool) -> Text:
         f" {version:>5} {busy:>13} {speed:>6} {kv:>4} ",
         (f"{n.heard_s_ago:5.1f}s", late),
     )
+    if n.state_s is not None:  # shares devices: since when it is on this side
+        line.append(f" since {duration(n.state_s)}", "cyan")
     if wide:
         line.append(f"  {n.pid:>7}  {cut(f'{n.host} {n.device}', 60)}", "dim")
     return line

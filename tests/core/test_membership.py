@@ -1,7 +1,5 @@
 """Joining, leases, draining and losing nodes; work never goes with them."""
 
-from dataclasses import replace
-
 import pytest
 
 from lightrl.core.commands import Admit, Finish
@@ -15,7 +13,7 @@ from lightrl.core.events import (
     TimerFired,
     WeightsRefused,
 )
-from lightrl.core.fleet import GHOST_NAMES_REMEMBERED, GHOSTS_REMEMBERED
+from lightrl.core.ghosts import GHOST_NAMES_REMEMBERED, GHOSTS_REMEMBERED
 from lightrl.messages import (
     PROTOCOL,
     Drain,
@@ -94,12 +92,12 @@ def test_as_many_ghosts_are_remembered_as_matter_and_no_more(driver: Driver):
         driver.join("a", incarnation=incarnation)
     fleet = driver.core.fleet
     for k in range(GHOST_NAMES_REMEMBERED + 5):
-        fleet.replace(replace(fleet.nodes["a"], name=f"b{k}"))
+        fleet.ghosts.add(f"b{k}", 1)
         # who is followed often is not forgotten
         driver.join("a", incarnation=(newest := newest + 1))
-    remembered = [k for k in range(1, newest) if driver.core.fleet.is_ghost(hello_of("a", k))]
+    remembered = [k for k in range(1, newest) if ("a", k) in fleet.ghosts]
     assert remembered == list(range(newest - GHOSTS_REMEMBERED, newest))
-    assert len(fleet._replaced) == GHOST_NAMES_REMEMBERED
+    assert len(fleet.ghosts) == GHOST_NAMES_REMEMBERED
     [(_, refusal)] = sent(driver.join("a", incarnation=newest - 1), Welcome)
     assert refusal.refused == "another process has this name now"
 

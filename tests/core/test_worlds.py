@@ -48,6 +48,12 @@ def settings(seed: int, race: str = "tokens", **changes: Any) -> dict[str, Any]:
     }
 
 
+def sharing(seed: int, **changes: Any) -> dict[str, Any]:
+    """The same, of nodes that use the trainer's devices: all at once, or some of them."""
+    parts = 1 + seed % 3 // 2
+    return {**settings(seed), "shares": True, "device_parts": parts, "release_s": 6.0, **changes}
+
+
 def check_against_oracle(world: World) -> None:
     run = world.core.settings
     steps = oracle(run, world.driver.prompt_at, world.length_of, world.reward_of)
@@ -81,6 +87,32 @@ def test_world_trains_exactly_what_the_oracle_says(seed: int):
     world = World(seed, **settings(seed)).live(NUM_EVENTS).heal()
     check_end(world)
     check_against_oracle(world)
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(3000 + 20 * k, 3020 + 20 * k), marks=[pytest.mark.slow] * (k >= 3))
+        for k in range(30)
+    ],
+)
+def test_world_whose_devices_change_sides_trains_exactly_the_same(seeds):
+    """Engines never wake beside ranks, no shard leaves beside engines (the world checks), and what
+    is trained is what the oracle says, which knows nothing of devices."""
+    totals: Counter[str] = Counter()
+    for seed in seeds:
+        world = World(seed, **sharing(seed))
+        world.live(NUM_EVENTS).settle()
+        world.heal()
+        check_end(world)
+        check_against_oracle(world)
+        totals["slept"] += world.sharing.num_slept
+        totals["woke"] += world.sharing.num_wakes
+        totals["parked when asked"] += world.sharing.num_parks
+        totals["released"] += world.sharing.rule.num_released
+        totals["taken back"] += world.sharing.rule.num_taken_back
+    assert len(totals) == 5, totals
+    assert min(totals.values()) >= 1, totals
 
 
 @pytest.mark.parametrize("seed", range(300, 350))

@@ -17,6 +17,7 @@ from lightrl.core.events import (
     NodeDraining,
     NodeLeft,
     NodeLost,
+    NodeReleased,
     ResponseScored,
     ShardsDelivered,
     SourceReported,
@@ -46,6 +47,7 @@ from lightrl.messages import (
 from lightrl.tickets import pull_ticket
 from tests.core.conftest import Driver, ids, logprobs, of_kind, publication, sent
 from tests.core.world_broadcasts import WorldBroadcasts
+from tests.core.world_sharing import WorldSharing
 
 NAMES = "abcde"
 MAX_TOKENS = 12
@@ -55,7 +57,8 @@ class World:
     """What happens next is drawn from the seed; what a response is, is a pure function of its
     name."""
 
-    def __init__(self, seed: int, **changes: Any) -> None:
+    def __init__(self, seed: int, shares: bool = False, **changes: Any) -> None:
+        """`shares`: some nodes use the trainer's devices, in turn with it."""
         self.rng = random.Random(seed)
         self.salt = seed
         # share of rewards that cannot be computed
@@ -85,12 +88,15 @@ class World:
         self.num_without_trainer = 0  # nodes told of sources while the trainer was away
         self.num_late_endpoints = 0
         self.broadcasts = WorldBroadcasts(self)
+        self.sharing = WorldSharing(self, shares)
         self.feed(lambda: self.driver.join("t", "trainer"))
+        self.sharing.park()
         self.feed(lambda: self.driver.publish(0))
         for name in self.rng.sample(NAMES, 2):
             slots = self.rng.randint(1, 4)
             self.feed(lambda name=name, slots=slots: self.greet(name, slots=slots))
             self.broadcasts.start_engine(name)
+            self.sharing.obey_all()
             self.feed(lambda name=name: self.driver.confirm(name, 0))
 
     @property
@@ -127,6 +133,7 @@ class World:
         commands = act()
         self.finished += of_kind(commands, Finish)
         self.broadcasts.hear(commands)
+        self.sharing.hear(commands)
         for node, offer in sent(commands, PublishWeights):
             self.take_offer(node, offer)
         for closed in of_kind(commands, CloseRound):
@@ -191,6 +198,16 @@ class World:
         has_trainer = "t" in told and offers.trainer == "t"
         return has_trainer or any(n in offers.whole for n in told) or name in offers.whole
 
+    def loads(self, name: str) -> bool:
+        """Whether it can say that it serves the published version."""
+        node, published = self.core.fleet.nodes[name], self.core.fleet.published
+        if node.state not in {"loading", "updating"} or published is None:
+            return False
+        if node.shares and name not in self.sharing.awake:
+            return False  # nobody has told it to wake
+        has_it = node.shares and node.policy_version == published.policy_version
+        return bool(has_it) or self.can_load(name)
+
     def close(self, round: Round) -> None:
         self.closed[round.step] = round
         for group in round.accepted:
@@ -236,6 +253,8 @@ class World:
         """e lives on the trainer's machine. Offers are looked at before the endpoint changes."""
         driver, opens = self.driver, self.driver.opens_endpoints
         driver.opens_endpoints = False
+        if "shares" not in fields:
+            fields |= self.sharing.fields(name)
         self.feed(lambda: driver.join(name, host="h" if name == "e" else name, **fields))
         driver.opens_endpoints = opens
         return driver.open(name, fields.get("incarnation", 1)) if opens else []
@@ -264,7 +283,9 @@ class World:
             self.feed(lambda: self.driver.feed(SourceReported(name, report)))
 
     def lose(self) -> None:
-        self.feed(lambda: self.driver.feed(NodeLost(self.rng.choice(NAMES), "gone")))
+        name = self.rng.choice(NAMES)
+        self.sharing.lose(name)
+        self.feed(lambda: self.driver.feed(NodeLost(name, "gone")))
 
     def drain(self) -> None:
         self.feed(lambda: self.driver.feed(DrainRequested(self.rng.choice(NAMES), "upkeep")))
@@ -274,15 +295,13 @@ class World:
         self.feed(lambda: self.driver.feed(NodeDraining(name, reason)))
         if self.rng.random() < 0.5:
             self.give_up(name)
+        self.sharing.lose(name)
         self.feed(lambda: self.driver.feed(NodeLeft(name, reason, ok=self.rng.random() < 0.9)))
 
     def load(self) -> None:
         """A node confirms a version, refuses it or confirms the wrong thing."""
         published = self.core.fleet.published
-        loading = [
-            n for n in self.rollouts() if self.core.fleet.nodes[n].state in {"loading", "updating"}
-        ]
-        loading = [n for n in loading if self.can_load(n)]
+        loading = [n for n in self.rollouts() if self.loads(n)]
         if published is None or not loading:
             return
         name = self.rng.choice(loading)
@@ -374,6 +393,7 @@ class World:
             step = self.to_train.popleft()
             self.untaken.clear()
             self.stands_at = step + 1
+            self.sharing.park()
             self.remember(WeightsPublished("t", publication(step + 1)))
             self.remember(StepTrained("t", StepDone(step, step + 1, {})))
             if self.rng.random() < 0.4:
@@ -397,6 +417,7 @@ class World:
             self.to_train.clear()
             if self.rng.random() < 0.3:
                 self.checkpoint = self.stands_at
+                self.sharing.train = False
                 self.feed(lambda: self.driver.feed(NodeLeft("t", "preempted", ok=True)))
             else:
                 self.feed(lambda: self.driver.feed(NodeLost("t", "gone")))
@@ -404,7 +425,9 @@ class World:
     def return_trainer(self) -> None:
         if not self.has_trainer:
             self.has_trainer = True
-            self.incarnation += self.rng.random() < 0.5
+            if self.rng.random() < 0.5:
+                self.incarnation += 1
+                self.sharing.train = False  # they start in the host's memory
             if self.rng.random() < 0.5:
                 self.stands_at = self.checkpoint
             self.greet_trainer()
@@ -419,7 +442,11 @@ class World:
         self.broadcasts.forget("t")
         said = WeightsPublished | StepTrained | ShardsDelivered | BroadcastHeard
         self.past = [e for e in self.past if not isinstance(e, said)]
-        self.feed(lambda: self.driver.join("t", "trainer", incarnation=self.incarnation))
+        self.sharing.orders.pop("t", None)
+        parked = {"is_released": not self.sharing.train} if self.sharing.is_on else {}
+        self.feed(lambda: self.driver.join("t", "trainer", incarnation=self.incarnation, **parked))
+        if self.rng.random() < 0.7 or not self.sharing.is_on:
+            self.sharing.park()
         self.feed(lambda: self.driver.publish(self.stands_at))
         if self.stands_at and self.rng.random() < 0.7:
             done = StepDone(self.stands_at - 1, self.stands_at, {})
@@ -435,7 +462,10 @@ class World:
         )
         lost = self.rng.randint(0, len(self.driver.segment) - kept)
         self.reported.clear()  # nobody says again what was said of sources
+        self.sharing.orders.clear()
+        self.past = [e for e in self.past if not isinstance(e, NodeReleased)]
         self.feed(lambda: self.driver.restart(lost))
+        self.sharing.adopt()
         if self.has_trainer:
             self.greet_trainer()
         for name, node in nodes.items():
@@ -443,6 +473,8 @@ class World:
                 running = {
                     r.id: r.attempt for r in node.running.values() if self.rng.random() < 0.9
                 }
+                if node.shares and name not in self.sharing.awake:
+                    running = {}
                 self.feed(
                     lambda name=name, node=node, running=running: self.return_node(
                         name, node, running
@@ -461,6 +493,7 @@ class World:
             running=running,
             has_file=serves is None or self.broadcasts.fed.get(name) != serves,
             is_preemptible=node.is_preemptible,
+            **self.sharing.fields(name, is_new=False),
         )
 
     def break_connection(self) -> None:
@@ -470,7 +503,10 @@ class World:
             name = self.rng.choice(names)
             node = self.core.fleet.nodes[name]
             running = {r.id: r.attempt for r in node.running.values() if self.rng.random() < 0.8}
+            if node.shares and name not in self.sharing.awake:
+                running = {}
             if self.rng.random() < 0.5:
+                self.sharing.lose(name, is_dead=False)
                 self.feed(lambda: self.driver.feed(NodeLost(name, "silent")))
             self.feed(lambda: self.return_node(name, node, running))
 
@@ -529,6 +565,8 @@ class World:
             self.restart_coordinator: 0 if coordinator_lives else 1.5,
             self.break_connection: 1,
             self.kill_engine: 0.5,
+            self.sharing.obey: 15 if self.sharing.is_on else 0,
+            self.sharing.die_asleep: 0.5 if self.sharing.is_on else 0,
             self.repeat: 2,
             self.forge: 0.4,
             self.wait: 4,
@@ -543,23 +581,30 @@ class World:
             return
         self.return_trainer()
         fleet, num_left = self.core.fleet, -1
+        was_on, self.sharing.rule.is_on = self.sharing.rule.is_on, False
         if "t" not in fleet.offers.endpoints:
             self.feed(lambda: self.driver.open("t"))
-        while num_left != len(fleet.ready):
-            num_left = len(fleet.ready)
+        while num_left != fleet.devices.num_moves:
+            num_left = fleet.devices.num_moves
             self.broadcasts.finish()
+            self.sharing.obey_all()
             for name in self.rollouts():
-                if fleet.nodes[name].state in {"loading", "updating"} and self.can_load(name):
+                if self.loads(name):
                     self.load_newest(name)
         for name in self.rollouts():
             node = fleet.nodes[name]
             was_told_to_go = node.state == "draining" or node.weights_failures >= 3
+            if name in fleet.devices.wanted:
+                assert node.state in {"released", "draining"}, f"{name} does not train: {node}"
+                continue
             if fleet.offers.trainer == "t" and not was_told_to_go:
                 assert node.state == "ready", f"{name} waits: {node}"
+        self.sharing.rule.is_on = was_on
 
     def heal(self) -> "World":
         """One good node does what is left to do, and everybody leaves."""
         self.driver.opens_endpoints = True
+        self.sharing.rule.is_on = False
         self.return_trainer()
         self.settle()
         if "t" not in self.core.fleet.offers.endpoints:
@@ -569,6 +614,7 @@ class World:
         self.broadcasts.start_engine("healer")
         for name in self.rollouts():
             if name != "healer":
+                self.sharing.lose(name)
                 self.feed(lambda name=name: self.driver.feed(NodeLost(name, "gone")))
         for _ in range(600):
             self.take()
@@ -576,8 +622,10 @@ class World:
             if self.core.state in {"finishing", "finished"}:
                 break
             self.broadcasts.finish()
+            self.sharing.obey_all()
             node = self.core.fleet.nodes["healer"]
-            if node.state != "ready" and self.can_load("healer"):
+            is_due = self.loads("healer") if self.sharing.is_on else self.can_load("healer")
+            if node.state != "ready" and is_due:
                 self.load_newest("healer")
             if node.running:
                 self.feed_chunk("healer", [self.item(r, MAX_TOKENS) for r in node.running.values()])

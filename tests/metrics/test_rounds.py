@@ -305,7 +305,7 @@ def test_rounds_that_close_ahead_of_their_step_get_their_own_figures():
     core.table.counters.migrations = 3
     kept.close_round(LONG, core, {"history/bytes": 2.0})
     first, second = (
-        kept.close_step(CloseStep(step, 1.0, 0.5, 0.25, {"lr": 1e-6}), {}) for step in (0, 1)
+        kept.close_step(CloseStep(step, 1.0, 0.5, 0.25, {"lr": 1e-6}), {}, {}) for step in (0, 1)
     )
     assert (first["step"], second["step"]) == (1.0, 2.0)
     assert (first["response_length/mean"], second["response_length/mean"]) == (2.5, 7.5)
@@ -326,7 +326,7 @@ def test_the_digest_is_of_what_was_trained_not_of_what_was_sampled_for_it():
         kept, core = records(), Coordinator(SETTINGS, 0.0)
         for round in rounds:
             kept.close_round(round, core, {})
-            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}), {})
+            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}), {}, {})
         return digest_of(kept, core)
 
     more = closed(
@@ -354,7 +354,7 @@ def test_nobody_waits_until_a_step_is_hashed(tmp_path):
             kept._hashing.submit(goes_on.wait)
         for round in (SHORT, LONG):
             kept.close_round(round, core, {})
-            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}), {})
+            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}), {}, {})
         if is_held_up:
             assert not kept.is_hashed
             with pytest.raises(TimeoutError):  # rather than to wait, or to tell what is not known
@@ -370,7 +370,7 @@ def test_who_stops_waiting_for_a_digest_leaves_it_to_others():
         kept, goes_on = records(), threading.Event()
         kept._hashing.submit(goes_on.wait)
         kept.close_round(SHORT, Coordinator(SETTINGS, 0.0), {})
-        kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), {})
+        kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), {}, {})
         waiting = asyncio.create_task(kept.hashed())
         await asyncio.sleep(0)
         waiting.cancel()
@@ -416,7 +416,7 @@ def test_figures_of_reward_functions_are_of_the_trained_responses():
     SHORT.state = RoundState.CLOSED
     kept.reward_figures(group.responses[0], {"digits": 99.0})  # too late
     kept.close_round(SHORT, core, {})
-    assert kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), {})["reward/digits"] == 2.0
+    assert kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), {}, {})["reward/digits"] == 2.0
 
 
 def test_summary_and_snapshot_tell_the_bias_of_the_run():
@@ -438,7 +438,8 @@ def test_summary_and_snapshot_tell_the_bias_of_the_run():
     plain, strict = records(), Coordinator(replace(SETTINGS, tail=Tail()), 0.0)
     plain.close_round(LONG, strict, {})
     assert not any(
-        name.startswith("tail") for name in plain.close_step(CloseStep(1, 1.0, 1.0, 1.0, {}), {})
+        name.startswith("tail")
+        for name in plain.close_step(CloseStep(1, 1.0, 1.0, 1.0, {}), {}, {})
     )
     assert plain.snapshot(strict, 1.0).tail is None
 

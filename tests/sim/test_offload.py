@@ -6,7 +6,6 @@ import pytest
 
 from lightrl.core.offload import Change, Rule, StepTimes, View
 from lightrl.core.settings import Tail
-from lightrl.sim.colocation import Colocation
 from lightrl.sim.outcome import Outcome
 from lightrl.sim.scenario import OffloadRule, Switches
 from lightrl.sim.traces import TraceEvent
@@ -61,9 +60,7 @@ class Noting:
 
 
 def noting(w: World) -> Noting:
-    [sides] = [m.sides for m in w.mechanisms if isinstance(m, Colocation)]
-    assert sides is not None
-    sides.rule = noted = Noting(sides.rule)
+    w.core.sides.rule = noted = Noting(w.core.sides.rule)
     return noted
 
 

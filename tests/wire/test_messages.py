@@ -90,7 +90,11 @@ EXAMPLES: list[m.Message] = [
         num_steps=10,
         policy_version=3,
         elapsed_s=1.5,
-        nodes=(m.NodeRow("n", ("rollout",), "ready", "h", 1, "cpu", None, 1, 2, 3.0, 0.1, 0.2),),
+        nodes=(
+            m.NodeRow(
+                "n", ("rollout",), "ready", "h", 1, "cpu", None, 1, 2, 3.0, 0.1, 0.2, state_s=0.5
+            ),
+        ),
         tail=m.TailRow("both", 3, 8, 2, 20.5, 30.5, 0.5, 0.25),
         max_staleness=1,
         cost=CostRow(2, 3, 1.5, 0.5, 2.5, (StepForecast(3, 9.5, 0.25),), 5, 4),

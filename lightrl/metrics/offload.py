@@ -1,0 +1,17 @@
+"""What devices that sample and train did in a step. Reads the core, decides nothing."""
+
+from itertools import islice
+
+from lightrl.core.coordinator import Coordinator
+
+MAX_FIGURES = 512  # of single nodes: a message holds only so many
+
+
+def offload_figures(core: Coordinator) -> dict[str, float]:
+    """Of the step that closed last; nothing where no node shares the trainer's devices."""
+    if not core.fleet.devices.nodes:
+        return {}
+    figures, seconds = core.handover.figures, core.handover.device_s
+    named = {f"offload/{name}": value for name, value in figures.items()}
+    some = islice(seconds.items(), MAX_FIGURES)
+    return named | {f"device_s/{name}": value for name, value in some}

@@ -1,0 +1,29 @@
+"""What each response will be: its noise, and the length that follows from it.
+
+Owns in which step a response was first generated: under newer weights the same noise may give
+another sample. The lengths themselves are drawn in workload.py.
+"""
+
+from lightrl.core.state import Response
+from lightrl.sim.workload import Workload, uniforms
+
+
+class Samples:
+    def __init__(self, workload: Workload, max_response_tokens: int) -> None:
+        self._workload = workload
+        self._limit = max_response_tokens
+        self._first_step: dict[str, int] = {}
+
+    def noise(self, response: Response) -> int:
+        """Of the sample that it will be now."""
+        step = response.group.round.step
+        first, again = self._first_step.setdefault(response.id, step), self._workload.same_again
+        if first == step or again >= 1 or uniforms("again", response.seed, step)[0] < again:
+            return response.seed
+        return response.seed ^ (step << 64)
+
+    def length(self, response: Response, noise: int) -> int:
+        """In tokens, at most the limit."""
+        group = response.group
+        prompt, lengths = group.prompt, self._workload.lengths
+        return lengths.length(prompt.id, prompt.epoch, noise, self._limit, group.id)

@@ -1,0 +1,452 @@
+"""Devices change sides: who is told what, in which order, and what happens if somebody is not there
+to hear it."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from lightrl.core.commands import Command, ReplayShards, Report, Send
+from lightrl.core.events import (
+    DrainRequested,
+    NodeDraining,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeReleased,
+    ShardLeft,
+    StepTrained,
+    TimerFired,
+    TrainerParked,
+    WeightsRefused,
+)
+from lightrl.core.offload import Change, StepTimes, View
+from lightrl.messages import (
+    PROTOCOL,
+    Abort,
+    Drain,
+    Generate,
+    Hello,
+    PublishWeights,
+    StepDone,
+    TrainShard,
+    WeightsFailed,
+    Welcome,
+)
+from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
+from tests.core.conftest import Driver, of_kind, sent
+
+
+class Script:
+    """A rule that says what it was given, one change after the other."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.learned: list[StepTimes] = []
+
+    def decide(self, view: View, now: float) -> Change:
+        return self.changes.pop(0) if self.changes else Change()
+
+    def learn(self, step: StepTimes) -> None:
+        self.learned.append(step)
+
+
+def shared(*names: str, others: Iterable[str] = (), **changes: object) -> tuple[Driver, Script]:
+    """A run at version 0 whose nodes `names` use the trainer's devices, and others that do not."""
+    d = Driver(**{"num_steps": 9, "release_s": 20.0, **changes})
+    d.core.sides.rule = script = Script()
+    d.join("t", "trainer", is_released=True)
+    d.publish(0)
+    for name in names:
+        d.join(name, shares="t", is_released=True)
+    for name in others:
+        d.join(name)
+    for name in (*names, *others):
+        d.confirm(name, 0)
+    return d, script
+
+
+def later(d: Driver, script: Script, change: Change) -> None:
+    """What the rule says the next time that it is asked; not so soon that nobody asks."""
+    d.now += 1.0
+    script.changes.append(change)
+
+
+def released(d: Driver, name: str, number: int | None = None) -> list[Command]:
+    order = d.core.fleet.nodes[name].order if number is None else number
+    return d.feed(NodeReleased(name, Released(order, 0, 0.5)))
+
+
+def parked(d: Driver, number: int = 0, trainer: str = "t") -> list[Command]:
+    return d.feed(TrainerParked(trainer, Parked(number, 0, 0.1)))
+
+
+def orders(commands: list[Command]) -> list[tuple[str, object]]:
+    kinds = Release | Wake | Park | TrainShard
+    told = [c for c in commands if isinstance(c, Send) and isinstance(c.message, kinds)]
+    return [(c.node, c.message if isinstance(c.message, Park) else type(c.message)) for c in told]
+
+
+def state(d: Driver, name: str) -> str:
+    return str(d.core.fleet.nodes[name].state)
+
+
+def test_a_step_from_side_to_side():
+    d, _ = shared("a")
+    assert state(d, "a") == "ready"
+    commands = d.finish_round()
+    assert orders(commands) == [("a", Release)]
+    assert state(d, "a") == "releasing"
+    assert orders(released(d, "a")) == [("t", TrainShard)]
+    assert state(d, "a") == "released"
+    assert orders(parked(d)) == []
+    commands = d.publish(1)
+    assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]  # it pulls asleep
+    assert orders(commands) == [("a", Wake)]
+    d.feed(StepTrained("t", StepDone(0, 1, {})))
+    assert state(d, "a") == "updating"
+    assert d.core.step == 0
+    assert sent(d.confirm("a", 1), Generate) != []
+    assert (d.core.step, state(d, "a")) == (1, "ready")
+
+
+def test_no_shard_leaves_while_others_still_have_the_devices():
+    d, _ = shared("a", "b")
+    d.finish("p0@0#0")
+    assert orders(d.finish("p0@0#1")) == []  # a group is complete
+    assert orders(d.finish_round()) == [("a", Release), ("b", Release)]
+    assert orders(released(d, "a")) == []
+    assert orders(released(d, "b")) == [("t", TrainShard)]
+
+
+def test_nodes_with_devices_of_their_own_change_nothing():
+    d, _ = shared(others="a")
+    d.finish("p0@0#0")
+    assert orders(d.finish("p0@0#1")) == [("t", TrainShard)]
+    d.finish_round()
+    assert orders(d.train(0)) == []
+
+
+def test_what_ran_goes_on_elsewhere_from_its_last_tokens():
+    d, script = shared("a", others="b", slots=4)
+    d.feed(NodeLost("b", "gone"))
+    d.join("b", slots=4)
+    later(d, script, Change(release=("a",)))
+    commands = d.confirm("b", 0)
+    assert orders(commands) == [("a", Release)]
+    assert len(d.running()) == 4
+    d.tokens("p0@0#0", 7)  # on its way meanwhile
+    commands = d.tokens("p0@0#1", 8, 9, finish="abort")
+    [(node, again)] = sent(commands, Generate)
+    assert (node, [r.response for r in again.requests]) == ("b", ["p0@0#1"])
+    [(node, again)] = sent(released(d, "a"), Generate)
+    assert node == "b"
+    assert {r.response for r in again.requests} == {"p0@0#0", "p1@0#0", "p1@0#1"}
+    assert list(d.held("p0@0#0").tokens) == [7]
+    d.tokens("p0@0#0", 1, node="a", attempt=1)  # of an attempt that is over
+    assert list(d.held("p0@0#0").tokens) == [7]
+    assert d.core.table.counters.responses_moved == 4
+
+
+def test_devices_come_back_within_the_step_once_the_ranks_are_parked():
+    d, script = shared("a", others="b", slots=4)
+    d.disk_is_slow = True
+    later(d, script, Change(release=("a",)))
+    d.finish("p0@0#0")
+    assert orders(d.finish("p0@0#1")) == []
+    assert orders(released(d, "a")) == [("t", TrainShard)]
+    later(d, script, Change(take_back=("a",)))
+    commands = d.feed(NodeLost("b", "gone"))
+    assert orders(commands) == []  # the shard has not left: the ranks would take the devices again
+    assert orders(d.feed(ShardLeft(0, 0))) == [("t", Park(1))]
+    assert orders(parked(d, 7)) == []  # no answer to that
+    commands = parked(d, 1)
+    assert orders(commands) == [("a", Wake)]
+    assert sent(commands, PublishWeights) == []  # it has the version
+    assert sent(d.confirm("a", 0), Generate) != []
+    d.disk_is_slow = False
+    assert orders(d.finish_round()) == [("a", Release)]
+    assert orders(released(d, "a")) == [("t", TrainShard)]
+
+
+def test_one_that_is_taken_back_before_it_slept_is_told_so():
+    d, script = shared("a", others="b", slots=4)
+    later(d, script, Change(release=("a",)))
+    d.finish("p0@0#0")
+    assert state(d, "a") == "releasing"
+    d.core.sides.lost("a")  # whoever decides so
+    assert orders(d.feed(TimerFired())) == [("a", Wake)]
+    released(d, "a", number=2)  # of the order before
+    assert state(d, "a") == "updating"
+    d.confirm("a", 0)
+    assert state(d, "a") == "ready"
+
+
+def test_one_that_keeps_its_devices_is_lost():
+    d, _ = shared("a", "b")
+    d.finish_round()
+    released(d, "b")
+    assert d.core.next_deadline() == 5.0  # of leases
+    d.now = 19.0
+    for name in "tab":
+        d.core.fleet.nodes[name].heard_at = d.now
+    d.feed(TimerFired())
+    assert d.core.next_deadline() == 20.0
+    d.now = 20.0
+    commands = d.feed(TimerFired())
+    assert [r.text for r in of_kind(commands, Report)] == ["a lost (kept its devices for 20 s)"]
+    assert orders(commands) == [("t", TrainShard)]
+
+
+def test_an_engine_wakes_when_all_trainer_nodes_of_its_devices_are_parked():
+    d = Driver(num_trainers=2, num_steps=9)
+    d.join("t", "trainer", is_released=True)
+    d.join("u", "trainer", is_released=True)
+    d.publish(0)
+    for name, trainer in (("a", "t"), ("b", "u")):
+        d.join(name, shares=trainer, is_released=True)
+        d.confirm(name, 0)
+    assert orders(d.finish_round()) == [("a", Release), ("b", Release)]
+    assert orders(released(d, "a")) == []
+    assert orders(released(d, "b")) == [("t", TrainShard)]
+    parked(d)
+    assert orders(d.publish(1)) == [("u", Park(1))]  # its word is on the way, or not
+    assert orders(parked(d, 0, "u")) == [("a", Wake), ("b", Wake)]
+
+
+def test_who_shares_with_nobody_is_refused_once_that_is_certain():
+    d = Driver(num_trainers=2)
+    d.join("t", "trainer")
+    d.join("a", shares="u")
+    d.join("b", shares="t")
+    commands = d.join("v", "trainer")
+    [(node, drain)] = sent(commands, Drain)
+    assert (node, drain.reason) == ("a", "it shares the devices of u, which is no trainer node")
+    [(_, refusal)] = sent(d.join("c", shares="u"), Welcome)
+    assert refusal.refused == "shares the devices of u, which is no trainer node of this run"
+
+
+def test_asynchronous_runs_have_no_shared_devices():
+    [(_, refusal)] = sent(Driver(max_staleness=1).join("a", shares="t"), Welcome)
+    assert refusal.refused.startswith("shares the devices of t, which async.max_staleness = 1")
+
+
+def test_orders_that_were_lost_with_a_connection_are_given_again():
+    d, _ = shared("a", slots=4)
+    d.finish_round()
+    [(_, again)] = sent(d.join("a", shares="t", serves=0), Release)
+    assert again.number == 3
+    assert orders(released(d, "a", number=2)) == []
+    assert orders(released(d, "a", number=3)) == [("t", TrainShard)]
+    parked(d)
+    d.publish(1)
+    d.feed(StepTrained("t", StepDone(0, 1, {})))
+    [(_, wake)] = sent(d.join("a", shares="t", is_released=True, serves=0), Wake)
+    assert wake.number == 5
+    d.confirm("a", 1)
+    assert state(d, "a") == "ready"
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["round open", "round closed"])
+@pytest.mark.parametrize("has_ranks", [False, True], ids=["parked", "training"])
+def test_coordinator_that_died_with_devices_half_changed(is_closed: bool, has_ranks: bool):
+    """The resumed run neither starts both sides nor leaves them idle."""
+    d, script = shared("a", "b", others="c", slots=1)
+    later(d, script, Change(release=("a", "b")))
+    d.finish("p0@0#0")
+    released(d, "a")
+    if is_closed:
+        d.finish_round()
+    d.restart()
+    d.join("a", shares="t", is_released=True, serves=0)
+    commands = d.join("b", shares="t", serves=0)
+    assert orders(commands) == ([("b", Release)] if is_closed else [])
+    d.join("c", serves=0)
+    d.join("t", "trainer", is_released=not has_ranks)
+    commands = d.publish(0)
+    parks = [("t", Park(1))] if has_ranks else []
+    if is_closed:
+        assert orders(commands) == parks
+        if has_ranks:
+            assert orders(parked(d, 1)) == []
+        assert orders(released(d, "b")) == [("t", TrainShard)]
+    elif has_ranks:
+        assert orders(commands) == parks
+        assert orders(parked(d, 1)) == [("a", Wake)]
+    else:
+        assert state(d, "a") == "updating"  # since the trainer said that it was parked
+
+
+def test_engines_wait_for_a_trainer_that_is_lost_and_not_for_one_that_left():
+    for gone, wakes in ((NodeLost("t", "gone"), False), (NodeLeft("t", "moved", ok=True), True)):
+        d, script = shared("a", others="b", slots=4)
+        later(d, script, Change(release=("a",)))
+        d.finish("p0@0#0")
+        d.finish("p0@0#1")
+        released(d, "a")
+        d.feed(gone)
+        later(d, script, Change(take_back=("a",)))
+        d.feed(NodeLost("b", "gone"))
+        assert state(d, "a") == ("updating" if wakes else "released")
+        d.join("t", "trainer", incarnation=2, is_released=True)
+        assert state(d, "a") == "updating"
+
+
+def test_steps_that_are_trained_again_wait_for_the_devices_and_keep_them():
+    d, _ = shared("a", slots=9)
+    d.finish_round()
+    released(d, "a")
+    parked(d)
+    d.train(0)
+    d.confirm("a", 1)
+    d.feed(NodeLost("t", "gone"))
+    d.join("t", "trainer", incarnation=2, is_released=True)
+    assert of_kind(d.publish(0), ReplayShards) == []  # a round is open
+    assert orders(d.finish_round()) == [("a", Release)]
+    commands = released(d, "a")
+    assert [r.step for r in of_kind(commands, ReplayShards)] == [0]
+    assert orders(parked(d)) == []
+    commands = d.publish(1)
+    assert orders(commands) == [("t", TrainShard)]
+    assert d.core.fleet.nodes["a"].is_asleep
+
+
+def test_only_the_trainer_can_make_a_version_again_that_nobody_has():
+    d, _ = shared("a", slots=9)
+    d.finish_round()
+    released(d, "a")
+    parked(d)
+    d.train(0)
+    d.confirm("a", 1)
+    d.feed(NodeLost("t", "gone"))
+    d.feed(NodeLost("a", "gone"))
+    d.join("a", incarnation=2, shares="t", is_released=True)
+    d.join("t", "trainer", incarnation=2, is_released=True)
+    assert orders(d.publish(0)) == [("a", Release)]
+    assert [r.step for r in of_kind(released(d, "a"), ReplayShards)] == [0]
+    parked(d)
+    assert orders(d.publish(1)) == [("a", Wake)]
+
+
+def test_a_run_that_is_stopped_hands_its_step_over_once_the_engines_are_gone():
+    d, _ = shared("a", "b")
+    d.finish_round()
+    released(d, "a")
+    commands = d.feed(DrainRequested("*", "enough"))
+    assert {n for n, _ in sent(commands, Drain)} == {"a", "b"}
+    d.feed(NodeDraining("b", "enough"))
+    assert orders(d.feed(NodeLeft("a", "drained", ok=True))) == []
+    commands = d.feed(NodeLeft("b", "drained", ok=True))
+    assert orders(commands) == [("t", TrainShard)]
+    assert [n for n, _ in sent(commands, Drain)] == ["t"]
+
+
+def test_in_evaluations_all_sample_and_nothing_is_trained():
+    d, script = shared("a", others="b", num_eval_prompts=2, eval_interval=1)
+    script.changes += [Change(release=("a",))] * 9
+    assert d.round.is_eval
+    while len(names := d.running()) > 1:
+        d.now += 1.0
+        assert orders(d.finish(names[0])) == []
+    assert len(script.changes) == 9
+    d.finish(names[0])
+    assert not d.round.is_eval
+    assert state(d, "a") == "releasing"
+
+
+def test_an_engine_that_dies_asleep_or_cannot_wake_is_offered_the_version_again():
+    d, _ = shared("a")
+    d.finish_round()
+    released(d, "a")
+    d.feed(WeightsRefused("a", WeightsFailed(0, "engine killed by SIGKILL")))
+    assert state(d, "a") == "released"
+    parked(d)
+    d.train(0)
+    commands = d.feed(WeightsRefused("a", WeightsFailed(1, "engine killed by SIGKILL")))
+    assert [n for n, _ in sent(commands, PublishWeights)] == ["a"]
+    d.confirm("a", 1)
+    assert state(d, "a") == "ready"
+
+
+def test_one_that_comes_awake_beside_ranks_has_them_parked():
+    """Nobody could say no to it: nobody shared when the shard left."""
+    d, _ = shared("a", others="b", slots=4)
+    d.feed(NodeLost("a", "gone"))
+    d.finish("p0@0#0")
+    assert orders(d.finish("p0@0#1")) == [("t", TrainShard)]
+    assert orders(d.join("a", incarnation=2, shares="t")) == [("t", Park(1))]
+    assert orders(d.join("c", shares="t", is_released=True)) == []
+    assert orders(parked(d, 1)) == [("c", Wake)]
+
+
+def test_one_that_is_started_again_after_its_release_is_released_again():
+    d, script = shared("a", others="b", slots=4)
+    later(d, script, Change(release=("a",)))
+    d.finish("p0@0#0")
+    released(d, "a")
+    assert orders(d.join("a", incarnation=2, shares="t")) == [("a", Release)]
+
+
+def test_responses_of_a_sleeping_node_are_no_more():
+    """A node says that it sleeps, and that it runs something: it does not."""
+    d, _ = shared("a")
+    [name, *_] = d.running()
+    running = (((name), 1),)
+    hello = Hello("a", 1, ("rollout",), PROTOCOL, 1, "h", shares="t", is_released=True)
+    commands = d.feed(NodeJoined(replace(hello, running=running)))
+    assert (name, 1) in [pair for _, abort in sent(commands, Abort) for pair in abort.attempts]
+    assert d.running() == []
+    assert orders(commands) == [("a", Wake)]
+
+
+def test_what_was_learned_outlives_the_coordinator():
+    d, script = shared("a", others="b", slots=4, offload="window")
+    metrics = {"timing_s/forward_backward": 3.0, "timing_s/optimizer": 1.0}
+    d.now = 9.0
+    later(d, script, Change(release=("a",)))
+    d.finish("p0@0#0")
+    d.now = 12.0
+    released(d, "a")
+    d.finish_round()
+    d.now = 20.0
+    parked(d)
+    d.publish(1)
+    d.feed(StepTrained("t", StepDone(0, 1, metrics)))
+    d.confirm("b", 1)
+    [step] = script.learned
+    assert (step.rollout_s, step.train_s, step.trainer_waited_s) == (12.0, 4.0, 4.0)
+    known = d.core.sides.memory()
+    assert known.switches == (2.0,)
+    assert known.training.means() == (4.0, 4.0)  # four tokens in four seconds
+    assert set(known.rounds["plain"].ends) == {1}
+    d.restart()
+    assert d.core.sides.memory() == known
+
+
+def test_what_each_device_did_sums_to_the_step():
+    d, script = shared("a", others="b", slots=4)
+    d.now = 3.0  # a and b sample
+    later(d, script, Change(release=("a",)))
+    d.finish("p0@0#0")
+    d.now += 2.0
+    released(d, "a")
+    d.now += 1.0
+    d.finish_round()  # the shards leave
+    d.now += 5.0
+    parked(d)
+    d.publish(1)
+    d.now += 1.0
+    d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": 4.0})))
+    d.confirm("b", 1)
+    assert d.core.step == 1
+    seconds = {name: s for name, s in d.core.handover.device_s.items() if s}
+    assert seconds == {"a/rollout": 4.0, "a/switch": 3.0, "a/wait": 1.0, "a/train": 5.0}
+    assert sum(seconds.values()) == d.now
+    figures = d.core.handover.figures
+    assert figures == {
+        "window_s": 4.0,
+        "waited_trainer_s": 2.0,  # of the six since it had the devices
+        "waited_remote_s": 5.0,
+        "switches": 3.0,  # the first one when it joined
+        "moved": 3.0,
+    }

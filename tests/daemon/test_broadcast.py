@@ -215,6 +215,7 @@ def test_whatever_happens_while_a_version_is_sent_the_others_go_on(
         assert result_of(run) == pulled(1)
 
 
+@pytest.mark.slow  # and a matter of time: two runs on slow lines
 def test_a_version_is_served_no_later_by_broadcast_than_by_pull(tmp_path: Path):
     """By the second machine, on equal lines; from when a step is trained."""
     seconds: dict[str, float] = {}

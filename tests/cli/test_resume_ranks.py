@@ -18,7 +18,7 @@ SETTINGS = (
     "checkpoint.interval=0",
     "checkpoint.export=never",
 )
-AFTERWARDS = 12  # steps of the last part: it knows where the run ends, as the undisturbed one does
+AFTERWARDS = 8  # steps of the last part: it knows where the run ends, as the undisturbed one does
 # What weights, rounds and data decide, and no clock.
 SAME = ("loss/policy", "grad_norm", "lr", "entropy", "num_tokens", "num_trained_tokens")
 QUEUE = ("rounds", "prompts_put_off", "max_wait_steps", "kept_length", "kept_reward")
@@ -43,7 +43,9 @@ def finished(folder: Path, *overrides: str, resume: bool = False) -> list[dict[s
 
 @linux_only
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("key", ["train.ranks", "train.nodes"])
+@pytest.mark.parametrize(
+    "key", [pytest.param("train.ranks", marks=pytest.mark.slow), "train.nodes"]
+)
 def test_one_rank_then_two_then_one(key: str, tmp_path: Path):
     """Two of one node, or one of each of two nodes."""
     plain, moved = tmp_path / "plain", tmp_path / "moved"

@@ -1333,12 +1333,60 @@ MUTATIONS = [
     ),
     Mutation(
         "groups are trained before they fill a micro-batch",
-        "trainer/batch.py",
-        "for s in samples) >= ranks * max_tokens",
-        "for s in samples) >= 0",
+        "trainer/portions.py",
+        "is_due = is_all or sum(sizes) >= self._full",
+        "is_due = True",
         tests=(
             "tests/trainer/test_stream.py::test_groups_wait_until_they_fill_a_micro_batch_on_every_rank",
         ),
+    ),
+    Mutation(
+        "which replica has a group of a deterministic step depends on who is free",
+        "trainer/portions.py",
+        "self._least(range(num))",
+        "self._least(free)",
+        tests=("tests/trainer/test_portions.py::test_a_fixed_split_follows_from_the_groups_alone",),
+    ),
+    Mutation(
+        "a step that is trained again is spread by who is free now",
+        "trainer/step.py",
+        "if queue.replica is not None:",
+        "if False:",
+        tests=(
+            "tests/trainer/test_replicas.py::test_what_is_trained_again_goes_to_the_same_replicas_and_gives_the_same_bits",
+        ),
+    ),
+    Mutation(
+        "the journal does not say which replica accumulated what",
+        "core/coordinator.py",
+        "(m.canary, m.base, m.replicas)",
+        "(m.canary, m.base, ())",
+        tests=(
+            "tests/core/test_trainer_feed.py::test_the_journal_says_which_replicas_have_accumulated_a_version",
+        ),
+    ),
+    Mutation(
+        "what a step that is trained again had of each replica goes to the first",
+        "journal/read.py",
+        "cut = replace(cut, replica=replica)",
+        "cut = replace(cut, replica=0)",
+        tests=("tests/journal/test_shards.py::test_each_goes_to_the_replica_that_accumulated_it",),
+    ),
+    Mutation(
+        "the sums of replicas never meet",
+        "trainer/learner/late_sums.py",
+        "        dist.all_reduce(due, dist.ReduceOp.MAX)\n",
+        "        due.zero_()\n",
+        tests=(
+            "tests/trainer/test_replicas.py::test_replicas_learn_what_one_replica_and_one_rank_do",
+        ),
+    ),
+    Mutation(
+        "gradients of replicas are planned for on the host before these have met",
+        "devices/memory.py",
+        "keep = Item if how.replicas > 1 else place",
+        "keep = place",
+        tests=("tests/devices/test_memory.py::test_what_is_elsewhere_or_in_eight_bits",),
     ),
     Mutation(
         "groups that the journal cuts apart are held for others",

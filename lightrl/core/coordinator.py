@@ -189,9 +189,9 @@ class Coordinator:
             return
         self.trainer_feed.stands_at = version
         if published is None or version > published.policy_version:
-            sizes = message.num_bytes, message.manifest_bytes
-            what = message.canary, message.base
-            self.outbox.record(VersionPublished(version, digest, message.portions, *sizes, *what))
+            m = message
+            sizes, what = (m.num_bytes, m.manifest_bytes), (m.canary, m.base, m.replicas)
+            self.outbox.record(VersionPublished(version, digest, m.portions, *sizes, *what))
             self.fleet.publish(message, now)
             self.steps.published(now)
         elif version == published.policy_version:

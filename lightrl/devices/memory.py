@@ -209,7 +209,9 @@ def _held(shape: Shape, how: Training) -> Iterator[Item]:
         late = "gradients in float32, of the whole model until they are summed up"
         yield Item(late, GRADIENT * trained)
     else:
-        yield place("gradients in float32", GRADIENT * trained // ranks)
+        # Of replicas FSDP keeps them on the device until these have met.
+        keep = Item if how.replicas > 1 else place
+        yield keep("gradients in float32", GRADIENT * trained // ranks)
     state = int(OPTIMIZER[how.optimizer] * (trained // ranks))
     optimizer = f"optimizer ({how.optimizer})"
     if how.offload == "optimizer":
@@ -221,7 +223,7 @@ def _held(shape: Shape, how: Training) -> Iterator[Item]:
     if how.holds_start:
         yield _on_host(f"{optimizer} of the step's begin", state)
     if how.has_reference and not how.adapters:
-        yield place("reference model in bfloat16", BF16 * shape.num_parameters // how.world)
+        yield place("reference model in bfloat16", BF16 * shape.num_parameters // ranks)
 
 
 def _on_host(what: str, num_bytes: int) -> Item:

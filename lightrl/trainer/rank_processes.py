@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -28,7 +28,6 @@ from lightrl.trainer.protocol import (
     RANK_EVENTS,
     RANK_TARGET,
     Accumulate,
-    Accumulated,
     Computing,
     Exported,
     GroupJoined,
@@ -87,7 +86,7 @@ class Ranks:
         self._nccl_host = host if config.broadcast != "off" else ""
         self._ranks: list[Child[RankCommand, RankEvent] | RemoteRank] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
-        self._awaited: int | None = None  # the rank that owes a reply soon
+        self._awaited: set[int] = set()  # ranks that owe a reply soon
         # Where the ranks find each other; another file in each life, as that of the last is full of
         # its dead. Nodes that train together see no other folder than that of the checkpoints.
         folder = self._checkpoints if life else publish_dir
@@ -190,13 +189,14 @@ class Ranks:
     async def _require_answers(self, rank: int) -> NoReturn:
         limit_s = PATIENCE_FACTOR * self._config.node.patience_s
         try:
-            await self._ranks[rank].require_answers(lambda: self._awaited == rank, limit_s)
+            await self._ranks[rank].require_answers(lambda: rank in self._awaited, limit_s)
         except ChildDied as e:
             which = f", unless another of the {len(self)} ranks does" if len(self) > 1 else ""
             raise RanksLost(f"{e}{which}") from None
 
     def send(self, rank: int, command: RankCommand) -> None:
-        """To one rank; all of them must get the same kinds of commands in the same order."""
+        """To one rank; but for Accumulate, all of them must get the same kinds of commands in the
+        same order."""
         self._ranks[rank].send(command)
 
     def tell(self, command: RankCommand) -> None:
@@ -207,17 +207,21 @@ class Ranks:
     async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
         """The next reply of a rank, which must be of these kinds: a rank answers in the order it is
         told."""
-        self._awaited = None if UNHURRIED.intersection(kinds) else rank
-        reply = await self._replies[rank].get()
-        self._awaited = None
+        if not UNHURRIED.intersection(kinds):
+            self._awaited.add(rank)
+        try:
+            reply = await self._replies[rank].get()
+        finally:
+            self._awaited.discard(rank)
         if not isinstance(reply, kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise TrainerError(f"rank {rank} answered {type(reply).__name__} instead of {names}")
         return reply
 
-    async def replies(self, *kinds: type[Reply]) -> list[Reply]:
-        """One of each rank."""
-        return [await self.reply(rank, *kinds) for rank in range(len(self))]
+    async def replies(self, *kinds: type[Reply], ranks: Sequence[int] | None = None) -> list[Reply]:
+        """One of each of these ranks, of all by default."""
+        asked = range(len(self)) if ranks is None else ranks
+        return [await self.reply(rank, *kinds) for rank in asked]
 
     async def answers(
         self,
@@ -253,14 +257,14 @@ class Ranks:
         finally:
             answering.cancel()
 
-    async def accumulate(self, step: int, batches_R: Sequence[tuple[MicroBatch, ...]]) -> None:
-        """Has each rank compute its micro-batches; all of them have as many."""
-        starts = range(0, len(batches_R[0]), AT_ONCE)
+    def accumulate(self, step: int, batches: Mapping[int, tuple[MicroBatch, ...]]) -> int:
+        """Has these ranks compute their micro-batches; all of them have as many. Returns how often
+        each is going to answer Accumulated."""
+        starts = range(0, max(map(len, batches.values())), AT_ONCE)
         for start in starts:
-            for rank, batches in enumerate(batches_R):
-                self.send(rank, Accumulate(step, batches[start : start + AT_ONCE]))
-        for _ in starts:
-            await self.replies(Accumulated)
+            for rank, mine in batches.items():
+                self.send(rank, Accumulate(step, mine[start : start + AT_ONCE]))
+        return len(starts)
 
     async def stop(self, is_orderly: bool = True) -> None:
         if self._life is not None:

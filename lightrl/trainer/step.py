@@ -1,19 +1,21 @@
-"""One step of the trainer as its groups come in: which of them the ranks accumulate at once.
+"""One step of the trainer as its groups come in: what of it the ranks accumulate when.
 
-Owns the shards that were taken and the commands that make gradients of them. How groups are packed
-is `trainer.batch`'s business, what they are worth `trainer.advantage`'s; the supervisor says when
-the step advances, begins anew and ends.
+Owns the shards that were taken and the commands that make gradients of them. Which groups at once
+is `trainer.portions`' business, how they are packed `trainer.batch`'s, what they are worth
+`trainer.advantage`'s; the supervisor says when the step advances, begins anew and ends.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lightrl.config import Config
 from lightrl.messages import Message, ShardsTaken, TrainGroup, TrainShard
 from lightrl.trainer.algorithm.advantage import train_samples
-from lightrl.trainer.batch import fills, streamed, useful
+from lightrl.trainer.batch import streamed, total_tokens, useful
+from lightrl.trainer.portions import Portions
 from lightrl.trainer.protocol import Cleared, ClearStep, TrainSample, Updated, UpdateWeights
 from lightrl.trainer.rank_processes import Ranks
+from lightrl.trainer.replicas import Replicas
 from lightrl.trainer.shard_queue import ShardQueue
 
 
@@ -26,23 +28,34 @@ class Step:
         waiting: deque[TrainShard],
         is_packed: bool,
         send: Callable[[Message], None],
+        changed: Callable[[], None],
     ) -> None:
-        """`waiting`: where shards come in; those of this step are taken from its front."""
+        """`waiting`: where shards come in; those of this step are taken from its front. `changed`
+        is called when it may be able to go on. Always `close` it."""
         self._config = config
         self._ranks = ranks
         self._waiting = waiting
         self._is_packed = is_packed
         self._send = send
-        self.queue = self._new_queue(step)
+        self._replicas = Replicas(ranks, config.train.replicas, changed)
+        self._begin(step)
 
     @property
     def can_go_on(self) -> bool:
-        """Something has come, or all has."""
-        return bool(self._waiting) or self.queue.can_go_on
+        """Something has come, or all has, and not all ranks are busy."""
+        if self.queue.is_accumulated:
+            return not self.is_busy
+        some = self._waiting or self._is_held_up or self.queue.can_go_on
+        return self._replicas.have_room and bool(some)
+
+    @property
+    def is_busy(self) -> bool:
+        """Some ranks compute."""
+        return not self._replicas.are_idle
 
     @property
     def is_accumulated(self) -> bool:
-        return self.queue.is_accumulated
+        return self.queue.is_accumulated and not self.is_busy
 
     @property
     def is_begun_anew(self) -> bool:
@@ -52,27 +65,39 @@ class Step:
     async def begin_anew(self) -> None:
         """The ranks forget what they have of it; weights that it has moved are what they were."""
         step = self.queue.step
+        await self.settle()
         if self.queue.portions:
             self._ranks.tell(ClearStep(step))
             await self._ranks.replies(Cleared)
-        self.queue = self._new_queue(step)
+        self._begin(step)
 
     async def advance(self) -> None:
-        """Takes what waits, accumulates it as soon as that is due, and has the ranks update with a
-        mini-batch that is complete, unless it is the last: that is what ends the step."""
+        """Takes what waits, has replicas that are free accumulate it as soon as that is
+        due, and all ranks update with a mini-batch that is complete, unless it is the last: that is
+        what ends the step."""
         queue = self.queue
         queue.held += [train_samples(group, self._config) for group in self._next_groups()]
-        if queue.held and self._is_due():
-            await self._accumulate(queue.held)
-            queue.count(queue.held)
+        self._accumulate()
         if queue.has_mini_batch:
+            await self.settle()
             self._ranks.tell(UpdateWeights(queue.step, queue.num_responses, queue.num_tokens))
             await self._ranks.replies(Updated)
             queue.next_mini_batch()
+            self._portions.next_mini_batch()
 
-    def _new_queue(self, step: int) -> ShardQueue:
-        train = self._config.train
-        return ShardQueue(step, train.prompts_per_step, train.mini_batches)
+    async def settle(self) -> None:
+        """Until no rank computes."""
+        await self._replicas.settle()
+
+    async def close(self) -> None:
+        await self._replicas.close()
+
+    def _begin(self, step: int) -> None:
+        config, train = self._config, self._config.train
+        self.queue = ShardQueue(step, train.prompts_per_step, train.mini_batches)
+        full = self._replicas.num_ranks * train.max_tokens_per_gpu
+        self._is_held_up = False  # some groups only wait for a replica that is free
+        self._portions = Portions(train.replicas, full, config.run.deterministic)
 
     def _next_groups(self) -> list[TrainGroup]:
         """What waits; while it is trained, the coordinator may send as much again."""
@@ -82,15 +107,26 @@ class Step:
             self._send(ShardsTaken(self.queue.step, self.queue.index - 1))
         return groups
 
-    def _is_due(self) -> bool:
-        """A deterministic step has the same micro-batches however few wait."""
-        if self._config.run.deterministic or self.queue.must_not_wait(self._waiting):
-            return True
-        most = self._config.train.max_tokens_per_gpu
-        return fills(useful(self.queue.held, self._config), len(self._ranks), most)
+    def _accumulate(self) -> None:
+        """What is due of all that is held."""
+        queue = self.queue
+        sizes = [total_tokens(samples) for samples in useful(queue.held, self._config)]
+        # A deterministic step has the same micro-batches however few wait.
+        is_all = self._config.run.deterministic or queue.must_not_wait(self._waiting)
+        while sizes:
+            if queue.replica is not None:
+                due = self._portions.give(queue.replica, sizes)
+            else:
+                due = self._portions.take(sizes, self._replicas.free, is_all)
+            if due is None:
+                break
+            replica, num = due
+            sizes = sizes[num:]
+            self._compute(replica, queue.give_out(num, replica))
+        self._is_held_up = bool(sizes) and not self._replicas.free
 
-    async def _accumulate(self, groups: list[list[TrainSample]]) -> None:
-        config, num = self._config, len(self._ranks)
+    def _compute(self, replica: int, groups: Sequence[list[TrainSample]]) -> None:
+        config, num = self._config, self._replicas.num_ranks
         most, in_order = config.train.max_tokens_per_gpu, config.run.deterministic
         batches_R = streamed(useful(groups, config), num, most, in_order, self._is_packed)
-        await self._ranks.accumulate(self.queue.step, batches_R)
+        self._replicas.accumulate(replica, self.queue.step, batches_R)

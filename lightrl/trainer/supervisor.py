@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lightrl.broadcast_messages import VersionTaken
 from lightrl.config import Config
@@ -275,34 +275,48 @@ class Trainer:
 
     async def _train(self, ranks: Ranks) -> bool:
         """One optimizer step: groups are accumulated while others still generate, as soon as those
-        that wait fill a micro-batch on every rank or no more come; with `run.deterministic` one by
-        one in the order in which they were sent, that of their prompts in the round.
+        that wait fill a micro-batch on every rank (of a replica) or no more come; with
+        `run.deterministic` one by one in the order of their prompts in the round.
 
         False: stopped before all groups of the step had come; the weights are those of the last
         step. Raises TrainerError for any shard but the next of this step.
         """
-        step = Step(self._config, ranks, self._done, self._shards, self._is_packed, self._say)
+        step = Step(
+            self._config,
+            ranks,
+            self._done,
+            self._shards,
+            self._is_packed,
+            self._say,
+            self._changed.set,
+        )
+        try:
+            return await self._accumulate(ranks, step) and await self._finish(ranks, step.queue)
+        finally:
+            await step.close()
+
+    async def _accumulate(self, ranks: Ranks, step: Step) -> bool:
+        """All groups of the step; False: stopped before they had come."""
         while True:
             while not (step.can_go_on or self._begins_anew or self._has_orders):
-                if self._is_stopping:
+                if self._is_stopping and not step.is_busy:
                     await step.begin_anew()  # what is saved are the weights of the last step
                     return False
                 self._changed.clear()
                 await self._changed.wait()
             if self._has_orders:
+                await step.settle()
                 await self._broadcasts.perform(ranks, self._file)
             elif self._begins_anew or step.is_begun_anew:
                 if self._begins_anew:
                     self._move(TrainerEvent.BEGAN_ANEW)
                 await step.begin_anew()
             elif step.is_accumulated:
-                break
+                return True
             else:
                 await step.advance()
-        await self._finish(ranks, step.queue)
-        return True
 
-    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> None:
+    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> Literal[True]:
         """The update, from where on the ranks stand at the next step."""
         step, version = queue.step, queue.step + 1
         self._move(TrainerEvent.UPDATE_BEGAN)
@@ -310,7 +324,8 @@ class Trainer:
         ranks.tell(FinishStep(step, queue.num_responses, queue.num_tokens, version))
         published = await ranks.reply(0, Published)
         self._file = published.file
-        self._standing = await self._versions.serve(published, tuple(queue.portions))
+        replicas = queue.replicas if self._config.train.replicas > 1 else ()
+        self._standing = await self._versions.serve(published, queue.portions, replicas)
         self._say(self._standing)
         finished, *_ = await ranks.replies(StepFinished)
         self._step_done = StepDone(step, version, finished.metrics)
@@ -326,6 +341,7 @@ class Trainer:
             self._announce()
         if not self.all_steps_done:
             await self._follow(ranks)
+        return True
 
     async def _follow(self, ranks: Ranks) -> None:
         """What comes after a version before the ranks compute again, other than a checkpoint: it is

@@ -157,10 +157,7 @@ class Fleet:
 
     def _typical_speed(self) -> Speed:
         """What to expect of a node not heard of yet: the mean of some that were."""
-        known = [n.speed for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed]
-        if not known:
-            return Speed()
-        return Speed(fmean(s.base for s in known), fmean(s.slope for s in known))
+        return Speed.like(n.speed for n in islice(self.ready.values(), SPEED_SAMPLE))
 
     def _typical_gain(self) -> Gain:
         known = [

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightrl.core.placement import PREFILL_TOKENS_PER_STEP, Outlook, held_tokens
+from lightrl.core.placement import PREFILL_TOKENS_PER_STEP, Outlook
 from lightrl.core.state import Node, RoundKind
 
 KV_SHARE = 0.95  # of the caches that may be planned with
@@ -102,11 +102,12 @@ class View:
             return 0.0
         if not nodes:
             return math.inf
-        running, share = math.ceil(self.num / len(nodes)), self.total / len(nodes)
-        per_s = 0.0
+        share, per_s = self.total / len(nodes), 0.0
         for node in nodes:
             longest = max(self.longest, share / max(1, node.slots))  # else they take turns
-            per_s += 1.0 / max(1e-9, Outlook(node, running, longest, share).finishes_in())
+            # All sizes of batch are passed on the way: the line over them, not the curve.
+            alone_s = node.speed.base * longest + node.speed.slope * share
+            per_s += 1.0 / max(1e-9, alone_s)
         return len(nodes) / per_s
 
     def alone(self, nodes: Sequence[Node]) -> float:
@@ -122,7 +123,7 @@ def moved_s(going: Sequence[Outlook], staying: Sequence[Node]) -> float:
     """What it costs those who stay to prefill what ran at those who go."""
     if not staying:
         return 0.0
-    held = sum(held_tokens(r) for o in going for r in o.node.running.values())
+    held = sum(o.node.context for o in going)
     step_s = sum(node.speed.step_s(1) for node in staying) / len(staying)
     return step_s * held / PREFILL_TOKENS_PER_STEP / len(staying)
 

@@ -117,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "slots are exceeded by one",
         "core/placement.py",
-        "if best.running < self.rooms[best.node.name]:",
-        "if best.running <= self.rooms[best.node.name]:",
+        "if best.running < self.most[best.node.name]:",
+        "if best.running <= self.most[best.node.name]:",
     ),
     Mutation(
         "draining node still gets work",
@@ -177,8 +177,8 @@ MUTATIONS = [
     Mutation(
         "migration cannot be switched off",
         "core/balance.py",
-        "self._settings.migration and (",
-        "True and (",
+        "has_ended or not self._settings.migration",
+        "has_ended",
     ),
     Mutation(
         "node that turns slow keeps what it has until another gets room",
@@ -189,8 +189,8 @@ MUTATIONS = [
     Mutation(
         "nodes are filled beyond the cliff",
         "core/state.py",
-        "min(self.slots, self.speed.peak(self.slots))",
-        "self.slots",
+        "return self.speed.peak(self.slots)",
+        "return self.slots",
     ),
     Mutation(
         "what may be an error of the speeds is taken for a gain",

@@ -25,7 +25,7 @@ class Curve:
     slopes: tuple[float, ...]
 
     def at(self, batch: float) -> float:
-        i = bisect_right(self.batches, batch) - 1 if len(self.batches) > 1 else 0
+        i = max(0, bisect_right(self.batches, batch) - 1) if len(self.batches) > 1 else 0
         return self.seconds[i] + self.slopes[i] * (batch - self.batches[i])
 
     def finishes_in(self, left: Sequence[float]) -> float:

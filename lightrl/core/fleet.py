@@ -13,9 +13,10 @@ from statistics import fmean
 from lightrl.core.broadcasts import Broadcasts
 from lightrl.core.commands import Admit, Outbox
 from lightrl.core.events import BroadcastNews
+from lightrl.core.gain import Gain
 from lightrl.core.offers import PULLING, Offers, PublishedVersion
 from lightrl.core.settings import Settings
-from lightrl.core.speed import Gain, Speed
+from lightrl.core.speed import Speed
 from lightrl.core.state import Node, NodeState
 from lightrl.core.trainers import Trainers
 from lightrl.messages import (

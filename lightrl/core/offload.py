@@ -55,16 +55,18 @@ class View:
     arrivals: Sequence[tuple[float, float]]
     # from a decision until the devices work on the other side
     switch_s: float
-    # engine steps until the last response has come, and of all that go on; how many they are
-    longest: float
-    total: float
-    num: int
+    # engine steps of each response that goes on, fewest first
+    left: Sequence[float]
     # tokens of context when all of them end, and of the caches, by node; none = without limit
     kv_tokens: float = 0.0
     caches: dict[str, int] = field(default_factory=dict[str, int])
     # nodes of both kinds that load the version of this round
     shared_loading: int = 0
     others_loading: int = 0
+
+    @property
+    def num(self) -> int:
+        return len(self.left)
 
     @property
     def num_shared(self) -> int:
@@ -98,25 +100,29 @@ class View:
         Each alone with an equal share of it, and the response with most before it, would take so
         long; together they take the harmonic mean, since the fast ones do more.
         """
-        if not self.num:
+        if not self.left:
             return 0.0
         if not nodes:
             return math.inf
-        share, per_s = self.total / len(nodes), 0.0
+        count = len(nodes)
+        # Of each `count` responses in order one: the longest, and those in the middle.
+        share = [*self.left[-1 - count - count // 2 :: -count][::-1], self.left[-1]]
+        per_s = 0.0
         for node in nodes:
-            longest = max(self.longest, share / max(1, node.slots))  # else they take turns
-            # All sizes of batch are passed on the way: the line over them, not the curve.
-            alone_s = node.speed.base * longest + node.speed.slope * share
-            per_s += 1.0 / max(1e-9, alone_s)
-        return len(nodes) / per_s
+            turns = node.capacity
+            mine = share
+            if len(share) > turns:
+                mine = sorted(sum(share[k::turns]) for k in range(turns))
+            per_s += 1.0 / max(1e-9, node.speed.curve.finishes_in(mine))
+        return count / per_s
 
     def alone(self, nodes: Sequence[Node]) -> float:
         """Which share of their rest is due to the longest response, not to how many there are."""
         rest = self.rest_s(nodes)
         if not nodes or not rest:
             return 1.0
-        step_s = sum(node.speed.base for node in nodes) / len(nodes)
-        return min(1.0, step_s * self.longest / rest)
+        step_s = sum(node.speed.step_s(1) for node in nodes) / len(nodes)
+        return min(1.0, step_s * self.left[-1] / rest)
 
 
 def moved_s(going: Sequence[Outlook], staying: Sequence[Node]) -> float:

@@ -55,18 +55,13 @@ class Outlook:
     def running(self) -> int:
         return len(self.left)
 
-    @property
-    def total(self) -> float:
-        """Steps, of all its responses."""
-        return sum(self.left)
-
     def finishes_in(self, more: Work | None = None) -> float:
         """Seconds until all is done, with one more response."""
         speed, left, reads = self.node.speed, self.left, self.reads
         if more is not None:
             at, reads = bisect(left, more.steps), reads + more.reads
             left = [*left[:at], more.steps, *left[at:]]
-        return speed.curve.finishes_in(left) + speed.context_s * reads
+        return speed.finishes_in(left, reads)
 
     def key(self, more: Work) -> tuple[float, int, str]:
         """Orders nodes for one more response; of equal ones the emptier is better."""
@@ -100,15 +95,15 @@ class _Order:
     """Nodes with free slots, for responses of one kind: who would finish first comes first."""
 
     outlooks: dict[str, Outlook]
-    # how many responses a node may have
-    rooms: dict[str, int]
+    # responses, of each node
+    most: dict[str, int]
     heap: list[tuple[float, int, str]]
     # for which the heap's keys hold, nearly
     tokens: float = 0.0
 
     def best(self, response: Response, tokens: float) -> Outlook | None:
         if not self.tokens / SAME_LENGTH <= tokens <= self.tokens:
-            free = (o for o in self.outlooks.values() if o.running < self.rooms[o.node.name])
+            free = (o for o in self.outlooks.values() if o.running < self.most[o.node.name])
             self.heap = [o.key(_work(response, o.node, tokens)) for o in free]
             heapq.heapify(self.heap)
             self.tokens = tokens
@@ -122,7 +117,7 @@ class _Order:
 
     def rank(self, best: Outlook, work: Work) -> None:
         """The first node has got one more."""
-        if best.running < self.rooms[best.node.name]:
+        if best.running < self.most[best.node.name]:
             heapq.heapreplace(self.heap, best.key(work))
         else:
             heapq.heappop(self.heap)
@@ -133,20 +128,18 @@ def assign(
 ) -> list[tuple[Response, Node]]:
     """(response, node) for as many of `responses`, in order, as `nodes` have room for.
 
-    Credit-based: a node never holds more than its slots, nor more than its throughput bears; the
-    rest waits. Each response goes to the
-    node that would finish first with it, lengths taken as equal within SAME_LENGTH; the name breaks
-    ties, so runs repeat. Where nodes speculate, responses with history and without have an order of
-    nodes each. With the longest first this is Graham's greedy rule (1969). O(responses log nodes +
-    nodes log(longest / shortest) + what runs at these nodes) if they are in order.
+    Credit-based: a node never holds more than its capacity, the rest waits. Each response goes to
+    the node that would finish first with it, lengths taken as equal within SAME_LENGTH; the name
+    breaks ties, so runs repeat. Where nodes speculate, responses with history and without have an
+    order of nodes each. With the longest first this is Graham's greedy rule (1969). O(responses log
+    nodes + nodes log(longest / shortest) + what runs at these nodes) if they are in order.
     """
     if not responses:
         return []
-    free = {n.name: (n, n.room) for n in nodes}
-    outlooks = {name: outlook(n, foresee) for name, (n, room) in free.items() if room > 0}
-    rooms = {name: len(n.running) + room for name, (n, room) in free.items()}
+    outlooks = {n.name: outlook(n, foresee) for n in nodes if n.room > 0}
+    most = {name: o.node.capacity for name, o in outlooks.items()}
     speculates = any(o.node.speculates for o in outlooks.values())
-    orders = {kind: _Order(outlooks, rooms, []) for kind in (False, True)}
+    orders = {kind: _Order(outlooks, most, []) for kind in (False, True)}
     placed: list[tuple[Response, Node]] = []
     for response in responses:
         order = orders[speculates and response.has_history]
@@ -171,7 +164,6 @@ def moves(
     """
     outlooks = {n.name: outlook(n, foresee) for n in nodes}
     cost_s = dict.fromkeys(outlooks, 0.0)  # of the moves to a node so far
-    rooms = {n.name: len(n.running) + n.room for n in nodes}
     last = [(-o.finishes_in(), name) for name, o in outlooks.items() if o.running]
     idle = [(o.finishes_in() + o.node.speed.step_s(o.running + 1), n) for n, o in outlooks.items()]
     heapq.heapify(last)
@@ -182,7 +174,7 @@ def moves(
         _, source_name = last[0]
         _, target_name = idle[0]
         source, target = outlooks[source_name], outlooks[target_name]
-        if target.running >= rooms[target_name] or target_name == source_name:
+        if target.running >= target.node.capacity or target_name == source_name:
             heapq.heappop(idle)
             continue
         if source_name not in candidates:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from lightrl.core.speed import Gain, Speed
+from lightrl.core.gain import Gain
+from lightrl.core.speed import Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages import FinishReason, Load, Role, Sampling, WeightsProgress
 
@@ -337,10 +338,14 @@ class Node:
         return self.slots - len(self.running)
 
     @property
+    def capacity(self) -> int:
+        """Responses that are worth running at once: no more than slots, nor than the batch at which
+        throughput falls off."""
+        return self.speed.peak(self.slots)
+
+    @property
     def room(self) -> int:
-        """Free slots that are worth filling: none beyond the batch at which throughput falls
-        off."""
-        return min(self.slots, self.speed.peak(self.slots)) - len(self.running)
+        return self.capacity - len(self.running)
 
     @property
     def speculates(self) -> bool:

@@ -28,7 +28,7 @@ def stragglers(nodes: Sequence[Node], waiting_tokens: float, foresee: Foresee) -
         return []
     works = {n.name: works_of(n, foresee) for n in busy}
     tokens = waiting_tokens + sum(w.steps for many in works.values() for w, _ in many)
-    done_s = tokens / sum(n.speed.best_rate(n.slots) for n in nodes)
+    done_s = tokens / sum(n.speed.curve.best_rate(n.slots) for n in nodes)
     late = [
         (taken_s(w, n, len(n.running))[0], r.id, r)
         for n in busy

@@ -18,7 +18,7 @@ def learned(step_s: float, slope: float = 0.0, noise: float = 0.0, count: int = 
     speed = Speed()
     for at in range(count):
         for batch in range(1, 9):
-            off = 1 + noise * (1 if at % 2 else -1)
+            off = 1 + noise * (1 if (at + batch) % 2 else -1)
             speed.observe(batch, (step_s + slope * batch) * off)
     return speed
 

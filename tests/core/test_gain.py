@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from lightrl.core.events import NodeHeard, TimerFired, TokensArrived
+from lightrl.core.gain import Gain
 from lightrl.core.placement import assign, moves, outlook
-from lightrl.core.speed import PRIOR_HALF_BATCH, Gain, Speed
+from lightrl.core.speed import PRIOR_HALF_BATCH, Speed
 from lightrl.core.state import Node, Response
 from lightrl.messages import Drafting, Heartbeat, Load, ResponseTokens, TokenChunk
 from tests.core.conftest import Driver, ids, logprobs

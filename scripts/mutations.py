@@ -211,6 +211,30 @@ MUTATIONS = [
         "pass",
     ),
     Mutation(
+        "a cliff is taken for a node that has become slow, whatever was seen since",
+        "core/speed.py",
+        "if not fresh & {size, surprised} and all(",
+        "if not self._bins and all(",
+    ),
+    Mutation(
+        "longer contexts are taken for a node that has become slow",
+        "core/speed.py",
+        "if self._context_fit.n >= SETTLED or not (context and bin.context):",
+        "if self._context_fit.n >= 0:",
+    ),
+    Mutation(
+        "one odd chunk makes a node slow",
+        "core/speed.py",
+        "        if alike:\n",
+        "        if self._odd:\n",
+    ),
+    Mutation(
+        "responses beyond the capacity of a node take no turns",
+        "core/offload.py",
+        "if len(share) > turns:",
+        "if len(share) > turns * turns * turns:",
+    ),
+    Mutation(
         "chunk of an idle time counts as slow decoding",
         "core/state.py",
         "self.chunk_at = now if self.running else None",

@@ -223,7 +223,7 @@ class Speed:
         """
         ratio, fresh = math.exp(log), {k for k, b in self._bins.items() if b.seen > self._changed}
         sure = 1 + 2 * math.sqrt(self._noise)
-        if surprised not in fresh and all(
+        if not fresh & {size, surprised} and all(
             self._bins[k].seconds < seconds * sure
             if k < size
             else self._bins[k].seconds * sure > seconds

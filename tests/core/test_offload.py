@@ -77,6 +77,18 @@ def test_what_is_left_takes_more_nodes_less_time_but_not_the_longest_response():
     assert replace(v, left=[]).rest_s(both) == 0.0
 
 
+def test_what_is_left_is_foreseen_with_the_curve_of_each_node():
+    [node] = nodes("n", 1)
+    for _ in range(8):
+        for batch in range(64, 0, -1):
+            node.speed.observe(batch, 0.04 if batch > 40 else 0.01)
+    assert 32 <= node.capacity <= 40  # of more than these, the rest does better to wait
+    alone = view(left=[1000.0] * 20).rest_s([node])
+    assert alone == pytest.approx(10.0, rel=0.1)
+    turns = view(left=[1000.0] * 3 * node.capacity).rest_s([node])
+    assert turns == pytest.approx(3 * 10.0, rel=0.1)
+
+
 # Foreseen
 
 

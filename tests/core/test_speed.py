@@ -179,6 +179,47 @@ def test_node_that_turns_slow_is_slow_with_every_batch_also_those_not_seen_since
     assert speed.step_s(4) == pytest.approx(seconds(4), rel=0.2)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_node_that_was_slow_for_a_while_is_known_at_every_size_again(shape: str):
+    """It turns slow in the middle of a round and is fast again in the middle of the next."""
+    seconds, speed = SHAPES[shape], Speed()
+    for factor, batches in (
+        (1, range(128, 0, -1)),
+        (1, range(128, 40, -1)),
+        (4, range(40, 0, -1)),
+        (4, range(128, 100, -1)),
+        (1, range(100, 0, -1)),
+        (1, range(128, 0, -1)),
+    ):
+        for batch in batches:
+            for _ in range(2):
+                speed.observe(batch, factor * seconds(batch))
+    for batch in (1, 4, 16, 32, 100, 128):
+        assert speed.step_s(batch) == pytest.approx(seconds(batch), rel=0.2)
+
+
+def test_cliff_that_was_met_late_says_nothing_of_smaller_sizes():
+    speed = taught(SHAPES["slope"], batches=range(40, 0, -1), repeat=6)
+    for _ in range(6):
+        for batch in (60, 56, 52, 48, 44, 40, 36):
+            for _ in range(3):
+                speed.observe(batch, SHAPES["slope"](batch) * (3 if batch > 48 else 1))
+    assert speed.step_s(8) == pytest.approx(SHAPES["slope"](8), rel=0.1)
+    assert speed.step_s(56) == pytest.approx(3 * SHAPES["slope"](56), rel=0.1)
+
+
+def test_step_that_may_be_long_because_of_its_context_makes_no_node_slow():
+    speed = Speed()
+    for _ in range(8):
+        speed.observe(8, 0.02, 8 * 500.0)
+    for _ in range(8):
+        speed.observe(8, 0.03, 8 * 1000.0)
+    assert speed.level == 1.0
+    for _ in range(8):
+        speed.observe(8, 0.12, 8 * 1000.0)
+    assert speed.level > 2
+
+
 def test_node_that_joins_is_taken_to_be_like_the_others():
     others = [taught(lambda b, k=k: k * (0.01 + 0.0001 * b), each=1e-8, noise=0.01) for k in (1, 3)]
     speed = Speed.like(others)

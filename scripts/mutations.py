@@ -117,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "slots are exceeded by one",
         "core/placement.py",
-        "if best.running < best.node.slots:",
-        "if best.running <= best.node.slots:",
+        "if best.running < self.most[best.node.name]:",
+        "if best.running <= self.most[best.node.name]:",
     ),
     Mutation(
         "draining node still gets work",
@@ -135,8 +135,8 @@ MUTATIONS = [
     Mutation(
         "first node to load takes the work of those that still load",
         "core/coordinator.py",
-        "min(sum(n.free for n in nodes), self._num_unreserved(nodes))",
-        "sum(n.free for n in nodes)",
+        "min(sum(n.room for n in nodes), self._num_unreserved(nodes))",
+        "sum(n.room for n in nodes)",
     ),
     Mutation(
         "nodes are ordered once, for the longest response",
@@ -164,9 +164,9 @@ MUTATIONS = [
     ),
     Mutation(
         "rebalancing moves to nodes that do not serve",
-        "core/coordinator.py",
-        "nodes = [n for n in self.fleet.ready.values() if n.speed",
-        "nodes = [n for n in self.fleet.nodes.values() if n.speed",
+        "core/balance.py",
+        "ready = self._fleet.ready.values()",
+        "ready = self._fleet.nodes.values()",
     ),
     Mutation(
         "rebalancing does not abort at the old node",
@@ -176,9 +176,63 @@ MUTATIONS = [
     ),
     Mutation(
         "migration cannot be switched off",
+        "core/balance.py",
+        "has_ended or not self._settings.migration",
+        "has_ended",
+    ),
+    Mutation(
+        "node that turns slow keeps what it has until another gets room",
+        "core/responses.py",
+        "self._has_slowed = True",
+        "self._has_slowed = False",
+    ),
+    Mutation(
+        "nodes are filled beyond the cliff",
+        "core/state.py",
+        "return self.speed.peak(self.slots)",
+        "return self.slots",
+    ),
+    Mutation(
+        "what may be an error of the speeds is taken for a gain",
+        "core/placement.py",
+        "SURE * error_s",
+        "0 * error_s",
+    ),
+    Mutation(
+        "stragglers wait until nothing else does",
         "core/coordinator.py",
-        "self.settings.migration and self.table.has_idle_room",
-        "self.table.has_idle_room",
+        "self.balance.relieve()",
+        "pass",
+    ),
+    Mutation(
+        "context that leaves a node is still counted",
+        "core/responses.py",
+        "node.context -= response.context",
+        "pass",
+    ),
+    Mutation(
+        "a cliff is taken for a node that has become slow, whatever was seen since",
+        "core/speed.py",
+        "if not fresh & {size, surprised} and all(",
+        "if not self._bins and all(",
+    ),
+    Mutation(
+        "longer contexts are taken for a node that has become slow",
+        "core/speed.py",
+        "if self._context_fit.n >= SETTLED or not (context and bin.context):",
+        "if self._context_fit.n >= 0:",
+    ),
+    Mutation(
+        "one odd chunk makes a node slow",
+        "core/speed.py",
+        "        if alike:\n",
+        "        if self._odd:\n",
+    ),
+    Mutation(
+        "responses beyond the capacity of a node take no turns",
+        "core/offload.py",
+        "if len(share) > turns:",
+        "if len(share) > turns * turns * turns:",
     ),
     Mutation(
         "chunk of an idle time counts as slow decoding",

@@ -13,9 +13,10 @@ from statistics import fmean
 from lightrl.core.broadcasts import Broadcasts
 from lightrl.core.commands import Admit, Outbox
 from lightrl.core.events import BroadcastNews
+from lightrl.core.gain import Gain
 from lightrl.core.offers import PULLING, Offers, PublishedVersion
 from lightrl.core.settings import Settings
-from lightrl.core.speed import Gain, Speed
+from lightrl.core.speed import Speed
 from lightrl.core.state import Node, NodeState
 from lightrl.core.trainers import Trainers
 from lightrl.messages import (
@@ -157,10 +158,7 @@ class Fleet:
 
     def _typical_speed(self) -> Speed:
         """What to expect of a node not heard of yet: the mean of some that were."""
-        known = [n.speed for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed]
-        if not known:
-            return Speed()
-        return Speed(fmean(s.base for s in known), fmean(s.slope for s in known))
+        return Speed.like(n.speed for n in islice(self.ready.values(), SPEED_SAMPLE))
 
     def _typical_gain(self) -> Gain:
         known = [

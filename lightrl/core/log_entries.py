@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 from lightrl.core.backlog import PutOff
+from lightrl.core.counters import Counters
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.length_predictor import Memory
-from lightrl.core.state import Counters, DrawnPrompt, RoundKind
+from lightrl.core.state import DrawnPrompt, RoundKind
 from lightrl.core.worth import Learned
 from lightrl.messages import Canary, ResponseTokens, StepDone, TrainShard, WeightsBase
 

@@ -8,15 +8,14 @@ the less often it is made, unless the nodes have changed. Not in evaluations.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.line_fit import LineFit
 from lightrl.core.offload import NOTHING, Change, Rule, StepTimes, View
-from lightrl.core.placement import Foresee, Outlook, outlook
+from lightrl.core.placement import outlook
 from lightrl.core.round_curve import RoundCurve
-from lightrl.core.speed import Speed
 from lightrl.core.state import (
     GroupState,
     Node,
@@ -34,7 +33,6 @@ HURRY = 0.1
 SOON_S = 0.05  # a decision is not put off for less
 FORGET = 0.8  # weight of earlier steps in what training takes
 PRIOR_WEIGHT = 0.01  # that it is proportional to tokens, against steps that differ as much
-SEEN = 100  # chunks of a node, from which on its own speed is believed
 EVENLY = tuple((k / 8, k / 8) for k in range(1, 9))  # of what no round has told yet
 REMEMBERED = 5  # measurements; their median stands for all: one that a clock spoilt does no harm
 
@@ -107,7 +105,6 @@ class Sides:
         self._caches = caches
         self._switch = Recent()
         self._training = LineFit()  # seconds of the trainer, by tokens of a step
-        self._typical = Speed()  # of the node that has sent most chunks
         self._curves: dict[RoundKind, RoundCurve] = {}  # of the last round
         self._longest: dict[RoundKind, int] = {}  # trained response of the last round
         self._since: dict[str, float] = {}  # nodes on their way to the other side
@@ -210,13 +207,16 @@ class Sides:
 
         sampling = [n for n in self._core.fleet.ready.values() if n.name not in self.released]
         loading = [self._shares(node) for node in self._core.fleet.updating.values()]
-        looks = [self._outlook(node, foresee) for node in sampling]
+        looks = [outlook(node, foresee) for node in sampling]
         waiting = [max(1.0, foresee(r) - len(r.tokens)) for r in self._core.table.queue.waiting()]
         group_s, token_s = self._train_s(round)
-        num = len(waiting) + sum(o.running for o in looks)
-        # Each is foreseen as the mean of what it may become; the longest of many is longer.
-        longest = max(last, self._longest.get(round.kind, 0) - rest.most_held) if num else 0.0
         gain = max((n.gain.tokens for n in sampling if n.speculates), default=1.0)
+        left = sorted((*(tokens / gain for tokens in waiting), *(s for o in looks for s in o.left)))
+        if (
+            left
+        ):  # each is foreseen as the mean of what it may become; the longest of many is longer
+            longest = max(last, self._longest.get(round.kind, 0) - rest.most_held)
+            left[-1] = max(left[-1], longest / gain)
         ready_s = group_s * rest.num_done + token_s * rest.done
         train_s = ready_s + sum(group_s + token_s * tokens for _, tokens in rest.groups)
         curve = self._curves.get(round.kind)
@@ -231,27 +231,12 @@ class Sides:
             ready_s=max(0.0, ready_s - worked_s),
             arrivals=curve.arrivals(rest.most_held) if curve is not None else EVENLY,
             switch_s=self._switch.value or 0.0,
-            longest=longest / gain,
-            total=sum(waiting) / gain + sum(o.total for o in looks),
-            num=num,
+            left=left,
             kv_tokens=rest.kv_tokens,
             caches=self._caches,
             shared_loading=sum(loading),
             others_loading=len(loading) - sum(loading),
         )
-
-    def _outlook(self, node: Node, foresee: Foresee) -> Outlook:
-        """A node that has come lately has seen too few batch sizes to know what it does at others:
-        it is taken to be as the one that has seen most, only faster or slower."""
-        look, speed, typical = outlook(node, foresee), node.speed, self._typical
-        if speed.num_observed > typical.num_observed:
-            self._typical = speed
-        elif speed.num_observed < min(SEEN, typical.num_observed):
-            batch = len(node.running)
-            ratio = speed.step_s(batch) / typical.step_s(batch) if speed.num_observed else 1.0
-            speed = Speed(typical.base * ratio, typical.slope * ratio)
-            look.node = replace(node, speed=speed)
-        return look
 
     def _rest(self, round: Round) -> _Rest:
         expect, rest = self._core.predictor.expect, _Rest()

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from lightrl.core.speed import Gain, Speed
+from lightrl.core.gain import Gain
+from lightrl.core.speed import Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages import FinishReason, Load, Role, Sampling, WeightsProgress
 
 RoundKind: TypeAlias = Literal["plain", "short", "long", "flush", "eval"]
+SLOWED = 1.25  # times as long as before
 UNBOUNDED = sys.maxsize  # a number of tokens that no response reaches
 
 
@@ -168,6 +170,11 @@ class Response:
         return group.prompt.epoch > 0 or group.attempts > 0 or bool(group.finishers)
 
     @property
+    def context(self) -> int:
+        """Tokens that an engine holds of it."""
+        return len(self.group.prompt.tokens) // 4 + len(self.tokens)
+
+    @property
     def spans(self) -> list[tuple[int, int]]:
         """(policy version, tokens), in order."""
         ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
@@ -317,6 +324,10 @@ class Node:
     share: float = 0.0
     # when the last tokens came of what runs now
     chunk_at: float | None = None
+    # tokens, prompts included, that the responses running here hold
+    context: int = 0
+    # of its speed, when it was last found slow
+    level_seen: float = 1.0
 
     def move(self, to: NodeState) -> None:
         check_edge(self.name, self.state, to)
@@ -325,6 +336,16 @@ class Node:
     @property
     def free(self) -> int:
         return self.slots - len(self.running)
+
+    @property
+    def capacity(self) -> int:
+        """Responses that are worth running at once: no more than slots, nor than the batch at which
+        throughput falls off."""
+        return self.speed.peak(self.slots)
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self.running)
 
     @property
     def speculates(self) -> bool:
@@ -343,51 +364,26 @@ class Node:
             self.gain.observe(response.has_history, num_tokens, is_whole)
             response.heard = response.attempt
 
-    def observe(self, now: float, batch: int, num_tokens: int) -> None:
-        """`num_tokens` came, of the `batch` responses that ran; learns from the time since the last
-        ones."""
+    def observe(self, now: float, batch: int, context: int, num_tokens: int) -> None:
+        """`num_tokens` came, of the `batch` responses that ran and held `context` before; learns
+        from the time since the last ones."""
+        self.context += num_tokens
         per_step = self.gain.close()
         if batch and num_tokens and self.chunk_at is not None and now > self.chunk_at:
-            self.speed.observe(batch, (now - self.chunk_at) * batch * per_step / num_tokens)
+            seconds = (now - self.chunk_at) * batch * per_step / num_tokens
+            self.speed.observe(batch, seconds, context + num_tokens / 2)
         self.chunk_at = now if self.running else None
 
-
-@dataclass(slots=True)
-class Counters:
-    """What happened in the run so far; all of it is shown to operators."""
-
-    nodes_lost: int = 0
-    # of nodes that served the newest version
-    engines_lost: int = 0
-    # resumed elsewhere from their tokens
-    responses_moved: int = 0
-    # of these, because another node is faster
-    migrations: int = 0
-    # of attempts given up
-    chunks_ignored: int = 0
-    # chunks with tokens missing before them
-    holes: int = 0
-    # wrong version, digest or size; the sender is lost
-    bad_chunks: int = 0
-    rewards_failed: int = 0
-    groups_dropped: int = 0
-    # of these, without signal: replaced by dynamic sampling
-    groups_flat: int = 0
-    # a prompt at most once in an epoch
-    prompts_put_off: int = 0
-    # accepted for training rounds
-    rollout_tokens: int = 0
-    eval_tokens: int = 0
-    # accepted from nodes, but never trained
-    aborted_tokens: int = 0
-    groups_trained: int = 0
-    trained_responses: int = 0
-
-    def count_tokens(self, num_tokens: int, are_for_eval: bool) -> None:
-        if are_for_eval:
-            self.eval_tokens += num_tokens
-        else:
-            self.rollout_tokens += num_tokens
+    def has_become_slow(self) -> bool:
+        """Its steps take much longer than when this was last so; each time once."""
+        level = self.speed.level
+        if level == self.level_seen:
+            return False
+        self.level_seen = min(self.level_seen, level)
+        if level <= SLOWED * self.level_seen:
+            return False
+        self.level_seen = level
+        return True
 
 
 def sample_seed(run_seed: int, response: str) -> int:

@@ -8,10 +8,11 @@ import pytest
 from lightrl.core.backlog import Backlog, PutOff
 from lightrl.core.commands import CloseRound, ScoreResponse
 from lightrl.core.coordinator import Coordinator
+from lightrl.core.counters import Counters
 from lightrl.core.log_entries import SnapshotBegan, SnapshotEnded
 from lightrl.core.recovery import recover
 from lightrl.core.settings import Tail
-from lightrl.core.state import Counters, DrawnPrompt, sample_seed
+from lightrl.core.state import DrawnPrompt, sample_seed
 from tests.core.conftest import Driver, ids, of_kind
 
 

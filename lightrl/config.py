@@ -241,7 +241,13 @@ class Config(Section):
         if ranks % replicas:
             raise ValueError(
                 f"train.replicas = {replicas}: must divide train.nodes x train.ranks = {ranks}: "
-                "each copy of the model lies on as many ranks"
+                "each replica lies on as many ranks"
+            )
+        groups = self.train.prompts_per_step // self.train.mini_batches
+        if replicas > groups:
+            raise ValueError(
+                f"train.replicas = {replicas}: each accumulates whole groups, and an update has "
+                f"train.prompts_per_step / train.mini_batches = {groups} of them"
             )
         return self
 

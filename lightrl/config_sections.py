@@ -177,14 +177,14 @@ class Train(Section):
     )
     replicas: Positive = Field(
         default=1,
-        description="copies of the model; each is divided among ranks / replicas: less traffic, "
-        "more memory",
+        description="copies of the model; each is divided among ranks / replicas, and accumulates "
+        "whole groups of its own: less traffic, no waiting for each other, more memory",
     )
     sync: Literal["auto", "each", "last"] = Field(
         default="auto",
-        description="gradients are summed over the ranks with each micro-batch, or once a step: "
-        "less traffic, but each rank holds those of the whole model; auto = each on GPUs, last on "
-        "CPUs, where each rank then holds all weights during a step, too",
+        description="gradients are summed over the ranks of a replica with each micro-batch, or "
+        "once an update: less traffic, but each rank holds those of the whole model; auto = each "
+        "on GPUs, last on CPUs, where each rank then holds all weights during a step, too",
     )
     devices: Devices = Field(
         default=(), description="GPU indices, one for each rank of a node; default: the first"

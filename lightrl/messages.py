@@ -331,16 +331,15 @@ class TrainShard:
     groups: Annotated[tuple[TrainGroup, ...], Meta(max_length=MAX_GROUPS)]
     last: bool = False
     num_groups: Int32 = 0
-    # accumulate just these groups at once: a step trained again must give the same bits
+    # accumulate just these groups at once, by this replica: to give the same bits again
     alone: bool = False
+    replica: Int32 = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShardsTaken:
     """The trainer has taken shard `index` of a step, and those before it, out of its queue: more
-    may come.
-
-    Example: ShardsTaken(4, 2)
+    may come. Example: ShardsTaken(4, 2).
     """
 
     step: Version
@@ -461,8 +460,10 @@ class PublishWeights:
     # from the trainer: the difference to the version before; to a node: a chain that ends here
     deltas: Annotated[tuple[DeltaOffer, ...], Meta(max_length=MAX_DELTAS)] = ()
     canary: Canary | None = None
-    # groups accumulated at a time for it, in order; () = loaded, not trained
+    # groups accumulated at a time for it, in order; () = loaded, not trained. By which replica of
+    # the model each; () = there is one
     portions: Annotated[tuple[Int32, ...], RESPONSES] = ()
+    replicas: Annotated[tuple[Int32, ...], RESPONSES] = ()
     # the broadcast group by which the node gets it; "" = it pulls. Sources have the manifest
     group: Word = ""
     # the version is adapters: only together with this it is weights
@@ -514,9 +515,7 @@ class WeightsFailed:
 @dataclass(frozen=True, slots=True)
 class Drain:
     """From a tool: let `node` go ("*" = stop the run). To a node: leave. From a node: no more work,
-    I leave.
-
-    Example: Drain("rollout-0", "SIGTERM")
+    I leave. Example: Drain("rollout-0", "SIGTERM").
     """
 
     node: Word

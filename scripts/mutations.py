@@ -117,8 +117,8 @@ MUTATIONS = [
     Mutation(
         "slots are exceeded by one",
         "core/placement.py",
-        "if best.running < best.node.slots:",
-        "if best.running <= best.node.slots:",
+        "if best.running < self.most[best.node.name]:",
+        "if best.running <= self.most[best.node.name]:",
     ),
     Mutation(
         "draining node still gets work",
@@ -135,8 +135,8 @@ MUTATIONS = [
     Mutation(
         "first node to load takes the work of those that still load",
         "core/coordinator.py",
-        "min(sum(n.free for n in nodes), self._num_unreserved(nodes))",
-        "sum(n.free for n in nodes)",
+        "min(sum(n.room for n in nodes), self._num_unreserved(nodes))",
+        "sum(n.room for n in nodes)",
     ),
     Mutation(
         "nodes are ordered once, for the longest response",
@@ -164,9 +164,9 @@ MUTATIONS = [
     ),
     Mutation(
         "rebalancing moves to nodes that do not serve",
-        "core/coordinator.py",
-        "nodes = [n for n in self.fleet.ready.values() if n.speed",
-        "nodes = [n for n in self.fleet.nodes.values() if n.speed",
+        "core/balance.py",
+        "ready = self._fleet.ready.values()",
+        "ready = self._fleet.nodes.values()",
     ),
     Mutation(
         "rebalancing does not abort at the old node",
@@ -176,9 +176,63 @@ MUTATIONS = [
     ),
     Mutation(
         "migration cannot be switched off",
+        "core/balance.py",
+        "has_ended or not self._settings.migration",
+        "has_ended",
+    ),
+    Mutation(
+        "node that turns slow keeps what it has until another gets room",
+        "core/responses.py",
+        "self._has_slowed = True",
+        "self._has_slowed = False",
+    ),
+    Mutation(
+        "nodes are filled beyond the cliff",
+        "core/state.py",
+        "return self.speed.peak(self.slots)",
+        "return self.slots",
+    ),
+    Mutation(
+        "what may be an error of the speeds is taken for a gain",
+        "core/placement.py",
+        "SURE * error_s",
+        "0 * error_s",
+    ),
+    Mutation(
+        "stragglers wait until nothing else does",
         "core/coordinator.py",
-        "self.settings.migration and self.table.has_idle_room",
-        "self.table.has_idle_room",
+        "self.balance.relieve()",
+        "pass",
+    ),
+    Mutation(
+        "context that leaves a node is still counted",
+        "core/responses.py",
+        "node.context -= response.context",
+        "pass",
+    ),
+    Mutation(
+        "a cliff is taken for a node that has become slow, whatever was seen since",
+        "core/speed.py",
+        "if not fresh & {size, surprised} and all(",
+        "if not self._bins and all(",
+    ),
+    Mutation(
+        "longer contexts are taken for a node that has become slow",
+        "core/speed.py",
+        "if self._context_fit.n >= SETTLED or not (context and bin.context):",
+        "if self._context_fit.n >= 0:",
+    ),
+    Mutation(
+        "one odd chunk makes a node slow",
+        "core/speed.py",
+        "        if alike:\n",
+        "        if self._odd:\n",
+    ),
+    Mutation(
+        "responses beyond the capacity of a node take no turns",
+        "core/offload.py",
+        "if len(share) > turns:",
+        "if len(share) > turns * turns * turns:",
     ),
     Mutation(
         "chunk of an idle time counts as slow decoding",
@@ -1489,7 +1543,7 @@ MUTATIONS = [
     Mutation(
         "ranks park only after all that has come",
         "trainer/step.py",
-        "halts = (lambda: self._must_park) if self._devices.are_shared else None",
+        "halts = (lambda: self._must_park) if devices.are_shared else None",
         "halts = None",
         tests=(
             "tests/trainer/test_node_parks.py::test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does",
@@ -1539,12 +1593,60 @@ MUTATIONS = [
     ),
     Mutation(
         "groups are trained before they fill a micro-batch",
-        "trainer/batch.py",
-        "for s in samples) >= ranks * max_tokens",
-        "for s in samples) >= 0",
+        "trainer/portions.py",
+        "is_due = is_all or sum(sizes) >= self._full",
+        "is_due = True",
         tests=(
             "tests/trainer/test_stream.py::test_groups_wait_until_they_fill_a_micro_batch_on_every_rank",
         ),
+    ),
+    Mutation(
+        "which replica has a group of a deterministic step depends on who is free",
+        "trainer/portions.py",
+        "self._least(range(num))",
+        "self._least(free)",
+        tests=("tests/trainer/test_portions.py::test_a_fixed_split_follows_from_the_groups_alone",),
+    ),
+    Mutation(
+        "a step that is trained again is spread by who is free now",
+        "trainer/step.py",
+        "if queue.replica is not None:",
+        "if False:",
+        tests=(
+            "tests/trainer/test_replicas.py::test_what_is_trained_again_goes_to_the_same_replicas_and_gives_the_same_bits",
+        ),
+    ),
+    Mutation(
+        "the journal does not say which replica accumulated what",
+        "core/versions.py",
+        "(m.canary, m.base, m.replicas)",
+        "(m.canary, m.base, ())",
+        tests=(
+            "tests/core/test_trainer_feed.py::test_the_journal_says_which_replicas_have_accumulated_a_version",
+        ),
+    ),
+    Mutation(
+        "what a step that is trained again had of each replica goes to the first",
+        "journal/read.py",
+        "cut = replace(cut, replica=replica)",
+        "cut = replace(cut, replica=0)",
+        tests=("tests/journal/test_shards.py::test_each_goes_to_the_replica_that_accumulated_it",),
+    ),
+    Mutation(
+        "the sums of replicas never meet",
+        "trainer/learner/late_sums.py",
+        "        dist.all_reduce(due, dist.ReduceOp.MAX)\n",
+        "        due.zero_()\n",
+        tests=(
+            "tests/trainer/test_replicas.py::test_replicas_learn_what_one_replica_and_one_rank_do",
+        ),
+    ),
+    Mutation(
+        "gradients of replicas are planned for on the host before these have met",
+        "devices/memory.py",
+        "keep = Item if how.replicas > 1 else place",
+        "keep = place",
+        tests=("tests/devices/test_memory.py::test_what_is_elsewhere_or_in_eight_bits",),
     ),
     Mutation(
         "groups that the journal cuts apart are held for others",

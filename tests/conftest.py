@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.support.warm import origin_of_daemons, warm_daemons
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes run side by side on few cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Of an example, too, no time is asserted: other jobs run beside.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 __all__ = ["origin_of_daemons", "warm_daemons"]  # fixtures
 

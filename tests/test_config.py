@@ -214,6 +214,10 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ),
         ({"train": {"devices": [0], "ranks": 2}}, ("train.devices = [0]", "train.ranks = 2")),
         ({"train": {"ranks": 4, "replicas": 3}}, ("train.replicas = 3", "train.ranks = 4")),
+        (
+            {"train": {"ranks": 4, "replicas": 4, "prompts_per_step": 6, "mini_batches": 2}},
+            ("train.replicas = 4", "whole groups", "= 3 of them"),
+        ),
         ({"train": {"devices": [0, 1]}}, ("train.devices = [0, 1]", "train.ranks = 1")),
         (
             {"rollout": {"devices": [0, 1, 2], "engine_args": {"tensor_parallel_size": 2}}},

@@ -51,8 +51,9 @@ class ScaleCommand:
         self._is_new.set()
 
     async def run(self) -> None:
-        """Until cancelled; what runs then is killed."""
-        every_s = self._settings.every_s
+        """Until cancelled; what runs then is killed. What failed is tried again after
+        `scale.every_s`, and said again if the reason is another one."""
+        every_s, said = self._settings.every_s, None
         while True:
             await self._is_new.wait()
             self._is_new.clear()
@@ -60,7 +61,10 @@ class ScaleCommand:
                 continue
             wanted, began = self._wanted, time.monotonic()
             if (problem := await self._call(wanted)) is not None:
-                self._warn(f"scale.command for {wanted} nodes {problem}")
+                self._is_new.set()
+                if (wanted, problem) != said:
+                    self._warn(f"scale.command for {wanted} nodes {problem}")
+            said = wanted, problem
             await asyncio.sleep(max(0.0, began + every_s - time.monotonic()))
             there = self._num_there()
             if problem is None and there != wanted and not self._is_new.is_set():

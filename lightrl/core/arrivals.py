@@ -36,7 +36,8 @@ class Arrivals:
         if chunk.digest != self._fleet.digests.get(version):
             table.counters.bad_chunks += 1
             return f"sent tokens of version {version} with an unconfirmed digest"
-        batch, before, problem = len(node.running), node.num_tokens, None
+        batch, context, before = len(node.running), node.context, node.num_tokens
+        problem = None
         self._taken = []
         for item in chunk.responses:
             response = table.responses.get(item.response)
@@ -51,7 +52,9 @@ class Arrivals:
         if self._taken:
             self._outbox.record(TokensTaken(version, tuple(self._taken)))
         num_tokens = node.num_tokens - before
-        node.observe(now, batch, num_tokens)
+        node.observe(now, batch, context, num_tokens)
+        if node.has_become_slow():
+            table.mark_slow()
         table.counters.count_tokens(num_tokens, table.is_evaluating)
         return problem
 

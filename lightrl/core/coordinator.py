@@ -2,11 +2,11 @@
 
 Owns which part an event is for, and that waiting work goes to nodes that have room. The parts: who
 takes part is kept in `fleet`, where every response is in `table`, its tokens come in by `arrivals`,
-what becomes of it is up to `judge`; `steps` keeps the order of rounds and steps, `ending` the end
-of the run. All of them add what is to be done to one outbox. Decisions are pure functions: what a
-round holds in `rounds`, who wins it in `race`, who generates a response in `placement`. How a core
-is made again from a journal: `recovery`. Must not await, read a clock or touch a socket: time is an
-argument.
+what becomes of it is up to `judge`; `balance` moves running work, `steps` keeps the order of rounds
+and steps, `ending` the end of the run. All of them add what is to be done to one outbox. Decisions
+are pure functions: what a round holds in `rounds`, who wins it in `race`, who generates a response
+in `placement`. How a core is made again from a journal: `recovery`. Must not await, read a clock or
+touch a socket: time is an argument.
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import assert_never
 from lightrl.core import placement
 from lightrl.core.arrivals import Arrivals
 from lightrl.core.backlog import Backlog
+from lightrl.core.balance import Balance
 from lightrl.core.commands import Command, Outbox
 from lightrl.core.ending import Ending
 from lightrl.core.events import (
@@ -72,12 +73,13 @@ class Coordinator:
         self.outbox = out = Outbox()
         self.backlog = Backlog(settings.num_prompts)
         self.predictor = predictor = LengthPredictor(settings.max_response_tokens)
-        self._expect = predictor.expect if settings.foresight else predictor.expect_longest
+        self._expect = expect = predictor.expect if settings.foresight else predictor.expect_longest
         self.fleet = fleet = Fleet(settings, out)
-        self.table = table = ResponseTable(settings, fleet, self._expect, out)
+        self.table = table = ResponseTable(settings, fleet, expect, out)
         self.judge = judge = Judge(settings, table, self.backlog, out)
+        self.balance = Balance(settings, fleet, table, expect, now)
         self.arrivals = Arrivals(settings, fleet, table, judge, out)
-        self.scaling = Scaling(settings, fleet, self._expect, out, now)
+        self.scaling = Scaling(settings, fleet, expect, out, now)
         self.steps = RoundScheduler(
             settings, fleet, table, judge, self.backlog, predictor, self.scaling, out, now
         )
@@ -88,8 +90,6 @@ class Coordinator:
         self.handover = Handover(settings, fleet, table, self.steps, ending, sides, out)
         self.started_at = now
         self._state = RunState.STARTING  # until the run ends
-        self._rebalance_at: float | None = None
-        self._rebalanced_at = now
 
     @property
     def state(self) -> RunState:
@@ -113,7 +113,7 @@ class Coordinator:
         while self.judge.settled and not self.ending.has_begun:
             self._advance(now)  # what waited for a slot had lost meanwhile
             self._dispatch()
-        self._plan_rebalance(now)
+        self.balance.plan(now, self.ending.has_begun)
         self.handover.update(now, decides=False)
         self.fleet.trainers.tell()
         return self.outbox.drain()
@@ -175,7 +175,7 @@ class Coordinator:
     def next_deadline(self) -> float | None:
         """When to feed TimerFired, or None."""
         fleet, ends_at = self.fleet, self.ending.patience_ends_at
-        times = (fleet.lease_check_at, fleet.broadcasts.deadline, self._rebalance_at, ends_at)
+        times = (fleet.lease_check_at, fleet.broadcasts.deadline, self.balance.deadline, ends_at)
         times += (self.handover.deadline,)
         return min((t for t in times if t is not None), default=None)
 
@@ -219,14 +219,17 @@ class Coordinator:
             self.judge.score(name, attempt, reward, failure)
 
     def _dispatch(self) -> None:
-        """Sends waiting responses to nodes with free slots.
+        """Sends waiting responses to nodes with room.
 
         A node that is about to serve the newest version has its share kept for it: else the first
         node to load would take the work of all the others. But a node that has nothing to do does
         not wait for one that is slow to load.
         """
-        if not self.ending.has_begun and (nodes := self.table.nodes_with_room()):
-            most = min(sum(n.free for n in nodes), self._num_unreserved(nodes))
+        if self.ending.has_begun:
+            return
+        self.balance.relieve()
+        if nodes := self.table.nodes_with_room():
+            most = min(sum(n.room for n in nodes), self._num_unreserved(nodes))
             waiting = self.judge.pop_waiting(most)
             self.table.generate(placement.assign(waiting, nodes, self._expect))
 
@@ -336,25 +339,8 @@ class Coordinator:
         patience_ends_at = self.ending.patience_ends_at
         if patience_ends_at is not None and now >= patience_ends_at:
             self.ending.begin(RunState.FAILED, f"no trainer for {self.settings.patience_s:g} s")
-        if self._rebalance_at is not None and now >= self._rebalance_at:
-            self._rebalance_at = None
-            self._rebalanced_at = now
-            if not self.table.queue and not self.ending.has_begun:
-                self._rebalance()
-
-    def _rebalance(self) -> None:
-        """Moves running responses to where they finish earlier, when nothing waits for a slot."""
-        nodes = [n for n in self.fleet.ready.values() if n.speed.num_observed or not n.running]
-        self.table.generate(placement.moves(nodes, self._expect, self.settings.chunk_tokens))
-        self.table.mark_idle()  # looked at again: a prediction may turn out wrong meanwhile
-
-    def _plan_rebalance(self, now: float) -> None:
-        """Soon after a node got room that nothing waits for; not often: it looks at all nodes."""
-        if self.ending.has_begun or not (self.settings.migration and self.table.has_idle_room):
-            self._rebalance_at = None
-        elif self._rebalance_at is None:
-            pause_s = placement.REBALANCE_S + len(self.fleet.ready) * placement.REBALANCE_S_PER_NODE
-            self._rebalance_at = max(now, self._rebalanced_at + pause_s)
+        if not self.ending.has_begun:
+            self.balance.look(now)
 
     # The run
 

@@ -1,4 +1,4 @@
-"""What happened in the run so far, as operators are shown it. Numbers alone."""
+"""What happened in the run so far, as numbers. Data, no policy."""
 
 from dataclasses import dataclass
 

@@ -12,11 +12,12 @@ from statistics import fmean
 from lightrl.core.broadcasts import Broadcasts
 from lightrl.core.commands import Admit, Outbox
 from lightrl.core.events import BroadcastNews
+from lightrl.core.gain import Gain
 from lightrl.core.ghosts import Ghosts
 from lightrl.core.offers import PULLING, Offers, PublishedVersion, version_of
 from lightrl.core.settings import Settings
 from lightrl.core.shared_devices import SharedDevices, way_to_side, why_not_shared
-from lightrl.core.speed import Gain, Speed
+from lightrl.core.speed import Speed
 from lightrl.core.state import Node, NodeState
 from lightrl.core.trainers import Trainers
 from lightrl.messages import (
@@ -152,11 +153,9 @@ class Fleet:
 
     def _typical(self) -> tuple[Speed, Gain]:
         """What to expect of a node not heard of yet: the mean of some that were."""
-        heard = [n for n in islice(self.ready.values(), SPEED_SAMPLE) if n.speed.num_observed]
-        if not heard:
-            return Speed(), Gain()
-        base, slope = fmean(n.speed.base for n in heard), fmean(n.speed.slope for n in heard)
-        return Speed(base, slope), Gain(fmean(n.gain.tokens for n in heard))
+        some = list(islice(self.ready.values(), SPEED_SAMPLE))
+        gains = [n.gain.tokens for n in some if n.speed.num_observed]
+        return Speed.like(n.speed for n in some), Gain(fmean(gains)) if gains else Gain()
 
     def remove(self, name: str) -> None:
         node = self.nodes.pop(name, None)

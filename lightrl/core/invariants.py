@@ -176,6 +176,8 @@ def _places(core: "Coordinator") -> None:
                 f"{name} runs but is not of an open round",
             )
             _require(response.node is node, f"{name} is not where {node.name} says")
+        context = sum(r.context for r in node.running.values())
+        _require(node.context == context, f"{node.name} holds {context}, not {node.context} tokens")
     held = core.table.responses.values()
     running = {r.id for r in held if r.state is ResponseState.RUNNING}
     _require(running == seen, f"running responses and nodes differ: {sorted(running ^ seen)[:3]}")

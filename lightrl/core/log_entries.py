@@ -109,6 +109,7 @@ class VersionPublished:
     manifest_bytes: int = 0
     canary: Canary | None = None
     base: WeightsBase | None = None
+    replicas: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

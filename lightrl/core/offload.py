@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightrl.core.placement import PREFILL_TOKENS_PER_STEP, Outlook, held_tokens
+from lightrl.core.placement import PREFILL_TOKENS_PER_STEP, Outlook
 from lightrl.core.state import Node, RoundKind
 
 KV_SHARE = 0.95  # of the caches that may be planned with
@@ -55,10 +55,8 @@ class View:
     arrivals: Sequence[tuple[float, float]]
     # from a decision until the devices work on the other side
     switch_s: float
-    # engine steps until the last response has come, and of all that go on; how many they are
-    longest: float
-    total: float
-    num: int
+    # engine steps of each response that goes on, fewest first
+    left: Sequence[float]
     # tokens of context when all of them end, and of the caches, by node; none = without limit
     kv_tokens: float = 0.0
     caches: dict[str, int] = field(default_factory=dict[str, int])
@@ -67,6 +65,10 @@ class View:
     others_loading: int = 0
     # some shared nodes can train without the others
     in_parts: bool = True
+
+    @property
+    def num(self) -> int:
+        return len(self.left)
 
     @property
     def num_shared(self) -> int:
@@ -100,31 +102,36 @@ class View:
         Each alone with an equal share of it, and the response with most before it, would take so
         long; together they take the harmonic mean, since the fast ones do more.
         """
-        if not self.num:
+        if not self.left:
             return 0.0
         if not nodes:
             return math.inf
-        running, share = math.ceil(self.num / len(nodes)), self.total / len(nodes)
+        count = len(nodes)
+        # Of each `count` responses in order one: the longest, and those in the middle.
+        share = [*self.left[-1 - count - count // 2 :: -count][::-1], self.left[-1]]
         per_s = 0.0
         for node in nodes:
-            longest = max(self.longest, share / max(1, node.slots))  # else they take turns
-            per_s += 1.0 / max(1e-9, Outlook(node, running, longest, share).finishes_in())
-        return len(nodes) / per_s
+            turns = node.capacity
+            mine = share
+            if len(share) > turns:
+                mine = sorted(sum(share[k::turns]) for k in range(turns))
+            per_s += 1.0 / max(1e-9, node.speed.curve.finishes_in(mine))
+        return count / per_s
 
     def alone(self, nodes: Sequence[Node]) -> float:
         """Which share of their rest is due to the longest response, not to how many there are."""
         rest = self.rest_s(nodes)
         if not nodes or not rest:
             return 1.0
-        step_s = sum(node.speed.base for node in nodes) / len(nodes)
-        return min(1.0, step_s * self.longest / rest)
+        step_s = sum(node.speed.step_s(1) for node in nodes) / len(nodes)
+        return min(1.0, step_s * self.left[-1] / rest)
 
 
 def moved_s(going: Sequence[Outlook], staying: Sequence[Node]) -> float:
     """What it costs those who stay to prefill what ran at those who go."""
     if not staying:
         return 0.0
-    held = sum(held_tokens(r) for o in going for r in o.node.running.values())
+    held = sum(o.node.context for o in going)
     step_s = sum(node.speed.step_s(1) for node in staying) / len(staying)
     return step_s * held / PREFILL_TOKENS_PER_STEP / len(staying)
 

@@ -14,6 +14,7 @@ class WorkQueue:
         self._settings = settings
         self._expect = expect
         self._heap: list[tuple[int, bool, float, int, Response]] = []
+        self.tokens = 0.0  # predicted, of all entries
         self._num_pushed = 0  # so far: ties are broken by arrival
 
     def __len__(self) -> int:
@@ -38,12 +39,14 @@ class WorkQueue:
         self._num_pushed += 1
         response.queued_as = self._num_pushed
         length = tokens if ascending else -tokens
+        self.tokens += tokens
         heapq.heappush(self._heap, (order, not resumed, length, self._num_pushed, response))
 
     def pop(self) -> Response | None:
         """The next that waits, or None."""
         while self._heap:
-            *_, number, response = heapq.heappop(self._heap)
+            _, _, length, number, response = heapq.heappop(self._heap)
+            self.tokens = self.tokens - abs(length) if self._heap else 0.0
             if _is_valid(number, response):
                 return response
         return None

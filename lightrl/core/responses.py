@@ -33,6 +33,7 @@ class ResponseTable:
         self._fleet = fleet
         self._outbox = outbox
         self._is_dirty = False  # work has come, or slots were set free by more than the nodes below
+        self._has_slowed = False  # a node, since running work was looked at
         self._freed: dict[str, Node] = {}  # nodes with a slot more than at the last dispatch
 
     # Rounds
@@ -87,12 +88,16 @@ class ResponseTable:
         """Nodes that may take what waits; each time that there is more room, or more work, once."""
         if not self.queue or not (self._is_dirty or self._freed):
             return []
-        ready = self._fleet.ready
-        nodes = ready.values() if self._is_dirty else self._freed.values()
-        found = [n for n in nodes if n.free > 0 and ready.get(n.name) is n]
+        found = self.roomy()
         self._is_dirty = False
         self._freed.clear()
         return found
+
+    def roomy(self) -> list[Node]:
+        """The same nodes, as often as it is asked."""
+        ready = self._fleet.ready
+        nodes = ready.values() if self._is_dirty else self._freed.values()
+        return [n for n in nodes if n.room > 0 and ready.get(n.name) is n]
 
     def mark_free(self, node: Node) -> None:
         """The node has room that it had not before."""
@@ -102,10 +107,15 @@ class ResponseTable:
         """What was reserved for a node that still loaded is free for the others."""
         self._is_dirty = True
 
+    def mark_slow(self) -> None:
+        """A node has become slow: others may have had room for what it holds all the time."""
+        self._has_slowed = True
+
     @property
     def has_idle_room(self) -> bool:
-        """A node got room, and nothing waits for it, but others may have more than they should."""
-        if not self._freed or self.queue or len(self._fleet.ready) < 2:
+        """A node got room, or one became slow, and nothing waits, but others may have more than
+        they should."""
+        if not (self._freed or self._has_slowed) or self.queue or len(self._fleet.ready) < 2:
             return False
         return any(r.num_open for r in self.rounds)
 
@@ -114,6 +124,7 @@ class ResponseTable:
         nodes = self._fleet.ready.values()
         busy = any(n.running for n in nodes)
         self._freed = {n.name: n for n in nodes if busy and not n.running}
+        self._has_slowed = False
 
     # Work that runs
 
@@ -150,6 +161,7 @@ class ResponseTable:
         response.move(ResponseState.RUNNING, node)
         response.attempt, response.is_placed = attempt, True
         node.running[response.id] = response
+        node.context += response.context
         self.num_running += 1
 
     def stop(self, response: Response) -> None:
@@ -167,6 +179,7 @@ class ResponseTable:
         node = response.node
         if node is not None:
             del node.running[response.id]
+            node.context -= response.context
             self.num_running -= 1
             self._freed[node.name] = node
             if not node.running:

@@ -24,6 +24,7 @@ Rejected: fresh noise, as in the paper. It replaces responses that were known to
 that need not be, which shortens what is trained. (`fresh_noise` keeps it for comparison.)
 """
 
+import hashlib
 from collections.abc import Iterable
 
 from lightrl.core.backlog import Backlog, PutOff
@@ -36,7 +37,6 @@ from lightrl.core.state import (
     Round,
     RoundKind,
     RoundState,
-    sample_seed,
 )
 
 MAX_REDRAWS = 8  # a round draws at most so many times the prompts that it needs (dynamic sampling)
@@ -162,3 +162,10 @@ def add(
         round.num_open += 1
         started += group.responses
     return started
+
+
+def sample_seed(run_seed: int, response: str) -> int:
+    """Seed of a response's noise, 0 <= seed < 2**63: with the position it determines every sampled
+    token."""
+    digest = hashlib.blake2b(f"{run_seed} {response}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

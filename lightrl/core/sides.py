@@ -15,16 +15,14 @@ from lightrl.core.foreseen import Foreseen
 from lightrl.core.length_predictor import LengthPredictor
 from lightrl.core.line_fit import LineFit
 from lightrl.core.offload import Change, Never, Rule, StepTimes, View, best_window_s
-from lightrl.core.placement import Foresee, Outlook, outlook
+from lightrl.core.placement import outlook
 from lightrl.core.responses import ResponseTable
 from lightrl.core.round_curve import RoundCurve, shape_of
 from lightrl.core.round_rest import rest_of
 from lightrl.core.scaling import TRAIN_METRICS
 from lightrl.core.settings import Settings
 from lightrl.core.sides_memory import Recent, SidesMemory
-from lightrl.core.speed import Speed
 from lightrl.core.state import (
-    Node,
     Response,
     Round,
     RoundKind,
@@ -39,7 +37,6 @@ HURRY = 0.1
 SOON_S = 0.05  # a decision is not put off for less
 FORGET = 0.8  # weight of earlier steps in what training takes
 PRIOR_WEIGHT = 0.01  # that it is proportional to tokens, against steps that differ as much
-SEEN = 100  # chunks of a node, from which on its own speed is believed
 EVENLY = tuple((k / 8, k / 8) for k in range(1, 9))  # of what no round has told yet
 
 
@@ -97,7 +94,6 @@ class Sides:
         self._predictor = predictor
         self._switch = Recent()
         self._training = LineFit()  # seconds of the trainer, by tokens of a step
-        self._typical = Speed()  # of the node that has sent most chunks
         self._curves: dict[str, RoundCurve] = {}  # of the last round of a kind
         self._work: dict[str, tuple[float, float]] = {}  # W and t_train of the last step
         self._since: dict[str, float] = {}  # nodes on their way to the other side
@@ -274,15 +270,16 @@ class Sides:
 
         sampling = list(self._fleet.ready.values())
         loading = [bool(node.shares) for node in self._fleet.updating.values()]
-        looks = [self._outlook(node, foresee) for node in sampling]
+        looks = [outlook(node, foresee) for node in sampling]
         waiting = [max(1.0, foresee(r) - len(r.tokens)) for r in self._table.queue.waiting()]
         group_s, token_s = self._train_s(round)
-        num = len(waiting) + sum(o.running for o in looks)
-        # Each is foreseen as the mean of what it may become; the longest of many is longer.
         curve = self._curves.get(round.kind)
-        seen = curve.shape.longest if curve is not None else 0
-        longest = max(last, seen - rest.most_held) if num else 0.0
         gain = max((n.gain.tokens for n in sampling if n.speculates), default=1.0)
+        left = sorted((*(tokens / gain for tokens in waiting), *(s for o in looks for s in o.left)))
+        if left:
+            # Each is foreseen as the mean of what it may become; the longest of many is longer.
+            seen = curve.shape.longest if curve is not None else 0
+            left[-1] = max(left[-1], max(last, seen - rest.most_held) / gain)
         ready_s = group_s * rest.num_done + token_s * rest.done
         train_s = ready_s + sum(group_s + token_s * tokens for _, tokens in rest.groups)
         worked_s = self._reckon(ready_s, now)
@@ -297,9 +294,7 @@ class Sides:
             ready_s=max(0.0, ready_s - worked_s),
             arrivals=curve.arrivals(rest.most_held) if curve is not None else EVENLY,
             switch_s=self._switch.value or 0.0,
-            longest=longest / gain,
-            total=sum(waiting) / gain + sum(o.total for o in looks),
-            num=num,
+            left=left,
             kv_tokens=rest.kv_tokens,
             caches=self.caches,
             shared_loading=sum(loading),
@@ -316,19 +311,6 @@ class Sides:
         done = step.worked_s + share * max(0.0, now - step.worked_at)
         step.worked_s, step.worked_at = max(step.worked_s, min(done, ready_s)), now
         return step.worked_s
-
-    def _outlook(self, node: Node, foresee: Foresee) -> Outlook:
-        """A node that has come lately has seen too few batch sizes to know what it does at others:
-        it is taken to be as the one that has seen most, only faster or slower."""
-        look, speed, typical = outlook(node, foresee), node.speed, self._typical
-        if speed.num_observed > typical.num_observed:
-            self._typical = speed
-        elif speed.num_observed < min(SEEN, typical.num_observed):
-            batch = len(node.running)
-            ratio = speed.step_s(batch) / typical.step_s(batch) if speed.num_observed else 1.0
-            speed = Speed(typical.base * ratio, typical.slope * ratio)
-            look.node = replace(node, speed=speed)
-        return look
 
     def _train_s(self, round: Round) -> tuple[float, float]:
         """What the trainer takes for a group, and for a token of it."""

@@ -1,17 +1,18 @@
 """The entities of a run and the edges between their states. Data and transitions, no policy."""
 
-import hashlib
 import sys
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-from lightrl.core.speed import Gain, Speed
+from lightrl.core.gain import Gain
+from lightrl.core.speed import Speed
 from lightrl.errors import InvariantViolation
 from lightrl.messages import FinishReason, Load, Role, Sampling, WeightsProgress
 
 RoundKind: TypeAlias = Literal["plain", "short", "long", "flush", "eval"]
+SLOWED = 1.25  # times as long as before
 UNBOUNDED = sys.maxsize  # a number of tokens that no response reaches
 
 
@@ -174,6 +175,11 @@ class Response:
         return group.prompt.epoch > 0 or group.attempts > 0 or bool(group.finishers)
 
     @property
+    def context(self) -> int:
+        """Tokens that an engine holds of it."""
+        return len(self.group.prompt.tokens) // 4 + len(self.tokens)
+
+    @property
     def spans(self) -> list[tuple[int, int]]:
         """(policy version, tokens), in order."""
         ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
@@ -331,6 +337,10 @@ class Node:
     share: float = 0.0
     # when the last tokens came of what runs now
     chunk_at: float | None = None
+    # tokens, prompts included, that the responses running here hold
+    context: int = 0
+    # of its speed, when it was last found slow
+    level_seen: float = 1.0
 
     def move(self, to: NodeState) -> None:
         check_edge(self.name, self.state, to)
@@ -339,6 +349,16 @@ class Node:
     @property
     def free(self) -> int:
         return self.slots - len(self.running)
+
+    @property
+    def capacity(self) -> int:
+        """Responses that are worth running at once: no more than slots, nor than the batch at which
+        throughput falls off."""
+        return self.speed.peak(self.slots)
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self.running)
 
     @property
     def speculates(self) -> bool:
@@ -357,17 +377,23 @@ class Node:
             self.gain.observe(response.has_history, num_tokens, is_whole)
             response.heard = response.attempt
 
-    def observe(self, now: float, batch: int, num_tokens: int) -> None:
-        """`num_tokens` came, of the `batch` responses that ran; learns from the time since the last
-        ones."""
+    def observe(self, now: float, batch: int, context: int, num_tokens: int) -> None:
+        """`num_tokens` came, of the `batch` responses that ran and held `context` before; learns
+        from the time since the last ones."""
+        self.context += num_tokens
         per_step = self.gain.close()
         if batch and num_tokens and self.chunk_at is not None and now > self.chunk_at:
-            self.speed.observe(batch, (now - self.chunk_at) * batch * per_step / num_tokens)
+            seconds = (now - self.chunk_at) * batch * per_step / num_tokens
+            self.speed.observe(batch, seconds, context + num_tokens / 2)
         self.chunk_at = now if self.running else None
 
-
-def sample_seed(run_seed: int, response: str) -> int:
-    """Seed of a response's noise, 0 <= seed < 2**63: with the position it determines every sampled
-    token."""
-    digest = hashlib.blake2b(f"{run_seed} {response}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    def has_become_slow(self) -> bool:
+        """Its steps take much longer than when this was last so; each time once."""
+        level = self.speed.level
+        if level == self.level_seen:
+            return False
+        self.level_seen = min(self.level_seen, level)
+        if level <= SLOWED * self.level_seen:
+            return False
+        self.level_seen = level
+        return True

@@ -46,9 +46,9 @@ class Versions:
             return
         self._feed.stands_at = version
         if published is None or version > published.policy_version:
-            sizes = message.num_bytes, message.manifest_bytes
-            what = message.canary, message.base
-            self._outbox.record(VersionPublished(version, digest, message.portions, *sizes, *what))
+            m = message
+            sizes, what = (m.num_bytes, m.manifest_bytes), (m.canary, m.base, m.replicas)
+            self._outbox.record(VersionPublished(version, digest, m.portions, *sizes, *what))
             self._fleet.publish(message, now)
             self._steps.published(now)
         elif version == published.policy_version:

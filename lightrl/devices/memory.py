@@ -211,7 +211,9 @@ def _held(shape: Shape, how: Training) -> Iterator[Item]:
         late = "gradients in float32, of the whole model until they are summed up"
         yield Item(late, GRADIENT * trained)
     else:
-        yield place("gradients in float32", GRADIENT * trained // ranks)
+        # Of replicas FSDP keeps them on the device until these have met.
+        keep = Item if how.replicas > 1 else place
+        yield keep("gradients in float32", GRADIENT * trained // ranks)
     state = int(OPTIMIZER[how.optimizer] * (trained // ranks))
     optimizer = f"optimizer ({how.optimizer})"
     if how.offload == "optimizer":
@@ -223,7 +225,7 @@ def _held(shape: Shape, how: Training) -> Iterator[Item]:
     if how.holds_start:
         yield _on_host(f"{optimizer} of the step's begin", state)
     if how.has_reference and not how.adapters:
-        yield place("reference model in bfloat16", BF16 * shape.num_parameters // how.world)
+        yield place("reference model in bfloat16", BF16 * shape.num_parameters // ranks)
     if how.is_shared:
         yield _on_host("parked while engines sample", parked_bytes(shape, how))
         yield _on_host("gradients, parked in the middle of a step", parked_gradients(shape, how))
@@ -235,17 +237,15 @@ def _trained(shape: Shape, how: Training) -> int:
 
 def parked_bytes(shape: Shape, how: Training) -> int:
     """Of one rank, on its host between steps, on top of what is there anyway: trainer/learner/
-    parking.py. With AdamW 12 bytes a parameter, divided by the ranks."""
+    parking.py. With AdamW 12 bytes a parameter, divided by the ranks of a replica."""
     ranks, trained = how.world // how.replicas, _trained(shape, how)
     if how.offload == "all":
         return 0
     num_bytes = MASTER * trained // ranks * (2 if how.holds_start else 1)
     if how.offload == "none":
         num_bytes += int(OPTIMIZER[how.optimizer] * (trained // ranks))
-    if how.adapters:
+    if how.adapters or how.has_reference:
         num_bytes += BF16 * shape.num_parameters // ranks
-    elif how.has_reference:
-        num_bytes += BF16 * shape.num_parameters // how.world
     return num_bytes
 
 

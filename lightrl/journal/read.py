@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from zlib import crc32
 
 from lightrl.core.log_entries import (
@@ -33,6 +33,7 @@ from lightrl.wire import MAX_FRAME_BYTES, Codec
 __all__ = [
     "LOG",
     "Damage",
+    "Portions",
     "Reading",
     "Segment",
     "SentShards",
@@ -250,14 +251,21 @@ class SentShards:
             yield entry.shard
 
 
-def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards, tuple[int, ...]]:
-    """What the trainer got for a step that was published, and how many groups it accumulated at a
-    time.
+class Portions(NamedTuple):
+    """How a step was accumulated: groups at a time, in order, and the replica that did each; no
+    replicas = there was one."""
+
+    sizes: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+
+
+def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards, Portions]:
+    """What the trainer got for a step that was published, and how it was accumulated.
 
     Raises JournalError if any of it is missing.
     """
     found = SentShards(codec)
-    portions: tuple[int, ...] | None = None
+    portions: Portions | None = None
     damage: list[Damage] = []
     wanted = frozenset({ShardSent.__name__, VersionPublished.__name__})
     for segment in segments(folder):
@@ -268,7 +276,8 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
             if isinstance(entry, ShardSent) and entry.shard.step == step:
                 found.add(entry.shard, segment.path, reading.offset)
             elif isinstance(entry, VersionPublished) and entry.version == step + 1:
-                portions = entry.portions or portions or ()
+                trained = Portions(entry.portions, entry.replicas)  # or loaded
+                portions = trained if entry.portions else portions or trained
         if reading.damage is not None:  # no harm if it is the torn end that a crash leaves
             damage.append(reading.damage)
     missing = found.missing
@@ -279,37 +288,41 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
     if missing:
         why = "".join(f" ({d})" for d in damage)
         raise JournalError(f"{folder}: step {step} cannot be trained again: {missing}{why}")
-    return found, portions or ()
+    return found, portions or Portions()
 
 
-def recut(
-    sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int
-) -> Iterator[TrainShard]:
+def recut(sent: Iterable[TrainShard], portions: Portions, num_groups: int) -> Iterator[TrainShard]:
     """The groups of one step as the trainer accumulated them, so that the same bits come out. Holds
     no more of them than it must.
 
     Raises JournalError if these are not the portions of `num_groups` groups, before anything is
     read.
     """
-    if sum(portions) != num_groups or any(n <= 0 for n in portions):
-        raise JournalError(f"{num_groups} groups do not fit portions {list(portions)}")
-    return _recut(sent, portions or (0,), num_groups)  # a step without groups ends, too
+    sizes, replicas = portions
+    if sum(sizes) != num_groups or any(n <= 0 for n in sizes):
+        raise JournalError(f"{num_groups} groups do not fit portions {list(sizes)}")
+    if replicas and (len(replicas) != len(sizes) or min(replicas) < 0):
+        raise JournalError(f"{len(sizes)} portions do not fit replicas {list(replicas)}")
+    if not sizes:  # a step without groups ends, too
+        sizes = (0,)
+    return _recut(sent, sizes, replicas or (0,) * len(sizes), num_groups)
 
 
 def _recut(
-    sent: Iterable[TrainShard], portions: Sequence[int], num_groups: int
+    sent: Iterable[TrainShard], sizes: Sequence[int], replicas: Sequence[int], num_groups: int
 ) -> Iterator[TrainShard]:
     waiting: deque[TrainGroup] = deque()
     shards = iter(sent)
     shard = next(shards)
     waiting.extend(shard.groups)
-    for index, count in enumerate(portions):
+    for index, (count, replica) in enumerate(zip(sizes, replicas, strict=True)):
         while len(waiting) < count:
             shard = next(shards)
             waiting.extend(shard.groups)
         part = tuple(waiting.popleft() for _ in range(count))
         cut = replace(shard, index=index, groups=part, last=False, num_groups=0, alone=True)
-        is_last = index == len(portions) - 1
+        cut = replace(cut, replica=replica)
+        is_last = index == len(sizes) - 1
         yield replace(cut, last=True, num_groups=num_groups) if is_last else cut
 
 

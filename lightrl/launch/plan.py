@@ -8,7 +8,7 @@ from math import ceil, inf
 from pathlib import Path
 
 from lightrl.config import LORA_ARGS, Config
-from lightrl.config_sections import Optim
+from lightrl.config_sections import Optim, Train
 from lightrl.devices.assign import Assignment
 from lightrl.messages import Role
 
@@ -216,7 +216,7 @@ def _training(config: Config, responses: int, roles: Sequence[Role]) -> str:
     if train.replicas > 1:
         each = train.world // train.replicas
         on = "1 rank" if each == 1 else f"{each} ranks"
-        ranks += f", {train.replicas} copies of the model on {on} each"
+        ranks += f", {train.replicas} replicas of {on}"
     return (
         f"{config.algorithm.name}, {_optimizer(train.optim)}, {ranks}; micro-batches of "
         f"{train.max_tokens_per_gpu:,} tokens: at most {micro:,} a step ({tokens:,} tokens "
@@ -244,8 +244,7 @@ def key_notes(config: Config) -> Iterator[str]:
     if config.train.engine != "emulated":
         yield from _algorithm_notes(config)
         yield from _optimizer_notes(config)
-        if config.train.sync == "last" and config.train.world == 1:
-            yield "train.sync = 'last' cannot act: there is one rank, and nothing to sum over ranks"
+        yield from _sync_notes(config.train)
     for key in sorted(LORA_ARGS.intersection(config.rollout.engine_args)):
         yield (
             f"rollout.engine_args: {key} cannot act: there are no adapters with model.lora.rank = 0"
@@ -265,11 +264,22 @@ def device_notes(config: Config, gpus: Assignment, roles: Sequence[Role] = ()) -
 
 def _overlap_notes(config: Config, responses: int) -> Iterator[str]:
     most, budget = responses * config.max_model_length, config.train.max_tokens_per_gpu
-    if most < budget * config.train.world and not config.run.deterministic:
+    ranks = config.train.world // config.train.replicas
+    if most < budget * ranks and not config.run.deterministic:
         yield (
             f"train.max_tokens_per_gpu = {budget:,}: a step has at most {most:,} tokens and fills "
             "no micro-batch on every rank, so that it is trained when its round is over; a smaller "
             "one lets both go on at once"
+        )
+
+
+def _sync_notes(train: Train) -> Iterator[str]:
+    if train.sync == "last" and train.world == 1:
+        yield "train.sync = 'last' cannot act: there is one rank, and nothing to sum over ranks"
+    elif train.sync != "auto" and train.world == train.replicas > 1:
+        yield (
+            f"train.sync = {train.sync!r} cannot act: each of train.replicas = {train.replicas} is "
+            "one rank, and replicas meet once an update"
         )
 
 

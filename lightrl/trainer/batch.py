@@ -102,9 +102,9 @@ def micro_batches(
     return [tuple(tuple(samples[i] for i in rows) for rows in batches) for batches in plans]
 
 
-def fills(groups: Sequence[Sequence[TrainSample]], ranks: int, max_tokens: int) -> bool:
-    """Whether each rank gets a full micro-batch of them: smaller ones cost more a token."""
-    return sum(num_tokens(s) for samples in groups for s in samples) >= ranks * max_tokens
+def total_tokens(samples: Sequence[TrainSample]) -> int:
+    """Tokens of prompts and responses."""
+    return sum(map(num_tokens, samples))
 
 
 def streamed(

@@ -8,9 +8,10 @@ Owns only the vocabulary. Must not import torch: the daemon imports this file.
                      StepFinished DeltaMade Staged Saved SaveFailed Exported GroupOpened GroupJoined
                      WeightsSent RankFailed
 
-All ranks get the same commands in the same order, so that their collectives line up. A rank answers
-in the order it is told; only Computing, and what rank 0 says of a checkpoint that is being written,
-come whenever it is so far.
+All ranks get the same commands in the same order, so that their collectives line up; of Accumulate
+the ranks of one replica do, and others get their own meanwhile. A rank answers in the
+order it is told; only Computing, and what rank 0 says of a checkpoint that is being written, come
+whenever it is so far.
 """
 
 from dataclasses import dataclass, field
@@ -79,8 +80,8 @@ class StartRank:
 class Accumulate:
     """Add the gradients of this rank's micro-batches; answered by Accumulated.
 
-    Every rank gets the same number of micro-batches, some of which may be empty. `is_last`: of a
-    mini-batch, which is updated with next.
+    Every rank of a replica gets the same number of them, some of which may be empty. `is_last`: of
+    a mini-batch, which is updated with next.
     Example: Accumulate(4, batches=((s0, s1), (s2,), ()))
     """
 

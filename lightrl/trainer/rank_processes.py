@@ -23,19 +23,15 @@ from lightrl.system.silence import patient_timeout
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.followers import Life, RanksLost, RemoteRank
 from lightrl.trainer.protocol import (
-    AT_ONCE,
     EMULATED_TARGET,
     RANK_COMMANDS,
     RANK_EVENTS,
     RANK_TARGET,
-    Accumulate,
-    Accumulated,
     Computing,
     Exported,
     GroupJoined,
     GroupOpened,
     LeaveGroup,
-    MicroBatch,
     RankCommand,
     RankEvent,
     RankFailed,
@@ -52,7 +48,6 @@ logger = logging.getLogger(__name__)
 Reply = TypeVar("Reply", bound=RankEvent)
 STOP_S = 5.0  # a rank that is idle ends at once; one that hangs in a collective does not
 PATIENCE_FACTOR = 3  # an engine speaks every few tokens, a rank after several micro-batches
-IN_FLIGHT = 2  # micro-batches, where ranks may have to park before the next one
 # older and newer name of one variable
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
 # takes as long as a download does, or has a limit of its own
@@ -92,7 +87,7 @@ class Ranks:
         self._nccl_host = host if config.broadcast != "off" else ""
         self._ranks: list[Child[RankCommand, RankEvent] | RemoteRank] = []
         self._replies: list[asyncio.Queue[RankEvent]] = []  # one for each rank
-        self._awaited: int | None = None  # the rank that owes a reply soon
+        self._awaited: set[int] = set()  # ranks that owe a reply soon
         # Where the ranks find each other; another file in each life, as that of the last is full of
         # its dead. Nodes that train together see no other folder than that of the checkpoints.
         folder = self._checkpoints if life else publish_dir
@@ -199,13 +194,14 @@ class Ranks:
     async def _require_answers(self, rank: int) -> NoReturn:
         limit_s = PATIENCE_FACTOR * self._config.node.patience_s
         try:
-            await self._ranks[rank].require_answers(lambda: self._awaited == rank, limit_s)
+            await self._ranks[rank].require_answers(lambda: rank in self._awaited, limit_s)
         except ChildDied as e:
             which = f", unless another of the {len(self)} ranks does" if len(self) > 1 else ""
             raise RanksLost(f"{e}{which}") from None
 
     def send(self, rank: int, command: RankCommand) -> None:
-        """To one rank; all of them must get the same kinds of commands in the same order."""
+        """To one rank; but for Accumulate, all of them must get the same kinds of commands in the
+        same order."""
         self._note(command)
         self._ranks[rank].send(command)
 
@@ -222,17 +218,21 @@ class Ranks:
     async def reply(self, rank: int, *kinds: type[Reply]) -> Reply:
         """The next reply of a rank, which must be of these kinds: a rank answers in the order it is
         told."""
-        self._awaited = None if UNHURRIED.intersection(kinds) else rank
-        reply = await self._replies[rank].get()
-        self._awaited = None
+        if not UNHURRIED.intersection(kinds):
+            self._awaited.add(rank)
+        try:
+            reply = await self._replies[rank].get()
+        finally:
+            self._awaited.discard(rank)
         if not isinstance(reply, kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise TrainerError(f"rank {rank} answered {type(reply).__name__} instead of {names}")
         return reply
 
-    async def replies(self, *kinds: type[Reply]) -> list[Reply]:
-        """One of each rank."""
-        return [await self.reply(rank, *kinds) for rank in range(len(self))]
+    async def replies(self, *kinds: type[Reply], ranks: Sequence[int] | None = None) -> list[Reply]:
+        """One of each of these ranks, of all by default."""
+        asked = range(len(self)) if ranks is None else ranks
+        return [await self.reply(rank, *kinds) for rank in asked]
 
     async def answers(
         self,
@@ -267,34 +267,6 @@ class Ranks:
             raise WeightsError(why)
         finally:
             answering.cancel()
-
-    async def accumulate(
-        self,
-        step: int,
-        batches_R: Sequence[tuple[MicroBatch, ...]],
-        is_last: bool = False,
-        halts: Callable[[], bool] | None = None,
-    ) -> int:
-        """Has each rank compute its micro-batches; all of them have as many. `is_last`: an update
-        follows. Returns how many each has computed: not all of them if it `halts`, which is asked
-        before each."""
-        num = len(batches_R[0])
-        size, most = (AT_ONCE, num) if halts is None else (1, IN_FLIGHT)
-        told = answered = 0
-        while answered < told or told < num:
-            may_tell = told < num and told - answered < most
-            if may_tell and not (halts is not None and halts()):
-                end = min(num, told + size)
-                for rank, batches in enumerate(batches_R):
-                    ends_all = is_last and end == num
-                    self.send(rank, Accumulate(step, batches[told:end], ends_all))
-                told = end
-            elif answered < told:
-                await self.replies(Accumulated)
-                answered = min(told, answered + size)
-            else:
-                break
-        return told
 
     async def stop(self, is_orderly: bool = True) -> None:
         if self._life is not None:

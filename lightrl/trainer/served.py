@@ -6,6 +6,7 @@ version the coordinator's.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,12 @@ class ServedVersions:
         self._files: dict[int, VersionFile] = {}  # by version
         self._deltas: list[VersionFile] = []  # oldest first
 
-    async def serve(self, published: Published, portions: tuple[int, ...] = ()) -> PublishWeights:
+    async def serve(
+        self,
+        published: Published,
+        portions: Sequence[int] = (),
+        replicas: Sequence[int] = (),
+    ) -> PublishWeights:
         """The message that publishes this version. One that was computed again with the same result
         is served from where it was.
 
@@ -65,7 +71,8 @@ class ServedVersions:
             for delta in self._deltas:  # for those whose tickets are for this version
                 self._server.publish(replace(delta, policy_version=version))
             await self._tell_this_machine(file)
-        return _message(published, portions, self._base)
+        message = _message(published, self._base)
+        return replace(message, portions=tuple(portions), replicas=tuple(replicas))
 
     async def _serve_base(self, file: VersionFile) -> None:
         """What adapters are beside, as long as there are any. Ranks that start again make the same
@@ -154,9 +161,7 @@ def _offer(made: DeltaMade, file: VersionFile) -> DeltaOffer:
     return DeltaOffer(made.base, made.target, file.digest, size, file.num_bytes)
 
 
-def _message(
-    published: Published, portions: tuple[int, ...], base: VersionFile | None
-) -> PublishWeights:
+def _message(published: Published, base: VersionFile | None) -> PublishWeights:
     file = published.file
     return PublishWeights(
         file.policy_version,
@@ -164,6 +169,5 @@ def _message(
         file.num_bytes,
         file.manifest_bytes(),
         canary=published.canary,
-        portions=portions,
         base=WeightsBase(base.digest, base.num_bytes, base.manifest_bytes()) if base else None,
     )

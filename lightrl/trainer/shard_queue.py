@@ -24,8 +24,11 @@ class ShardQueue:
         self.is_complete = False  # the last shard was taken
         # came, but wait for others that fill a micro-batch with them
         self.held: list[list[TrainSample]] = []
-        # groups that were accumulated at a time, also those without signal
+        # groups that were accumulated at a time, also those without signal, and by which replica
         self.portions: list[int] = []
+        self.replicas: list[int] = []
+        # the one that is to accumulate what is held, all of it at once; None: any, in any portions
+        self.replica: int | None = None
         # of the mini-batch, all that was accumulated
         self.num_responses = 0
         self.num_tokens = 0
@@ -89,6 +92,7 @@ class ShardQueue:
             self._rest += shard.groups
             groups += self._take(room - len(groups))
             self._was_alone = shard.alone
+            self.replica = shard.replica if shard.alone else None
             if shard.alone:
                 break
         return groups
@@ -99,15 +103,17 @@ class ShardQueue:
         is_apart = self._was_alone or (bool(waiting) and waiting[0].alone)
         return self.is_complete or is_full or is_apart
 
-    def count(self, groups: Sequence[Sequence[TrainSample]]) -> None:
-        """These were accumulated at once, and are held no longer."""
-        self.held = []
-        self.portions.append(len(groups))
+    def give_out(self, num: int, replica: int = 0) -> Sequence[list[TrainSample]]:
+        """So many groups are accumulated at once by a replica, and are held no longer."""
+        groups, self.held = self.held[:num], self.held[num:]
+        self.portions.append(num)
+        self.replicas.append(replica)
         self._counted += len(groups)
         self.num_responses += sum(map(len, groups))
         self.num_tokens += sum(
             num_trained(s.token_ids, s.loss_mask) for samples in groups for s in samples
         )
+        return groups
 
     def next_mini_batch(self) -> None:
         self._num_more -= 1

@@ -1,22 +1,22 @@
-"""One step of the trainer as its groups come in: which of them the ranks accumulate at once.
+"""One step of the trainer as its groups come in: what of it the ranks accumulate when.
 
-Owns the shards that were taken and the commands that make gradients of them. How groups are packed
-is `trainer.batch`'s business, what they are worth `trainer.advantage`'s; the supervisor says when
-the step advances, begins anew and ends.
+Owns the shards that were taken and the commands that make gradients of them. Which groups at once
+is `trainer.portions`' business, how they are packed `trainer.batch`'s, what they are worth
+`trainer.advantage`'s; the supervisor says when the step advances, begins anew and ends.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lightrl.config import Config
 from lightrl.messages import Message, ShardsTaken, TrainGroup, TrainShard
 from lightrl.trainer.algorithm.advantage import train_samples
-from lightrl.trainer.batch import fills, streamed, useful
+from lightrl.trainer.batch import streamed, total_tokens, useful
 from lightrl.trainer.node_devices import NodeDevices
+from lightrl.trainer.portions import Portions
 from lightrl.trainer.protocol import (
     Cleared,
     ClearStep,
-    MicroBatch,
     ParkRank,
     RankParked,
     TrainSample,
@@ -24,6 +24,7 @@ from lightrl.trainer.protocol import (
     UpdateWeights,
 )
 from lightrl.trainer.rank_processes import Ranks
+from lightrl.trainer.replicas import Replicas
 from lightrl.trainer.shard_queue import ShardQueue
 
 
@@ -36,26 +37,34 @@ class Step:
         waiting: deque[TrainShard],
         is_packed: bool,
         send: Callable[[Message], None],
+        changed: Callable[[], None],
         devices: NodeDevices,
     ) -> None:
-        """`waiting`: where shards come in; those of this step are taken from its front. `devices`:
-        which others may ask for."""
+        """`waiting`: where shards come in; those of this step are taken from its front. `changed`
+        is called when it may be able to go on. `devices`: which others may ask for. Always `close`
+        it."""
         self._config = config
         self._ranks = ranks
         self._waiting = waiting
         self._is_packed = is_packed
         self._send = send
         self._devices = devices
-        self.queue = self._new_queue(step)
-        # What of that which is held is yet to be computed, for each rank
-        self._cut_R: list[tuple[MicroBatch, ...]] | None = None
+        halts = (lambda: self._must_park) if devices.are_shared else None
+        self._replicas = Replicas(ranks, config.train.replicas, changed, halts)
+        self._begin(step)
 
     @property
     def can_go_on(self) -> bool:
-        """Something has come, or all has, and the ranks may have their devices for it; or they are
-        to give them back."""
-        has_work = bool(self._waiting) or self.queue.can_go_on or self._cut_R is not None
-        return self._must_park or (has_work and self._devices.is_given)
+        """Something has come, or all has, not all ranks are busy, and they may have their devices;
+        or they are to give them back."""
+        if self._must_park:
+            return True
+        if not self._devices.is_given:
+            return False
+        if self._replicas.have_more or self.queue.is_accumulated:
+            return not self.is_busy
+        some = self._waiting or self._is_held_up or self.queue.can_go_on
+        return self._replicas.have_room and bool(some)
 
     @property
     def has_all(self) -> bool:
@@ -69,8 +78,13 @@ class Step:
         return self._devices.is_asked and not self.has_all
 
     @property
+    def is_busy(self) -> bool:
+        """Some ranks compute."""
+        return not self._replicas.are_idle
+
+    @property
     def is_accumulated(self) -> bool:
-        return self.queue.is_accumulated
+        return self.queue.is_accumulated and not (self._replicas.have_more or self.is_busy)
 
     @property
     def is_begun_anew(self) -> bool:
@@ -80,37 +94,49 @@ class Step:
     async def begin_anew(self) -> None:
         """The ranks forget what they have of it; weights that it has moved are what they were."""
         step = self.queue.step
-        if self.queue.portions or self._cut_R is not None:
+        self._replicas.drop()
+        await self.settle()
+        if self.queue.portions:
             self._ranks.tell(ClearStep(step))
             await self._ranks.replies(Cleared)
-        self.queue, self._cut_R = self._new_queue(step), None
+        self._begin(step)
 
     async def advance(self) -> None:
-        """Takes what waits, accumulates it as soon as that is due, and has the ranks update with a
-        mini-batch that is complete, unless it is the last: that is what ends the step. Where the
-        ranks must park in the middle of that it is continued by the next call."""
+        """Takes what waits, has replicas that are free accumulate it as soon as that is
+        due, and all ranks update with a mini-batch that is complete, unless it is the last: that is
+        what ends the step. Where ranks must park in the middle of that it is continued by a later
+        call."""
         queue = self.queue
         if self._must_park:
+            await self.settle()
             self._ranks.tell(ParkRank(queue.step))
             await self._ranks.replies(RankParked)
             return
-        if self._cut_R is None:
-            queue.held += [train_samples(group, self._config) for group in self._next_groups()]
-            if queue.held and self._is_due():
-                self._cut_R = self._micro_batches(queue.held)
-        if self._cut_R is not None:
-            self._cut_R = await self._accumulate(self._cut_R)
-            if self._cut_R is not None:
-                return
-            queue.count(queue.held)
+        self._replicas.go_on()
+        queue.held += [train_samples(group, self._config) for group in self._next_groups()]
+        self._accumulate()
         if queue.has_mini_batch:
+            await self.settle()
+            if self._replicas.have_more:
+                return
             self._ranks.tell(UpdateWeights(queue.step, queue.num_responses, queue.num_tokens))
             await self._ranks.replies(Updated)
             queue.next_mini_batch()
+            self._portions.next_mini_batch()
 
-    def _new_queue(self, step: int) -> ShardQueue:
-        train = self._config.train
-        return ShardQueue(step, train.prompts_per_step, train.mini_batches)
+    async def settle(self) -> None:
+        """Until no rank computes; what they were not told yet stays."""
+        await self._replicas.settle()
+
+    async def close(self) -> None:
+        await self._replicas.close()
+
+    def _begin(self, step: int) -> None:
+        config, train = self._config, self._config.train
+        self.queue = ShardQueue(step, train.prompts_per_step, train.mini_batches)
+        full = self._replicas.num_ranks * train.max_tokens_per_gpu
+        self._is_held_up = False  # some groups only wait for a replica that is free
+        self._portions = Portions(train.replicas, full, config.run.deterministic)
 
     def _next_groups(self) -> list[TrainGroup]:
         """What waits; while it is trained, the coordinator may send as much again."""
@@ -120,24 +146,27 @@ class Step:
             self._send(ShardsTaken(self.queue.step, self.queue.index - 1))
         return groups
 
-    def _is_due(self) -> bool:
-        """A deterministic step has the same micro-batches however few wait."""
-        if self._config.run.deterministic or self.queue.must_not_wait(self._waiting):
-            return True
-        most = self._config.train.max_tokens_per_gpu
-        return fills(useful(self.queue.held, self._config), len(self._ranks), most)
-
-    def _micro_batches(self, groups: list[list[TrainSample]]) -> list[tuple[MicroBatch, ...]]:
-        config, num = self._config, len(self._ranks)
-        most, in_order = config.train.max_tokens_per_gpu, config.run.deterministic
-        return streamed(useful(groups, config), num, most, in_order, self._is_packed)
-
-    async def _accumulate(
-        self, batches_R: list[tuple[MicroBatch, ...]]
-    ) -> list[tuple[MicroBatch, ...]] | None:
-        """What is left of them, if the ranks must park before; else None."""
-        halts = (lambda: self._must_park) if self._devices.are_shared else None
+    def _accumulate(self) -> None:
+        """What is due of all that is held."""
         queue = self.queue
-        done = await self._ranks.accumulate(queue.step, batches_R, queue.ends_mini_batch, halts)
-        is_all = done == len(batches_R[0])
-        return None if is_all else [batches[done:] for batches in batches_R]
+        sizes = [total_tokens(samples) for samples in useful(queue.held, self._config)]
+        # A deterministic step has the same micro-batches however few wait.
+        is_all = self._config.run.deterministic or queue.must_not_wait(self._waiting)
+        while sizes:
+            if queue.replica is not None:
+                due = self._portions.give(queue.replica, sizes)
+            else:
+                due = self._portions.take(sizes, self._replicas.free, is_all)
+            if due is None:
+                break
+            replica, num = due
+            sizes = sizes[num:]
+            self._compute(replica, queue.give_out(num, replica))
+        self._is_held_up = bool(sizes) and not self._replicas.free
+
+    def _compute(self, replica: int, groups: Sequence[list[TrainSample]]) -> None:
+        config, num = self._config, self._replicas.num_ranks
+        most, in_order = config.train.max_tokens_per_gpu, config.run.deterministic
+        batches_R = streamed(useful(groups, config), num, most, in_order, self._is_packed)
+        is_last = self.queue.ends_mini_batch and not self.queue.held
+        self._replicas.accumulate(replica, self.queue.step, batches_R, is_last)

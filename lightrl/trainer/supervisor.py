@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lightrl.broadcast_messages import VersionTaken
 from lightrl.config import Config
@@ -65,8 +65,7 @@ class Trainer:
         host: str = "127.0.0.1",
         relay: Callable[[Message], None] | None = None,
     ) -> None:
-        """`versions` are served by this daemon's server, which is running. `send` reaches the
-        coordinator.
+        """`versions` are served by this daemon's server. `send` reaches the coordinator.
 
         `on_restart` is called when the ranks run again after one had died: the coordinator must be
         told that this is another trainer, and then `rejoin` called. `gpus`: one for each rank, if
@@ -123,8 +122,7 @@ class Trainer:
         self._changed.set()
 
     def pause(self) -> None:
-        """The coordinator is gone, or is being told who we are: say nothing, take nothing, until
-        `rejoin`."""
+        """The coordinator does not hear us yet: say nothing, take nothing, until `rejoin`."""
         self._move(TrainerEvent.PAUSED)
         self._forget_orders()
 
@@ -147,10 +145,8 @@ class Trainer:
         self._changed.set()
 
     async def run(self) -> None:
-        """Trains until the last step is saved, or `stop`. Raises TrainerError if that cannot be.
-
-        Ranks that die are started again from the newest checkpoint.
-        """
+        """Trains until the last step is saved, or `stop`; ranks that die are started again from the
+        newest checkpoint. Raises TrainerError if that cannot be."""
         step = await self._where_to_start()
         while True:
             try:
@@ -268,8 +264,7 @@ class Trainer:
             )
 
     async def _unless_stopped(self, begun: Coroutine[Any, Any, Begun]) -> Begun | None:
-        """What comes of it, as that ranks have started; None if the trainer is to stop before:
-        nothing is to be saved."""
+        """What comes of it; None if the trainer is to stop before: nothing is to be saved."""
         starting = asyncio.ensure_future(begun)
         try:
             while not starting.done() and not self._is_stopping:
@@ -291,37 +286,40 @@ class Trainer:
             await self._saves.exported()
 
     async def _train(self, ranks: Ranks) -> bool:
-        """One optimizer step: groups are accumulated while others still generate, as soon as those
-        that wait fill a micro-batch on every rank or no more come; with `run.deterministic` one by
-        one in the order in which they were sent, that of their prompts in the round.
+        """One optimizer step: groups are accumulated while others still generate, see `Step`.
 
         False: stopped before all groups of the step had come; the weights are those of the last
         step. Raises TrainerError for any shard but the next of this step.
         """
-        self._step = step = Step(
-            self._config, ranks, self._done, self._shards, self._is_packed, self._say, self.devices
-        )
+        what = self._config, ranks, self._done, self._shards, self._is_packed
+        self._step = step = Step(*what, self._say, self._changed.set, self.devices)
+        try:
+            return await self._accumulate(ranks, step) and await self._finish(ranks, step.queue)
+        finally:
+            await step.close()
+
+    async def _accumulate(self, ranks: Ranks, step: Step) -> bool:
+        """All groups of the step; False: stopped before they had come."""
         while True:
             while not (step.can_go_on or self._begins_anew or self._broadcasts.has_orders):
-                if self._is_stopping:
+                if self._is_stopping and not step.is_busy:
                     await step.begin_anew()  # what is saved are the weights of the last step
                     return False
                 self._changed.clear()
                 await self._changed.wait()
             if self._broadcasts.has_orders:
+                await step.settle()
                 await self._broadcasts.perform(ranks, self._file)
             elif self._begins_anew or step.is_begun_anew:
                 if self._begins_anew:
                     self._move(TrainerEvent.BEGAN_ANEW)
                 await step.begin_anew()
             elif step.is_accumulated:
-                break
+                return True
             else:
                 await step.advance()
-        await self._finish(ranks, step.queue)
-        return True
 
-    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> None:
+    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> Literal[True]:
         """The update, from where on the ranks stand at the next step."""
         step, version = queue.step, queue.step + 1
         self._move(TrainerEvent.UPDATE_BEGAN)
@@ -333,7 +331,8 @@ class Trainer:
         self._step = None  # what comes from here on is of the next one
         published = await ranks.reply(0, Published)
         self._file = published.file
-        self._standing = await self._versions.serve(published, tuple(queue.portions))
+        replicas = queue.replicas if self._config.train.replicas > 1 else ()
+        self._standing = await self._versions.serve(published, queue.portions, replicas)
         self._say(self._standing)
         finished, *_ = await ranks.replies(StepFinished)
         self._step_done = StepDone(step, version, finished.metrics)
@@ -349,6 +348,7 @@ class Trainer:
             self._announce()
         if not self.all_steps_done:
             await self._follow(ranks)
+        return True
 
     async def _follow(self, ranks: Ranks) -> None:
         """What comes after a version before the ranks compute again, other than a checkpoint: it is

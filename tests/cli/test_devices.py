@@ -138,7 +138,7 @@ def test_the_dry_run_of_one_daemon_wants_its_own_gpus_alone(tmp_path):
     assert "train.nodes x train.ranks = 8: each needs a GPU of its own, and 2 can" in done.stderr
     done = lightrl(tmp_path, environment, *command, "--role", "coordinator,trainer")
     assert done.returncode == 0, done.stderr
-    told = "4 nodes x 2 ranks, one of them here, 4 copies of the model on 2 ranks each; micro"
+    told = "4 nodes x 2 ranks, one of them here, 4 replicas of 2 ranks; micro"
     assert told in done.stdout
     assert "rank 1: GPU 1 (NVIDIA H100 80GB HBM3)\n" in done.stdout
     assert "rollout     no daemon here: the run waits until nodes join" in done.stdout

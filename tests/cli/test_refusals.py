@@ -203,10 +203,18 @@ def test_a_place_for_checkpoints_is_not_blamed_on_the_run_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "acts", "line"),
+    ("overrides", "acts", "line"),
     [
         ("train.sync=last", "train.ranks=2", "train.sync = 'last' cannot act: there is one rank"),
         ("train.sync=last", "train.nodes=2", "train.sync = 'last' cannot act: there is one rank"),
+        *(
+            (
+                f"train.ranks=4 train.replicas=4 train.sync={sync}",
+                "train.ranks=8",
+                f"train.sync = '{sync}' cannot act: each of train.replicas = 4 is one rank",
+            )
+            for sync in ("each", "last")
+        ),
         (
             "algorithm.kl_type=k1",
             "algorithm.kl_coef=0.1",
@@ -214,9 +222,10 @@ def test_a_place_for_checkpoints_is_not_blamed_on_the_run_directory(tmp_path):
         ),
     ],
 )
-def test_keys_that_cannot_act(override, acts, line):
-    assert any(note.startswith(line) for note in key_notes(config(override)))
-    assert not list(key_notes(config(override, acts)))
+def test_keys_that_cannot_act(overrides, acts, line):
+    given = overrides.split()
+    assert any(note.startswith(line) for note in key_notes(config(*given)))
+    assert not list(key_notes(config(*given, acts)))
     assert not list(key_notes(config(acts)))
 
 

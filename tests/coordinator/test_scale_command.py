@@ -149,8 +149,21 @@ def test_what_cannot_run_or_fails_costs_one_line(tmp_path: Path, command: str, t
             [line] = await s.warned()
             assert line.startswith(f"scale.command for 2 nodes {text}")
             assert line.isprintable()
-            s.command.want(3)  # it is tried again
+            s.command.want(3)
             assert (await s.warned(2))[1].startswith(f"scale.command for 3 nodes {text}")
+
+    asyncio.run(scenario())
+
+
+def test_what_failed_is_tried_again_and_the_same_reason_is_said_once(tmp_path: Path, fifo: int):
+    lines = ('cd "$(dirname "$0")"', "echo x >> tried", "test $(wc -l < tried) -ge 4 || exit 1")
+
+    async def scenario() -> None:
+        async with scaled(script(tmp_path, *lines, "echo $1 > said")) as s:
+            s.num_there = 2
+            s.command.want(2)
+            assert await line_of(fifo) == "2"
+            assert s.warnings == ["scale.command for 2 nodes failed (status 1)"]
 
     asyncio.run(scenario())
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from lightrl.core.events import NodeHeard, TimerFired, TokensArrived
+from lightrl.core.gain import Gain
 from lightrl.core.placement import assign, moves, outlook
-from lightrl.core.speed import PRIOR_HALF_BATCH, Gain, Speed
+from lightrl.core.speed import PRIOR_HALF_BATCH, Speed
 from lightrl.core.state import Node, Response
 from lightrl.messages import Drafting, Heartbeat, Load, ResponseTokens, TokenChunk
 from tests.core.conftest import Driver, ids, logprobs
@@ -164,7 +165,7 @@ def test_response_that_came_between_two_chunks_does_not_count_until_the_next():
     def chunk(count: int) -> float:
         node.add_tokens(old, 12, goes_on=True)
         node.add_tokens(new, count, goes_on=True)
-        node.observe(d.now, 2, 12 + count)
+        node.observe(d.now, 2, 0, 12 + count)
         return node.gain.tokens
 
     assert chunk(2) == 1.0
@@ -245,7 +246,7 @@ def test_long_response_without_history_counts_as_slower_than_a_longer_one_with()
     nodes = [known("a", 4.0, [old]), known("b", 4.0, [new])]
     tokens = {old.id: 3000.0, new.id: 1500.0, next_one.id: 1500.0}
     ends = [outlook(n, lambda r: tokens[r.id]) for n in nodes]
-    assert [o.longest for o in ends] == [750.0, 1500.0]
+    assert [o.left for o in ends] == [[750.0], [1500.0]]
     assert [n.name for _, n in assign([next_one], nodes, lambda r: tokens[r.id])] == ["a"]
 
 

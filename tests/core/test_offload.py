@@ -38,18 +38,22 @@ def view(shared: int = 4, others: int = 2, released: int = 0, **changes) -> View
         kind="plain",
         opened_at=0.0,
         finished=0.1,
-        sampling=[Outlook(n, k, 0.0, 0.0) for k, n in enumerate(nodes("s", shared))],
-        others=[Outlook(n, 0, 0.0, 0.0) for n in nodes("o", others)],
+        sampling=[Outlook(n, [0.0] * k, 0.0) for k, n in enumerate(nodes("s", shared))],
+        others=[Outlook(n, [], 0.0) for n in nodes("o", others)],
         released=nodes("r", released),
         train_s=20.0,
         ready_s=0.0,
         arrivals=tuple((k / 100, k / 100) for k in range(1, 101)),
         switch_s=0.0,
-        longest=1.0,
-        total=60_000.0,
-        num=100,
+        left=evenly(60_000.0),
     )
     return replace(made, **changes)
+
+
+def evenly(total: float, num: int = 120, longest: float = 0.0) -> list[float]:
+    """Engine steps of so many responses, all but the longest alike."""
+    each = (total - longest) / (num - 1) if longest else total / num
+    return [each] * (num - 1) + [longest or each]
 
 
 # The equation
@@ -65,12 +69,24 @@ def test_the_best_window_lets_nobody_wait():
 
 
 def test_what_is_left_takes_more_nodes_less_time_but_not_the_longest_response():
-    v = view(longest=1000.0, total=20_000.0)
+    v = view(left=evenly(20_000.0, 39, 1000.0))
     both = nodes("n", 2, base=0.01)
     assert v.rest_s(both[:1]) == pytest.approx(10 + 20)
     assert v.rest_s(both) == pytest.approx(10 + 10)
     assert v.rest_s([]) == float("inf")
-    assert replace(v, num=0).rest_s(both) == 0.0
+    assert replace(v, left=[]).rest_s(both) == 0.0
+
+
+def test_what_is_left_is_foreseen_with_the_curve_of_each_node():
+    [node] = nodes("n", 1)
+    for _ in range(8):
+        for batch in range(64, 0, -1):
+            node.speed.observe(batch, 0.04 if batch > 40 else 0.01)
+    assert 32 <= node.capacity <= 40  # of more than these, the rest does better to wait
+    alone = view(left=[1000.0] * 20).rest_s([node])
+    assert alone == pytest.approx(10.0, rel=0.1)
+    turns = view(left=[1000.0] * 3 * node.capacity).rest_s([node])
+    assert turns == pytest.approx(3 * 10.0, rel=0.1)
 
 
 # Foreseen
@@ -81,28 +97,28 @@ def test_all_go_when_the_others_need_no_longer_than_the_trainer():
     early = rule.decide(view(), now=5.0)  # the others need 30 s, the trainer 20: T* in 5 s
     assert early.release == ()
     assert early.look_at == pytest.approx(5.0 + (60 - 2 * 20) / 6, rel=0.05)
-    late = rule.decide(view(total=40_000.0), now=9.0)
+    late = rule.decide(view(left=evenly(40_000.0)), now=9.0)
     assert sorted(late.release) == ["s0", "s1", "s2", "s3"]
 
 
 def test_a_switch_that_costs_more_than_it_brings_is_left_out():
-    v = view(total=10_000.0, train_s=2.0)  # now 1.7 s + 2, else 5 s
+    v = view(left=evenly(10_000.0), train_s=2.0)  # now 1.7 s + 2, else 5 s
     assert Foreseen().decide(v, now=0.0).release == ()
-    few = view(total=2000.0, train_s=2.0)
+    few = view(left=evenly(2000.0), train_s=2.0)
     assert Foreseen().decide(few, now=0.0).release != ()
     assert Foreseen().decide(replace(few, switch_s=3.0), now=0.0) == NOTHING
 
 
 def test_groups_that_come_late_are_waited_for():
-    early, late = view(total=40_000.0), view(total=40_000.0, arrivals=[(1.0, 1.0)])
+    early, late = view(left=evenly(40_000.0)), view(left=evenly(40_000.0), arrivals=[(1.0, 1.0)])
     assert Foreseen().decide(early, now=0.0).release != ()
     assert Foreseen().decide(late, now=0.0).release == ()
 
 
 def test_half_goes_if_the_trainer_has_work_in_hand_and_the_tail_needs_no_more():
-    tail = {"longest": 5000.0, "total": 10_000.0, "num": 8, "train_s": 60.0}
+    tail = {"left": evenly(10_000.0, 8, 5000.0), "train_s": 60.0}
     slow = nodes("s", 4, base=0.01)
-    sampling = [Outlook(n, k, 0.0, 0.0) for k, n in enumerate(slow)]
+    sampling = [Outlook(n, [0.0] * k, 0.0) for k, n in enumerate(slow)]
     v = view(others=1, sampling=sampling, **tail)
     assert Foreseen().decide(replace(v, arrivals=[(1.0, 1.0)], ready_s=0.0), 0.0).release == ()
     v.others[0].node.speed = Speed(0.05, SLOPE, 999)  # that one alone would need 260 s
@@ -112,7 +128,7 @@ def test_half_goes_if_the_trainer_has_work_in_hand_and_the_tail_needs_no_more():
 
 @pytest.mark.parametrize("rule", [Foreseen(), Window()], ids=["foreseen", "window"])
 def test_caches_that_do_not_hold_the_rest_keep_the_nodes(rule):
-    v = view(total=40_000.0, opened_at=1.0)
+    v = view(left=evenly(40_000.0), opened_at=1.0)
     rule.learn(STEP)
     room = replace(v, kv_tokens=1900.0, caches={n.name: 1000 for n in v.now_sampling()})
     assert rule.decide(room, now=500.0).release != ()
@@ -122,14 +138,18 @@ def test_caches_that_do_not_hold_the_rest_keep_the_nodes(rule):
 
 def test_released_nodes_come_back_when_the_others_vanish():
     rule = Foreseen()
-    assert len(rule.decide(view(total=40_000.0), now=0.0).release) == 4
-    alone = view(shared=0, others=0, released=4, total=30_000.0, switch_s=1.0)
+    assert len(rule.decide(view(left=evenly(40_000.0)), now=0.0).release) == 4
+    alone = view(shared=0, others=0, released=4, left=evenly(30_000.0), switch_s=1.0)
     assert sorted(rule.decide(alone, now=1.0).take_back) == ["r0", "r1", "r2", "r3"]
-    one_left = view(shared=0, others=1, released=4, total=60_000.0, train_s=10.0, switch_s=1.0)
+    one_left = view(
+        shared=0, others=1, released=4, left=evenly(60_000.0), train_s=10.0, switch_s=1.0
+    )
     assert rule.decide(one_left, now=1.0).take_back != ()
-    nearly_done = replace(one_left, total=2000.0)
+    nearly_done = replace(one_left, left=evenly(2000.0))
     assert rule.decide(nearly_done, now=1.0) == NOTHING  # does not pay
-    both_left = view(shared=0, others=2, released=4, total=60_000.0, train_s=10.0, switch_s=1.0)
+    both_left = view(
+        shared=0, others=2, released=4, left=evenly(60_000.0), train_s=10.0, switch_s=1.0
+    )
     assert rule.decide(both_left, now=1.0).take_back == ()  # nobody is gone
 
 
@@ -152,9 +172,9 @@ def test_without_others_half_goes_in_the_tail(rule):
 
 def test_halves_go_again_only_while_few_responses_run():
     rest = view(others=0, shared=2, released=2, opened_at=1.0, finished=0.6)
-    assert ScaleDown(again=True).decide(replace(rest, num=12)) == Change(release=("s0",))
-    assert ScaleDown(again=True).decide(replace(rest, num=13)) == NOTHING  # of 64 slots
-    assert ScaleDown().decide(replace(rest, num=12)) == NOTHING
+    assert ScaleDown(again=True).decide(replace(rest, left=[1.0] * 12)) == Change(release=("s0",))
+    assert ScaleDown(again=True).decide(replace(rest, left=[1.0] * 13)) == NOTHING  # of 64 slots
+    assert ScaleDown().decide(replace(rest, left=[1.0] * 12)) == NOTHING
     assert ScaleDown().decide(view(others=0, finished=0.54)).release != ()  # a late look at 50 %
     assert ScaleDown().decide(view(others=0, finished=0.56)) == NOTHING
 

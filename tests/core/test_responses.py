@@ -7,7 +7,7 @@ import pytest
 
 from lightrl.core.commands import CloseRound, Report, ScoreResponse
 from lightrl.core.events import NodeLost, TokensArrived
-from lightrl.core.state import sample_seed
+from lightrl.core.rounds import sample_seed
 from lightrl.messages import Abort, Generate, ResponseTokens, TokenChunk, TrainShard
 from tests.core.conftest import Driver, ids, of_kind, sent
 

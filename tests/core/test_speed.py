@@ -1,10 +1,11 @@
 """How fast a node decodes is learned from its chunks."""
 
 import random
+from collections.abc import Callable, Iterable
 
 import pytest
 
-from lightrl.core.speed import PRIOR_HALF_BATCH, PRIOR_STEP_S, Speed
+from lightrl.core.speed import PRIOR_HALF_BATCH, PRIOR_STEP_S, SURPRISING, Speed
 from lightrl.core.state import Node
 from tests.core.conftest import Driver
 
@@ -24,7 +25,7 @@ def test_base_and_slope_are_recovered_from_noisy_observations(seed: int):
         speed.observe(batch, (base + slope * batch) * rng.gauss(1.0, 0.05))
     for batch in (16, 64, 256):
         assert speed.step_s(batch) == pytest.approx(base + slope * batch, rel=0.1)
-    assert speed.slope == pytest.approx(slope, rel=0.25)
+    assert speed.step_s(256) - speed.step_s(128) == pytest.approx(128 * slope, rel=0.25)
 
 
 def test_one_batch_size_gives_the_speed_there_and_a_slope_that_is_neither_zero_nor_all():
@@ -32,8 +33,9 @@ def test_one_batch_size_gives_the_speed_there_and_a_slope_that_is_neither_zero_n
     for _ in range(100):
         speed.observe(64, 0.08)
     assert speed.step_s(64) == pytest.approx(0.08)
-    assert 0 < speed.slope < 0.08 / 64
-    assert speed.base > 0
+    slope = speed.step_s(128) - speed.step_s(127)
+    assert 0 < slope < 0.08 / 64
+    assert speed.step_s(1) > slope
 
 
 def test_node_that_becomes_slower_is_believed_soon():
@@ -69,3 +71,157 @@ def test_time_in_which_a_node_had_nothing_to_do_is_not_held_against_it():
     d.now = 101.0
     d.tokens("p1@0#0", 1)
     assert node.speed.step_s(1) < 0.3
+
+
+def test_slow_node_that_is_heard_twice_in_a_row_is_looked_at_and_one_odd_chunk_is_not_believed():
+    speed = taught(lambda b: 0.02, batches=(8,))
+    speed.observe(8, 0.2)
+    assert speed.step_s(8) == pytest.approx(0.02, rel=0.35)
+    speed = taught(lambda b: 0.02, batches=(8,))
+    for _ in range(8):
+        speed.observe(8, 0.08)
+    assert speed.step_s(8) == pytest.approx(0.08, rel=0.2)
+
+
+# What a step takes with so many responses.
+SHAPES: dict[str, Callable[[float], float]] = {
+    "knee": lambda b: 0.01 * max(1.0, b / 32),
+    "slope": lambda b: 0.01 * (1 + b / 64),
+    "cliff": lambda b: 0.01 * (1 + b / 500) * (3.0 if b > 48 else 1.0),
+}
+MAX_BATCH = 128
+
+
+def taught(
+    seconds: Callable[[float], float],
+    batches: Iterable[int] = range(128, 0, -1),
+    repeat: int = 40,
+    noise: float = 0.0,
+    each: float = 0.0,
+    seed: int = 0,
+) -> Speed:
+    """After rounds in which the batch shrinks and contexts grow; `each`: of a token of context."""
+    rng, speed = random.Random(seed), Speed()
+    for _ in range(repeat):
+        prompt = rng.uniform(100, 2000)
+        for at, batch in enumerate(batches):
+            context = batch * (prompt + 20 * at)
+            took = seconds(batch) + each * context
+            speed.observe(batch, took * rng.gauss(1.0, noise), float(context))
+    return speed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_curve_is_learned_whatever_its_shape(shape: str, seed: int):
+    seconds = SHAPES[shape]
+    speed = taught(seconds, repeat=6, noise=0.05, seed=seed)
+    for batch in (1, 3, 6, 12, 24, 92, 120):
+        assert speed.step_s(batch, 0.0) == pytest.approx(seconds(batch), rel=0.15)
+
+
+def test_nodes_are_filled_up_to_the_cliff_and_no_farther():
+    peaks = {name: taught(s, repeat=6).peak(MAX_BATCH) for name, s in SHAPES.items()}
+    assert peaks["knee"] == peaks["slope"] == MAX_BATCH
+    assert 24 <= peaks["cliff"] <= 64
+    assert Speed().peak(MAX_BATCH) == MAX_BATCH
+    d = Driver(prompts_per_step=90, group_size=1, slots=128)
+    d.start("a")
+    node = d.core.fleet.nodes["a"]
+    assert len(node.running) == 90
+    node.speed = taught(SHAPES["cliff"], repeat=6)
+    d.finish_round()
+    d.train(0)
+    d.confirm("a", 1)
+    assert len(node.running) == peaks["cliff"]
+    assert len(d.core.table.queue) == 90 - peaks["cliff"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_step_at_another_context_is_predicted(shape: str):
+    seconds, each = SHAPES[shape], 2e-7
+    speed = taught(seconds, repeat=12, noise=0.02, each=each)
+    assert speed.each == pytest.approx(each, rel=0.25)
+    for batch, context in ((8, 4000.0), (24, 8000.0), (100, 200.0)):
+        real = seconds(batch) + each * batch * context
+        assert speed.step_s(batch, context) == pytest.approx(real, rel=0.15)
+
+
+def test_context_that_costs_nothing_is_not_charged_for_a_node_that_warms_up():
+    speed = Speed()
+    for at in range(100):
+        speed.observe(8, 0.02 * (1 - 0.2 / (1 + at)), 8.0 * (200 + 32 * at))
+    assert speed.each * speed.context * 8 < 0.02 * 0.02
+
+
+def test_error_falls_with_what_was_seen_and_grows_with_the_distance_from_it():
+    rng, speed = random.Random(0), Speed()
+    errors = [speed.error(16)]
+    for count in (1, 4, 40):
+        for _ in range(count):
+            speed.observe(16, 0.02 * rng.gauss(1.0, 0.05))
+        errors.append(speed.error(16))
+    assert errors == sorted(errors, reverse=True)
+    assert speed.error(16) < 0.02 < speed.error(32) < speed.error(128)
+    noisy = taught(lambda b: 0.02, batches=(16,), noise=0.3)
+    assert noisy.error(16) > 2 * speed.error(16)
+
+
+def test_node_that_turns_slow_is_slow_with_every_batch_also_those_not_seen_since():
+    seconds = SHAPES["knee"]
+    speed = taught(seconds, repeat=6)
+    for _ in range(12):
+        speed.observe(100, 4 * seconds(100), 100 * 1000.0)
+    for batch in (4, 16, 100):
+        assert speed.step_s(batch) == pytest.approx(4 * seconds(batch), rel=0.2)
+    for _ in range(12):
+        speed.observe(100, seconds(100), 100 * 1000.0)
+    assert speed.step_s(4) == pytest.approx(seconds(4), rel=0.2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_node_that_was_slow_for_a_while_is_known_at_every_size_again(shape: str):
+    """It turns slow in the middle of a round and is fast again in the middle of the next."""
+    seconds, speed = SHAPES[shape], Speed()
+    for factor, batches in (
+        (1, range(128, 0, -1)),
+        (1, range(128, 40, -1)),
+        (4, range(40, 0, -1)),
+        (4, range(128, 100, -1)),
+        (1, range(100, 0, -1)),
+        (1, range(128, 0, -1)),
+    ):
+        for batch in batches:
+            for _ in range(2):
+                speed.observe(batch, factor * seconds(batch))
+    for batch in (1, 4, 16, 32, 100, 128):
+        assert speed.step_s(batch) == pytest.approx(seconds(batch), rel=SURPRISING)
+
+
+def test_cliff_that_was_met_late_says_nothing_of_smaller_sizes():
+    speed = taught(SHAPES["slope"], batches=range(40, 0, -1), repeat=6)
+    for _ in range(6):
+        for batch in (60, 56, 52, 48, 44, 40, 36):
+            for _ in range(3):
+                speed.observe(batch, SHAPES["slope"](batch) * (3 if batch > 48 else 1))
+    assert speed.step_s(8) == pytest.approx(SHAPES["slope"](8), rel=0.1)
+    assert speed.step_s(56) == pytest.approx(3 * SHAPES["slope"](56), rel=0.1)
+
+
+def test_step_that_may_be_long_because_of_its_context_makes_no_node_slow():
+    speed = Speed()
+    for _ in range(8):
+        speed.observe(8, 0.02, 8 * 500.0)
+    for _ in range(8):
+        speed.observe(8, 0.03, 8 * 1000.0)
+    assert speed.level == 1.0
+    for _ in range(8):
+        speed.observe(8, 0.12, 8 * 1000.0)
+    assert speed.level > 2
+
+
+def test_node_that_joins_is_taken_to_be_like_the_others():
+    others = [taught(lambda b, k=k: k * (0.01 + 0.0001 * b), each=1e-8, noise=0.01) for k in (1, 3)]
+    speed = Speed.like(others)
+    assert speed.step_s(64, 0.0) == pytest.approx(2 * 0.0164, rel=0.1)
+    assert Speed.like([Speed()]).step_s(64) == Speed().step_s(64)

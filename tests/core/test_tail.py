@@ -11,8 +11,9 @@ from lightrl.core.coordinator import Coordinator
 from lightrl.core.counters import Counters
 from lightrl.core.log_entries import SnapshotBegan, SnapshotEnded
 from lightrl.core.recovery import recover
+from lightrl.core.rounds import sample_seed
 from lightrl.core.settings import Tail
-from lightrl.core.state import DrawnPrompt, sample_seed
+from lightrl.core.state import DrawnPrompt
 from tests.core.conftest import Driver, ids, of_kind
 
 

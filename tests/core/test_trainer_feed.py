@@ -349,3 +349,15 @@ def test_a_run_that_is_stopped_still_hands_over_the_step_of_which_all_groups_are
             break
     assert last
     assert ("t", Drain("t", "enough")) in sent(commands, Drain)
+
+
+def test_the_journal_says_which_replicas_have_accumulated_a_version():
+    d = trained(1)
+    d.finish_round()
+    news = PublishWeights(2, "digest-2", 1, 1, portions=(1, 2), replicas=(1, 0))
+    [entry] = [
+        c.entry
+        for c in of_kind(d.feed(WeightsPublished("t", news)), Record)
+        if isinstance(c.entry, VersionPublished)
+    ]
+    assert entry == VersionPublished(2, "digest-2", (1, 2), 1, 1, replicas=(1, 0))

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-STEPS = 12
+STEPS = 6
 VERSION_BYTES = 2_110_976
 FAST = 50e6  # bytes/s of each line
 SLOW = 1e6  # of the trainer's, while something happens: two nodes are sent a version in 4 s
@@ -114,7 +114,7 @@ def result_of(run: Machines) -> dict[str, Any]:
     return {key: told[key] for key in RESULT}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_all_versions_but_the_first_come_by_broadcast(pulled, tmp_path: Path, ranks: int):
     with a_run(tmp_path, f"train.ranks={ranks}") as run:
         assert result_of(run) == pulled(ranks)
@@ -122,7 +122,7 @@ def test_all_versions_but_the_first_come_by_broadcast(pulled, tmp_path: Path, ra
         assert "is over" not in run.log("head")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_engines_beside_their_trainer_are_sent_versions_where_that_is_asked_for(
     pulled, tmp_path: Path, ranks: int
 ):
@@ -215,6 +215,7 @@ def test_whatever_happens_while_a_version_is_sent_the_others_go_on(
         assert result_of(run) == pulled(1)
 
 
+@pytest.mark.slow  # and a matter of time: two runs on slow lines
 def test_a_version_is_served_no_later_by_broadcast_than_by_pull(tmp_path: Path):
     """By the second machine, on equal lines; from when a step is trained."""
     seconds: dict[str, float] = {}

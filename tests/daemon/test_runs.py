@@ -10,7 +10,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from lightrl.core.state import sample_seed
+from lightrl.core.rounds import sample_seed
 from lightrl.keys import coordinator_public_key
 from lightrl.messages import Snapshot
 from lightrl.metrics.sinks import read

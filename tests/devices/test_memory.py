@@ -130,7 +130,7 @@ def test_what_a_rank_holds_for_each_parameter():
     assert bytes_of(LLAMA_8B, "gradients", **on_eight) == count
     assert bytes_of(LLAMA_8B, "gradients", **on_eight, sums_late=True) == 4 * count
     assert bytes_of(LLAMA_8B, "optimizer", **on_eight) == 2 * count
-    assert bytes_of(LLAMA_8B, "reference", **on_eight) == 2 * count // 8
+    assert bytes_of(LLAMA_8B, "reference", **on_eight) == 2 * count // 4
 
 
 def test_what_is_elsewhere_or_in_eight_bits():
@@ -145,6 +145,9 @@ def test_what_is_elsewhere_or_in_eight_bits():
     late = {**on_host, "sums_late": True}
     assert bytes_of(LLAMA_8B, "gradients", **late) == 4 * LLAMA_8B.num_parameters
     assert bytes_of(LLAMA_8B, "gradients", **late, world=8) == 4 * LLAMA_8B.num_parameters
+    # nor does it when a replica has summed them up: they have not met those of the others
+    halves = {"world": 4, "replicas": 2}
+    assert bytes_of(LLAMA_8B, "gradients", **on_host, **halves) == 2 * LLAMA_8B.num_parameters
 
 
 def test_what_is_on_the_host_is_said_in_gigabytes():

@@ -195,7 +195,11 @@ def test_without_a_gpu_it_runs_to_its_end_and_says_why(tmp_path):
     ("name", "figure"),
     [
         ("speed/step", "small, bare loop / rank (goal 0.95)"),
-        ("speed/large-7b", "small, a checkpoint staged for the first time: s"),
+        pytest.param(
+            "speed/large-7b",
+            "small, a checkpoint staged for the first time: s",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "speed/train-3b", "3B, rank / bare loop: tokens/s (goal 0.95)", marks=pytest.mark.slow
         ),

@@ -150,6 +150,7 @@ TABLE = [
     of("WeightsEndpoint", {"secret": "s" * 16}, "addresses", fields.MAX_ADDRESSES, "h:1"),
     of("PublishWeights", PUBLISH, "deltas", fields.MAX_DELTAS, DELTA),
     of("PublishWeights", PUBLISH, "portions", R, 300),
+    of("PublishWeights", PUBLISH, "replicas", R, 300),
     Largest(
         "PublishWeights",
         "base",

@@ -77,9 +77,8 @@ def test_who_wins_a_race_in_tokens_depends_on_nothing_but_the_samples(tail: Tail
 
 def test_a_fleet_that_comes_and_goes_finishes_the_run():
     trace = synthetic_trace(6, 400.0, up_s=12.0, down_s=6.0, seed=7)
-    out = world(
-        fleet=nodes(1), trace=trace, tail=BOTH, check=True, num_steps=6, chunk_tokens=1
-    ).run()
+    fleet = nodes(1, slowness=1.5)  # what runs there moves to who comes
+    out = world(fleet=fleet, trace=trace, tail=BOTH, check=True, num_steps=6, chunk_tokens=1).run()
     c = out.counters
     assert c["nodes_lost"] >= 5
     assert c["responses_moved"] > c["migrations"] > 0

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lightrl.broadcast_messages import VersionTaken
-from lightrl.journal.read import recut
+from lightrl.journal.read import Portions, recut
 from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
@@ -33,6 +33,7 @@ class Coordinator:
         self.groups = groups
         self.digests = {}
         self.portions = {}
+        self.replicas = {}
         self.sent = []  # all that the trainer said
         self.says_taken = True  # of each version that it pulls, as the real one does
         self.waits = False  # with each shard until the one before it was taken
@@ -63,10 +64,11 @@ class Coordinator:
     def take(self, message):
         self.sent.append(message)
         match message:
-            case PublishWeights(version, digest, portions=portions):
+            case PublishWeights(version, digest, portions=portions, replicas=replicas):
                 assert self.digests.setdefault(version, digest) == digest
                 if portions:
                     assert self.portions.setdefault(version, portions) == portions
+                    assert self.replicas.setdefault(version, replicas) == replicas
                 happens = self.on.pop(("published", version), None)
                 if self._expects_position or version > self._stands_at:
                     self._expects_position, self._stands_at = False, version
@@ -94,7 +96,8 @@ class Coordinator:
         ]
         if step + 1 not in self.portions:
             return shards
-        return list(recut(shards, self.portions[step + 1], len(self.groups)))
+        known = Portions(self.portions[step + 1], self.replicas[step + 1])
+        return list(recut(shards, known, len(self.groups)))
 
     def feed(self, step):
         async def feed():

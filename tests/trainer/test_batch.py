@@ -9,7 +9,6 @@ from lightrl.config_algorithm import AlgorithmSection
 from lightrl.trainer.batch import (
     BATCH_PRICE_TOKENS,
     PADDING_SHARE,
-    fills,
     micro_batches,
     num_tokens,
     plan,
@@ -96,12 +95,6 @@ def test_packed_batches_are_nearly_full(seed, ranks, max_tokens):
     plans = plan_packed(lengths, ranks, max_tokens)
     num_batches = sum(map(len, plans))
     assert num_batches <= 1.25 * sum(lengths) / max_tokens + ranks
-
-
-def test_groups_fill_when_each_rank_gets_a_whole_micro_batch(samples):
-    tokens = sum(map(num_tokens, samples))
-    assert fills([samples[:5], samples[5:]], 2, tokens // 2)
-    assert not fills([samples], 2, tokens // 2 + 1)
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,9 @@ def shards_of(tensors, rank, world):
     return [*(cut(*item) for item in tensors.items()), Shard("s", torch.float32, (), scalar)]
 
 
-@pytest.mark.parametrize(("world", "local"), [(2, 2), (3, 3), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "local"), [(2, 2), (3, 3), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 def test_any_number_of_ranks_makes_the_same_version_and_half_of_one_is_none(tmp_path, world, local):
     """Also those of which only the first are where the version is."""
     command = [sys.executable, "-c", RANKS]

@@ -37,7 +37,7 @@ def take(queue, coming, is_due=lambda held: True, one_by_one=False):
         queue.held += [[sample(g)] for g in groups]
         if queue.held and (queue.must_not_wait(waiting) or is_due(queue.held)):
             mine += [s.response for samples in queue.held for s in samples]
-            queue.count(queue.held)
+            queue.give_out(len(queue.held))
         if queue.has_mini_batch:
             assert (queue.num_responses, queue.num_tokens) == (len(mine), 3 * len(mine))
             updates.append(mine)
@@ -82,7 +82,8 @@ def test_portions_that_other_mini_batches_made_are_cut_at_these():
 
 def test_a_mask_counts_what_is_trained():
     queue = ShardQueue(0)
-    queue.count([[sample(TrainGroup("a", b"", ()), pack_mask([True, False, True]))]])
+    queue.held = [[sample(TrainGroup("a", b"", ()), pack_mask([True, False, True]))]]
+    queue.give_out(1)
     assert (queue.num_responses, queue.num_tokens) == (1, 2)
 
 

@@ -98,8 +98,7 @@ async def steps_of_two(ranks, samples, tmp_path):
 WAYS = {
     "divided": {},
     "each": {"sync": "each"},
-    "copies": {"replicas": 2},
-    "copies-each": {"replicas": 2, "sync": "each"},
+    "replicas": {"replicas": 2},
     "host": {"offload": "all"},
     "host-optimizer": {"offload": "optimizer", "activation_checkpointing": True},
 }

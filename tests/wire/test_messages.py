@@ -46,6 +46,7 @@ EXAMPLES: list[m.Message] = [
         True,
         32,
         True,
+        1,
     ),
     m.ShardsTaken(4, 2),
     m.StepDone(4, 5, {"loss/policy": 0.1}),
@@ -59,6 +60,7 @@ EXAMPLES: list[m.Message] = [
         deltas=(m.DeltaOffer("9f3a", "a01c", "77aa", 4210, 91022),),
         canary=m.Canary(wire.pack_i32([5, 6]), wire.pack_f32([-0.5])),
         portions=(3, 29),
+        replicas=(0, 1),
         base=m.WeightsBase("4b7e", 2112512, 8190),
     ),
     m.WeightsReady(4, "9f3a", 2112512, 0.01, 0.03, 1000, 91022, 0.001),
@@ -152,11 +154,11 @@ def test_bytes_of_protocol_10_are_pinned():
     )
     masked = wire.MESSAGES.encode(m.TrainShard(1, 0, 1, (m.TrainGroup("g", b"", (TRAINED,)),)))
     assert masked.hex() == (
-        "92aa547261696e536861726487a47374657001a5696e64657800ae706f6c6963795f76657273696f6e01a667726f75"
+        "92aa547261696e536861726488a47374657001a5696e64657800ae706f6c6963795f76657273696f6e01a667726f75"
         "70739183a567726f7570a167a670726f6d7074c400a9726573706f6e7365739186a8726573706f6e7365a670374030"
         "2333a9746f6b656e5f696473c400b0726f6c6c6f75745f6c6f6770726f6273c400a6726577617264cb3ff000000000"
         "0000ad66696e6973685f726561736f6ea66c656e677468a96c6f73735f6d61736bc40105a46c617374c2aa6e756d5f"
-        "67726f75707300a5616c6f6e65c2"
+        "67726f75707300a5616c6f6e65c2a77265706c69636100"
     )
 
 
@@ -167,7 +169,7 @@ def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
     )
     source = m.WeightsSource("n", ("h:1",), "t")
     delta = m.DeltaOffer("a", "b", "c", 1, 2)
-    offer = m.PublishWeights(4, "b", 9, 8, (source,), (delta,), m.Canary(b"", b""), (3,))
+    offer = m.PublishWeights(4, "b", 9, 8, (source,), (delta,), m.Canary(b"", b""), (3,), (0, 1))
     assert wire.MESSAGES.decode(wire.MESSAGES.encode(offer)) == offer
     base = m.WeightsBase("b", 9, 8, (source,))
     assert wire.to_bytes(base).hex() == (
@@ -175,12 +177,12 @@ def test_bytes_of_what_says_where_weights_are_to_be_had_are_pinned():
         "739183a46e6f6465a16ea961646472657373657391a3683a31a67469636b6574a174"
     )
     assert wire.MESSAGES.encode(offer).hex() == (
-        "92ae5075626c697368576569676874738aae706f6c6963795f76657273696f6e04a6646967657374a162a96e"
+        "92ae5075626c697368576569676874738bae706f6c6963795f76657273696f6e04a6646967657374a162a96e"
         "756d5f627974657309ae6d616e69666573745f627974657308a7736f75726365739183a46e6f6465a16ea961"
         "646472657373657391a3683a31a67469636b6574a174a664656c7461739185a462617365a161a67461726765"
         "74a162a6646967657374a163ae6d616e69666573745f627974657301a96e756d5f627974657302a663616e61"
         "727983a9746f6b656e5f696473c400a86c6f6770726f6273c400a56474797065a7666c6f61743332a8706f72"
-        "74696f6e739103a567726f7570a0a462617365c0"
+        "74696f6e739103a87265706c69636173920001a567726f7570a0a462617365c0"
     )
     bad = wire.MESSAGES.encode(m.BadSource(4, "n", "r"))
     assert bad.hex() == (

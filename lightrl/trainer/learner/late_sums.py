@@ -1,14 +1,17 @@
-"""Gradients that are summed over the ranks once a step (`train.sync = "last"`, on CPUs "auto").
+"""Gradients that are summed over the ranks once an update, not with each micro-batch.
 
-Owns when they are: until then each rank holds those of the whole model, in float32. On a processor
-it holds the weights of the whole model as long: gloo gathers them, and FSDP copies them, while
-nothing is computed. NCCL gathers meanwhile, and there memory is scarce.
+Owns when they are. With `train.sync = "last"` (on CPUs "auto") each rank holds those of the whole
+model until then, in float32. On a processor it holds the weights of the whole model as long: gloo
+gathers them, and FSDP copies them, while nothing is computed. NCCL gathers meanwhile, and there
+memory is scarce. Replicas (`train.replicas`) always meet at the end alone: with `"each"` only the
+ranks of one replica sum up with each micro-batch.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,10 +20,13 @@ from lightrl.trainer.model.policy import Policy, response_logprobs
 
 
 class LateSums:
-    """From `begin` to `reduce` there are gradients that only this rank has."""
+    """From `begin` to `reduce` there are gradients that only this rank has, or this replica."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, is_last: bool, replicas: int = 1) -> None:
+        """`is_last`: ranks of one replica do not sum up before the end, either."""
         self._policy = policy
+        self._is_last = is_last
+        self._replicas = replicas
         self._is_due = False
 
     def begin(self) -> None:
@@ -29,16 +35,19 @@ class LateSums:
         if self._is_due or not isinstance(module, FSDPModule):
             return
         self._is_due = True
+        if not self._is_last:
+            module.set_requires_all_reduce(False)
+            return
         module.set_requires_gradient_sync(False)
         if self._keeps_weights:
             module.set_reshard_after_forward(False)
             module.set_reshard_after_backward(False)
 
     def reduce(self) -> None:
-        """A collective, if it is due on one rank and so on all. Which micro-batch is the last is
-        known when it has been computed: FSDP sums up in one more pass, over nothing."""
+        """A collective. Which micro-batch is the last is known when it has been computed: FSDP sums
+        up in one more pass, over nothing. A replica that had no micro-batch takes part."""
         policy = self._policy
-        if not self._is_due or not isinstance(policy.module, FSDPModule):
+        if not isinstance(policy.module, FSDPModule) or not self._is_due_anywhere():
             return
         self._is_due = False
         policy.module.set_requires_gradient_sync(True)
@@ -54,19 +63,25 @@ class LateSums:
         if not self._is_due or not isinstance(module, FSDPModule):
             return
         self._is_due = False
-        for parameter in _of_fsdp(module):
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+        for group in _groups(module):
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
         module.set_requires_gradient_sync(True)
         module.set_reshard_after_backward(True)
         self._reset_forward(module)
 
     def gradients(self) -> Iterator[Tensor]:
-        """Those that only this rank has, of the whole model."""
+        """Those that only this rank has, of the whole model, or this replica, of a shard."""
         module = self._policy.module
-        if self._is_due and isinstance(module, FSDPModule):
-            for parameter in _of_fsdp(module):
+        if not self._is_due or not isinstance(module, FSDPModule):
+            return
+        for group in _groups(module):
+            if group._partial_reduce_output is not None:
+                yield group._partial_reduce_output
+            for parameter in group.fsdp_params:
                 if parameter.unsharded_accumulated_grad is not None:
                     yield parameter.unsharded_accumulated_grad
                 unsharded = getattr(parameter, "_unsharded_param", None)
@@ -78,18 +93,25 @@ class LateSums:
             module.set_reshard_after_forward(True)
             module.set_reshard_after_forward(False, recurse=False)
 
+    def _is_due_anywhere(self) -> bool:
+        """The ranks of one replica have as many micro-batches each, those of others other ones."""
+        if self._replicas == 1:
+            return self._is_due
+        due = torch.tensor(float(self._is_due), device=self._policy.device)
+        dist.all_reduce(due, dist.ReduceOp.MAX)
+        return bool(due.item())
+
     @property
     def _keeps_weights(self) -> bool:
-        return self._policy.device.type == "cpu"
+        return self._is_last and self._policy.device.type == "cpu"
 
 
-def _of_fsdp(module: Any) -> Iterator[Any]:
-    """What FSDP holds of each parameter: it has no public name for gradients that it has not summed
-    up yet."""
+def _groups(module: Any) -> Iterator[Any]:
+    """What FSDP sums up at once: it has no public name for gradients that it has not summed up
+    yet."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             state = part._get_fsdp_state()
             # before torch 2.13 a module had at most one
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in filter(None, groups):
-                yield from group.fsdp_params
+            yield from filter(None, groups)

@@ -56,8 +56,10 @@ class Learner:
         # With adapters the model without them is the reference: see `_reference_logprobs`.
         if self.algorithm.kl_coef > 0 and not self.policy.has_adapters:
             is_offloaded = config.train.offload == "all"
-            self.reference = load_reference(model_dir, device, world, is_offloaded)
-        self.late = LateSums(self.policy) if self._sums_late() else None
+            replicas = config.train.replicas
+            self.reference = load_reference(model_dir, device, world, replicas, is_offloaded)
+        is_last, replicas = self._sums_late(), config.train.replicas
+        self.late = LateSums(self.policy, is_last, replicas) if is_last or replicas > 1 else None
         self.parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
         self.optimizer = optim.new_optimizer(self.parameters, config.train.optim)
         is_shared = config.rollout.placement == "shared"
@@ -94,7 +96,8 @@ class Learner:
     def update(self, end: UpdateWeights | FinishStep) -> None:
         """A mini-batch is complete: the optimizer's step, if there is anything to learn from."""
         self._fetch()
-        if self.held:
+        # One of several replicas may hold nothing, but its sums are asked for.
+        if self.held or (self.algorithm.is_whitened and self.config.train.replicas > 1):
             batches = self._whitened()
             for first in range(0, len(batches), AT_ONCE):
                 end_of_some = first + AT_ONCE
@@ -135,7 +138,7 @@ class Learner:
             self._learning_rate(finish.step), has_weights=self.algorithm.tis_cap != 0
         )
         metrics |= {
-            "num_micro_batches": float(self.num_batches),
+            "num_micro_batches": self._most(self.num_batches),
             "timing_s/forward_backward": self.computing.lap(),
             "timing_s/optimizer": self._updating_s,
         }
@@ -192,7 +195,9 @@ class Learner:
         )
 
     def _sums_late(self) -> bool:
-        sync = self.config.train.sync
+        train = self.config.train
+        # Whatever it says: a replica of one rank has nobody in it to sum up with.
+        sync = "auto" if self.world == train.replicas > 1 else train.sync
         return sync == "last" or (sync == "auto" and self.device.type == "cpu")
 
     def _algorithm(self) -> AlgorithmSection:
@@ -205,8 +210,8 @@ class Learner:
     def _accumulate(self, batches: Sequence[MicroBatch], is_last: bool = False) -> None:
         self._fetch()
         for i, samples in enumerate(batches):
-            # Without samples, too, when others compute: their collectives need us.
-            if samples or self.world > 1:
+            # Without samples, too, when others of this replica compute: they need us.
+            if samples or self.world > self.config.train.replicas:
                 vocabulary, packed = self.policy.vocabulary, self.policy.way.packed
                 batch = collate(samples, self.device, vocabulary, packed)
                 with self.computing.running(), out_of_memory.final(self.config, "", samples):
@@ -316,6 +321,11 @@ class Learner:
     def _learning_rate(self, step: int) -> float:
         train = self.config.train
         return optim.learning_rate(train.optim, step, train.steps)
+
+    def _most(self, value: float) -> float:
+        """Over all ranks."""
+        here = torch.tensor(value, dtype=torch.float64, device=self.device)
+        return self._total(here, dist.ReduceOp.MAX).item()
 
     def _total(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Over all ranks."""

@@ -70,11 +70,13 @@ def _remedies(config: Config, is_batch: bool) -> Iterator[str]:
         yield f"a smaller train.max_tokens_per_gpu (is {train.max_tokens_per_gpu})"
         if train.activation_checkpointing is False:
             yield "train.activation_checkpointing = true"
-    if train.sync == "last" and train.world > 1:
+    if train.sync == "last" and train.world > train.replicas:
         yield "train.sync = 'each'"
     if train.offload == "none":
         yield "train.offload = 'optimizer' or 'all'"
     if train.optim.name == "adamw" and not config.model.lora.rank:
         yield "train.optim.name = 'adamw8bit' in a new run"
+    if train.replicas > 1:
+        yield f"fewer train.replicas (are {train.replicas})"
     yield "more train.ranks"
     yield "engines on other GPUs (rollout.devices)"

@@ -89,12 +89,16 @@ def load_policy(
 
 
 def load_reference(
-    model_dir: Path, device: torch.device, world: int = 1, is_offloaded: bool = False
+    model_dir: Path,
+    device: torch.device,
+    world: int = 1,
+    replicas: int = 1,
+    is_offloaded: bool = False,
 ) -> Policy:
-    """The same model without gradients, 2 bytes a parameter among all ranks: in bfloat16 on CUDA,
-    and on a processor if its files are; there it is computed in float32 all the same, as the policy
-    is. Collective and errors as with `load_policy`."""
-    placement = Placement(device, world, is_offloaded=is_offloaded)
+    """The same model without gradients, 2 bytes a parameter among the ranks of a replica: in
+    bfloat16 on CUDA, and on a processor if its files are; there it is computed in float32 all the
+    same, as the policy is. Collective and errors as with `load_policy`."""
+    placement = Placement(device, world, replicas, is_offloaded)
     return _load(model_dir, placement, False, "auto", is_frozen=True)
 
 

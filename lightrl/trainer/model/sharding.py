@@ -34,8 +34,8 @@ COMPUTED = {"cuda": torch.bfloat16}  # in which a kind of device computes; other
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model is to be: `world` ranks in `replicas` copies, each of them divided among
-    world / replicas; `is_offloaded`: what a rank has lies in the memory of its host."""
+    """Where a model is to be: `world` ranks in `replicas`, each of them divided among world /
+    replicas; `is_offloaded`: what a rank has lies in the memory of its host."""
 
     device: torch.device
     world: int = 1
@@ -135,7 +135,7 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def is_published_here(tensor: Tensor) -> bool:
-    """Whether this rank's rows are those that go into versions: of several copies the first."""
+    """Whether this rank's rows are those that go into versions: of several replicas the first."""
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
     mesh = tensor.device_mesh

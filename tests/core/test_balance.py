@@ -1,0 +1,162 @@
+"""When running responses move although something waits, and when a node becomes slow."""
+
+from typing import Any
+
+import pytest
+
+from lightrl.core.events import NodeDraining, TimerFired
+from lightrl.core.placement import moves, pays
+from lightrl.core.speed import Speed
+from lightrl.core.state import Node, Response
+from lightrl.core.stragglers import stragglers
+from tests.core.conftest import Driver
+from tests.core.test_placement import node, waiting
+
+
+def learned(step_s: float, slope: float = 0.0, noise: float = 0.0, count: int = 40) -> Speed:
+    """Of a node that was seen with 1 to 8 responses; every other step took longer by `noise`."""
+    speed = Speed()
+    for at in range(count):
+        for batch in range(1, 9):
+            off = 1 + noise * (1 if (at + batch) % 2 else -1)
+            speed.observe(batch, (step_s + slope * batch) * off)
+    return speed
+
+
+def two_nodes(here: Speed, there: Speed) -> tuple[list[Node], list[Response]]:
+    responses = waiting(4)
+    nodes = [node("a", slots=8, running=responses), node("b", slots=8)]
+    nodes[0].speed, nodes[1].speed = here, there
+    return nodes, responses
+
+
+def test_gain_must_exceed_the_prefill_and_twice_the_error():
+    assert pays((10.0, 0.0), (8.0, 0.0), cost_s=0.9)
+    assert not pays((10.0, 0.0), (8.0, 0.0), cost_s=1.1)
+    assert pays((10.0, 0.3), (8.0, 0.4), cost_s=0.4)
+    assert not pays((10.0, 0.6), (8.0, 0.8), cost_s=0.1)
+
+
+def test_small_gain_between_nodes_that_are_well_known_pays_and_between_others_does_not():
+    nodes, _ = two_nodes(learned(0.022), learned(0.02))
+    assert moves(nodes, lambda _: 2000.0) != []
+    nodes, _ = two_nodes(learned(0.022, noise=0.4, count=4), learned(0.02, noise=0.4, count=4))
+    assert moves(nodes, lambda _: 2000.0) == []
+
+
+def test_nothing_moves_to_a_node_that_is_full_up_to_its_cliff():
+    def cliff() -> Speed:
+        speed = Speed()
+        for _ in range(40):
+            for batch in range(16, 0, -1):
+                speed.observe(batch, 0.02 if batch < 8 else 0.1)
+        return speed
+
+    responses = waiting(12)
+    full, busy = node("a", slots=16, running=responses[:7]), node("b", slots=16, running=[])
+    for r in responses[7:]:
+        busy.running[r.id], r.node = r, busy
+    full.speed, busy.speed = cliff(), learned(0.2)
+    assert full.room <= 0
+    assert moves([full, busy], lambda _: 1000.0) == []
+    full.speed = learned(0.02)
+    assert moves([full, busy], lambda _: 1000.0) != []
+
+
+def decode(d: Driver, name: str, step_s: float, count: int, tokens: int = 1) -> None:
+    """A node sends so many chunks of all its responses."""
+    for _ in range(count):
+        d.now += step_s * tokens
+        for r in list(d.core.fleet.nodes[name].running.values()):
+            d.tokens(r.id, *[7] * tokens)
+
+
+def alone_among_two(**changes: Any) -> Driver:
+    """One response on `a`; `b` is ready and idle, and it was looked at."""
+    settings = {
+        "prompts_per_step": 1,
+        "group_size": 1,
+        "max_response_tokens": 1000,
+        "lease_s": 1e9,
+        "slots": 2,
+    }
+    d = Driver(**settings | changes)
+    d.start("a")
+    return d
+
+
+def test_node_that_turns_slow_gives_work_to_one_that_had_room_all_the_time():
+    d = alone_among_two(prompts_per_step=2)
+    d.join("b")
+    d.confirm("b", 0)
+    d.feed(TimerFired(), now=max(1.0, d.core.next_deadline() or 0.0))
+    [on_a] = list(d.core.fleet.nodes["a"].running)[:1]
+    for _ in range(12):
+        for name in ("a", "b"):
+            d.now += 0.05
+            for r in list(d.core.fleet.nodes[name].running.values()):
+                d.tokens(r.id, 7)
+    before = dict(d.requests)
+    for _ in range(8):
+        d.now += 5.0
+        for r in list(d.core.fleet.nodes["a"].running.values()):
+            d.tokens(r.id, 7)
+        deadline = d.core.next_deadline()
+        if deadline is not None and deadline <= d.now + 5.0:
+            d.feed(TimerFired(), now=max(d.now, deadline))
+    assert before[on_a][0] == "a"
+    assert d.requests[on_a][0] == "b"
+
+
+def test_stragglers_are_what_a_slow_node_would_still_run_when_all_else_is_done():
+    responses = waiting(4)
+    tokens = dict(zip([r.id for r in responses], (900.0, 80.0, 2000.0, 900.0), strict=True))
+    slow = node("slow", running=responses[:2])
+    fast = node("fast", running=responses[2:])
+    slow.speed, fast.speed = learned(0.2), learned(0.02)
+    assert stragglers([slow, fast], 0.0, lambda r: tokens[r.id]) == [responses[0]]
+    # so much waits that it does not matter
+    assert stragglers([slow, fast], 1e6, lambda r: tokens[r.id]) == []
+    slow.speed = learned(0.021)
+    assert stragglers([slow, fast], 0.0, lambda r: tokens[r.id]) == []
+
+
+@pytest.mark.parametrize("migration", [True, False])
+def test_straggler_gets_the_slot_before_what_waits_and_what_waits_gets_the_slot_that_it_leaves(
+    migration: bool,
+):
+    d = Driver(
+        prompts_per_step=5,
+        group_size=1,
+        max_response_tokens=1000,
+        slots=2,
+        lease_s=1e9,
+        migration=migration,
+    )
+    d.start("a", "b")
+    nodes = d.core.fleet.nodes
+    assert [len(nodes[n].running) for n in "ab"] == [2, 2]
+    assert d.core.next_deadline() == 1e9  # nobody is known to be slow
+    nodes["a"].speed, nodes["b"].speed = learned(0.5), learned(0.02)
+    d.tokens(next(iter(nodes["a"].running)), 7)
+    deadline = d.core.next_deadline()
+    assert (deadline is not None and deadline < 5.0) == migration
+    d.feed(TimerFired(), now=1.0)
+    on_a, on_b = list(nodes["a"].running), list(nodes["b"].running)
+    [waits] = d.core.table.queue.waiting()
+    d.finish(on_b[0])
+    moved = [r for r in on_a if d.requests[r][0] == "b"]
+    assert len(moved) == migration
+    assert d.requests[waits.id][0] == ("a" if migration else "b")
+    assert d.core.table.counters.migrations == migration
+
+
+def test_node_that_drains_gives_up_all_it_has_and_gets_nothing():
+    d = alone_among_two(prompts_per_step=2)
+    d.join("b")
+    d.confirm("b", 0)
+    d.feed(NodeDraining("a", "price"))
+    for r in list(d.core.fleet.nodes["a"].running):
+        d.tokens(r, 7, finish="abort")
+    assert not d.core.fleet.nodes["a"].running
+    assert {target for target, _ in d.requests.values()} == {"b"}

@@ -187,7 +187,7 @@ def test_world_of_many_versions_sends_them_by_broadcast_and_nobody_waits(seeds):
         world.heal()
         check_end(world)
     assert len(totals) == 4, totals
-    assert min(totals.values()) >= 3, totals
+    assert min(totals.values()) >= 2, totals
 
 
 @pytest.mark.slow

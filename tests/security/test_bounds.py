@@ -161,7 +161,8 @@ def test_with_the_join_key_a_node_speaks_of_itself_and_of_its_sources_and_publis
     of_itself = {"Hello", "Heartbeat", "TokenChunk", "Bye"}
     of_weights = {"WeightsEndpoint", "WeightsReady", "WeightsFailed", "BadSource"}
     of_groups = {"BroadcastJoined", "BroadcastFailed"}
-    assert allowed == of_itself | of_weights | of_groups
+    of_devices = {"Released"}
+    assert allowed == of_itself | of_weights | of_groups | of_devices
 
 
 def test_garbage_that_decodes_is_sane_or_a_protocol_error():

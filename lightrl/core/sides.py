@@ -212,9 +212,8 @@ class Sides:
         group_s, token_s = self._train_s(round)
         gain = max((n.gain.tokens for n in sampling if n.speculates), default=1.0)
         left = sorted((*(tokens / gain for tokens in waiting), *(s for o in looks for s in o.left)))
-        if (
-            left
-        ):  # each is foreseen as the mean of what it may become; the longest of many is longer
+        if left:
+            # Each is foreseen as the mean of what it may become; the longest of many is longer.
             longest = max(last, self._longest.get(round.kind, 0) - rest.most_held)
             left[-1] = max(left[-1], longest / gain)
         ready_s = group_s * rest.num_done + token_s * rest.done

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from lightrl.broadcast_messages import VersionTaken
 from lightrl.config import Config
@@ -291,20 +291,23 @@ class Trainer:
             self._changed.set,
         )
         try:
-            return await self._accumulate(ranks, step) and await self._finish(ranks, step.queue)
+            if await self._accumulate(ranks, step):
+                await self._finish(ranks, step.queue)
+                return True
+            return False
         finally:
             await step.close()
 
     async def _accumulate(self, ranks: Ranks, step: Step) -> bool:
         """All groups of the step; False: stopped before they had come."""
         while True:
-            while not (step.can_go_on or self._begins_anew or self._has_orders):
+            while not (step.can_go_on or self._begins_anew or self._broadcasts.has_orders):
                 if self._is_stopping and not step.is_busy:
                     await step.begin_anew()  # what is saved are the weights of the last step
                     return False
                 self._changed.clear()
                 await self._changed.wait()
-            if self._has_orders:
+            if self._broadcasts.has_orders:
                 await step.settle()
                 await self._broadcasts.perform(ranks, self._file)
             elif self._begins_anew or step.is_begun_anew:
@@ -316,7 +319,7 @@ class Trainer:
             else:
                 await step.advance()
 
-    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> Literal[True]:
+    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> None:
         """The update, from where on the ranks stand at the next step."""
         step, version = queue.step, queue.step + 1
         self._move(TrainerEvent.UPDATE_BEGAN)
@@ -341,7 +344,6 @@ class Trainer:
             self._announce()
         if not self.all_steps_done:
             await self._follow(ranks)
-        return True
 
     async def _follow(self, ranks: Ranks) -> None:
         """What comes after a version before the ranks compute again, other than a checkpoint: it is
@@ -389,10 +391,6 @@ class Trainer:
     @property
     def _begins_anew(self) -> bool:
         return self._state is TrainerState.BEGINNING_ANEW
-
-    @property
-    def _has_orders(self) -> bool:
-        return self._broadcasts.has_orders
 
     @property
     def _checkpoints(self) -> Path:

@@ -37,11 +37,6 @@ class ContextFit:
         self.bs = KEEP * self.bs + batch * seconds
         self.cs = KEEP * self.cs + context * seconds
 
-    def scale(self, factor: float) -> None:
-        """Every step took so many times as long."""
-        self.bs *= factor
-        self.cs *= factor
-
     def seconds(self, batch: float, context: float, step_s: float, noise: float) -> float:
         """Of one token, where steps with so large a batch and context take so long; as much of it
         as is certain. `noise`: relative error of an observation."""

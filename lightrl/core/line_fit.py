@@ -30,11 +30,6 @@ class LineFit:
         self.y = keep * self.y + y
         self.xy = keep * self.xy + x * y
 
-    def scale(self, factor: float) -> None:
-        """Every y was so many times as large."""
-        self.y *= factor
-        self.xy *= factor
-
     def means(self) -> tuple[float, float]:
         """Of x and of y; the line goes through this point."""
         return self.x / self.n, self.y / self.n

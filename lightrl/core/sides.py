@@ -279,7 +279,8 @@ class Sides:
         if left:
             # Each is foreseen as the mean of what it may become; the longest of many is longer.
             seen = curve.shape.longest if curve is not None else 0
-            left[-1] = max(left[-1], max(last, seen - rest.most_held) / gain)
+            longest = max(last, seen - rest.most_held)
+            left[-1] = max(left[-1], longest / gain)
         ready_s = group_s * rest.num_done + token_s * rest.done
         train_s = ready_s + sum(group_s + token_s * tokens for _, tokens in rest.groups)
         worked_s = self._reckon(ready_s, now)

@@ -91,6 +91,7 @@ class Speed:
         "_odd",
         "_peak",
         "_slope",
+        "_whole",
         "context",
         "level",
         "num_observed",
@@ -120,6 +121,7 @@ class Speed:
         self._curve: Curve | None = None
         self._age = 0  # of the curve, in observations
         self._peak: tuple[int, int] | None = None  # of the curve up to which limit: where
+        self._whole: tuple[int, Curve] | None = None  # after how many observations: `curve`
 
     @classmethod
     def like(cls, others: Iterable["Speed"]) -> "Speed":
@@ -303,10 +305,13 @@ class Speed:
     @property
     def curve(self) -> Curve:
         """Seconds of a step against its batch, with contexts as they were at each size."""
-        self._fit()
-        curve, level = self._through(0.0, self._slope), self.level
-        seconds, slopes = (tuple(level * x for x in many) for many in (curve.seconds, curve.slopes))
-        return Curve(curve.batches, seconds, slopes)
+        if self._whole is None or self._whole[0] != self.num_observed:
+            self._fit()
+            known, level = self._through(0.0, self._slope), self.level
+            both = known.seconds, known.slopes
+            seconds, slopes = (tuple(level * x for x in many) for many in both)
+            self._whole = self.num_observed, Curve(known.batches, seconds, slopes)
+        return self._whole[1]
 
     def step_s(self, batch: int, context: float | None = None) -> float:
         """Seconds until each of `batch` responses has what one step brings it; each holds `context`

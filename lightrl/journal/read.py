@@ -33,10 +33,10 @@ from lightrl.wire import MAX_FRAME_BYTES, Codec
 __all__ = [
     "LOG",
     "Damage",
-    "Portions",
     "Reading",
     "Segment",
     "SentShards",
+    "StepPortions",
     "is_blank",
     "is_in_use",
     "merge",
@@ -251,7 +251,7 @@ class SentShards:
             yield entry.shard
 
 
-class Portions(NamedTuple):
+class StepPortions(NamedTuple):
     """How a step was accumulated: groups at a time, in order, and the replica that did each; no
     replicas = there was one."""
 
@@ -259,13 +259,13 @@ class Portions(NamedTuple):
     replicas: tuple[int, ...] = ()
 
 
-def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards, Portions]:
+def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards, StepPortions]:
     """What the trainer got for a step that was published, and how it was accumulated.
 
     Raises JournalError if any of it is missing.
     """
     found = SentShards(codec)
-    portions: Portions | None = None
+    portions: StepPortions | None = None
     damage: list[Damage] = []
     wanted = frozenset({ShardSent.__name__, VersionPublished.__name__})
     for segment in segments(folder):
@@ -276,7 +276,7 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
             if isinstance(entry, ShardSent) and entry.shard.step == step:
                 found.add(entry.shard, segment.path, reading.offset)
             elif isinstance(entry, VersionPublished) and entry.version == step + 1:
-                trained = Portions(entry.portions, entry.replicas)  # or loaded
+                trained = StepPortions(entry.portions, entry.replicas)  # or loaded
                 portions = trained if entry.portions else portions or trained
         if reading.damage is not None:  # no harm if it is the torn end that a crash leaves
             damage.append(reading.damage)
@@ -288,10 +288,12 @@ def shards(folder: Path, codec: Codec[LogEntry], step: int) -> tuple[SentShards,
     if missing:
         why = "".join(f" ({d})" for d in damage)
         raise JournalError(f"{folder}: step {step} cannot be trained again: {missing}{why}")
-    return found, portions or Portions()
+    return found, portions or StepPortions()
 
 
-def recut(sent: Iterable[TrainShard], portions: Portions, num_groups: int) -> Iterator[TrainShard]:
+def recut(
+    sent: Iterable[TrainShard], portions: StepPortions, num_groups: int
+) -> Iterator[TrainShard]:
     """The groups of one step as the trainer accumulated them, so that the same bits come out. Holds
     no more of them than it must.
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from lightrl.broadcast_messages import VersionTaken
 from lightrl.config import Config
@@ -294,7 +294,10 @@ class Trainer:
         what = self._config, ranks, self._done, self._shards, self._is_packed
         self._step = step = Step(*what, self._say, self._changed.set, self.devices)
         try:
-            return await self._accumulate(ranks, step) and await self._finish(ranks, step.queue)
+            if await self._accumulate(ranks, step):
+                await self._finish(ranks, step.queue)
+                return True
+            return False
         finally:
             await step.close()
 
@@ -319,7 +322,7 @@ class Trainer:
             else:
                 await step.advance()
 
-    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> Literal[True]:
+    async def _finish(self, ranks: Ranks, queue: ShardQueue) -> None:
         """The update, from where on the ranks stand at the next step."""
         step, version = queue.step, queue.step + 1
         self._move(TrainerEvent.UPDATE_BEGAN)
@@ -348,7 +351,6 @@ class Trainer:
             self._announce()
         if not self.all_steps_done:
             await self._follow(ranks)
-        return True
 
     async def _follow(self, ranks: Ranks) -> None:
         """What comes after a version before the ranks compute again, other than a checkpoint: it is

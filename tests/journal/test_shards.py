@@ -10,7 +10,7 @@ import pytest
 
 from lightrl.core.log_entries import LogEntry, ShardSent, SnapshotBegan, VersionPublished
 from lightrl.errors import JournalError
-from lightrl.journal.read import LOG, Portions, recut, segments, shards
+from lightrl.journal.read import LOG, StepPortions, recut, segments, shards
 from lightrl.messages import TrainGroup, TrainResponse, TrainShard
 from lightrl.wire import pack_f32, pack_i32
 from tests.journal.conftest import item, shard, small_story, write
@@ -24,7 +24,7 @@ DONE = VersionPublished(3, "d3", (1, 3, 1))
 BASE: list[LogEntry] = [SnapshotBegan(step=2)]
 
 
-def read(tmp_path: Path, *parts: list[LogEntry]) -> tuple[list[TrainShard], Portions]:
+def read(tmp_path: Path, *parts: list[LogEntry]) -> tuple[list[TrainShard], StepPortions]:
     """Each part is one segment of step 2."""
     asyncio.run(write(tmp_path, *((2, BASE, part) for part in parts)))
     found, portions = shards(tmp_path, LOG, 2)
@@ -34,7 +34,7 @@ def read(tmp_path: Path, *parts: list[LogEntry]) -> tuple[list[TrainShard], Port
 def test_a_step_comes_back_from_all_its_segments(tmp_path):
     found, portions = read(tmp_path, [A, B], [C], [DONE])
     assert found == [A.shard, B.shard, C.shard]
-    assert portions == Portions((1, 3, 1))
+    assert portions == StepPortions((1, 3, 1))
 
 
 def test_a_step_that_began_anew_counts_from_there(tmp_path):
@@ -50,7 +50,7 @@ def test_other_steps_do_not_count(tmp_path):
         write(tmp_path, (3, [SnapshotBegan(step=3)], [ahead, VersionPublished(4, "d4", (1,))]))
     )
     found, portions = read(tmp_path, [A, B, C, DONE, ahead])
-    assert (len(found), portions) == (3, Portions((1, 3, 1)))
+    assert (len(found), portions) == (3, StepPortions((1, 3, 1)))
     with pytest.raises(JournalError, match="step 7 cannot be trained again: shard 0 is missing"):
         shards(tmp_path, LOG, 7)
 
@@ -99,7 +99,7 @@ def test_a_torn_end_does_no_harm_but_damage_before_it_does(tmp_path):
 
 
 def test_groups_are_cut_as_they_were_accumulated():
-    parts = list(recut([A.shard, B.shard, C.shard], Portions((1, 3, 1)), 5))
+    parts = list(recut([A.shard, B.shard, C.shard], StepPortions((1, 3, 1)), 5))
     assert [[g.group for g in p.groups] for p in parts] == [["a"], ["b", "c", "d"], ["e"]]
     assert [(p.step, p.index, p.policy_version, p.alone) for p in parts] == [
         (2, k, 2, True) for k in range(3)
@@ -108,23 +108,23 @@ def test_groups_are_cut_as_they_were_accumulated():
 
 
 def test_a_step_without_groups_has_one_shard_that_ends_it():
-    [part] = recut([shard(4, 0, [], last=True)], Portions(), 0)
+    [part] = recut([shard(4, 0, [], last=True)], StepPortions(), 0)
     assert (part.step, part.index, part.groups, part.last, part.num_groups) == (4, 0, (), True, 0)
 
 
 @pytest.mark.parametrize("portions", [(), (4,), (6,), (5, 0), (6, -1)])
 def test_portions_that_do_not_fit_are_refused(portions):
     with pytest.raises(JournalError, match="5 groups do not fit portions"):
-        recut([A.shard, B.shard, C.shard], Portions(portions), 5)
+        recut([A.shard, B.shard, C.shard], StepPortions(portions), 5)
 
 
 def test_each_goes_to_the_replica_that_accumulated_it():
     sent = [A.shard, B.shard, C.shard]
-    assert [p.replica for p in recut(sent, Portions((1, 3, 1), (2, 0, 1)), 5)] == [2, 0, 1]
-    assert [p.replica for p in recut(sent, Portions((1, 3, 1)), 5)] == [0, 0, 0]
+    assert [p.replica for p in recut(sent, StepPortions((1, 3, 1), (2, 0, 1)), 5)] == [2, 0, 1]
+    assert [p.replica for p in recut(sent, StepPortions((1, 3, 1)), 5)] == [0, 0, 0]
     for replicas in [(0,), (0, 1, 0, 1), (0, -1, 0)]:
         with pytest.raises(JournalError, match="3 portions do not fit replicas"):
-            recut(sent, Portions((1, 3, 1), replicas), 5)
+            recut(sent, StepPortions((1, 3, 1), replicas), 5)
 
 
 def test_tokens_between_are_not_even_decoded(tmp_path):

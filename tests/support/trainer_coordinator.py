@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lightrl.broadcast_messages import VersionTaken
-from lightrl.journal.read import Portions, recut
+from lightrl.journal.read import StepPortions, recut
 from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
@@ -96,7 +96,7 @@ class Coordinator:
         ]
         if step + 1 not in self.portions:
             return shards
-        known = Portions(self.portions[step + 1], self.replicas[step + 1])
+        known = StepPortions(self.portions[step + 1], self.replicas[step + 1])
         return list(recut(shards, known, len(self.groups)))
 
     def feed(self, step):

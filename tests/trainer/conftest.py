@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lightrl.config import Config
+from lightrl.messages import TrainGroup, TrainResponse
 from lightrl.run_file import parse_config
 from lightrl.system.child import Child
 from lightrl.trainer.protocol import (
@@ -101,6 +102,20 @@ def samples() -> list[TrainSample]:
                 rng.choice([-1.0, -0.5, 0.25, 1.5]),
             )
         )
+    return made
+
+
+@pytest.fixture(scope="module")
+def groups(samples):
+    """Eight groups of three responses, of which one has no signal."""
+    made = []
+    for i in range(8):
+        rewards = [1.0, 1.0, 1.0] if i == 5 else [1.0, 0.0, 0.25]
+        responses = tuple(
+            TrainResponse(s.response, s.token_ids, s.rollout_logprobs, reward, "stop")
+            for s, reward in zip(samples[3 * i : 3 * i + 3], rewards, strict=True)
+        )
+        made.append(TrainGroup(f"p{i}@0", samples[3 * i].prompt, responses))
     return made
 
 

@@ -30,7 +30,6 @@ from lightrl.weights.broadcast.rendezvous import Membership, Unreachable, reach
 from lightrl.weights.version.manifest import VersionFile
 from tests.support.trainer_coordinator import DEADLINE_S, Coordinator, kill, turns, until
 from tests.trainer.broadcast_receiver import receiver
-from tests.trainer.test_recovery import groups  # noqa: F401 - a fixture
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -159,7 +158,7 @@ def kinds_of(coordinator):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_versions_are_sent_before_checkpoint_and_difference(new_config, groups, tmp_path, ranks):  # noqa: F811
+def test_versions_are_sent_before_checkpoint_and_difference(new_config, groups, tmp_path, ranks):
     config = new_config(4, ranks, interval=1)
 
     def script(coordinator, orders):
@@ -197,7 +196,7 @@ def test_versions_are_sent_before_checkpoint_and_difference(new_config, groups, 
     assert said[-1].step == 4
 
 
-def test_a_member_that_never_comes_costs_the_time_limit(new_config, groups, tmp_path):  # noqa: F811
+def test_a_member_that_never_comes_costs_the_time_limit(new_config, groups, tmp_path):
     config = new_config(2, timeout_s=2.0)
 
     def script(coordinator, orders):
@@ -222,7 +221,7 @@ def test_a_member_that_never_comes_costs_the_time_limit(new_config, groups, tmp_
 
 
 @pytest.mark.parametrize("how", ["the coordinator says so", "the coordinator is gone", "stop"])
-def test_a_group_that_will_not_form_is_not_waited_for(new_config, groups, tmp_path, how):  # noqa: F811
+def test_a_group_that_will_not_form_is_not_waited_for(new_config, groups, tmp_path, how):
     config = new_config(2, timeout_s=200.0)
 
     def script(coordinator, orders):
@@ -254,7 +253,7 @@ def test_a_group_that_will_not_form_is_not_waited_for(new_config, groups, tmp_pa
 
 def test_a_version_of_which_the_coordinator_says_nothing_costs_a_second(
     new_config,
-    groups,  # noqa: F811
+    groups,
     tmp_path,
 ):
     config = new_config(3)
@@ -277,7 +276,7 @@ def test_a_version_of_which_the_coordinator_says_nothing_costs_a_second(
     assert 0.95 < took[0] < 10
 
 
-def test_an_idle_trainer_sends_its_first_version(new_config, groups, tmp_path):  # noqa: F811
+def test_an_idle_trainer_sends_its_first_version(new_config, groups, tmp_path):
     config = new_config(1)
 
     def script(coordinator, orders):
@@ -300,7 +299,7 @@ def test_an_idle_trainer_sends_its_first_version(new_config, groups, tmp_path): 
 
 def test_a_coordinator_that_goes_is_not_waited_for_and_a_new_group_forms(
     new_config,
-    groups,  # noqa: F811
+    groups,
     tmp_path,
 ):
     """While it forms, and while the first version after that is awaited."""
@@ -332,7 +331,7 @@ def test_a_coordinator_that_goes_is_not_waited_for_and_a_new_group_forms(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_while_it_sends_is_started_again(
     new_config,
-    groups,  # noqa: F811
+    groups,
     tmp_path,
     number,
 ):
@@ -354,7 +353,7 @@ def test_a_rank_that_dies_or_hangs_while_it_sends_is_started_again(
     assert BroadcastSums not in kinds_of(coordinator)
 
 
-def test_a_trainer_that_is_to_stop_waits_for_no_order(new_config, groups, tmp_path):  # noqa: F811
+def test_a_trainer_that_is_to_stop_waits_for_no_order(new_config, groups, tmp_path):
     config = new_config(3, timeout_s=60.0)
 
     def script(coordinator, orders):
@@ -374,7 +373,7 @@ def test_a_trainer_that_is_to_stop_waits_for_no_order(new_config, groups, tmp_pa
 @pytest.mark.parametrize("how", ["the coordinator says so", "the coordinator is gone", "stop"])
 def test_a_send_that_is_over_is_given_up_at_once(
     new_config,
-    groups,  # noqa: F811
+    groups,
     tmp_path,
     caplog,
     how,
@@ -421,7 +420,7 @@ def test_a_send_that_is_over_is_given_up_at_once(
     assert coordinator.sent[-1].step == (1 if how == "stop" else 2)
 
 
-def test_orders_that_a_trainer_is_given_as_it_ends_are_refused(new_config, groups, tmp_path):  # noqa: F811
+def test_orders_that_a_trainer_is_given_as_it_ends_are_refused(new_config, groups, tmp_path):
     config = new_config(3, timeout_s=60.0)
 
     def script(coordinator, orders):
@@ -447,7 +446,7 @@ def test_orders_that_a_trainer_is_given_as_it_ends_are_refused(new_config, group
 @pytest.mark.parametrize(
     "how", ["the coordinator says so", "the coordinator is gone", "a wrong number of ranks"]
 )
-def test_a_rendezvous_that_nobody_will_join_is_closed(new_config, groups, tmp_path, how):  # noqa: F811
+def test_a_rendezvous_that_nobody_will_join_is_closed(new_config, groups, tmp_path, how):
     config = new_config(2, timeout_s=200.0)
 
     def script(coordinator, orders):
@@ -484,7 +483,7 @@ def test_a_rendezvous_that_nobody_will_join_is_closed(new_config, groups, tmp_pa
 
 def test_a_rank_that_is_late_ends_the_group_and_not_itself(
     new_config,
-    groups,  # noqa: F811
+    groups,
     tmp_path,
     caplog,
 ):
@@ -516,7 +515,7 @@ def test_a_rank_that_is_late_ends_the_group_and_not_itself(
     assert coordinator.num_hellos == 1
 
 
-def test_a_word_that_is_said_again_ends_nothing(new_config, groups, tmp_path):  # noqa: F811
+def test_a_word_that_is_said_again_ends_nothing(new_config, groups, tmp_path):
     config = new_config(2, timeout_s=60.0)
 
     def script(coordinator, orders):

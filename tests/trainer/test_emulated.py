@@ -13,7 +13,7 @@ import pytest
 from lightrl.engine.base import EngineSpec
 from lightrl.engine.emulated import EmulatedEngine
 from lightrl.errors import TrainerError
-from lightrl.messages import Checkpointed, PublishWeights, TrainGroup, TrainResponse
+from lightrl.messages import Checkpointed, PublishWeights
 from lightrl.run_file import parse_config
 from lightrl.system.child import ChildDied
 from lightrl.trainer.checkpoint.saved import latest
@@ -302,20 +302,6 @@ def test_a_rank_whose_other_one_dies_does_not_publish(start, processes, samples)
 
 
 # Through the trainer node, with a scripted coordinator.
-
-
-@pytest.fixture(scope="module")
-def groups(samples):
-    """Eight groups of three responses, of which one has no signal."""
-    made = []
-    for i in range(8):
-        rewards = [1.0, 1.0, 1.0] if i == 5 else [1.0, 0.0, 0.25]
-        responses = tuple(
-            TrainResponse(s.response, s.token_ids, s.rollout_logprobs, reward, "stop")
-            for s, reward in zip(samples[3 * i : 3 * i + 3], rewards, strict=True)
-        )
-        made.append(TrainGroup(f"p{i}@0", samples[3 * i].prompt, responses))
-    return made
 
 
 @pytest.fixture

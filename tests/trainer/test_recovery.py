@@ -17,8 +17,6 @@ from lightrl.messages import (
     Checkpointed,
     PublishWeights,
     StepDone,
-    TrainGroup,
-    TrainResponse,
     TrainShard,
 )
 from lightrl.run_file import parse_config
@@ -33,20 +31,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.usefixtures("warm_ranks"),
 ]
-
-
-@pytest.fixture(scope="module")
-def groups(samples):
-    """Eight groups of three responses, of which one has no signal."""
-    made = []
-    for i in range(8):
-        rewards = [1.0, 1.0, 1.0] if i == 5 else [1.0, 0.0, 0.25]
-        responses = tuple(
-            TrainResponse(s.response, s.token_ids, s.rollout_logprobs, reward, "stop")
-            for s, reward in zip(samples[3 * i : 3 * i + 3], rewards, strict=True)
-        )
-        made.append(TrainGroup(f"p{i}@0", samples[3 * i].prompt, responses))
-    return made
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from lightrl.messages import ShardsTaken, TrainGroup, TrainResponse
+from lightrl.messages import ShardsTaken
 from lightrl.run_file import parse_config
 from lightrl.trainer.protocol import (
     Accumulate,
@@ -151,20 +151,6 @@ def test_no_replica_waits_for_another_before_the_update(start, processes, sample
 
 
 # A trainer with real ranks
-
-
-@pytest.fixture(scope="module")
-def groups(samples):
-    """Eight groups of three responses, of which one has no signal."""
-    made = []
-    for i in range(8):
-        rewards = [1.0, 1.0, 1.0] if i == 5 else [1.0, 0.0, 0.25]
-        responses = tuple(
-            TrainResponse(s.response, s.token_ids, s.rollout_logprobs, reward, "stop")
-            for s, reward in zip(samples[3 * i : 3 * i + 3], rewards, strict=True)
-        )
-        made.append(TrainGroup(f"p{i}@0", samples[3 * i].prompt, responses))
-    return made
 
 
 @pytest.fixture

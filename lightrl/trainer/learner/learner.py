@@ -53,12 +53,12 @@ class Learner:
         self.policy = self._load(model_dir)
         self.algorithm = self._algorithm()
         self.reference = None
+        replicas = config.train.replicas
         # With adapters the model without them is the reference: see `_reference_logprobs`.
         if self.algorithm.kl_coef > 0 and not self.policy.has_adapters:
             is_offloaded = config.train.offload == "all"
-            replicas = config.train.replicas
             self.reference = load_reference(model_dir, device, world, replicas, is_offloaded)
-        is_last, replicas = self._sums_late(), config.train.replicas
+        is_last = self._sums_late()
         self.late = LateSums(self.policy, is_last, replicas) if is_last or replicas > 1 else None
         self.parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
         self.optimizer = optim.new_optimizer(self.parameters, config.train.optim)
@@ -323,7 +323,7 @@ class Learner:
         return optim.learning_rate(train.optim, step, train.steps)
 
     def _most(self, value: float) -> float:
-        """Over all ranks."""
+        """The largest of all ranks."""
         here = torch.tensor(value, dtype=torch.float64, device=self.device)
         return self._total(here, dist.ReduceOp.MAX).item()
 

@@ -294,10 +294,9 @@ class Trainer:
         what = self._config, ranks, self._done, self._shards, self._is_packed
         self._step = step = Step(*what, self._say, self._changed.set, self.devices)
         try:
-            if await self._accumulate(ranks, step):
+            if is_whole := await self._accumulate(ranks, step):
                 await self._finish(ranks, step.queue)
-                return True
-            return False
+            return is_whole
         finally:
             await step.close()
 

@@ -58,6 +58,7 @@ class Handover:
         self._times = DeviceTimes(fleet.devices, fleet.now)
         self._num_switches = self._num_moved = 0  # in the step at hand
         self._step = steps.step
+        self._begun: Round | None = None  # the round of the step at hand
 
     # What they say
 
@@ -122,8 +123,8 @@ class Handover:
         if self._released_by is None or now < self._released_by:
             return []
         nodes = self._devices.nodes.values()
-        late_at = now - self._release_s
-        return [n for n in nodes if n.state is NodeState.RELEASING and n.since <= late_at]
+        told = (n for n in nodes if n.state is NodeState.RELEASING)
+        return [n for n in told if n.since + self._release_s <= now]  # rounded as the deadline is
 
     # Orders
 
@@ -133,6 +134,7 @@ class Handover:
             self._times.look(now)
             if self._step != self._steps.step:
                 self._close_step(now)
+            self._begin_step(now)
             self._note(now)
             if decides and not self._ending.has_begun:
                 self._sides.look(now)
@@ -144,11 +146,18 @@ class Handover:
                     self._ending.hand_on(self._steps.go_on)
                 self._was_open = is_open
 
+    def _begin_step(self, now: float) -> None:
+        """It does when its round opens; start-up and evaluations are of no step."""
+        training = self._steps.training()
+        if training is not None and training is not self._begun:
+            self._begun = training
+            self._times.close(now)
+            self._num_switches = self._num_moved = 0
+
     def _close_step(self, now: float) -> None:
         counts = {"switches": float(self._num_switches), "moved": float(self._num_moved)}
         self.figures = {**self._sides.figures, **counts}
         self.device_s = self._times.close(now)
-        self._num_switches = self._num_moved = 0
         self._sides.figures = {}
         self._step = self._steps.step
 

@@ -447,6 +447,32 @@ def test_what_each_device_did_sums_to_the_step():
         "window_s": 4.0,
         "waited_trainer_s": 2.0,  # of the six since it had the devices
         "waited_remote_s": 5.0,
-        "switches": 3.0,  # the first one when it joined
+        "switches": 2.0,
         "moved": 3.0,
     }
+
+
+def test_start_up_and_evaluations_are_of_no_step():
+    d, _ = shared(eval_interval=1, num_eval_prompts=1)
+    d.join("a", shares="t", is_released=True)
+    d.now = 30.0
+    d.confirm("a", 0)  # it took half a minute to start
+    for step in (0, 1):
+        assert d.round.is_eval
+        d.now += 7.0
+        d.finish_round()
+        assert (d.round.kind, d.round.step) == ("plain", step)
+        begun_at = d.now
+        d.now += 3.0
+        d.finish_round()
+        d.now += 1.0
+        released(d, "a")
+        d.now += 2.0
+        parked(d)
+        d.publish(step + 1)
+        d.feed(StepTrained("t", StepDone(step, step + 1, {})))
+        d.now += 0.5
+        d.confirm("a", step + 1)
+        assert d.core.step == step + 1
+        assert sum(d.core.handover.device_s.values()) == d.now - begun_at
+        assert d.core.handover.figures["switches"] == 2.0

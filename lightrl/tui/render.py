@@ -55,6 +55,7 @@ ORDINARY = {  # no news
     "nodes_joined",
     "prompts_put_off",
 }
+STATE_COLUMNS, SIDE_COLUMNS = 9, 14
 SHORT_ROLES = {"coordinator": "head", "trainer": "train", "rollout": "roll"}
 HELP = (
     ("1 2 3, tab", "overview, samples, events"),
@@ -142,13 +143,17 @@ def _nodes(s: Snapshot, width: int, room: int) -> list[Text]:
     if not s.nodes:
         return [*lines, Text(" none yet", "dim")]
     wide = width >= 100
-    title = f" {'node':14} {'role':10} {'state':9} {'ver':>5} {'running/slots':>13}"
+    # of nodes that share devices also since when: for so long they have been on that side
+    has_sides = any(n.state_s is not None for n in s.nodes)
+    columns = SIDE_COLUMNS if has_sides else STATE_COLUMNS
+    state = "state since" if has_sides else "state"
+    title = f" {'node':14} {'role':10} {state:{columns}} {'ver':>5} {'running/slots':>13}"
     title += f" {'tok/s':>6} {'kv':>4} {'heard':>6}"
     lines.append(Text(title + (f"  {'pid':>7}  {'host / device'}" if wide else ""), "dim"))
     pulls = [f"{cut(n.name, 14)} {text}" for n in s.nodes if (text := pulling(n.weights))]
     room -= bool(pulls)
     visible = s.nodes if len(s.nodes) <= room - 2 else s.nodes[: max(1, room - 3)]
-    lines += [_node(n, wide) for n in visible]
+    lines += [_node(n, wide, columns) for n in visible]
     if len(visible) < len(s.nodes):
         rest = s.nodes[len(visible) :]
         running = sum(n.running for n in rest)
@@ -160,21 +165,20 @@ def _nodes(s: Snapshot, width: int, room: int) -> list[Text]:
     return lines
 
 
-def _node(n: NodeRow, wide: bool) -> Text:
+def _node(n: NodeRow, wide: bool, columns: int) -> Text:
     roles = "+".join(SHORT_ROLES[r] for r in n.roles)
     busy = f"{n.running}/{n.slots}" if n.slots else "–"
     speed = count(n.tokens_per_s) if n.slots else "–"
     kv = f"{n.kv_usage:.0%}" if n.slots else "–"
     version = "–" if n.policy_version is None else str(n.policy_version)
+    state = n.state if n.state_s is None else f"{n.state} {duration(n.state_s)}"
     late = "bold red" if n.heard_s_ago > 3 and n.state != "gone" else "dim"
     line = Text.assemble(
         f" {cut(n.name, 14):14} {cut(roles, 10):10} ",
-        (f"{n.state:9}", STATE_STYLES.get(n.state, "")),
+        (f"{cut(state, columns):{columns}}", STATE_STYLES.get(n.state, "")),
         f" {version:>5} {busy:>13} {speed:>6} {kv:>4} ",
         (f"{n.heard_s_ago:5.1f}s", late),
     )
-    if n.state_s is not None:  # shares devices: since when it is on this side
-        line.append(f" since {duration(n.state_s)}", "cyan")
     if wide:
         line.append(f"  {n.pid:>7}  {cut(f'{n.host} {n.device}', 60)}", "dim")
     return line

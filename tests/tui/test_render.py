@@ -96,6 +96,15 @@ DRAFTING = replace(
     },
 )
 CROWDED = replace(RUNNING, nodes=tuple(node(f"rollout-{k}") for k in range(64)))
+SHARED = replace(
+    RUNNING,
+    nodes=(
+        RUNNING.nodes[0],
+        replace(node("rollout-0", "released", 0), state_s=62.4),
+        replace(node("rollout-1"), state_s=3725.0),
+        node("spot-3"),
+    ),
+)
 HOSTILE = replace(
     RUNNING,
     run="r" * 200,
@@ -116,7 +125,7 @@ def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
 
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 12), (200, 60), (40, 5)])
 @pytest.mark.parametrize(
-    "snapshot", [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, HOSTILE]
+    "snapshot", [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, SHARED, HOSTILE]
 )
 @pytest.mark.parametrize(
     "view", [View(), View("samples"), View("events", selected=9), View(help=True)]
@@ -154,6 +163,17 @@ def test_running(width, height):
         assert part in text, part
     assert "nodes lost" not in text  # zero counters say nothing
     assert ("4213" in text) == (width >= 100)
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_devices_that_are_shared_show_on_which_side_they_are_and_since_when(width, height):
+    lines = screen(SHARED, View(), width, height).splitlines()
+    begin = next(i for i, line in enumerate(lines) if " node " in line)
+    title, *rows = lines[begin : begin + 5]
+    column = title.index("state since")
+    states = [row[column : column + 14].rstrip() for row in rows]
+    assert states == ["ready", "released 1:02", "ready 1:02:05", "ready"]
+    assert all(row[: title.index(" heard") + 6].endswith("s") for row in rows)  # below its title
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)

@@ -112,6 +112,8 @@ class Load:
     num_preemptions: Int64 = 0
     # None: this engine does not speculate
     drafting: Drafting | None = None
+    # that its KV cache holds; 0 = as many as its slots need, or nobody knows
+    kv_tokens: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class Sides:
         self, fleet: Fleet, table: ResponseTable, predictor: LengthPredictor, rule: Rule
     ) -> None:
         self.rule = rule
-        self.caches: dict[str, int] = {}  # tokens of KV by node, as far as they are known
+        self.caches: dict[str, int] = {}  # tokens of KV by node, where its `Load` does not say it
         self.released: set[str] = set()  # by the rule
         self.wanted: frozenset[str] = frozenset()  # for training: of these, but who comes back
         self.look_again_at: float | None = None
@@ -297,7 +297,7 @@ class Sides:
             switch_s=self._switch.value or 0.0,
             left=left,
             kv_tokens=rest.kv_tokens,
-            caches=self.caches,
+            caches={n.name: n.load.kv_tokens for n in self._fleet.nodes.values()} | self.caches,
             shared_loading=sum(loading),
             others_loading=len(loading) - sum(loading),
             in_parts=not self._devices.are_whole,

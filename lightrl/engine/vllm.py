@@ -102,6 +102,9 @@ class VllmEngine:
         self._core = self._api.build(args)
         self.dtype = computing_dtype(self._core.vllm_config)
         self.num_workers = int(self._core.vllm_config.parallel_config.world_size)
+        cache = self._core.vllm_config.cache_config
+        sizes = (getattr(cache, name, None) or 0 for name in ("num_gpu_blocks", "block_size"))
+        self._kv_tokens = math.prod(sizes)  # also on a CPU; 0 in a vLLM that does not say it there
         self._sleeps = False  # until there is room for the KV cache again
         # for the daemon to say
         self.notes: tuple[str, ...] = (NO_SLEEP,) if spec.can_sleep and self.device == "cpu" else ()
@@ -185,7 +188,7 @@ class VllmEngine:
         running, waiting = self._core.scheduler.get_request_counts()
         usage = self._core.scheduler.kv_cache_manager.usage
         drafting = None if self._speculation is None else self._speculation.drafter.counts
-        return Load(running, waiting, usage, self._num_preemptions, drafting)
+        return Load(running, waiting, usage, self._num_preemptions, drafting, self._kv_tokens)
 
     def load_weights(self, file: VersionFile, base: VersionFile | None = None) -> None:
         self._layouts.read(file, base)  # vLLM itself is silent about a missing tensor

@@ -10,6 +10,7 @@ from lightrl.core.commands import Command, ReplayShards, Report, Send
 from lightrl.core.events import (
     DrainRequested,
     NodeDraining,
+    NodeHeard,
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -21,12 +22,15 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.offload import Change, StepTimes, View
+from lightrl.core.settings import Tail
 from lightrl.messages import (
     PROTOCOL,
     Abort,
     Drain,
     Generate,
+    Heartbeat,
     Hello,
+    Load,
     PublishWeights,
     StepDone,
     TrainShard,
@@ -43,8 +47,10 @@ class Script:
     def __init__(self) -> None:
         self.changes: list[Change] = []
         self.learned: list[StepTimes] = []
+        self.views: list[View] = []
 
     def decide(self, view: View, now: float) -> Change:
+        self.views.append(view)
         return self.changes.pop(0) if self.changes else Change()
 
     def learn(self, step: StepTimes) -> None:
@@ -146,6 +152,24 @@ def test_what_ran_goes_on_elsewhere_from_its_last_tokens():
     d.tokens("p0@0#0", 1, node="a", attempt=1)  # of an attempt that is over
     assert list(d.held("p0@0#0").tokens) == [7]
     assert d.core.table.counters.responses_moved == 4
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_surplus_response_with_enough_siblings_ahead_is_given_up_rather_than_moved(ahead: bool):
+    d, script = shared("a", others="b", slots=3, tail=Tail(1.0, 1.5), prompts_per_step=1)
+    d.feed(NodeLost("b", "gone"))
+    d.join("b", slots=3)
+    d.finish("p0@0#0", 1.0, 1, 2)
+    d.tokens("p0@0#2", 1)
+    later(d, script, Change(release=("a",)))
+    assert orders(d.confirm("b", 0)) == [("a", Release)]
+    if ahead:
+        d.finish("p0@0#1", 1.0, 1, 2)  # two are all that the group keeps
+    else:
+        d.finish("p0@0#1", 1.0, 1, 2, 3)
+    d.tokens("p0@0#2", 2)
+    moved = [r.response for _, m in sent(released(d, "a"), Generate) for r in m.requests]
+    assert moved == ([] if ahead else ["p0@0#2"])
 
 
 def test_devices_come_back_within_the_step_once_the_ranks_are_parked():
@@ -421,6 +445,17 @@ def test_what_was_learned_outlives_the_coordinator():
     assert set(known.rounds["plain"].ends) == {1}
     d.restart()
     assert d.core.sides.memory() == known
+
+
+@pytest.mark.parametrize(("kv_tokens", "fits"), [(20, True), (11, False), (0, True)])
+def test_whether_the_rest_fits_is_known_from_what_the_others_say_of_their_caches(kv_tokens, fits):
+    d, script = shared("a", others="b", slots=4)
+    d.feed(NodeHeard("b", Heartbeat(Load(kv_tokens=kv_tokens))))
+    d.now += 1.0
+    d.finish("p0@0#0")
+    view = script.views[-1]
+    assert view.kv_tokens == 12.0
+    assert view.fits([d.core.fleet.nodes["b"]]) == fits
 
 
 def test_what_each_device_did_sums_to_the_step():

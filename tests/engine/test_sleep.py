@@ -121,6 +121,7 @@ def test_on_a_cpu_vllm_frees_nothing_and_says_so(vllm_engine):
     assert vllm_engine.sleep().freed_bytes == 0
     vllm_engine.wake(1)
     assert [note for note in vllm_engine.notes if "no memory free on a CPU" in note]
+    vllm_engine.until(lambda: vllm_engine.loads and vllm_engine.loads[-1].kv_tokens > 100)
 
 
 @pytest.fixture

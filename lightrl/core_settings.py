@@ -6,8 +6,9 @@ from lightrl.core.settings import Settings, Tail
 from lightrl.core.worth import Prices
 from lightrl.messages import Sampling
 
-# times node.grace_s, after which a node kills an engine that keeps its devices
-RELEASE_GRACES = 2.0
+# After node.grace_s a node kills an engine that keeps its devices. It counts as lost after so many
+# of these, and what the kill may take, however short they are.
+RELEASE_GRACES, KILL_S = 2.0, 5.0
 
 
 def settings_of(
@@ -51,7 +52,7 @@ def settings_of(
         scale_max=config.scale.max,
         scale_drain=config.scale.drain,
         offload=config.offload.rule,
-        release_s=RELEASE_GRACES * config.node.grace_s,
+        release_s=RELEASE_GRACES * config.node.grace_s + KILL_S,
     )
 
 

@@ -11,6 +11,7 @@ from lightrl.config import Config, keys
 from lightrl.config_algorithm import ALGORITHMS
 from lightrl.core_settings import settings_of
 from lightrl.errors import ConfigError
+from lightrl.rollout.agent import STOP_S
 from lightrl.run_file import load_config, parse_config, to_toml
 
 MINIMAL = {"model": {"path": "org/model"}, "data": {"path": "org/data"}}
@@ -461,6 +462,12 @@ def test_asynchronous_runs_broadcast_only_when_told_to(tmp_path: Path, mode, sta
     config = load(tmp_path, f"weights.broadcast={mode}", f"async.max_staleness={staleness}")
     assert config.broadcast == acts
     assert settings_of(config, 1).broadcast == acts
+
+
+@pytest.mark.parametrize("grace_s", [0.1, 20.0])
+def test_a_node_counts_as_lost_only_after_it_has_killed_an_engine_that_keeps_its_devices(grace_s):
+    kill_s = 2 * STOP_S  # asked to end, and then killed
+    assert settings_of(config(node={"grace_s": grace_s}), 1).release_s > grace_s + kill_s
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,10 @@ class Handover:
         if node.state is NodeState.RELEASING:
             self._order_release(node)
         if "trainer" not in hello.roles:
+            trainer = self._fleet.nodes.get(node.shares)
+            if trainer is not None and trainer.host != node.host:
+                where = f"that is on {trainer.host}, and {node.name} on {node.host}"
+                self._outbox.warn(f"{node.name} is to share the devices of {node.shares}: {where}")
             return
         self._forget(hello.node)
         if hello.is_released:

@@ -250,6 +250,14 @@ def test_who_shares_with_nobody_is_refused_once_that_is_certain():
     assert refusal.refused == "shares the devices of u, which is no trainer node of this run"
 
 
+def test_who_shares_devices_of_another_machine_is_told_of_it():
+    d, _ = shared("a")
+    assert [r.text for r in of_kind(d.join("b", shares="t"), Report) if r.is_warning] == []
+    warned = [r for r in of_kind(d.join("c", shares="t", host="h2"), Report) if r.is_warning]
+    [text] = [r.text for r in warned]
+    assert text == "c is to share the devices of t: that is on h, and c on h2"
+
+
 def test_asynchronous_runs_have_no_shared_devices():
     [(_, refusal)] = sent(Driver(max_staleness=1).join("a", shares="t"), Welcome)
     assert refusal.refused.startswith("shares the devices of t, which async.max_staleness = 1")

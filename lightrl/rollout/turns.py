@@ -121,7 +121,7 @@ class Turns:
         self.freed_bytes = num_bytes
         self.due.clear()
         number, wakes_after = self._number, self._wakes_after
-        logger.info("devices given back in %.2f s: %d bytes", seconds, num_bytes)
+        logger.debug("devices given back in %.2f s: %d bytes", seconds, num_bytes)
         if self._has_new_hearer:
             self._has_new_hearer = False
             self._rejoin()

@@ -799,6 +799,18 @@ MUTATIONS = [
         "NodeState.RELEASING:",
     ),
     Mutation(
+        "start-up and evaluations are counted to a step",
+        "core/handover.py",
+        "            self._times.close(now)\n            self._num_switches",
+        "            self._num_switches",
+    ),
+    Mutation(
+        "releases know nothing of the others' caches",
+        "core/sides.py",
+        "n.name: n.load.kv_tokens for n",
+        "n.name: 0 for n",
+    ),
+    Mutation(
         "what ran at a released node is lost with it",
         "core/handover.py",
         "        self._table.requeue_all(node)\n",

@@ -72,7 +72,8 @@ def room_to_park(
     parked, more = (ranks * of(shape, how) for of in (memory.parked_bytes, memory.parked_gradients))
     versions = scratch.NUM_VERSIONS * size.num_bytes
     what = (
-        f"while engines sample {ranks} ranks park {_bytes(parked)} in memory of the host, beside "
+        f"while engines sample {'1 rank parks' if ranks == 1 else f'{ranks} ranks park'} "
+        f"{_bytes(parked)} in memory of the host, beside "
         f"{_bytes(versions)} of versions; {_bytes(more)} more in the middle of a step"
     )
     if not machine.gpus:

@@ -3,6 +3,7 @@ to hear it."""
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import isfinite
 
 import pytest
 
@@ -421,6 +422,30 @@ def test_what_was_learned_outlives_the_coordinator():
     assert set(known.rounds["plain"].ends) == {1}
     d.restart()
     assert d.core.sides.memory() == known
+
+
+def test_a_resumed_round_that_nobody_has_taken_up_yet_has_no_best_window():
+    d, _ = shared("a")
+    metrics = {"timing_s/forward_backward": 3.0}
+    for step in range(2):
+        d.now += 5.0
+        if step:
+            assert d.core.sides.memory().work
+            d.restart()
+            d.join("t", "trainer", is_released=True)
+            d.publish(1)
+            d.join("a", shares="t", is_released=True)
+            d.confirm("a", 1)
+        d.finish_round()
+        released(d, "a")
+        d.now += 4.0
+        parked(d)
+        d.publish(step + 1)
+        d.feed(StepTrained("t", StepDone(step, step + 1, metrics)))
+        d.confirm("a", step + 1)
+        figures = d.core.handover.figures
+        assert {"window_s", "waited_trainer_s"} <= set(figures)
+        assert all(isfinite(figure) for figure in figures.values())
 
 
 def test_what_each_device_did_sums_to_the_step():

@@ -227,6 +227,18 @@ def test_who_shares_with_nobody_is_refused_once_that_is_certain():
     assert refusal.refused == "shares the devices of u, which is no trainer node of this run"
 
 
+def test_a_second_trainer_for_the_same_devices_is_refused_and_its_word_counts_for_nothing():
+    d, _ = shared("a")
+    [(_, refusal)] = sent(d.join("u", "trainer"), Welcome)
+    assert refusal.refused == "this run has a trainer node already"
+    assert orders(d.finish_round()) == [("a", Release)]
+    assert orders(parked(d, 0, "u")) == []
+    assert orders(released(d, "a")) == [("t", TrainShard)]
+    assert orders(parked(d, 0, "u")) == []
+    assert orders(parked(d)) == []
+    assert orders(d.publish(1)) == [("a", Wake)]
+
+
 def test_asynchronous_runs_have_no_shared_devices():
     [(_, refusal)] = sent(Driver(max_staleness=1).join("a", shares="t"), Welcome)
     assert refusal.refused.startswith("shares the devices of t, which async.max_staleness = 1")

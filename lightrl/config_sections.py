@@ -112,8 +112,8 @@ class Rollout(Section):
     )
     placement: Literal["own", "shared"] = Field(
         default="own",
-        description="shared = the engines that `lightrl up` starts use the trainer's devices, in "
-        "turn with it",
+        description="shared = the engines that `lightrl up` and the trainers' Slurm jobs start use "
+        "the trainer's devices, in turn with it",
     )
 
 

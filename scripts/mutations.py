@@ -828,6 +828,46 @@ MUTATIONS = [
         "        self.offers.forget(name)\n",
         "",
     ),
+    Mutation(
+        "the best window of a round without nodes is a figure",
+        "core/sides.py",
+        "has_nodes and (work := ",
+        "(work := ",
+    ),
+    Mutation(
+        "the first window is guessed without nodes",
+        "core/window.py",
+        " and shared + others > 0:",
+        ":",
+    ),
+    Mutation(
+        "engines of a Slurm job outlive the ranks whose memory they have",
+        "launch/slurm/job.py",
+        "            await beside.end(is_heard=(process.returncode or 0) >= 0)",
+        "            pass",
+        tests=("tests/slurm/test_sharing.py",),
+    ),
+    Mutation(
+        "all engines of a Slurm job share the first GPUs",
+        "launch/slurm/sharing.py",
+        'self._gpus.options(f"rollout-{k}")',
+        'self._gpus.options("rollout-0")',
+        tests=("tests/slurm/test_sharing.py",),
+    ),
+    Mutation(
+        "a rollout node of a Slurm job that was killed is not started again",
+        "launch/slurm/sharing.py",
+        "if self._is_over or not daemon.has_failed:",
+        "if True:",
+        tests=("tests/slurm/test_sharing.py",),
+    ),
+    Mutation(
+        "each trainer node of a Slurm cluster has one engine too many",
+        "devices/plan.py",
+        "each + (node < more)",
+        "each + 1",
+        tests=("tests/slurm/test_sharing.py", "tests/slurm/test_scripts.py"),
+    ),
     # Limits on strangers, on holders of the join key, on what waits; what makes files last
     Mutation(
         "stranger may send a frame of 32 MiB",

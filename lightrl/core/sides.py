@@ -328,8 +328,9 @@ class Sides:
             self._step = _Step(round.kind, opened, opened, len(view.now_sampling()))
             self._step.others = view.num_others
             self._step.worked_at = now
-            if (work := self._work.get(round.kind)) is not None:
-                shared = view.num_shared + view.shared_loading
+            shared = view.num_shared + view.shared_loading
+            has_nodes = shared + view.num_others > 0  # else a resumed round that none has taken up
+            if has_nodes and (work := self._work.get(round.kind)) is not None:
                 self._step.foreseen_s = best_window_s(*work, shared, view.num_others)
         self._step.look(now)
         self._step.nodes, self._step.others = len(view.now_sampling()), view.num_others

@@ -38,7 +38,7 @@ class Window:
         """T_seed of a round of this kind that begins with so many; None = nothing is known."""
         if (others, kind) in self._memory:
             return self._memory[others, kind]
-        if self._first_guess and kind in self._work:
+        if self._first_guess and kind in self._work and shared + others > 0:
             return best_window_s(*self._work[kind], shared, others)
         return self._seeds.get(kind)
 

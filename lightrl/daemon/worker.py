@@ -367,6 +367,7 @@ class Worker:
                 # more
                 pass
             case Drain(_, reason):
+                logger.info("sent away: %s", reason)
                 self.drain(reason)
             case Welcome(refused=refused) if refused == REJOIN:
                 self._rejoin(has_missed=True)

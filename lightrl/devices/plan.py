@@ -123,6 +123,21 @@ def for_daemon(
     return _patiently(some)
 
 
+def for_trainer_node(config: Config, engines: int) -> Assignment:
+    """Of one trainer node that has a machine or a Slurm job of its own, and of so many engines that
+    use its devices in turn with it. Blocks; raises ConfigError, one line."""
+    shape = memory.shape_of_folder(Path(config.model.path))
+    some = wanted(config, config.train.ranks, engines, shape)
+    return _patiently(replace(some, is_shared=True))
+
+
+def engines_of(config: Config, node: int) -> int:
+    """How many of rollout.nodes use the devices of trainer node `node` of train.nodes, from 0 on:
+    as many on each, the first ones have the rest."""
+    each, more = divmod(config.rollout.nodes, config.train.nodes)
+    return each + (node < more)
+
+
 def require_room(config: Config, roles: Sequence[Role], slots: int) -> None:
     """Refuses, before anything is started, what `for_daemon` would refuse of a coordinator's daemon
     that has these roles, too. Blocks; raises ConfigError."""

@@ -3,6 +3,7 @@ to hear it."""
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import isfinite
 
 import pytest
 
@@ -258,6 +259,18 @@ def test_who_shares_devices_of_another_machine_is_told_of_it():
     assert text == "c is to share the devices of t: that is on h, and c on h2"
 
 
+def test_a_second_trainer_for_the_same_devices_is_refused_and_its_word_counts_for_nothing():
+    d, _ = shared("a")
+    [(_, refusal)] = sent(d.join("u", "trainer"), Welcome)
+    assert refusal.refused == "this run has a trainer node already"
+    assert orders(d.finish_round()) == [("a", Release)]
+    assert orders(parked(d, 0, "u")) == []
+    assert orders(released(d, "a")) == [("t", TrainShard)]
+    assert orders(parked(d, 0, "u")) == []
+    assert orders(parked(d)) == []
+    assert orders(d.publish(1)) == [("a", Wake)]
+
+
 def test_asynchronous_runs_have_no_shared_devices():
     [(_, refusal)] = sent(Driver(max_staleness=1).join("a", shares="t"), Welcome)
     assert refusal.refused.startswith("shares the devices of t, which async.max_staleness = 1")
@@ -464,6 +477,30 @@ def test_whether_the_rest_fits_is_known_from_what_the_others_say_of_their_caches
     view = script.views[-1]
     assert view.kv_tokens == 12.0
     assert view.fits([d.core.fleet.nodes["b"]]) == fits
+
+
+def test_a_resumed_round_that_nobody_has_taken_up_yet_has_no_best_window():
+    d, _ = shared("a")
+    metrics = {"timing_s/forward_backward": 3.0}
+    for step in range(2):
+        d.now += 5.0
+        if step:
+            assert d.core.sides.memory().work
+            d.restart()
+            d.join("t", "trainer", is_released=True)
+            d.publish(1)
+            d.join("a", shares="t", is_released=True)
+            d.confirm("a", 1)
+        d.finish_round()
+        released(d, "a")
+        d.now += 4.0
+        parked(d)
+        d.publish(step + 1)
+        d.feed(StepTrained("t", StepDone(step, step + 1, metrics)))
+        d.confirm("a", step + 1)
+        figures = d.core.handover.figures
+        assert {"window_s", "waited_trainer_s"} <= set(figures)
+        assert all(isfinite(figure) for figure in figures.values())
 
 
 def test_what_each_device_did_sums_to_the_step():

@@ -206,6 +206,8 @@ def test_memory_answers_a_number_of_nodes_it_knows_and_the_equation_any_other():
         assert each.window_s("plain", 4, 2) == pytest.approx(corrected)
     assert rule.window_s("plain", 4, 3) == pytest.approx((500 - 3 * 60) / 7)
     assert published.window_s("plain", 4, 3) == pytest.approx(103)  # T_seed stays what it was
+    # Nobody is there yet: T_seed.
+    assert rule.window_s("plain", 0, 0) == rule.window_s("plain", 4, 2)
 
 
 def test_nodes_that_still_load_when_a_round_opens_count_for_its_window():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightrl.broadcast_messages import BroadcastFailed, JoinBroadcast
-from lightrl.messages import Abort, Bye, Drain, TokenChunk, WeightsFailed, WeightsReady
+from lightrl.messages import Abort, Bye, Drain, TokenChunk, WeightsFailed, WeightsReady, Welcome
 from lightrl.sharing_messages import Release, Released, Wake
 from tests.daemon.test_reconnect import NAMES, scripted, some_tokens, until_says
 from tests.daemon.test_runs import children_of
@@ -307,6 +307,36 @@ def test_a_node_with_devices_of_its_own_keeps_them(tmp_path: Path):
             head.generate("r")
             await head.until_finished("r")
             assert not any(isinstance(m, Released) for m in head.heard)
+
+    asyncio.run(scenario())
+
+
+STRANGER = "shares the devices of nobody, which is no trainer node of this run"
+
+
+@pytest.mark.parametrize(
+    ("answers", "code", "line"),
+    [
+        ([Welcome("", refused=STRANGER)], 1, f"the coordinator refuses this node: {STRANGER}"),
+        # welcomed while a trainer node was missing, which could have been the one
+        ([Drain("a", f"it {STRANGER}")], 0, f"sent away: it {STRANGER}"),
+    ],
+    ids=["at once", "later"],
+)
+def test_one_that_shares_with_nobody_says_so_and_ends(tmp_path: Path, answers, code, line):
+    async def scenario():
+        async with (
+            scripted(tmp_path, rollout={"placement": "shared"}) as head,
+            rollout_daemon(head.address, head.key_file, "--shares", "nobody") as daemon,
+        ):
+            await head.hello()
+            for answer in [head.welcome, *answers] if code == 0 else answers:
+                head.send(answer)
+            async with asyncio.timeout(DEADLINE_S):
+                out, errors = await daemon.communicate()
+            said = (out + errors).decode()
+            assert (daemon.returncode, said.count(f"{line}\n")) == (code, 1)
+            assert "Traceback" not in said
 
     asyncio.run(scenario())
 

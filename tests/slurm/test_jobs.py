@@ -232,6 +232,26 @@ def test_a_coordinator_that_is_killed_goes_on_in_the_same_job(cluster, tmp_path,
     assert "killed by SIGKILL; the run goes on" in run.said()
 
 
+@pytest.mark.slow
+def test_shared_devices_beside_a_spot_node_give_the_bits_of_own_ones(
+    cluster, tmp_path, undisturbed
+):
+    """The trainer's job is requeued on the way, with the engines that use its devices."""
+    run = Submitted(cluster, tmp_path, "rollout.placement=shared", "rollout.nodes=2")
+    run.until_step(2)
+    mine = [f"head-{run.head}-rollout-{k}" for k in range(2)]
+    names = {n["name"] for n in status(run)["nodes"]}
+    assert {*mine, f"head-{run.head}"} < names
+    cluster.run("scontrol", "requeue", run.head)
+    run.until(lambda: run.restarts(run.head) == 1 and run.runs(run.head), "the trainer is back")
+    assert same(run.until_finished(), undisturbed), run.said()
+    assert "Traceback" not in run.said()
+    for name in mine:
+        log = (run.run_dir / "logs" / f"{name}.log").read_text()
+        assert "devices given back in" in log
+        assert log.count("engine started on") == 2
+
+
 def status(run: Submitted) -> dict[str, Any]:
     return json.loads(lightrl(run.run_dir.parent, "status", str(run.run_dir), "--json"))
 

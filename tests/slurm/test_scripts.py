@@ -56,6 +56,29 @@ def test_more_trainer_nodes_are_an_array_beside_the_first_job(tmp_path):
     assert done.stdout.count("#SBATCH --gpus=8\n") == 2
 
 
+def test_a_dry_run_says_which_rollout_nodes_share_the_devices_of_which_job(tmp_path):
+    done = slurm(tmp_path, "--nodes", "4", "--dry-run")
+    assert done.stdout.splitlines()[:2] == [
+        "job: coordinator and trainer (runs/one/slurm/reserved.sbatch)",
+        "array of 4: 4 rollout nodes (runs/one/slurm/preemptible.sbatch)",
+    ]
+    shared = ("rollout.placement=shared", "rollout.nodes=5", "--trainer-nodes", "3")
+    done = slurm(tmp_path, *shared, "--nodes", "4", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:4] == [
+        "job: coordinator and trainer, with 2 rollout nodes in turn on its devices "
+        "(runs/one/slurm/reserved.sbatch)",
+        "array of 2: 2 more trainer nodes, with 3 rollout nodes in turn on their devices "
+        "(runs/one/slurm/trainers.sbatch)",
+        "array of 4: 4 rollout nodes with devices of their own (runs/one/slurm/preemptible.sbatch)",
+        "note: rollout.nodes = 5 over train.nodes = 3: 2 on each of the first 2, 1 on each other "
+        "one",
+    ]
+    fewer = slurm(tmp_path, *shared, "rollout.nodes=2", "--nodes", "0", "--dry-run").stdout
+    assert ": 1 on each of the first 2, the others only train\n" in fewer
+    assert "preemptible.sbatch)" not in fewer
+
+
 def test_trainer_nodes_are_held_to_what_the_config_holds_train_nodes_to(tmp_path):
     done = slurm(tmp_path, "--trainer-nodes", "3", "train.replicas=2", "--dry-run")
     assert done.returncode == 1

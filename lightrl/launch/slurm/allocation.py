@@ -113,6 +113,11 @@ def job_id() -> str:
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
+def task_number() -> int:
+    """Of this job within its array; 1 if there is none."""
+    return int(os.environ.get("SLURM_ARRAY_TASK_ID") or 1)
+
+
 async def return_to_queue() -> int:
     """The exit status of a job that was told to leave. One that was cancelled stays cancelled."""
     if await decision() == "runs":

@@ -1,7 +1,8 @@
 """Inside a Slurm job: runs the daemon, starts it again if it crashes, and gives the machine back.
 
 Owns what a job does until its run is over or it is told to leave; how it hears of that, and returns
-to the queue, is in allocation.py. The daemon below is an ordinary `lightrl up` or `lightrl resume`.
+to the queue, is in allocation.py. The daemon below is an ordinary `lightrl up` or `lightrl resume`;
+rollout nodes that use the devices of a trainer node, beside it, are in sharing.py.
 """
 
 import asyncio
@@ -23,7 +24,14 @@ from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.folder import CONFIG_FILE, SLURM_CONFIG, SLURM_FOLDER, remove_run_dir
 from lightrl.launch.resume import has_journal
-from lightrl.launch.slurm.allocation import decision, job_id, noticing, return_to_queue
+from lightrl.launch.slurm.allocation import (
+    decision,
+    job_id,
+    noticing,
+    return_to_queue,
+    task_number,
+)
+from lightrl.launch.slurm.sharing import SharingNodes, sharing
 from lightrl.log import LogSettings, configure, configure_again
 from lightrl.log import environment as log_environment
 from lightrl.run_file import load_config
@@ -54,7 +62,7 @@ async def run_part(
         return await run_head(what)
     if part == "trainer" and len(what) == 1:
         key = _directory(what[0]) or Path(what[0])
-        return await run_node(what[0], key / KEY_FILE, ["--role", "trainer"])
+        return await run_node(what[0], key / KEY_FILE, ["--role", "trainer"], is_trainer=True)
     if part != "node" or not 1 <= len(what) <= 2:
         raise ConfigError(
             "slurm-job: head CONFIG [section.key=value ...], node RUN_DIR|ADDRESS [KEY_FILE], or "
@@ -66,8 +74,8 @@ async def run_part(
 
 
 async def run_head(arguments: Sequence[str]) -> int:
-    """Coordinator and trainer of the run that a config file and overrides describe; the exit
-    status."""
+    """Coordinator and trainer of the run that a config file and overrides describe, and the rollout
+    nodes that share the trainer's devices; the exit status."""
     files = [a for a in arguments if "=" not in a]
     overrides = [a for a in arguments if "=" in a]
     if len(files) != 1:
@@ -85,8 +93,11 @@ async def run_head(arguments: Sequence[str]) -> int:
                 return 0
             began = clock()
             command = _head_command(config, files[0], overrides)
+            is_resumed = has_journal(run_dir)
+            now = load_config(run_dir / CONFIG_FILE) if is_resumed else config
+            beside = await sharing(now, run_dir, _name_of("head"), 0)
             clearing = asyncio.create_task(_clear(mark, run_dir))
-            code = await _daemon(command, _announce_return(told, mark))
+            code = await _daemon(command, _announce_return(told, mark), beside=beside)
             clearing.cancel()
             if told.is_set() and not _is_finished(run_dir, config.train.steps):
                 return await return_to_queue()
@@ -98,9 +109,11 @@ async def run_head(arguments: Sequence[str]) -> int:
             logger.warning("the coordinator was killed by %s; the run goes on", name)
 
 
-async def run_node(target: str, key_file: Path | None, options: Sequence[str]) -> int:
-    """A rollout node, or as the options say a trainer node, of the run in the directory `target`,
-    or at that address, with these more options of `lightrl up`; the exit status."""
+async def run_node(
+    target: str, key_file: Path | None, options: Sequence[str], is_trainer: bool = False
+) -> int:
+    """A rollout node of the run in the directory `target`, or at that address, or a trainer node
+    and who shares its devices, with these more options of `lightrl up`; the exit status."""
     run_dir = _directory(target)
     if run_dir is not None and key_file is None:
         key_file = run_dir / JOIN_FILE
@@ -113,10 +126,16 @@ async def run_node(target: str, key_file: Path | None, options: Sequence[str]) -
             if address is None:
                 break
             _log_as_run(run_dir)
+            beside = None
+            if is_trainer and run_dir is not None:
+                config = load_config(run_dir / CONFIG_FILE)
+                number = task_number() % config.train.nodes  # the first job is number 0
+                beside = await sharing(config, run_dir, _name_of("node"), number, address)
             code = await _daemon(
                 _join_command(address, key_file, options),
                 told.wait(),
                 _moves_away(run_dir, address),
+                beside=beside,
             )
             if told.is_set():
                 break
@@ -166,15 +185,21 @@ def _name_of(part: str) -> str:
     return f"{prefix}-{job_id() or os.getpid()}"
 
 
-async def _daemon(command: Sequence[str], *reasons: Coroutine[Any, Any, Any]) -> int:
+async def _daemon(
+    command: Sequence[str],
+    *reasons: Coroutine[Any, Any, Any],
+    beside: SharingNodes | None = None,
+) -> int:
     """The exit status of `lightrl COMMAND`, which is asked to leave when one of the reasons is
-    there."""
+    there. `beside`: who shares its devices and leaves with it."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "lightrl.cli", *command),
         env={**os.environ, **log_environment("launcher")},
     )
     ended = asyncio.create_task(process.wait())
     waiting = [asyncio.create_task(reason) for reason in reasons]
+    if beside is not None:
+        beside.start()
     try:
         await asyncio.wait({ended, *waiting}, return_when=asyncio.FIRST_COMPLETED)
         for reason in waiting:
@@ -182,12 +207,16 @@ async def _daemon(command: Sequence[str], *reasons: Coroutine[Any, Any, Any]) ->
                 reason.result()
         if not ended.done():
             process.terminate()
+            if beside is not None:
+                beside.leave()
         return await ended
     finally:
         for task in waiting:
             task.cancel()
         if process.returncode is None:
             process.kill()
+        if beside is not None:
+            await beside.end(is_heard=(process.returncode or 0) >= 0)
 
 
 async def _announce_return(told: asyncio.Event, mark: Path) -> None:

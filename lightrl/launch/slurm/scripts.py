@@ -6,12 +6,13 @@ Owns the text of the scripts, scripts/slurm/ included. What happens inside a job
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightrl.client.address import relative
 from lightrl.config import Config
+from lightrl.devices.plan import engines_of
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.folder import SLURM_CONFIG, SLURM_FOLDER
 from lightrl.launch.preflight import require_files, require_new
@@ -27,6 +28,8 @@ ABOUT_RESERVED = """\
 #
 # Submitted again, or requeued by Slurm, the run goes on where it was. USR1 comes that many seconds
 # before the time limit: time for a checkpoint, after which the job puts itself back into the queue.
+# With rollout.placement = "shared" the run's rollout.nodes are processes of this job, too: they use
+# the trainer's devices in turn with it.
 """
 ABOUT_TRAINERS = """\
 # The other trainer nodes of a run, train.nodes - 1 in all: each task of the array is one.
@@ -35,6 +38,8 @@ ABOUT_TRAINERS = """\
 #
 # RUN_DIR, with its key, must be on a file system that all nodes see, and so must checkpoint.dir.
 # One that leaves costs the run the steps since the newest checkpoint; it waits until all are there.
+# With rollout.placement = "shared" rollout.nodes are divided among the first job and these, by the
+# number of the task.
 """
 ABOUT_SPOT = """\
 # Rollout nodes that may be taken away at any moment: each task of the array is one.
@@ -42,7 +47,8 @@ ABOUT_SPOT = """\
 #   sbatch --array=1-32 scripts/slurm/preemptible.sbatch RUN_DIR
 #   sbatch --array=1-32 scripts/slurm/preemptible.sbatch tcp://HOST:PORT KEY_FILE
 #
-# RUN_DIR must be on a file system that all nodes see; KEY_FILE is a copy of RUN_DIR/join.
+# RUN_DIR must be on a file system that all nodes see; KEY_FILE is a copy of RUN_DIR/join. Each uses
+# devices of its own, with rollout.placement = "shared", too.
 # A task waits for the run, works for it, leaves when Slurm wants the node back and returns to the
 # queue. It ends with 0 when the run is over.
 """
@@ -122,30 +128,77 @@ def submit(config: Config, options: SlurmOptions, dry_run: bool = False) -> list
         require_new(config)
     folder = run_dir / SLURM_FOLDER
     scripts = _scripts(config, options, folder)
+    jobs, notes = _jobs(config, options, folder), list(_notes(config))
     if dry_run:
-        return [line for file, text in scripts.items() for line in (f"== {relative(file)}", text)]
+        texts = [line for file, text in scripts.items() for line in (f"== {relative(file)}", text)]
+        return [
+            *(f"{job.kind}: {job.what} ({relative(job.script)})" for job in jobs),
+            *notes,
+            *texts,
+        ]
     _write(folder, {**scripts, folder / SLURM_CONFIG: to_toml(_anchored(config, run_dir))})
-    head, spot, *more = scripts
-    job = _sbatch(str(head))
-    done = [f"job {job}: coordinator and trainer ({relative(head)})"]
-    for trainers in more:
-        array = (f"--array=1-{config.train.nodes - 1}", f"--dependency=after:{job}")
-        others = _sbatch(*array, str(trainers))
-        done.append(
-            f"job {others}: {config.train.nodes - 1} more trainer nodes, once job {job} has begun "
-            f"({relative(trainers)})"
-        )
-    if options.nodes:
-        array = (f"--array=1-{options.nodes}", f"--dependency=after:{job}")
-        nodes = _sbatch(*array, str(spot))
-        done.append(
-            f"job {nodes}: {options.nodes} rollout nodes, once job {job} has begun "
-            f"({relative(spot)})"
-        )
+    done: list[str] = []
+    first = ""
+    for job in jobs:
+        array = [f"--array=1-{job.tasks}", f"--dependency=after:{first}"] if job.tasks else []
+        number = _sbatch(*array, str(job.script))
+        once = f", once job {first} has begun" if array else ""
+        done.append(f"job {number}: {job.what}{once} ({relative(job.script)})")
+        first = first or number
     return [
         *done,
+        *notes,
         f"what they say is in {relative(folder)}; lightrl top {relative(run_dir)} shows the run",
     ]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Without `tasks` it is the first job; else an array of so many, which starts after that."""
+
+    script: Path
+    what: str
+    tasks: int = 0
+
+    @property
+    def kind(self) -> str:
+        return f"array of {self.tasks}" if self.tasks else "job"
+
+
+def _jobs(config: Config, options: SlurmOptions, folder: Path) -> list[_Job]:
+    """In the order in which they are submitted."""
+    nodes = config.train.nodes
+    head = f"coordinator and trainer{_beside(config, [0], 'its')}"
+    jobs = [_Job(folder / "reserved.sbatch", head)]
+    if (more := nodes - 1) > 0:
+        what = f"{more} more trainer nodes{_beside(config, range(1, nodes), 'their')}"
+        jobs.append(_Job(folder / "trainers.sbatch", what, more))
+    if options.nodes:
+        own = " with devices of their own" if config.rollout.placement == "shared" else ""
+        what = f"{options.nodes} rollout nodes{own}"
+        jobs.append(_Job(folder / "preemptible.sbatch", what, options.nodes))
+    return jobs
+
+
+def _beside(config: Config, trainers: Sequence[int], whose: str) -> str:
+    """Who uses the devices of these trainer nodes in turn with them; "" where none are shared."""
+    if config.rollout.placement != "shared":
+        return ""
+    engines = sum(engines_of(config, number) for number in trainers)
+    what = "1 rollout node" if engines == 1 else f"{engines or 'no'} rollout nodes"
+    return f", with {what} in turn on {whose} devices"
+
+
+def _notes(config: Config) -> Iterator[str]:
+    """Of shared devices, that trainer nodes do not have as many engines."""
+    engines, nodes = config.rollout.nodes, config.train.nodes
+    each, more = divmod(engines, nodes)
+    if config.rollout.placement == "shared" and more:
+        others = f"{each} on each other one" if each else "the others only train"
+        yield (
+            f"note: rollout.nodes = {engines} over train.nodes = {nodes}: {each + 1} on each of "
+            f"the first {more}, {others}"
+        )
 
 
 def _scripts(config: Config, options: SlurmOptions, folder: Path) -> dict[Path, str]:

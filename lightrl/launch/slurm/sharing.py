@@ -1,0 +1,134 @@
+"""The rollout nodes of a job that use the devices of its trainer node, in turn with it.
+
+Owns how many there are here and which GPUs each gets, and that they are here only while the trainer
+node is: one that starts again needs the memory that their engines have. Each is a `lightrl daemon`
+as those of `lightrl up`, with a log of its own in the run directory.
+"""
+
+import asyncio
+import logging
+import signal
+from functools import partial
+from pathlib import Path
+
+from lightrl.client.address import listening, reachable, written_at
+from lightrl.config import Config
+from lightrl.devices.assign import Assignment
+from lightrl.devices.plan import engines_of, for_trainer_node
+from lightrl.launch.daemons import Daemon
+from lightrl.system.child import retry_on_resource_limit
+from lightrl.system.restart import CrashCounter, RestartPolicy
+from lightrl.system.threads import in_thread
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2  # between two looks at whether the coordinator of this job listens
+KILL_S = 3.0
+RESTARTS = RestartPolicy(
+    max_restarts=5, first_pause_s=0.2, growth=2.0, longest_pause_s=5.0, settled_s=120.0
+)
+
+
+async def sharing(
+    config: Config, run_dir: Path, trainer: str, number: int, address: str = ""
+) -> "SharingNodes | None":
+    """Those of the trainer node with this name, the one with this `number` of train.nodes, from 0
+    on; None if there are none. `address`: where the coordinator listens; "" = it is about to start,
+    and writes it into the run directory.
+
+    Raises ConfigError, one line, if the devices here do not do for all of them.
+    """
+    num = engines_of(config, number) if config.rollout.placement == "shared" else 0
+    if not num:
+        return None
+    gpus = await retry_on_resource_limit(
+        lambda: in_thread(for_trainer_node, config, num), "the search for devices", logger.warning
+    )
+    for note in gpus.notes:
+        logger.info(note)
+    return SharingNodes(run_dir, trainer, num, gpus, config.node.grace_s, address)
+
+
+class SharingNodes:
+    """Of one life of the trainer node. Call `start` once it is started; always `await end()`."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        trainer: str,
+        num: int,
+        gpus: Assignment,
+        grace_s: float,
+        address: str,
+    ) -> None:
+        self._run_dir = run_dir
+        self._trainer = trainer
+        self._num = num
+        self._gpus = gpus
+        self._grace_s = grace_s
+        self._address = address
+        self._before = written_at(run_dir / "address")  # one of then is an old one
+        self._daemons: dict[str, Daemon] = {}
+        self._is_over = False  # none is started any more
+        self._keepers: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._keepers = [asyncio.create_task(self._keep(k)) for k in range(self._num)]
+
+    def leave(self) -> None:
+        """Asks them to: they send their last tokens, and end."""
+        self._is_over = True
+        self._signal(signal.SIGTERM)
+
+    async def end(self, is_heard: bool) -> None:
+        """Returns when they have ended. `is_heard`: somebody may still hear their last tokens."""
+        self._is_over = True
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        steps = ((signal.SIGTERM, self._grace_s), (signal.SIGKILL, KILL_S))
+        for number, wait_s in steps if is_heard else steps[1:]:
+            self._signal(number)
+            if alive := [d.ended for d in self._daemons.values() if not d.ended.done()]:
+                await asyncio.wait(alive, timeout=wait_s)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for daemon in self._daemons.values():
+            daemon.signal(number)
+
+    async def _keep(self, k: int) -> None:
+        """Starts one, and again whenever it crashes. One that ends in order was sent away."""
+        name = f"{self._trainer}-rollout-{k}"
+        options = ["--shares", self._trainer, *self._gpus.options(f"rollout-{k}")]
+        options += ["--join", await self._listening()]
+        start = partial(Daemon.start, name, "rollout", self._run_dir, *options)
+        crashes, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time
+        while not self._is_over:
+            try:
+                daemon = await retry_on_resource_limit(start, name, logger.warning)
+            except OSError as e:
+                logger.error("%s cannot be started: %s", name, e.strerror or e)
+                return
+            self._daemons[name] = daemon
+            began = clock()
+            if self._is_over:  # it was told before it was there
+                daemon.signal(signal.SIGTERM)
+            await asyncio.wait([daemon.ended])
+            if self._is_over or not daemon.has_failed:
+                return
+            pause_s = crashes.crashed(clock() - began) if daemon.has_crashed else None
+            if pause_s is None:
+                logger.error("%s; it is not started again in this job", daemon.obituary())
+                return
+            logger.warning("%s; starting it again", daemon.obituary())
+            await asyncio.sleep(pause_s)
+
+    async def _listening(self) -> str:
+        """The address of the coordinator, once it has left one."""
+        while not self._address:
+            found = listening(self._run_dir)
+            if found is not None and written_at(self._run_dir / "address") != self._before:
+                self._address = reachable(found)
+            else:
+                await asyncio.sleep(LOOK_S)
+        return self._address

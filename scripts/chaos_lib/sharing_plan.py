@@ -37,10 +37,17 @@ CARDS = tuple((kind, phase) for kind, phases in _KINDS.items() for phase in phas
 
 
 def draw_sharing(
-    seed: int, events: int, steps: int, nodes: int, lease_s: float, trainers: int = 1
+    seed: int,
+    events: int,
+    steps: int,
+    nodes: int,
+    lease_s: float,
+    trainers: int = 1,
+    parks_are_seen: bool = True,
 ) -> list[Event]:
     """In the order in which they come, one a step at most; seeds in a row share out the pairs of
-    kind and phase. From the first step on there is one node with devices of its own."""
+    kind and phase. From the first step on there is one node with devices of its own.
+    `parks_are_seen`: else ranks park too quickly, and nothing waits for that."""
     if events >= steps:
         raise ValueError(f"{events} events: at most one a step, none in the last")
     rng = random.Random(seed)
@@ -55,6 +62,8 @@ def draw_sharing(
     hits = sorted(rng.sample(range(steps - 1), events))
     for (kind, phase), step in zip(_deal(seed, events), hits, strict=True):
         what = kind.split()[1]
+        if phase == "parking" and not parks_are_seen:
+            phase = "released"
         event = Event(kind, "", step, phase, rng.uniform(0, MAX_DELAY_S))
         if what == "other":
             plan.append(replace(event, kind="kill rollout", target=f"late-{num_joined}"))

@@ -1,6 +1,7 @@
 """Devices change sides: who is told what, in which order, and what happens if somebody is not there
 to hear it."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -169,15 +170,17 @@ def test_devices_come_back_within_the_step_once_the_ranks_are_parked():
     assert orders(released(d, "a")) == [("t", TrainShard)]
 
 
-def test_one_that_is_taken_back_before_it_slept_is_told_so():
+def test_one_that_is_taken_back_before_it_slept_is_told_so_when_it_does():
+    """What it says of its version until then, it says as one that is to sleep."""
     d, script = shared("a", others="b", slots=4)
     later(d, script, Change(release=("a",)))
     d.finish("p0@0#0")
     assert state(d, "a") == "releasing"
     d.core.sides.lost("a")  # whoever decides so
-    assert orders(d.feed(TimerFired())) == [("a", Wake)]
-    released(d, "a", number=2)  # of the order before
-    assert state(d, "a") == "updating"
+    assert orders(d.feed(TimerFired())) == []
+    d.confirm("a", 0)
+    assert state(d, "a") == "releasing"
+    assert orders(released(d, "a")) == [("a", Wake)]
     d.confirm("a", 0)
     assert state(d, "a") == "ready"
 
@@ -420,6 +423,20 @@ def test_what_was_learned_outlives_the_coordinator():
     assert known.training.means() == (4.0, 4.0)  # four tokens in four seconds
     assert set(known.rounds["plain"].ends) == {1}
     d.restart()
+    assert d.core.sides.memory() == known
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_a_step_that_cannot_have_taken_so_long_teaches_nothing(seconds: float):
+    d, script = shared("a")
+    d.finish_round()
+    released(d, "a")
+    d.now += 5.0
+    parked(d)
+    d.publish(1)
+    known = d.core.sides.memory()
+    d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": seconds})))
+    assert script.learned == []
     assert d.core.sides.memory() == known
 
 

@@ -467,3 +467,22 @@ def test_what_each_device_did_sums_to_the_step():
         "switches": 3.0,  # the first one when it joined
         "moved": 3.0,
     }
+
+
+def test_a_trainer_that_was_parked_and_comes_back_with_its_devices_is_asked_for_them():
+    """Its ranks have just started again."""
+    d, _ = shared("a", others="b")
+    d.feed(NodeLost("t", "gone"))
+    d.join("t", "trainer", incarnation=2)
+    assert orders(d.join("c", shares="t", is_released=True)) == []
+    assert orders(d.publish(0)) == [("t", Park(1))]
+    assert orders(parked(d, 1)) == [("c", Wake)]
+
+
+def test_if_all_others_have_vanished_engines_come_back_whatever_the_rule_says():
+    d, script = shared("a", others="b", slots=4)
+    later(d, script, Change(release=("a",)))
+    d.finish("p0@0#0")
+    released(d, "a")
+    d.now += 1.0
+    assert orders(d.feed(NodeLost("b", "gone"))) == [("a", Wake)]

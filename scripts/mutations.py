@@ -793,6 +793,43 @@ MUTATIONS = [
         "        if False:",
     ),
     Mutation(
+        "node is told to wake before it has answered that it sleeps",
+        "core/handover.py",
+        "                if node.state is NodeState.RELEASED:",
+        "                if True:",
+    ),
+    Mutation(
+        "release that was lost with a connection is not ordered again",
+        "core/handover.py",
+        "        if node.state is NodeState.RELEASING:\n            self._order_release(node)\n",
+        "",
+    ),
+    Mutation(
+        "ranks of a lost trainer node count as parked",
+        "core/handover.py",
+        "        self._devices.parked.discard(name)\n",
+        "",
+    ),
+    Mutation(
+        "responses are given to a node that was told to release its devices",
+        "core/handover.py",
+        "                self._fleet.release(node)\n",
+        "                node.state = NodeState.RELEASING\n",
+    ),
+    Mutation(
+        "released engines stay so when all others have vanished",
+        "core/sides.py",
+        "            change = Change(take_back=tuple(n.name for n in view.released))  # else nobody "
+        "goes on\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "seconds of training that cannot be stand in every mean",
+        "core/sides.py",
+        "        if not 0 <= worked_s < math.inf:",
+        "        if False:",
+    ),
+    Mutation(
         "answer to an older order counts",
         "core/handover.py",
         "NodeState.RELEASING or message.number != node.order:",

@@ -205,10 +205,7 @@ class Fleet:
 
     def wake(self, node: Node) -> None:
         """It is told to sample again."""
-        was_told = node.state is NodeState.RELEASED
         self._move(node, NodeState.UPDATING)
-        if not was_told and node.policy_version != self.offers.policy_version:
-            self._offer(node)
 
     def expired(self, now: float) -> list[Node]:
         """Nodes whose lease has run out; sets the time of the next check.

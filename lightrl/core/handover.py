@@ -7,7 +7,8 @@ whatever happens, the next order follows from where everybody is, so a node that
 back awake, or a coordinator that was started again needs no case of its own.
 
 An order has a number, its answer repeats it, and an older one counts for nothing. A node that does
-not answer a Release is lost after `release_s`: it kills its engine sooner.
+not answer a Release is lost after `release_s`: it kills its engine sooner. It is not told to wake
+before it has answered.
 """
 
 from lightrl.core.commands import Outbox
@@ -214,9 +215,10 @@ class Handover:
         must_park = resting or (devices.are_whole and not wanted) or not devices.are_training
         if must_park and not devices.are_parked:
             self._park()
-        elif resting:
+        else:
             for node in resting:
-                self._wake(node)
+                if node.state is NodeState.RELEASED:  # what it said before, it said awake
+                    self._wake(node)
         told_at = [n.since for n in nodes if n.state is NodeState.RELEASING]
         self._released_by = min(told_at) + self._release_s if told_at else None
 

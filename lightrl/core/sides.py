@@ -7,6 +7,7 @@ reckoned by the rate of the last steps. A decision is O(nodes + responses of the
 more there are, the less often it is made, unless the nodes have changed. Not in evaluations.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -217,6 +218,8 @@ class Sides:
             return
         ended = step.trained_at if step.trained_at is not None else now
         worked_s = sum(metrics.get(name, 0.0) for name in TRAIN_METRICS)
+        if not 0 <= worked_s < math.inf:
+            return  # it would stand in every mean from now on
         if step.num_tokens:
             self._training.add(float(step.num_tokens), worked_s, FORGET)
         rollout_s = max(0.0, step.closed_at - step.opened_at)

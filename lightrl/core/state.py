@@ -99,7 +99,7 @@ EDGES: dict[type[StrEnum], dict[StrEnum, frozenset[StrEnum]]] = {
         N.JOINING: frozenset({N.LOADING, N.READY, N.RELEASING, N.RELEASED, N.DRAINING, N.GONE}),
         N.LOADING: frozenset({N.READY, N.RELEASING, N.RELEASED, N.DRAINING, N.GONE}),
         N.READY: frozenset({N.RELEASING, N.UPDATING, N.DRAINING, N.GONE}),
-        N.RELEASING: frozenset({N.RELEASED, N.UPDATING, N.DRAINING, N.GONE}),
+        N.RELEASING: frozenset({N.RELEASED, N.DRAINING, N.GONE}),
         N.RELEASED: frozenset({N.UPDATING, N.DRAINING, N.GONE}),
         N.UPDATING: frozenset({N.READY, N.RELEASING, N.RELEASED, N.DRAINING, N.GONE}),
         N.DRAINING: frozenset({N.GONE}),

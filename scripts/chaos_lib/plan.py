@@ -21,6 +21,11 @@ Phase = Literal[
     "forming",
     "sending",
     "proving",
+    # of a change of sides: see sharing_plan.py
+    "releasing",
+    "released",
+    "parking",
+    "waking",
 ]
 
 SHORT_S, LONG_S = (0.2, 0.6), (1.3, 2.0)  # pauses, in leases of a node

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos_lib.plan import Phase
+from chaos_lib.sharing_plan import SIDES, side
 from chaos_lib.weights_plan import ON_NODE, nodes
 from lightrl.client import ask
 from lightrl.client.address import accepts, listening, reachable
@@ -99,6 +100,8 @@ class Watch:
 
     def phase_of(self, target: str) -> str:
         """What that node is at, or one of them if it is none; else the run."""
+        if self.last is not None and (at := self._side(self.last, target)):
+            return at
         rows = self.last.nodes if self.last is not None else ()
         meant = [n for n in rows if n.name == target or target not in nodes()]
         return next(filter(None, map(self._on_node, meant)), self.phase)
@@ -118,9 +121,14 @@ class Watch:
         if last.step < step or not self.is_live:
             return False
         meant = [n for n in last.nodes if n.name == target or target not in nodes()]
+        if wanted in SIDES:
+            return self._side(last, target) == wanted
         if wanted in ON_NODE:
             return any(self._on_node(n) == wanted for n in meant)
         return wanted == "any" or phase(last) == wanted
+
+    def _side(self, last: Snapshot, target: str) -> str:
+        return side(last, target, phase(last) == "training")
 
     def _other(self, last: Snapshot, step: int, target: str) -> str:
         ready = [n.name for n in last.nodes if n.name in nodes() and n.state == "ready"]

@@ -20,6 +20,7 @@ from typing import Any
 from chaos_lib.machines import Machines
 from chaos_lib.plan import Event
 from chaos_lib.processes import Process, Processes, send
+from chaos_lib.sharing_plan import SIDES
 from chaos_lib.watch import Mark, Watch
 from lightrl.client import ask
 from lightrl.client.address import listening, reachable
@@ -184,7 +185,7 @@ class World:
                 return None
             await asyncio.sleep(event.delay_s)
             return act
-        if self._machines is not None:
+        if self._is_exact(event):
             if event.phase == "forming":
                 moment = self._until_forming(event)
             else:
@@ -196,6 +197,10 @@ class World:
             await self._watch.until(event.step, event.phase)
         await asyncio.sleep(event.delay_s)
         return await self._ready(event)
+
+    def _is_exact(self, event: Event) -> bool:
+        """Whether it comes in that phase or not at all."""
+        return self._machines is not None or event.phase in SIDES
 
     async def _comes(self, event: Event, moment: Coroutine[Any, Any, None]) -> bool:
         """Whether it does before MAX_STEPS more are done."""
@@ -236,7 +241,7 @@ class World:
         step = self._watch.last.step if self._watch.last is not None else 0
         at_s = time.monotonic() - self._began
         phase = self._watch.phase
-        if self._machines is not None:  # that of the event may be over by now
+        if self._is_exact(event):  # that of the event may be over by now
             at = self._watch.phase_of(event.target)
             phase = event.phase if event.phase == "patching" else at
         self._felt.append(Felt(event, at_s, step, phase, self._watch.mark()))

@@ -3,10 +3,12 @@
 import importlib
 import random
 from collections import Counter
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 
+from lightrl.messages import NodeRow, Snapshot
 from tests.chaos.conftest import SCRIPTS
 
 STEPS, NODES, LEASE_S = 8, 2, 2.0
@@ -16,6 +18,12 @@ STEPS, NODES, LEASE_S = 8, 2, 2.0
 def plan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module("chaos_lib.plan")
+
+
+@pytest.fixture
+def sharing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("chaos_lib.sharing_plan")
 
 
 def test_a_seed_can_be_repeated(plan: ModuleType):
@@ -44,3 +52,46 @@ def test_somebody_is_left_to_go_on(plan: ModuleType, seed: int):
             assert event.target in own
     assert max(Counter(e.step for e in events).values(), default=0) <= plan.MAX_PER_STEP
     assert [e.step for e in events] == sorted(e.step for e in events)
+
+
+# Devices that change sides
+
+
+def row(name: str, state: str, state_s: float | None = None) -> NodeRow:
+    return NodeRow(name, (), state, "h", 1, "", 0, 0, 0, 0.0, 0.0, 0.0, state_s=state_s)
+
+
+def test_one_seed_with_an_event_for_each_has_all_pairs_of_kind_and_phase(sharing: ModuleType):
+    num = len(sharing.CARDS)
+    plan = sharing.draw_sharing(3, num, num + 1, NODES, LEASE_S)
+    hits = [e for e in plan if e.kind != "join"]
+    others = Counter(e.target for e in hits if e.target.startswith("late"))
+    met = {("kill other" if e.target in others else e.kind, e.phase) for e in hits}
+    assert met == set(sharing.CARDS)
+    assert max(others.values()) == 1  # nobody starts it again
+    assert max(Counter(e.step for e in hits).values()) == 1
+    engines = [e.target for e in hits if e.kind.endswith("engine")]
+    assert all(a != b for a, b in pairwise(engines))  # two in a row, and it samples no more
+
+
+@pytest.mark.parametrize(
+    ("states", "is_training", "seen"),
+    [
+        ({"rollout-0": "ready", "rollout-1": "ready"}, False, ""),
+        ({"rollout-0": "releasing", "rollout-1": "released"}, True, "releasing"),
+        ({"rollout-0": "released", "rollout-1": "updating"}, True, "waking"),
+        ({"rollout-0": "released", "rollout-1": "ready"}, False, ""),
+        ({"rollout-0": "released", "rollout-1": "released"}, False, "released"),
+        ({"rollout-0": "released", "rollout-1": "released"}, True, "parking"),
+    ],
+)
+def test_phases_of_a_change_are_seen_in_the_nodes(
+    sharing: ModuleType, states: dict[str, str], is_training: bool, seen: str
+):
+    shared = tuple(row(name, state, 2.0) for name, state in states.items())
+    nodes = (*shared, row("late-1", "updating"))
+    snapshot = Snapshot("r", "r", "running", 3, 9, 3, 1.0, nodes)
+    assert sharing.side(snapshot, "trainer-0", is_training) == seen
+    if seen == "waking":
+        assert sharing.side(snapshot, "rollout-1", is_training) == seen
+        assert sharing.side(snapshot, "rollout-0", is_training) == ""

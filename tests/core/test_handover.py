@@ -1,9 +1,9 @@
 """Devices change sides: who is told what, in which order, and what happens if somebody is not there
 to hear it."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
-from math import isfinite
 
 import pytest
 
@@ -194,15 +194,17 @@ def test_devices_come_back_within_the_step_once_the_ranks_are_parked():
     assert orders(released(d, "a")) == [("t", TrainShard)]
 
 
-def test_one_that_is_taken_back_before_it_slept_is_told_so():
+def test_one_that_is_taken_back_before_it_slept_is_told_so_when_it_does():
+    """What it says of its version until then, it says as one that is to sleep."""
     d, script = shared("a", others="b", slots=4)
     later(d, script, Change(release=("a",)))
     d.finish("p0@0#0")
     assert state(d, "a") == "releasing"
     d.core.sides.lost("a")  # whoever decides so
-    assert orders(d.feed(TimerFired())) == [("a", Wake)]
-    released(d, "a", number=2)  # of the order before
-    assert state(d, "a") == "updating"
+    assert orders(d.feed(TimerFired())) == []
+    d.confirm("a", 0)
+    assert state(d, "a") == "releasing"
+    assert orders(released(d, "a")) == [("a", Wake)]
     d.confirm("a", 0)
     assert state(d, "a") == "ready"
 
@@ -500,7 +502,21 @@ def test_a_resumed_round_that_nobody_has_taken_up_yet_has_no_best_window():
         d.confirm("a", step + 1)
         figures = d.core.handover.figures
         assert {"window_s", "waited_trainer_s"} <= set(figures)
-        assert all(isfinite(figure) for figure in figures.values())
+        assert all(math.isfinite(figure) for figure in figures.values())
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_a_step_that_cannot_have_taken_so_long_teaches_nothing(seconds: float):
+    d, script = shared("a")
+    d.finish_round()
+    released(d, "a")
+    d.now += 5.0
+    parked(d)
+    d.publish(1)
+    known = d.core.sides.memory()
+    d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": seconds})))
+    assert script.learned == []
+    assert d.core.sides.memory() == known
 
 
 def test_what_each_device_did_sums_to_the_step():
@@ -556,3 +572,22 @@ def test_start_up_and_evaluations_are_of_no_step():
         assert d.core.step == step + 1
         assert sum(d.core.handover.device_s.values()) == d.now - begun_at
         assert d.core.handover.figures["switches"] == 2.0
+
+
+def test_a_trainer_that_was_parked_and_comes_back_with_its_devices_is_asked_for_them():
+    """Its ranks have just started again."""
+    d, _ = shared("a", others="b")
+    d.feed(NodeLost("t", "gone"))
+    d.join("t", "trainer", incarnation=2)
+    assert orders(d.join("c", shares="t", is_released=True)) == []
+    assert orders(d.publish(0)) == [("t", Park(1))]
+    assert orders(parked(d, 1)) == [("c", Wake)]
+
+
+def test_if_all_others_have_vanished_engines_come_back_whatever_the_rule_says():
+    d, script = shared("a", others="b", slots=4)
+    later(d, script, Change(release=("a",)))
+    d.finish("p0@0#0")
+    released(d, "a")
+    d.now += 1.0
+    assert orders(d.feed(NodeLost("b", "gone"))) == [("a", Wake)]

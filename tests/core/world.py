@@ -57,10 +57,13 @@ class World:
     """What happens next is drawn from the seed; what a response is, is a pure function of its
     name."""
 
-    def __init__(self, seed: int, shares: bool = False, **changes: Any) -> None:
-        """`shares`: some nodes use the trainer's devices, in turn with it."""
+    def __init__(
+        self, seed: int, shares: bool = False, is_whim: bool = True, **changes: Any
+    ) -> None:
+        """`shares`: some nodes use the trainer's devices, in turn with it; see `WorldSharing`."""
         self.rng = random.Random(seed)
         self.salt = seed
+        self.train_s = 0.0  # that the trainer says a step took it
         # share of rewards that cannot be computed
         self.fails = self.rng.choice([0.0, 0.0, 0.1, 0.3])
         self.driver = Driver(
@@ -88,7 +91,7 @@ class World:
         self.num_without_trainer = 0  # nodes told of sources while the trainer was away
         self.num_late_endpoints = 0
         self.broadcasts = WorldBroadcasts(self)
-        self.sharing = WorldSharing(self, shares)
+        self.sharing = WorldSharing(self, shares, is_whim)
         self.feed(lambda: self.driver.join("t", "trainer"))
         self.sharing.park()
         self.feed(lambda: self.driver.publish(0))
@@ -395,7 +398,8 @@ class World:
             self.stands_at = step + 1
             self.sharing.park()
             self.remember(WeightsPublished("t", publication(step + 1)))
-            self.remember(StepTrained("t", StepDone(step, step + 1, {})))
+            metrics = {"timing_s/forward_backward": self.train_s, "timing_s/optimizer": 0.0}
+            self.remember(StepTrained("t", StepDone(step, step + 1, metrics)))
             if self.rng.random() < 0.4:
                 self.checkpoint = step + 1
 
@@ -544,6 +548,28 @@ class World:
         deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self.driver.now:
             self.feed(lambda: self.driver.feed(TimerFired()))
+
+    def go_on(self, seconds: float = 0.3) -> None:
+        """So much later everybody has done what they are told, but for a change of sides within a
+        round: of those orders each turn carries one out."""
+        self.broadcasts.finish()
+        is_open = self.core.table.round is not None and self.core.table.round.state == "running"
+        (self.sharing.obey if is_open else self.sharing.obey_all)()
+        self.take()
+        self.train()
+        for name in self.rollouts():
+            if self.loads(name):
+                self.load_newest(name)
+        for name in self.rollouts():
+            if running := self.core.fleet.nodes[name].running.values():
+                self.feed_chunk(name, [self.item(r, 2) for r in running])
+        for r in list(self.core.table.responses.values()):
+            if r.state == "done" and not r.scored:
+                self.remember(ResponseScored(r.id, r.attempt, self.reward_of(r.id), "no luck"))
+        self.driver.now += seconds
+        for name in list(self.core.fleet.nodes):
+            self.broadcasts.beat(name)
+        self.feed(lambda: self.driver.feed(TimerFired()))
 
     def live(self, num_events: int, coordinator_lives: bool = False) -> "World":
         """Anything in any order, for a while."""

@@ -46,20 +46,23 @@ class Whim:
 
 
 class WorldSharing:
-    def __init__(self, world: "World", is_on: bool) -> None:
+    def __init__(self, world: "World", is_on: bool, is_whim: bool) -> None:
+        """`is_whim`: sides change as the seed has it, not by the core's own rule."""
         self._world = world
         self.is_on = is_on
+        self.is_whim = is_whim
         self.rule = Whim(world)
         self.awake: set[str] = set()  # nodes whose engines have their devices
         self.train = False  # the ranks have them
         self.orders: dict[str, deque[Message]] = {}  # that were sent, and not carried out
         self.given_up: set[str] = set()  # nodes that were awake when the core was told to lose them
         self.num_wakes = self.num_parks = self.num_slept = 0
+        self.num_within = 0  # orders to release that came while their round was open
         self.adopt()
 
     def adopt(self) -> None:
         """The core of this world, maybe a new one, decides as the seed has it."""
-        if self.is_on:
+        if self.is_on and self.is_whim:
             self._world.core.sides.rule = self.rule
 
     def fields(self, name: str, is_new: bool = True) -> dict[str, Any]:
@@ -89,6 +92,8 @@ class WorldSharing:
                     self.fetch()
                 case Send(name, (Release() | Wake() | Park()) as order):
                     self.orders.setdefault(name, deque()).append(order)
+                    is_wanted = name in self._world.core.sides.wanted
+                    self.num_within += is_wanted and isinstance(order, Release)
                 case _:
                     pass
 

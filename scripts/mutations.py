@@ -1639,6 +1639,22 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "ranks that die before their version is said wait for a shard that never comes",
+        "trainer/node_devices.py",
+        "not self.is_given and self._is_told",
+        "not self.is_given",
+        tests=(
+            "tests/trainer/test_node_parks.py::test_nobody_has_the_devices_until_a_version_is_said",
+        ),
+    ),
+    Mutation(
+        "replicas of which only some are parked meet when a step begins anew",
+        "trainer/learner/learner.py",
+        "            self.late.drop()\n",
+        "            self.late.reduce()\n",
+        tests=("tests/trainer/test_parking.py::test_replicas_that_park_learn_what_others_do",),
+    ),
+    Mutation(
         "a version is said before its ranks have parked",
         "trainer/supervisor.py",
         "            await ranks.replies(RankParked)\n            self.devices.announce()\n",

@@ -39,6 +39,7 @@ class NodeDevices:
         self._clock = clock
         self.has_devices = True
         self._given = asyncio.Event()  # work has come since others were to have them
+        self._is_told = False  # others know of the version with which the ranks started, or parked
         self._parked: dict[int, RankParked] = {}  # by rank
         self._number: int | None = None  # of the order that is to be answered
         self._asked_at = 0.0
@@ -50,8 +51,9 @@ class NodeDevices:
 
     @property
     def are_away(self) -> bool:
-        """Engines have them, as far as anybody has said."""
-        return not self.has_devices and not self.is_given
+        """Engines have them, as far as anybody has said. Not yet if nobody was told the version:
+        they wake for it, and without it no work comes either."""
+        return not self.has_devices and not self.is_given and self._is_told
 
     @property
     def is_asked(self) -> bool:
@@ -77,12 +79,17 @@ class NodeDevices:
         if isinstance(command, TAKES_DEVICE):
             self._take()
         if isinstance(command, FinishStep):  # then they park
-            self._given.clear()
+            self._give_back()
 
     def starting(self) -> None:
         """Ranks are about to start, and take the devices for it."""
         self._take()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """They park next, and say a version then."""
         self._given.clear()
+        self._is_told = False
 
     def _take(self) -> None:
         """Ranks are told something for which they take the devices."""
@@ -108,6 +115,10 @@ class NodeDevices:
         if not self.has_devices and self._parked:
             slowest = max(parked.seconds for parked in self._parked.values())
             self._send(Parked(0, self._num_bytes, slowest))
+
+    def published(self) -> None:
+        """The version was said."""
+        self._is_told = True
 
     def give(self) -> None:
         """Work has come that the coordinator sends to who may have the devices."""

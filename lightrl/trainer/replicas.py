@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from lightrl.trainer.protocol import AT_ONCE, Accumulate, Accumulated, MicroBatch
 from lightrl.trainer.rank_processes import Ranks
 
-MOST_OWED = 16  # answers, of up to AT_ONCE micro-batches each: what lies before the ranks of one
+MOST_BEFORE = 128  # micro-batches that lie before a replica, in whole answers
 IN_FLIGHT = 2  # micro-batches, where ranks may have to park before the next one
 
 
@@ -32,6 +32,7 @@ class Replicas:
         self._ranks = ranks
         self._changed = changed
         self._halts = halts
+        self._size = AT_ONCE if halts is None else 1  # micro-batches of an answer
         self.num_ranks = len(ranks) // num  # of each
         self._owed = [0] * num  # answers of each of its ranks
         # what its ranks have not been told yet, of each rank
@@ -56,13 +57,14 @@ class Replicas:
     @property
     def have_more(self) -> bool:
         """They have to compute what they were not told yet, because they had to park."""
-        return any(self._untold)
+        each = zip(self._owed, self._untold, strict=True)
+        return any(untold and not owed for owed, untold in each)
 
     @property
     def have_room(self) -> bool:
         """One is free, and none has so much before it that others would only be piled up."""
         before = (o + len(untold) for o, untold in zip(self._owed, self._untold, strict=True))
-        return bool(self.free) and max(before) < MOST_OWED
+        return bool(self.free) and max(before) * self._size < MOST_BEFORE
 
     def accumulate(
         self,
@@ -73,9 +75,9 @@ class Replicas:
     ) -> None:
         """Has each rank of the replica compute its micro-batches, after what it has to compute; all
         of them have as many. `is_last`: an update follows."""
-        num, size = len(batches_R[0]), AT_ONCE if self._halts is None else 1
-        for start in range(0, num, size):
-            end = start + size
+        num = len(batches_R[0])
+        for start in range(0, num, self._size):
+            end = start + self._size
             ends = is_last and end >= num
             told = [Accumulate(step, batches[start:end], ends) for batches in batches_R]
             self._untold[replica].append(told)

@@ -61,7 +61,9 @@ class Step:
             return True
         if not self._devices.is_given:
             return False
-        if self._replicas.have_more or self.queue.is_accumulated:
+        if self._replicas.have_more:
+            return True
+        if self.queue.is_accumulated:
             return not self.is_busy
         some = self._waiting or self._is_held_up or self.queue.can_go_on
         return self._replicas.have_room and bool(some)

@@ -247,12 +247,9 @@ class Trainer:
         self._step_done = None
         self._file = started.published.file
         self._standing = await self._versions.serve(started.published)
-        is_restart = self._state is TrainerState.DOWN
+        announce = self._on_restart if self._state is TrainerState.DOWN else self._announce
         self._move(TrainerEvent.RANKS_STARTED)
-        if is_restart:
-            self._on_restart()
-        else:
-            self._announce()
+        announce()
         await self._train_all(ranks)
         return True
 
@@ -336,6 +333,7 @@ class Trainer:
         replicas = queue.replicas if self._config.train.replicas > 1 else ()
         self._standing = await self._versions.serve(published, queue.portions, replicas)
         self._say(self._standing)
+        self.devices.published()
         finished, *_ = await ranks.replies(StepFinished)
         self._step_done = StepDone(step, version, finished.metrics)
         self._say(self._step_done)
@@ -384,6 +382,7 @@ class Trainer:
         self.devices.announce()
         if self._standing is not None:
             self._say(self._standing)
+            self.devices.published()
         if self._step_done is not None:
             self._say(self._step_done)
         self._saves.announce()

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from lightrl.messages import PublishWeights, ShardsTaken, TrainGroup, TrainResponse
+from lightrl.messages import PublishWeights, ShardsTaken, StepDone, TrainGroup, TrainResponse
 from lightrl.run_file import parse_config
 from lightrl.sharing_messages import Park, Parked
 from lightrl.trainer.node_devices import NodeDevices
@@ -38,10 +38,10 @@ def groups(samples):
 
 @pytest.fixture
 def new_config(model_dir):
-    def make(placement="shared", engine_args=None, **train):
+    def make(placement="shared", engine_args=None, deterministic=True, **train):
         return parse_config(
             {
-                "run": {"deterministic": True},
+                "run": {"deterministic": deterministic},
                 "model": {"path": str(model_dir)},
                 "data": {"path": "unused"},
                 "rollout": {
@@ -63,6 +63,12 @@ class Asking(Coordinator):
     def __init__(self, *args):
         super().__init__(*args)
         self.number = 0
+        self.taken_for_away = set()  # at what was said
+
+    def take(self, message):
+        if self.trainer.devices.are_away:
+            self.taken_for_away.add(type(message))
+        super().take(message)
 
     @property
     def parked(self):
@@ -135,6 +141,9 @@ def test_a_step_that_is_parked_between_all_shards_makes_the_same_versions(
         assert last.number == 0
         assert last.seconds == 0.002
     assert found.trainer.devices.has_devices is False
+    # Before its version is said nobody has them, and ranks that die then start at once.
+    assert not {PublishWeights, ShardsTaken} & found.taken_for_away
+    assert StepDone in found.taken_for_away
 
 
 def test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does(
@@ -179,6 +188,25 @@ def test_a_step_of_which_all_has_come_ends_before_it_parks(new_config, groups, t
     found = trained(new_config(), tmp_path / "run", groups, prepare)
     assert found.digests == calm()
     assert [m.number for m in found.parked] == [0, 0, 1, 0, 0]
+
+
+def test_a_replica_does_not_wait_for_one_with_much_before_it(new_config, groups, tmp_path):
+    """Each is told little at a time, so that it can park; that holds up no other."""
+
+    def prepare(coordinator):
+        async def step():
+            for shard in coordinator.shards(1, (1,) * 8):
+                await coordinator.give(shard)
+                if shard.index == 0:  # what follows on a version is over
+                    kill(number=signal.SIGSTOP)
+                if shard.index == 6:
+                    kill(number=signal.SIGCONT)
+
+        coordinator.on["published", 1] = step
+
+    config = new_config(deterministic=False, ranks=2, replicas=2, max_tokens_per_gpu=8)
+    found = trained(config, tmp_path / "run", groups, prepare)
+    assert found.replicas[2].count(1) >= 5
 
 
 @pytest.mark.parametrize("is_parked", [True, False], ids=["parked", "half parked"])
@@ -291,6 +319,7 @@ def test_who_has_the_devices(devices):
     node.starting()
     assert not node.is_given
     park(node)
+    node.published()
     assert node.are_away
     node.give()
     assert not node.are_away
@@ -300,10 +329,27 @@ def test_who_has_the_devices(devices):
     node.told(FinishStep(0, 1, 1, 1))
     park(node, is_asked=False)
     assert [m.number for m in said] == [1]
+    node.published()
     assert node.are_away
     node.forget_orders()
     node.ask(1)
     assert [m.number for m in said] == [1, 1]
+
+
+def test_nobody_has_the_devices_until_a_version_is_said(devices):
+    """For which engines wake. No shard would come for ranks that die before: they start at once."""
+    node, said, _ = devices
+    for begins in (node.starting, lambda: node.told(FinishStep(0, 1, 1, 1))):
+        begins()
+        park(node, is_asked=False)
+        node.announce()
+        assert said.pop().number == 0
+        assert not node.has_devices
+        assert not node.are_away
+        node.published()
+        assert node.are_away
+        node.give()
+        node.told(Accumulate(0, ()))
 
 
 def test_devices_of_its_own_are_never_given_back(new_config):

@@ -12,6 +12,7 @@ from lightrl.trainer.learner import offload
 from lightrl.trainer.learner.host_memory import HostMemory
 from lightrl.trainer.protocol import (
     Accumulate,
+    Accumulated,
     Cleared,
     ClearStep,
     FinishStep,
@@ -27,6 +28,7 @@ from lightrl.trainer.protocol import (
 )
 from lightrl.weights.version.tensors import read_tensors
 from tests.trainer.conftest import DEADLINE_S
+from tests.trainer.test_sharding import assert_close
 
 SHARED = {"rollout": {"placement": "shared"}}
 MOVED = 1e-3
@@ -287,6 +289,56 @@ def test_two_ranks_that_park_learn_what_two_others_do(
     assert found[:2] == expected[:2]
     alone = new_rank(start_step=2, **replace_ranks(sections))
     assert alone.started.published.file.digest == expected[0]
+
+
+async def steps_of_copies(ranks, samples, parks):
+    """Two steps; in each the first replica begins alone, while the other is parked still."""
+    half = len(ranks) // 2
+    copies = [ranks[:half], ranks[half:]]
+
+    async def compute(copy, step, some):
+        for rank, mine in zip(copy, (some[k::half] for k in range(half)), strict=True):
+            rank.send(Accumulate(step, (tuple(mine),)))
+        await answers(copy, Accumulated)
+
+    async def park(step):
+        for rank in ranks if parks else ():
+            rank.send(ParkRank(step))
+        await answers(ranks if parks else (), RankParked)
+
+    for step in range(2):
+        for begins_anew in (True, False):
+            await compute(copies[step], step, samples[:8])
+            if begins_anew:
+                for rank in ranks:
+                    rank.send(ClearStep(step))
+                await answers(ranks, Cleared)
+            await park(step)
+        await compute(copies[1 - step], step, samples[8:14])
+        await park(step)
+        await compute(copies[step], step, samples[14:])
+        for rank in ranks:
+            rank.send(FinishStep(step, *totals(samples), step + 1))
+        [published] = await answers(ranks[:1], Published)
+        await answers(ranks, StepFinished)
+    return published.file.digest, {n: t.clone() for n, t in read_tensors(published.file)}
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(("num", "sync"), [(2, "auto"), (4, "each")])
+def test_replicas_that_park_learn_what_others_do(start, new_rank, processes, samples, num, sync):
+    train = {"ranks": num, "replicas": 2, "sync": sync, "optim": {"lr": MOVED}}
+
+    async def found(parks):
+        told = start(train=train, **(SHARED if parks else {}))
+        async with asyncio.timeout(DEADLINE_S), processes(told, world=num) as ranks:
+            return await steps_of_copies(ranks, samples, parks)
+
+    digest, weights = asyncio.run(found(parks=True))
+    assert digest == asyncio.run(found(parks=False))[0]
+    alone = new_rank(train={"optim": {"lr": MOVED}})
+    run(alone, samples)
+    assert_close(weights, dict(read_tensors(alone.file)))
 
 
 def replace_ranks(sections):

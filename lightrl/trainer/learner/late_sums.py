@@ -69,6 +69,7 @@ class LateSums:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+            group.reshard()
         module.set_requires_gradient_sync(True)
         module.set_reshard_after_backward(True)
         self._reset_forward(module)

@@ -80,13 +80,12 @@ class Learner:
             self._accumulate(batches, is_last)
 
     def clear(self) -> None:
-        """The step begins anew. What is parked stays so."""
-        if self.parking is not None and self.parking.is_parked:
+        """The step begins anew. What is parked stays so. No collective: of several replicas those
+        that were given something are not parked any more, the others are."""
+        if self.parking is not None:
             self.parking.drop_gradients()
-            if self.late is not None:
-                self.late.drop()
-        elif self.late is not None:
-            self.late.reduce()
+        if self.late is not None:
+            self.late.drop()
         if self._has_moved:
             self._start.restore()
         if self.parking is not None:

@@ -57,7 +57,8 @@ class View:
     switch_s: float
     # engine steps of each response that goes on, fewest first
     left: Sequence[float]
-    # tokens of context when all of them end, and of the caches, by node; none = without limit
+    # most tokens of context at once until all have ended, and of the caches, by node; none =
+    # without limit
     kv_tokens: float = 0.0
     caches: dict[str, int] = field(default_factory=dict[str, int])
     # nodes of both kinds that load the version of this round

@@ -19,12 +19,14 @@ class Rest:
     finished: int = 0
     # that a response has which goes on
     most_held: int = 0
+    # the most that the caches hold at once, if all of it runs from now on
     kv_tokens: float = 0.0
 
 
 def rest_of(round: Round, expect: Foresee) -> Rest:
-    """O(responses)."""
+    """O(responses log responses)."""
     rest = Rest()
+    running: list[tuple[float, int]] = []  # (tokens to go, context)
     for group in round.groups.values():
         lengths: list[float] = []
         left: list[float] = []
@@ -33,7 +35,7 @@ def rest_of(round: Round, expect: Foresee) -> Rest:
             held = len(r.tokens)
             if r.state in {ResponseState.RUNNING, ResponseState.QUEUED}:
                 tokens = rest.expected[r.id] = max(held + 1.0, expect(r))
-                rest.kv_tokens += len(group.prompt.tokens) // 4 + tokens
+                running.append((tokens - held, len(group.prompt.tokens) // 4 + held))
                 rest.most_held = max(rest.most_held, held)
                 lengths.append(tokens)
                 left.append(tokens - held)
@@ -48,6 +50,17 @@ def rest_of(round: Round, expect: Foresee) -> Rest:
             kept = min(round.group_size, len(lengths))
             until = left[kept - 1]
             rest.groups.append((until, sum(sorted(lengths)[:kept])))
+    rest.kv_tokens = peak_context(running)
     rest.groups.sort()
     del rest.groups[max(0, round.needed - rest.num_done) :]
     return rest
+
+
+def peak_context(running: list[tuple[float, int]]) -> float:
+    """The most tokens of context at any time, each response one more a step until it ends."""
+    held = sum(context for _, context in running)
+    peak = 0.0
+    for k, (left, context) in enumerate(sorted(running)):
+        peak = max(peak, held + (len(running) - k) * left)
+        held -= context
+    return peak

@@ -8,9 +8,10 @@ RLBoost's algorithm 1 (arXiv 2510.19225). After each step
 
 Kept by kind of round too, as short and long rounds differ several times over. Where M knows
 nothing, T_seed starts from T* of `offload` with the work of the last round of its kind, and memory
-corrects; `first_guess` off = as published, where it stays what it was. Without preemptible nodes
-there is no window: see `scale_down`. Its cap of preemptible nodes is left out: how many are worth
-having is `worth`'s business.
+corrects; `first_guess` off = as published, where it stays what it was. As published, nobody asks
+whether the caches of the others hold the rest: what does not fit waits there. Without preemptible
+nodes there is no window: see `scale_down`. Its cap of preemptible nodes is left out: how many are
+worth having is `worth`'s business.
 """
 
 import math
@@ -25,8 +26,9 @@ CONSTANT = 0.05  # of the nodes there are now: so far from that their mean is in
 
 
 class Window:
-    def __init__(self, first_guess: bool = True) -> None:
+    def __init__(self, first_guess: bool = True, remembers: bool = True) -> None:
         self._first_guess = first_guess
+        self._remembers = remembers
         self._seeds: dict[str, float] = {}  # T_seed
         self._memory: dict[tuple[int, str], float] = {}
         self._work: dict[str, tuple[float, float]] = {}  # (W, t_train)
@@ -56,8 +58,6 @@ class Window:
         elapsed = max(0.0, now - view.opened_at)
         if elapsed < self._window_s:
             return Change(look_at=now + self._window_s - elapsed)
-        if not view.fits(view.without(view.sampling)):
-            return NOTHING
         return Change(release=tuple(o.node.name for o in view.sampling))
 
     def learn(self, step: StepTimes) -> None:
@@ -70,7 +70,8 @@ class Window:
         window = min(window, step.rollout_s)
         window += (step.trainer_waited_s - step.others_waited_s) / ETA
         self._seeds[kind] = window = max(0.0, window)
-        if abs(step.others - step.others_now) <= CONSTANT * step.others_now:
+        is_quiet = abs(step.others - step.others_now) <= CONSTANT * step.others_now
+        if is_quiet and self._remembers:
             self._memory[step.others_now, kind] = window
 
     def memory(self) -> WindowMemory:

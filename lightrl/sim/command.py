@@ -24,10 +24,7 @@ from lightrl.system.output import show
 
 WIDTH = 110
 STEPS = 20  # enough for four periods of tail batching
-COLOCATED = (
-    "note       nodes that are always there sample, then train; outside the simulator none can "
-    "change sides yet"
-)
+COLOCATED = "note       nodes that are always there sample, then train; with --offload within steps"
 
 
 @dataclass(frozen=True, slots=True)

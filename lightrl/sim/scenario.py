@@ -132,10 +132,13 @@ _INFINIBAND = 50e9  # 400 Gbit/s, of each machine of eight
 # spot ones.
 #
 # Of RLBoost (arXiv 2510.19225), section 7: eight reserved GPUs as four engines, spot nodes of two;
-# a network card of 200 Gbit/s and one of 50 each. A step of 14B on two GPUs takes 16 ms and grows
-# with the batch as in RollPacker's figures; keys and values of Qwen3-14B take 160 KiB a token, and
-# 85 % of 2 x 80 GB hold what weights leave. A token's training is such that a step of it takes 415
-# s, which the windows in RLBoost's released code imply.
+# a network card of 200 Gbit/s and one of 50 each. All rates are what H100s can do (989 TFLOP/s and
+# 3.35 TB/s each), of which decoding gets 70 % and computing 40 %: an engine step of Qwen3-14B on
+# two reads 29.5 GB in 6.3 ms and adds up 80 times over NVLink (20 us each), is bound by computing
+# above about 300 tokens, and a token of prefill is 2 x 14.8e9 operations. Its keys and values take
+# 160 KiB, and 85 % of 2 x 80 GB hold what weights leave. A trained token is 10 x 14.8e9 operations
+# of all eight: forward, twice as much backward, the forward pass again (checkpointing), and one
+# for the old log-probabilities.
 PRESETS: dict[str, Callable[[], Scenario]] = {
     "rollpacker-7b-8k": lambda: Scenario(
         Workload("rollpacker-7b-8k", FITTED_8K, reward=_MIX),
@@ -155,12 +158,13 @@ PRESETS: dict[str, Callable[[], Scenario]] = {
     ),
     "rlboost-14b-14k": lambda: Scenario(
         Workload("rlboost-14b-14k", LONG_REASONING),
-        engines={1: EngineProfile(0.016, 107, 163_840 / 4.69e12, 8e-5, kv_tokens=610_000)},
-        training=Training(9.2e-5, 5.0, switch_s=3.0, placement="colocated"),
+        engines={1: EngineProfile(0.008, 300, 163_840 / 4.69e12, 3.7e-5, kv_tokens=610_000)},
+        training=Training(4.7e-5, 5.0, switch_s=3.0, placement="colocated"),
         transfer=models.transfer(
             models.QWEN3_14B, engine_gpus=2, machines=1, line=25e9, sender_line=25e9
         ),
         prices=Prices(node=83.79 / 4, spot=5.32),
+        speculation=_HISTORY,
     ),
     "rollpacker-32b-32k": lambda: Scenario(
         Workload("rollpacker-32b-32k", LONG_TAIL, reward=_MIX),

@@ -54,12 +54,12 @@ def test_preemptible_nodes_may_stay(capsys):
     assert "0 nodes lost" in out
 
 
-def test_of_a_colocated_trainer_is_said_that_it_is_not_built(capsys):
+def test_of_a_colocated_trainer_is_said_that_nodes_train_too(capsys):
     assert simulate(*SMALL, *COLOCATED, "--nodes", 2, "--preemptible", 1) == 0
     out = capsys.readouterr().out
-    assert "outside the simulator none can change sides yet" in out
+    assert "always there sample, then train" in out
     assert simulate(*SMALL, "--nodes", 2) == 0
-    assert "change sides" not in capsys.readouterr().out
+    assert "then train" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

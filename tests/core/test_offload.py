@@ -7,6 +7,7 @@ import pytest
 from lightrl.core.foreseen import Foreseen
 from lightrl.core.offload import NOTHING, Change, StepTimes, View, best_window_s
 from lightrl.core.placement import Outlook
+from lightrl.core.round_rest import peak_context
 from lightrl.core.scale_down import ScaleDown
 from lightrl.core.speed import Speed
 from lightrl.core.state import Node
@@ -126,14 +127,17 @@ def test_half_goes_if_the_trainer_has_work_in_hand_and_the_tail_needs_no_more():
     assert Foreseen().decide(ready, 0.0).release == ("s0", "s1")
 
 
-@pytest.mark.parametrize("rule", [Foreseen(), Window()], ids=["foreseen", "window"])
-def test_caches_that_do_not_hold_the_rest_keep_the_nodes(rule):
+def test_caches_that_do_not_hold_the_rest_keep_the_nodes():
+    rule = Foreseen()
     v = view(left=evenly(40_000.0), opened_at=1.0)
     rule.learn(STEP)
     room = replace(v, kv_tokens=1900.0, caches={n.name: 1000 for n in v.now_sampling()})
     assert rule.decide(room, now=500.0).release != ()
     full = replace(room, kv_tokens=1901.0)  # 95 % of two caches are 1,900 tokens
     assert len(rule.decide(full, now=500.0).release) < 4
+    as_published = Window()
+    as_published.learn(STEP)
+    assert len(as_published.decide(full, now=500.0).release) == 4
 
 
 def test_released_nodes_come_back_when_the_others_vanish():
@@ -208,6 +212,24 @@ def test_memory_answers_a_number_of_nodes_it_knows_and_the_equation_any_other():
     assert published.window_s("plain", 4, 3) == pytest.approx(103)  # T_seed stays what it was
     # Nobody is there yet: T_seed.
     assert rule.window_s("plain", 0, 0) == rule.window_s("plain", 4, 2)
+
+
+def test_memory_can_be_left_out():
+    rule = Window(first_guess=False, remembers=False)
+    rule.learn(STEP)
+    rule.learn(replace(STEP, others=3.0, others_now=3, trainer_waited_s=STEP.trainer_waited_s + 30))
+    remembering = Window(first_guess=False)
+    remembering.learn(STEP)
+    known = remembering.window_s("plain", 4, 2)
+    assert rule.window_s("plain", 4, 2) == rule.window_s("plain", 4, 3) != known
+
+
+def test_the_most_context_at_once_is_not_that_of_all_ends():
+    assert peak_context([]) == 0.0
+    assert peak_context([(10.0, 5)]) == 15.0
+    # 100 + 3 * 2 when the shortest ends; 60 + 2 * 10; 20 + 90
+    assert peak_context([(90.0, 20), (2.0, 40), (10.0, 40)]) == 110.0
+    assert peak_context([(1.0, 100), (10.0, 5)]) == 107.0
 
 
 def test_nodes_that_still_load_when_a_round_opens_count_for_its_window():

@@ -15,7 +15,10 @@ from typing import Literal
 
 from lightrl.core.settings import Settings
 from lightrl.messages import Sampling
+from lightrl.sim.calibration.instances import checks_beyond, checks_of
+from lightrl.sim.calibration.played import Check, Played, Setting
 from lightrl.sim.calibration.published import (
+    ENGINES,
     GROUP_SIZE,
     PROMPTS_PER_STEP,
     RLBOOST,
@@ -24,48 +27,22 @@ from lightrl.sim.calibration.published import (
     Study,
 )
 from lightrl.sim.calibration.systems import (
-    INSTANCES,
-    PROMPTS_OF_EPOCH,
-    System,
+    LOST_AT_S,
+    LOST_IN_STEP,
+    beyond,
     systems,
     with_instances,
 )
 from lightrl.sim.machines import NodeSpec
-from lightrl.sim.report import Figures, figures
+from lightrl.sim.outcome import Outcome
+from lightrl.sim.report import figures
 from lightrl.sim.scenario import PRESETS, Scenario
-from lightrl.sim.traces import always_there, synthetic_trace
+from lightrl.sim.traces import TraceEvent, synthetic_trace
 from lightrl.sim.workload import LengthModel, RewardTimes
 from lightrl.sim.world import World
 
+BEYOND = ", beyond"  # after the name of a workload: not published
 SPARE_UP_S, SPARE_DOWN_S, SPARE_START_S = 1200.0, 300.0, 60.0  # each of them, on average
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    workload: str
-    system: System
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    figures: Figures
-    # first letters of the rounds' kinds
-    kinds: str
-    cost_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One published figure again."""
-
-    name: str
-    published: float
-    ours: float
-
-    @property
-    def error(self) -> float:
-        return self.ours / self.published - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +81,28 @@ class Reproduction:
 def play(job: Setting) -> Played:
     """Simulates one row."""
     system, scenario = job.system, _scenario(job)
-    workload = scenario.workload
+    trace = system.trace
+    if system.spare:
+        trace = synthetic_trace(
+            system.spare, system.rounds * 600.0, SPARE_UP_S, SPARE_DOWN_S, job.seed
+        )
+    outcome = _run(job, scenario, trace)
+    added_s = 0.0
+    if system.lost:
+        usual = outcome.steps[LOST_IN_STEP]
+        at = usual.opened_at + LOST_AT_S
+        names = [e.node for e in trace][: system.lost]
+        outcome = _run(job, scenario, (*trace, *(TraceEvent(at, n, False) for n in names)))
+        added_s = outcome.steps[LOST_IN_STEP].step_s - usual.step_s
+    kinds = "".join(step.kind[0] for step in outcome.steps)
+    if system.epochs or system.learns:
+        outcome.steps = outcome.steps[system.rounds // 2 :]
+    f = figures(outcome, scenario)
+    return Played(f, kinds, f.cost / outcome.elapsed_s, added_s)
+
+
+def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outcome:
+    system, workload = job.system, scenario.workload
     settings = Settings(
         run_seed=job.seed,
         num_steps=system.rounds,
@@ -126,46 +124,24 @@ def play(job: Setting) -> Played:
         migration=system.migration,
     )
     nodes = [NodeSpec(f"node-{k:02}", system.slots) for k in range(system.engines)]
-    trace = always_there(system.instances)
-    if system.spare:
-        trace = synthetic_trace(
-            system.spare, system.rounds * 600.0, SPARE_UP_S, SPARE_DOWN_S, job.seed
-        )
-    outcome = World(settings, scenario, nodes, trace, system.switches).run()
-    kinds = "".join(step.kind[0] for step in outcome.steps)
-    if system.epochs or system.learns:
-        outcome.steps = outcome.steps[system.rounds // 2 :]
-    f = figures(outcome, scenario)
-    return Played(f, kinds, f.cost / outcome.elapsed_s)
+    world = World(settings, scenario, nodes, trace, system.switches)
+    if system.rule is not None:
+        world.core.sides.rule = system.rule()
+    return world.run()
 
 
 def _scenario(job: Setting) -> Scenario:
     """The preset, as this system uses it."""
-    system, scenario = job.system, PRESETS[job.workload]()
-    workload = scenario.workload
+    system, scenario = job.system, PRESETS[job.workload.removesuffix(BEYOND)]()
+    workload, lengths = scenario.workload, _lengths(scenario)
     reward = replace(workload.reward, seed=job.seed) if system.rewards else RewardTimes()
-    workload = replace(workload, lengths=replace(_lengths(scenario), seed=job.seed), reward=reward)
+    lengths = replace(lengths, seed=job.seed, cap=system.limit or lengths.cap)
+    workload = replace(workload, lengths=lengths, reward=reward)
     if system.epochs:
-        workload = replace(workload, num_prompts=PROMPTS_OF_EPOCH)
+        workload = replace(workload, num_prompts=system.prompts_of_epoch)
     start_s = SPARE_START_S if system.spare else 0.0
     transfer = replace(scenario.transfer, start_s=start_s, relays=system.relays)
-    scenario = replace(scenario, workload=workload, transfer=transfer)
-    return _split(scenario, system.engines) if system.split else scenario
-
-
-def _split(scenario: Scenario, engines: int) -> Scenario:
-    """As many devices train as sample: half of all, so that training takes twice as long."""
-    t, prices = scenario.training, scenario.prices
-    training = replace(
-        t,
-        token_s=2 * t.token_s,
-        step_s=2 * t.step_s,
-        response_s=2 * t.response_s,
-        placement="dedicated",
-    )
-    return replace(
-        scenario, training=training, prices=replace(prices, trainer=engines * prices.node)
-    )
+    return replace(scenario, workload=workload, transfer=transfer)
 
 
 def _lengths(scenario: Scenario) -> LengthModel:
@@ -186,10 +162,11 @@ def reproduce(
     studies, instances = list(studies), list(instances)
     rows = [(s.workload, row) for s in studies for row in systems(s.bars).values()]
     rows += [(i.workload, row) for i in instances for row in with_instances().values()]
+    rows += [(i.workload + BEYOND, row) for i in instances for row in beyond().values()]
     jobs = [
         Setting(workload, system, seed)
         for workload, system in rows
-        for seed in (seeds[:1] if system.epochs else seeds)
+        for seed in (seeds[:1] if system.epochs or system.engines != ENGINES else seeds)
         if only is None or system.name in only
     ]
     jobs.sort(key=lambda job: -job.system.rounds)  # the longest first
@@ -205,6 +182,11 @@ def reproduce(
     return [
         *(_told(study, found[study.workload]) for study in studies if study.workload in found),
         *(_told_of_instances(i, found[i.workload]) for i in instances if i.workload in found),
+        *(
+            _told_beyond(i, found[i.workload + BEYOND])
+            for i in instances
+            if i.workload + BEYOND in found
+        ),
     ]
 
 
@@ -224,19 +206,13 @@ def _told(study: Study, found: Mapping[str, list[Played]]) -> Reproduction:
 
 def _told_of_instances(instances: Instances, found: Mapping[str, list[Played]]) -> Reproduction:
     rows = [_rival(name, found, "colocated") for name in with_instances() if name in found]
-    checks: list[Check] = []
-    if "colocated" in found:
-        step_s = _seconds(found["colocated"], "step_s")
-        checks.append(Check("colocated: step s (implied)", instances.colocated_s, step_s))
-        by_name = {row.name: row for row in rows}
-        for count in INSTANCES:
-            if count in instances.speed_up and (row := by_name.get(f"+ {count} preemptible")):
-                cost = row.cost_per_step / by_name["colocated"].cost_per_step
-                checks += [
-                    Check(f"{row.name}: speed-up", instances.speed_up[count], row.speed_up),
-                    Check(f"{row.name}: cost of a token", instances.cost[count], cost),
-                ]
-    return Reproduction(instances.workload, checks, "", rows, _parameters(instances.workload))
+    checks, name = checks_of(instances, found), instances.workload
+    return Reproduction(name, checks, "", rows, _parameters(name))
+
+
+def _told_beyond(instances: Instances, found: Mapping[str, list[Played]]) -> Reproduction:
+    rows = [_rival(name, found, "colocated") for name in beyond() if name in found]
+    return Reproduction(instances.workload + BEYOND, checks_beyond(found), "", rows)
 
 
 def _table_2(study: Study, found: Mapping[str, list[Played]]) -> list[Check]:

@@ -6,10 +6,13 @@ a race by the clock with fresh noise is RollPacker's, no race and rewards after 
 veRL's. Simulates nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from lightrl.core.offload import NOTHING, Change, Rule, StepTimes, View
 from lightrl.core.settings import Tail
+from lightrl.core.window import Window
 from lightrl.sim.calibration.published import (
     ENGINES,
     ETA,
@@ -20,12 +23,22 @@ from lightrl.sim.calibration.published import (
     Bar,
 )
 from lightrl.sim.scenario import Switches
+from lightrl.sim.traces import TraceEvent, always_there, synthetic_trace
 
 # of the comparison: 8 short rounds and the 2 long ones that follow from them
 PROMPTS_OF_EPOCH = 1280
 EPOCH = PROMPTS_OF_EPOCH // PROMPTS_PER_STEP  # steps
 SPARE_NODES = 4  # preemptible, beside 16 reserved ones
-INSTANCES = range(1, 7)  # preemptible ones that stay
+INSTANCES = range(1, 9)  # preemptible ones that stay
+SHORT_LIMIT = 5120  # of a response
+# Of them that come and go: each stays so long on average and is away so long, so that five of six
+# are there, as RLBoost's prices imply.
+MOST, UP_S, DOWN_S = 6, 1800.0, 400.0
+STEPS_WITH_CHANGES = 10
+# instances, one number after the other, for so long each
+NUMBERS, NUMBER_S = (6, 3, 5, 2) * 3, 1200.0
+STEPS_WITH_NUMBERS = 20
+LOST, LOST_AT_S, LOST_IN_STEP = 3, 200.0, 3  # at this time of this step
 
 # Tokens are told with a finish, at once: what wins a race by the clock is exact, and rounds are
 # cheap.
@@ -34,7 +47,7 @@ _LATE = replace(_THEIRS, streaming=False, async_rewards=False, surplus_ends=Fals
 _EARLY = replace(_THEIRS, streaming=False, adaptive_limit=True)
 _STREAMED = replace(_EARLY, streaming=True, offload="window")
 _SHARED = Switches(offload="window", chunk_tokens=256, proves=False)
-_OURS = Switches(adaptive_limit=True, speculation=True, chunk_tokens=256)
+_OURS = Switches(adaptive_limit=True, speculation=True, offload="foreseen", chunk_tokens=256)
 _PLAIN = Tail()
 _BY_CLOCK = Tail(ETA, ETA, race="clock", fresh_noise=True)
 
@@ -52,17 +65,22 @@ class System:
     rewards: bool = True
     foresight: bool = False
     migration: bool = False
-    # half of the devices train and the others sample; else all do both, in turn
-    split: bool = False
-    # preemptible nodes that come and go, and such that stay
+    # preemptible nodes that come and go
     spare: int = 0
-    instances: int = 0
     # else nodes pull from the trainer alone
     relays: bool = True
     # a small data set, read more than once; figures without the first epoch
     epochs: bool = False
+    prompts_of_epoch: int = PROMPTS_OF_EPOCH
     # figures without the first half of the steps, in which a window is learned
     learns: bool = False
+    # another rule than the one that the switches name
+    rule: Callable[[], Rule] | None = None
+    # another limit than the workload's
+    limit: int = 0
+    trace: tuple[TraceEvent, ...] = ()
+    # of the preemptible nodes, in the middle of a step
+    lost: int = 0
 
 
 def systems(bars: Sequence[Bar]) -> dict[str, System]:
@@ -89,29 +107,132 @@ def systems(bars: Sequence[Bar]) -> dict[str, System]:
     return {row.name: row for row in rows}
 
 
+class NoWindow:
+    """RLBoost without seeding: shared devices do nothing but train, while others are there."""
+
+    def decide(self, view: View, now: float) -> Change:
+        if not view.others or not view.sampling:
+            return NOTHING
+        return Change(release=tuple(o.node.name for o in view.sampling))
+
+    def learn(self, step: StepTimes) -> None:
+        """There is nothing to decide."""
+
+
+def colocated(limit: int = 0) -> System:
+    """veRL on RLBoost's reserved devices."""
+    name = f"{_at(limit)}colocated"
+    row = System(name, rounds=8, learns=True, engines=RESERVED_ENGINES, slots=INSTANCE_SLOTS)
+    return replace(row, relays=False, limit=limit)
+
+
 def with_instances() -> dict[str, System]:
-    """Rows on RLBoost's devices: colocated, then with so many preemptible instances."""
-    colocated = System(
-        "colocated",
-        rounds=8,
-        learns=True,
-        engines=RESERVED_ENGINES,
-        slots=INSTANCE_SLOTS,
-        relays=False,
-    )
-    rows = [colocated]
+    """Rows on RLBoost's devices: colocated, then RLBoost with so many preemptible instances."""
+    rows = [colocated()]
+    rows += [_boosted(f"+ {n} preemptible", instances=n) for n in INSTANCES]
+    rows += [
+        _boosted(f"+ {n}, no window", instances=n, rule=NoWindow, rounds=4)
+        for n in range(1, MOST + 1)
+    ]
+    rows.append(colocated(SHORT_LIMIT))
     for count in INSTANCES:
-        name = f"+ {count} preemptible"
+        name = f"{_at(SHORT_LIMIT)}+ {count} preemptible"
+        rows.append(_boosted(name, instances=count, limit=SHORT_LIMIT))
+    for name, remembers in (("with memory", True), ("without memory", False)):
+        rule = partial(Window, first_guess=False, remembers=remembers)
         rows.append(
-            replace(colocated, name=name, switches=_SHARED, migration=True, instances=count)
+            _boosted(f"changing: {name}", rule=rule, trace=_numbers(), rounds=STEPS_WITH_NUMBERS)
         )
+    for name, collects in (("moving", True), ("starting again", False)):
+        switches = replace(_SHARED, token_collection=collects)
+        row = _boosted(f"{LOST} of {MOST} lost: {name}", switches, instances=MOST)
+        rows.append(replace(row, lost=LOST, rounds=LOST_IN_STEP + 1, learns=False))
+    return {row.name: row for row in rows}
+
+
+def _at(limit: int) -> str:
+    return f"{limit} tokens: " if limit else ""
+
+
+def _boosted(
+    name: str,
+    switches: Switches = _SHARED,
+    instances: int = 0,
+    rounds: int = 8,
+    rule: Callable[[], Rule] | None = None,
+    limit: int = 0,
+    trace: tuple[TraceEvent, ...] = (),
+) -> System:
+    return replace(
+        colocated(limit),
+        name=name,
+        switches=switches,
+        rounds=rounds,
+        migration=True,
+        rule=rule,
+        trace=trace or always_there(instances),
+    )
+
+
+def _numbers() -> tuple[TraceEvent, ...]:
+    events: list[TraceEvent] = []
+    there = 0
+    for k, count in enumerate(NUMBERS):
+        low, high = sorted((there, count))
+        events += [
+            TraceEvent(k * NUMBER_S, f"preemptible-{n}", count > there) for n in range(low, high)
+        ]
+        there = count
+    return tuple(events)
+
+
+RLBOOST_ROW, FULL, STRICT = "RLBoost", "LightRL, prompts", "LightRL, off"
+
+
+def beyond() -> dict[str, System]:
+    """On the same preemptible instances, which come and go: RLBoost, LightRL's modes that do not
+    bias lengths, and each mechanism alone on top of RLBoost, and without it, last."""
+    trace = synthetic_trace(MOST, 36_000.0, UP_S, DOWN_S)
+    base = replace(
+        _boosted(RLBOOST_ROW, rounds=STEPS_WITH_CHANGES, trace=trace),
+        learns=False,
+        epochs=True,
+        prompts_of_epoch=PROMPTS_PER_STEP * STEPS_WITH_CHANGES // 2,
+    )
+    prompts = Tail(ETA)
+    full = replace(
+        base,
+        name=FULL,
+        tail=prompts,
+        switches=replace(_OURS, adaptive_limit=False),
+        foresight=True,
+        relays=True,
+    )
+    spoken = replace(_SHARED, speculation=True)
+    silent = replace(full.switches, speculation=False)
+    by_window = replace(full.switches, offload="window")
+    rows = [
+        replace(colocated(), epochs=True, rounds=STEPS_WITH_CHANGES, learns=False,
+                prompts_of_epoch=base.prompts_of_epoch),
+        base,
+        full,
+        replace(full, name=STRICT, tail=_PLAIN),
+        replace(base, name="+ foreseen", switches=replace(_SHARED, offload="foreseen")),
+        replace(full, name="- foreseen", switches=by_window),
+        replace(base, name="+ foresight", foresight=True),
+        replace(full, name="- foresight", foresight=False),
+        replace(base, name="+ race of prompts", tail=prompts),
+        replace(base, name="+ speculation", switches=spoken),
+        replace(full, name="- speculation", switches=silent),
+        replace(base, name="+ relays", relays=True),
+        replace(full, name="- relays", relays=False),
+    ]  # fmt: skip
     return {row.name: row for row in rows}
 
 
 def _ours(name: str, tail: Tail = _PLAIN, switches: Switches = _OURS, spare: int = 0) -> System:
-    """LightRL as it is: no device changes sides."""
-    row = System(name, tail, switches, foresight=True, migration=True, spare=spare)
-    return replace(row, split=True, engines=ENGINES // 2, slots=2 * SLOTS)
+    """LightRL: its devices change sides by the core's own rule."""
+    return System(name, tail, switches, foresight=True, migration=True, spare=spare)
 
 
 def _rivals(*rows: System) -> list[System]:

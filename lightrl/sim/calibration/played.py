@@ -1,0 +1,44 @@
+"""A row that is to be simulated, what came of it, and a published figure beside it. Values only."""
+
+from dataclasses import dataclass
+
+from lightrl.sim.calibration.systems import System
+from lightrl.sim.report import Figures
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    workload: str
+    system: System
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    figures: Figures
+    # first letters of the rounds' kinds
+    kinds: str
+    cost_per_s: float
+    # by nodes that were lost
+    added_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        return self.figures.step_s
+
+    @property
+    def cost_per_step(self) -> float:
+        return self.cost_per_s * self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One published figure again."""
+
+    name: str
+    published: float
+    ours: float
+
+    @property
+    def error(self) -> float:
+        return self.ours / self.published - 1

@@ -781,6 +781,12 @@ MUTATIONS = [
         "return True",
     ),
     Mutation(
+        "groups of a round in waves are taken to come last, as if all ran side by side",
+        "core/sides.py",
+        "if launched >= WAVES * sum(node.capacity for node in sampling):",
+        "if False:",
+    ),
+    Mutation(
         "engine wakes beside ranks",
         "core/handover.py",
         "        if must_park and not devices.are_parked:",

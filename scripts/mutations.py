@@ -1989,8 +1989,14 @@ MUTATIONS = [
     Mutation(
         "preemptible nodes are paid for as reserved ones",
         "core/scaling.py",
-        "(len(fleet.nodes) - fleet.num_preemptible)",
-        "len(fleet.nodes)",
+        "learned.reserved_s += elapsed * self.num_reserved",
+        "learned.reserved_s += elapsed * len(fleet.nodes)",
+    ),
+    Mutation(
+        "shared devices are paid for twice",
+        "core/scaling.py",
+        "return len(fleet.nodes) - fleet.num_preemptible - sharing",
+        "return len(fleet.nodes) - fleet.num_preemptible",
     ),
     Mutation(
         "a jump of the clock is learned",

@@ -26,8 +26,8 @@ class Offload(Section):
 class Prices(Section):
     reserved_per_hour: NotNegative | None = Field(
         default=None,
-        description="US$ of a node that is not preemptible, trainer nodes too; 0 = free; default: "
-        "not known",
+        description="US$ of a node that is not preemptible, trainer nodes too; those that share "
+        "their devices are paid for with them; 0 = free; default: not known",
     )
     preemptible_per_hour: NotNegative | None = Field(
         default=None, description="US$ of a node that joined with --preemptible; likewise"

@@ -781,6 +781,12 @@ MUTATIONS = [
         "return True",
     ),
     Mutation(
+        "groups of a round in waves are taken to come last, as if all ran side by side",
+        "core/sides.py",
+        "if launched >= WAVES * sum(node.capacity for node in sampling):",
+        "if False:",
+    ),
+    Mutation(
         "engine wakes beside ranks",
         "core/handover.py",
         "        if must_park and not devices.are_parked:",
@@ -2088,8 +2094,14 @@ MUTATIONS = [
     Mutation(
         "preemptible nodes are paid for as reserved ones",
         "core/scaling.py",
-        "(len(fleet.nodes) - fleet.num_preemptible)",
-        "len(fleet.nodes)",
+        "learned.reserved_s += elapsed * self.num_reserved",
+        "learned.reserved_s += elapsed * len(fleet.nodes)",
+    ),
+    Mutation(
+        "shared devices are paid for twice",
+        "core/scaling.py",
+        "return len(fleet.nodes) - fleet.num_preemptible - sharing",
+        "return len(fleet.nodes) - fleet.num_preemptible",
     ),
     Mutation(
         "a jump of the clock is learned",

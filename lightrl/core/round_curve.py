@@ -25,6 +25,21 @@ def shape_of(round: Round) -> RoundShape:
     return RoundShape(encode(array("i", lengths)), ends_in, round.finishing_tokens)
 
 
+def in_waves(waiting: float) -> list[tuple[float, float]]:
+    """As `RoundCurve.arrivals`, of a round with several responses for each slot, which begin one
+    after the other. While some wait, groups are complete at an even rate; then fewer and fewer run.
+
+    `waiting`: of the engine steps that are left, the share of responses that have not begun.
+    """
+    shares: list[tuple[float, float]] = []
+    for k in range(1, POINTS + 1):
+        done = k / POINTS
+        rest = max(0.0, done - waiting) / (1 - waiting) if waiting < 1 else 0.0
+        ending = (1 - waiting) * rest * (1 - rest)
+        shares.append((done, min(1.0, done + ending)))
+    return shares
+
+
 class RoundCurve:
     def __init__(self, shape: RoundShape) -> None:
         self.shape = shape

@@ -66,11 +66,19 @@ class Scaling:
         if elapsed > 0:
             fleet, learned = self._fleet, self.learned
             learned.preemptible_s += elapsed * fleet.num_preemptible
-            learned.reserved_s += elapsed * (len(fleet.nodes) - fleet.num_preemptible)
+            learned.reserved_s += elapsed * self.num_reserved
             sampling = len(fleet.ready)
             if self._settings.max_staleness:  # they go on with the version before
                 sampling += len(fleet.updating)
             self._node_s += elapsed * sampling
+
+    @property
+    def num_reserved(self) -> int:
+        """Nodes that are paid for, but for preemptible ones: who shares the devices of a trainer
+        node is paid for with that."""
+        fleet = self._fleet
+        sharing = sum(not node.is_preemptible for node in fleet.devices.nodes.values())
+        return len(fleet.nodes) - fleet.num_preemptible - sharing
 
     # What steps are like
 
@@ -157,7 +165,7 @@ class Scaling:
             return None
         nodes = self._fleet.nodes.values()
         samplers = sum("rollout" in n.roles and not n.is_preemptible for n in nodes)
-        reserved = len(nodes) - self._fleet.num_preemptible
+        reserved = self.num_reserved
         return Forecast(learned.engine, learned.kinds, samplers, reserved, self._settings.prices)
 
     def enough(self, forecast: Forecast) -> int:

@@ -18,7 +18,7 @@ from lightrl.core.line_fit import LineFit
 from lightrl.core.offload import Change, Never, Rule, StepTimes, View, best_window_s
 from lightrl.core.placement import outlook
 from lightrl.core.responses import ResponseTable
-from lightrl.core.round_curve import RoundCurve, shape_of
+from lightrl.core.round_curve import RoundCurve, in_waves, shape_of
 from lightrl.core.round_rest import rest_of
 from lightrl.core.scaling import TRAIN_METRICS
 from lightrl.core.settings import Settings
@@ -39,6 +39,7 @@ SOON_S = 0.05  # a decision is not put off for less
 FORGET = 0.8  # weight of earlier steps in what training takes
 PRIOR_WEIGHT = 0.01  # that it is proportional to tokens, against steps that differ as much
 EVENLY = tuple((k / 8, k / 8) for k in range(1, 9))  # of what no round has told yet
+WAVES = 2.0  # responses of a round for each slot; with fewer they run side by side
 
 
 @dataclass(slots=True)
@@ -277,8 +278,12 @@ class Sides:
         waiting = [max(1.0, foresee(r) - len(r.tokens)) for r in self._table.queue.waiting()]
         group_s, token_s = self._train_s(round)
         curve = self._curves.get(round.kind)
+        arrivals = curve.arrivals(rest.most_held) if curve is not None else EVENLY
+        launched = len(round.groups) * round.responses_launched
         gain = max((n.gain.tokens for n in sampling if n.speculates), default=1.0)
         left = sorted((*(tokens / gain for tokens in waiting), *(s for o in looks for s in o.left)))
+        if launched >= WAVES * sum(node.capacity for node in sampling):
+            arrivals = in_waves(sum(waiting) / gain / sum(left) if left else 0.0)
         if left:
             # Each is foreseen as the mean of what it may become; the longest of many is longer.
             seen = curve.shape.longest if curve is not None else 0
@@ -290,13 +295,13 @@ class Sides:
         return View(
             kind=round.kind,
             opened_at=round.opened_at,
-            finished=rest.finished / max(1, len(round.groups) * round.responses_launched),
+            finished=rest.finished / max(1, launched),
             sampling=[o for o in looks if o.node.shares],
             others=[o for o in looks if not o.node.shares],
             released=[n for n in self._devices.nodes.values() if n.name in self.released],
             train_s=max(0.0, train_s - worked_s) if self._training.n else None,
             ready_s=max(0.0, ready_s - worked_s),
-            arrivals=curve.arrivals(rest.most_held) if curve is not None else EVENLY,
+            arrivals=arrivals,
             switch_s=self._switch.value or 0.0,
             left=left,
             kv_tokens=rest.kv_tokens,

@@ -27,7 +27,7 @@ def cost_row(core: Coordinator) -> CostRow:
     figures, fleet, scaling = cost_figures(core), core.fleet, core.scaling
     now = fleet.num_preemptible
     row = CostRow(
-        reserved=len(fleet.nodes) - now,
+        reserved=scaling.num_reserved,
         preemptible=now,
         usd=figures.get("usd"),
         usd_per_step=figures.get("usd_per_step"),

@@ -2,11 +2,13 @@
 to hear it."""
 
 import math
+from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
+from lightrl.core.arrays import encode
 from lightrl.core.commands import Command, ReplayShards, Report, Send
 from lightrl.core.events import (
     DrainRequested,
@@ -24,6 +26,7 @@ from lightrl.core.events import (
 )
 from lightrl.core.offload import Change, StepTimes, View
 from lightrl.core.settings import Tail
+from lightrl.core.sides_memory import RoundShape, SidesMemory
 from lightrl.messages import (
     PROTOCOL,
     Abort,
@@ -71,6 +74,25 @@ def shared(*names: str, others: Iterable[str] = (), **changes: object) -> tuple[
     for name in (*names, *others):
         d.confirm(name, 0)
     return d, script
+
+
+def test_groups_come_one_after_the_other_where_most_responses_wait_for_a_slot():
+    """Of a round that was run side by side, the last one says that no group comes before the end
+    once one response is as long as any; with a queue it says nothing."""
+    d, _ = shared("a", others="b", slots=1, prompts_per_step=4, group_size=2)
+    lengths = encode(array("i", [4, 9] * 4))
+    d.core.sides.recall(SidesMemory(rounds={"plain": RoundShape(lengths, (9, 9, 9, 9), 9)}))
+    [first, _] = d.running()
+    d.tokens(first, *[9] * 9)
+    round = d.core.table.round
+    assert round is not None
+    waiting = d.core.sides.view(round, d.now).arrivals
+    assert [tokens for tokens, _ in waiting] == sorted(tokens for tokens, _ in waiting)
+    assert waiting[len(waiting) // 2 - 1][1] == pytest.approx(0.5, abs=0.1)
+    for name in "cdef":
+        d.join(name)
+        d.confirm(name, 0)
+    assert d.core.sides.view(round, d.now).arrivals == [(1.0, 1.0)]
 
 
 def later(d: Driver, script: Script, change: Change) -> None:

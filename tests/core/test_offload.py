@@ -7,6 +7,7 @@ import pytest
 from lightrl.core.foreseen import Foreseen
 from lightrl.core.offload import NOTHING, Change, StepTimes, View, best_window_s
 from lightrl.core.placement import Outlook
+from lightrl.core.round_curve import in_waves
 from lightrl.core.round_rest import peak_context
 from lightrl.core.scale_down import ScaleDown
 from lightrl.core.speed import Speed
@@ -114,6 +115,14 @@ def test_groups_that_come_late_are_waited_for():
     early, late = view(left=evenly(40_000.0)), view(left=evenly(40_000.0), arrivals=[(1.0, 1.0)])
     assert Foreseen().decide(early, now=0.0).release != ()
     assert Foreseen().decide(late, now=0.0).release == ()
+
+
+def test_groups_of_a_round_in_waves_come_evenly_and_then_as_fewer_and_fewer_run():
+    assert in_waves(1.0) == [(k / 16, k / 16) for k in range(1, 17)]
+    assert in_waves(0.5)[:8] == in_waves(1.0)[:8]
+    assert in_waves(0.5)[11] == (0.75, 0.875)
+    assert in_waves(0.0)[7] == (0.5, 0.75)
+    assert in_waves(0.0)[-1] == (1.0, 1.0)
 
 
 def test_half_goes_if_the_trainer_has_work_in_hand_and_the_tail_needs_no_more():

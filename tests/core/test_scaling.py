@@ -12,6 +12,7 @@ from lightrl.core.settings import Tail
 from lightrl.core.state import NodeState
 from lightrl.core.worth import Forecast, Prices
 from lightrl.messages import Drain
+from lightrl.metrics.cost import cost_row
 from lightrl.sim.machines import SPOT
 from lightrl.sim.scenario import Training
 from lightrl.sim.world import World
@@ -54,6 +55,18 @@ def test_nodes_are_paid_for_as_long_as_they_are_there():
     d.feed(TimerFired())
     learned = d.core.scaling.learned
     assert (learned.reserved_s, learned.preemptible_s) == (20.0 + 5.0, 8.0)
+
+
+def test_shared_devices_are_paid_for_once():
+    d = Driver(prices=PRICES)
+    d.join("t", "trainer", is_released=True)
+    for name in "ab":
+        d.join(name, shares="t", is_released=True)
+    d.join("c")
+    assert cost_row(d.core).reserved == 2
+    d.now = 10.0
+    d.feed(TimerFired())
+    assert d.core.scaling.learned.reserved_s == 20.0
 
 
 def test_a_node_that_says_otherwise_when_it_comes_back_is_counted_once():

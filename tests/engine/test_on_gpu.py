@@ -160,8 +160,9 @@ def test_drafts_take_no_more_than_is_left():
 def test_a_deterministic_run_asks_vllm_for_kernels_that_do_not_depend_on_the_batch(
     config, tmp_path, monkeypatch, is_deterministic, wanted
 ):
-    def api(needs_lora):
+    def api(needs_lora, can_sleep):
         assert not needs_lora
+        assert not can_sleep
         assert os.environ.get("VLLM_BATCH_INVARIANT") == wanted  # vLLM looks when it is imported
         raise EngineUnusable("far enough")
 

@@ -13,7 +13,6 @@ from lightrl.sim.calibration.published import Instances
 from lightrl.sim.calibration.systems import (
     FULL,
     INSTANCES,
-    LOST,
     MOST,
     RLBOOST_ROW,
     SHORT_LIMIT,
@@ -56,10 +55,6 @@ def _of_mechanisms(instances: Instances, found: Found) -> list[Check]:
     rows = "changing: with memory", "changing: without memory"
     if all(name in found for name in rows):
         told.append(Check("throughput with memory", 1 + instances.memory, _gain(found, *rows)))
-    rows = tuple(f"{LOST} of {MOST} lost: {name}" for name in ("moving", "starting again"))
-    if all(name in found for name in rows):
-        moving, again = (fmean(p.added_s for p in found[name]) for name in rows)
-        told.append(Check("time added by a loss, moving", 1 + instances.moving, moving / again))
     return told
 
 

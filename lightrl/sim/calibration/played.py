@@ -19,8 +19,6 @@ class Played:
     # first letters of the rounds' kinds
     kinds: str
     cost_per_s: float
-    # by nodes that were lost
-    added_s: float = 0.0
 
     @property
     def step_s(self) -> float:

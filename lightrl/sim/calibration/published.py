@@ -81,8 +81,6 @@ class Instances:
     no_window: float
     # throughput with memory, while their number changes
     memory: float
-    # three of six lost at 200 s: the time that this adds, moving against starting again
-    moving: float
     # the best number of them, by the limit of a response
     best: Mapping[int, int]
 
@@ -93,6 +91,5 @@ RLBOOST = Instances(
     {1: 0.78, 6: 0.78 * 0.79},
     no_window=-0.19,
     memory=0.06,
-    moving=-0.76,
     best={5120: 3, 14_336: 6},
 )

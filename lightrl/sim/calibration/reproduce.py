@@ -27,8 +27,6 @@ from lightrl.sim.calibration.published import (
     Study,
 )
 from lightrl.sim.calibration.systems import (
-    LOST_AT_S,
-    LOST_IN_STEP,
     beyond,
     systems,
     with_instances,
@@ -87,18 +85,11 @@ def play(job: Setting) -> Played:
             system.spare, system.rounds * 600.0, SPARE_UP_S, SPARE_DOWN_S, job.seed
         )
     outcome = _run(job, scenario, trace)
-    added_s = 0.0
-    if system.lost:
-        usual = outcome.steps[LOST_IN_STEP]
-        at = usual.opened_at + LOST_AT_S
-        names = [e.node for e in trace][: system.lost]
-        outcome = _run(job, scenario, (*trace, *(TraceEvent(at, n, False) for n in names)))
-        added_s = outcome.steps[LOST_IN_STEP].step_s - usual.step_s
     kinds = "".join(step.kind[0] for step in outcome.steps)
     if system.epochs or system.learns:
         outcome.steps = outcome.steps[system.rounds // 2 :]
     f = figures(outcome, scenario)
-    return Played(f, kinds, f.cost / outcome.elapsed_s, added_s)
+    return Played(f, kinds, f.cost / outcome.elapsed_s)
 
 
 def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outcome:

@@ -38,7 +38,6 @@ STEPS_WITH_CHANGES = 10
 # instances, one number after the other, for so long each
 NUMBERS, NUMBER_S = (6, 3, 5, 2) * 3, 1200.0
 STEPS_WITH_NUMBERS = 20
-LOST, LOST_AT_S, LOST_IN_STEP = 3, 200.0, 3  # at this time of this step
 
 # Tokens are told with a finish, at once: what wins a race by the clock is exact, and rounds are
 # cheap.
@@ -79,8 +78,6 @@ class System:
     # another limit than the workload's
     limit: int = 0
     trace: tuple[TraceEvent, ...] = ()
-    # of the preemptible nodes, in the middle of a step
-    lost: int = 0
 
 
 def systems(bars: Sequence[Bar]) -> dict[str, System]:
@@ -143,10 +140,6 @@ def with_instances() -> dict[str, System]:
         rows.append(
             _boosted(f"changing: {name}", rule=rule, trace=_numbers(), rounds=STEPS_WITH_NUMBERS)
         )
-    for name, collects in (("moving", True), ("starting again", False)):
-        switches = replace(_SHARED, token_collection=collects)
-        row = _boosted(f"{LOST} of {MOST} lost: {name}", switches, instances=MOST)
-        rows.append(replace(row, lost=LOST, rounds=LOST_IN_STEP + 1, learns=False))
     return {row.name: row for row in rows}
 
 

@@ -52,10 +52,15 @@ def listening(run_dir: Path) -> str | None:
         return None
 
 
-def written_at(file: Path) -> float | None:
-    """None if there is no such file, or none any more."""
+def listening_since(run_dir: Path, before: float | None) -> str | None:
+    """The same, unless it was left at `before` (see `left_at`): that is an old one."""
+    return None if left_at(run_dir) == before else listening(run_dir)
+
+
+def left_at(run_dir: Path) -> float | None:
+    """When the coordinator left its address; None if there is none, or none any more."""
     try:
-        return file.stat().st_mtime
+        return (run_dir / "address").stat().st_mtime
     except FileNotFoundError:
         return None
 

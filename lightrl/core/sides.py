@@ -85,7 +85,6 @@ class Sides:
         self, fleet: Fleet, table: ResponseTable, predictor: LengthPredictor, rule: Rule
     ) -> None:
         self.rule = rule
-        self.caches: dict[str, int] = {}  # tokens of KV by node, where its `Load` does not say it
         self.released: set[str] = set()  # by the rule
         self.wanted: frozenset[str] = frozenset()  # for training: of these, but who comes back
         self.look_again_at: float | None = None
@@ -278,12 +277,15 @@ class Sides:
         waiting = [max(1.0, foresee(r) - len(r.tokens)) for r in self._table.queue.waiting()]
         group_s, token_s = self._train_s(round)
         curve = self._curves.get(round.kind)
-        arrivals = curve.arrivals(rest.most_held) if curve is not None else EVENLY
         launched = len(round.groups) * round.responses_launched
         gain = max((n.gain.tokens for n in sampling if n.speculates), default=1.0)
         left = sorted((*(tokens / gain for tokens in waiting), *(s for o in looks for s in o.left)))
         if launched >= WAVES * sum(node.capacity for node in sampling):
             arrivals = in_waves(sum(waiting) / gain / sum(left) if left else 0.0)
+        elif curve is not None:
+            arrivals = curve.arrivals(rest.most_held)
+        else:
+            arrivals = EVENLY
         if left:
             # Each is foreseen as the mean of what it may become; the longest of many is longer.
             seen = curve.shape.longest if curve is not None else 0
@@ -305,7 +307,7 @@ class Sides:
             switch_s=self._switch.value or 0.0,
             left=left,
             kv_tokens=rest.kv_tokens,
-            caches={n.name: n.load.kv_tokens for n in self._fleet.nodes.values()} | self.caches,
+            caches={n.name: n.load.kv_tokens for n in self._fleet.nodes.values()},
             shared_loading=sum(loading),
             others_loading=len(loading) - sum(loading),
             in_parts=not self._devices.are_whole,

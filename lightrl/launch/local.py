@@ -17,7 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightrl.client.address import accepts, listening, reachable, relative, written_at
+from lightrl.client.address import (
+    accepts,
+    left_at,
+    listening,
+    listening_since,
+    reachable,
+    relative,
+)
 from lightrl.client.ask import drain
 from lightrl.client.find_run import ask, final_snapshot
 from lightrl.config import Config
@@ -89,7 +96,7 @@ class LocalRun:
         if not self._resume:
             create_run_dir(self.config)
         self.key = read_key(self.run_dir / KEY_FILE)
-        before = written_at(self.run_dir / "address")
+        before = left_at(self.run_dir)
         await self._start("head", "coordinator", *(["--resume"] if self._resume else []))
         try:
             self.address = await self._listening(before)
@@ -186,12 +193,9 @@ class LocalRun:
         return None if starting.cancelled() else starting.result()
 
     async def _listening(self, before: float | None) -> str:
-        """The address that the coordinator writes once it listens; one written at `before` is an
-        old one."""
+        """The address that the coordinator leaves once it listens; not the one of `before`."""
         head, deadline = self._head, time.monotonic() + LISTENS_WITHIN_S
-        while (address := listening(self.run_dir)) is None or written_at(
-            self.run_dir / "address"
-        ) == before:
+        while (address := listening_since(self.run_dir, before)) is None:
             await asyncio.wait([head.ended], timeout=0.05)
             if head.ended.done():
                 raise RunFailed(head.obituary())
@@ -346,7 +350,7 @@ def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = 
     """
     run_dir = config.run_dir.resolve() if resume else create_run_dir(config)
     over = threading.Event()
-    before = written_at(run_dir / "address")
+    before = left_at(run_dir)
     threading.Thread(
         target=_announce, args=(run_dir, before, over), name="announce", daemon=True
     ).start()
@@ -363,7 +367,7 @@ def in_foreground(config: Config, daemon: Callable[[Path], int], resume: bool = 
 def _announce(run_dir: Path, before: float | None, over: threading.Event) -> None:
     """Says so and moves `latest` once the coordinator listens, which comes after reading its
     input."""
-    while (address := listening(run_dir)) is None or written_at(run_dir / "address") == before:
+    while (address := listening_since(run_dir, before)) is None:
         if over.wait(LOOK_S):
             return
     logger.info(join_line(reachable(address), run_dir))

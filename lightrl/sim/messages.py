@@ -12,6 +12,7 @@ from lightrl.messages import (
     FinishReason,
     Heartbeat,
     Hello,
+    Load,
     PublishWeights,
     ResponseTokens,
     Role,
@@ -62,12 +63,13 @@ def publication(policy_version: int, num_bytes: float, delta_bytes: float) -> Pu
     return PublishWeights(policy_version, digest, math.ceil(num_bytes), 1, deltas=deltas)
 
 
-def arrival(hello: Hello, num_workers: int = 0) -> tuple[Event, ...]:
+def arrival(hello: Hello, num_workers: int = 0, kv_tokens: int = 0) -> tuple[Event, ...]:
     """All that a node says at first. `num_workers`: of its engine, each a member of its own in a
-    broadcast group; 0 = it pulls."""
+    broadcast group; 0 = it pulls. `kv_tokens`: of its cache; 0 = without limit."""
     name = hello.node
     opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret=name))
-    heard = NodeHeard(name, Heartbeat(device=DEVICE, num_workers=num_workers))
+    load = Load(kv_tokens=kv_tokens)
+    heard = NodeHeard(name, Heartbeat(load, device=DEVICE, num_workers=num_workers))
     return NodeJoined(hello), opened, heard
 
 

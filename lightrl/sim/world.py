@@ -130,7 +130,6 @@ class World:
     def _add_machine(self, spec: NodeSpec) -> None:
         profile = self.engines[min(self.engines)].slower(spec.slowness)
         self.machines[spec.name] = new_machine(spec, profile, self.switches)
-        self.core.sides.caches[spec.name] = profile.kv_tokens
 
     def _speculate(self, speculation: SimSpeculation) -> None:
         self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
@@ -351,10 +350,12 @@ class World:
         self.observer.fleet_changes(machine, 1)
         machine.come(self.now)
         is_colocated = self.scenario.training.placement == "colocated"
-        self._arrive(machine.hello(is_colocated, self.shares), self._transfers.num_workers(machine))
+        num_workers = self._transfers.num_workers(machine)
+        kv_tokens = machine.engine.profile.kv_tokens
+        self._arrive(machine.hello(is_colocated, self.shares), num_workers, kv_tokens)
 
-    def _arrive(self, said: Hello, num_workers: int = 0) -> None:
-        for event in arrival(said, num_workers):
+    def _arrive(self, said: Hello, num_workers: int = 0, kv_tokens: int = 0) -> None:
+        for event in arrival(said, num_workers, kv_tokens):
             self.feed(event)
 
     def _boot(self, machine: SimMachine) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ from tests.support.cli import (
     QUICKSTART,
     Victims,
     all_end,
-    arguments,
     descendants,
+    piped,
     summary,
     until,
     wait_for_step,
@@ -59,22 +58,11 @@ def engine(device: str) -> str:
     return "torch"
 
 
-@contextlib.contextmanager
 def running(
     tmp_path: Path, *overrides: str, resume: bool = False
-) -> Iterator["subprocess.Popen[str]"]:
+) -> "contextlib.AbstractContextManager[subprocess.Popen[str]]":
     first = ("resume", "one") if resume else ("up", str(QUICKSTART), *SETTINGS)
-    with subprocess.Popen(
-        arguments(*first, *overrides, "--no-tui"),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return piped(tmp_path, *first, *overrides, "--no-tui")
 
 
 def ended(process: "subprocess.Popen[str]", tmp_path: Path) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from lightrl.metrics import sinks
 from tests.slurm.cluster import Cluster, a_cluster, missing
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "run.toml"
@@ -246,8 +247,8 @@ def test_shared_devices_beside_a_spot_node_give_the_bits_of_own_ones(
     run.until(lambda: run.restarts(run.head) == 1 and run.runs(run.head), "the trainer is back")
     assert same(run.until_finished(), undisturbed), run.said()
     assert "Traceback" not in run.said()
-    rows = (run.run_dir / "metrics.jsonl").read_text().splitlines()
-    assert max(json.loads(row).get("offload/switches", 0) for row in rows) == 2 * len(mine)
+    switches = [row.get("offload/switches", 0) for row in sinks.read(run.run_dir)]
+    assert max(switches) == 2 * len(mine)
     for name in mine:
         log = (run.run_dir / "logs" / f"{name}.log").read_text()
         assert log.count("engine started on") == 2

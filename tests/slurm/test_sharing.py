@@ -2,18 +2,17 @@
 who is started on which GPU, that they come and go with their trainer node, and what is refused."""
 
 import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lightrl.devices.plan import engines_of
+from lightrl.metrics import sinks
 from lightrl.run_file import load_config
 from tests.support.cli import (
     DEADLINE_S,
@@ -21,9 +20,9 @@ from tests.support.cli import (
     QUICKSTART,
     SMALL,
     all_end,
-    arguments,
     descendants,
     linux_only,
+    piped,
     summary,
     until,
 )
@@ -34,20 +33,8 @@ pytestmark = linux_only
 SHARED = ("run.name=one", *SMALL, "rollout.placement=shared")
 
 
-@contextlib.contextmanager
-def job(folder: Path, *command: str, **environment: str) -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen(
-        arguments("slurm-job", *command),
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def job(folder: Path, *words: str, **environment: str):
+    return piped(folder, "slurm-job", *words, **environment)
 
 
 def head(folder: Path, *settings: str, **environment: str):
@@ -130,8 +117,7 @@ def test_they_are_divided_among_the_jobs_of_several_trainer_nodes(tmp_path):
             out, _ = process.communicate(timeout=DEADLINE_S)
             assert process.returncode == 0, out
     assert summary(tmp_path)["state"] == "finished"
-    rows = (tmp_path / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
-    switches = [json.loads(row).get("offload/switches", 0) for row in rows]
+    switches = [row.get("offload/switches", 0) for row in sinks.read(tmp_path / "runs" / "one")]
     assert max(switches) == 2 * 3  # each of the three slept and woke
 
 

@@ -44,15 +44,20 @@ def arguments(*more: str) -> list[str]:
     return [sys.executable, "-P", "-m", "lightrl.cli", *more]
 
 
-@contextlib.contextmanager
 def running(
     tmp_path: Path, *overrides: str, resume: bool = False, **environment: str
-) -> Iterator["subprocess.Popen[str]"]:
+) -> "contextlib.AbstractContextManager[subprocess.Popen[str]]":
     """`lightrl up` of a small run "one", or `lightrl resume one`."""
     first = ("resume", "one") if resume else ("up", str(QUICKSTART), "run.name=one", *SMALL)
+    return piped(tmp_path, *first, *overrides, "--no-tui", **environment)
+
+
+@contextlib.contextmanager
+def piped(folder: Path, *words: str, **environment: str) -> Iterator["subprocess.Popen[str]"]:
+    """`lightrl WORDS` there, with a pipe for all that it says; killed in the end."""
     with subprocess.Popen(
-        arguments(*first, *overrides, "--no-tui"),
-        cwd=tmp_path,
+        arguments(*words),
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

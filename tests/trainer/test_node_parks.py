@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from lightrl.messages import PublishWeights, ShardsTaken, StepDone, TrainGroup, TrainResponse
+from lightrl.messages import PublishWeights, ShardsTaken, StepDone
 from lightrl.run_file import parse_config
 from lightrl.sharing_messages import Park, Parked
 from lightrl.trainer.node_devices import NodeDevices
@@ -21,19 +21,6 @@ pytestmark = pytest.mark.usefixtures("warm_emulated")
 
 STEPS = 3
 PARKED_MB = 0.25
-
-
-@pytest.fixture(scope="module")
-def groups(samples):
-    made = []
-    for i in range(8):
-        some = zip(samples[3 * i : 3 * i + 3], (1.0, 0.0, 0.25), strict=True)
-        responses = (
-            TrainResponse(s.response, s.token_ids, s.rollout_logprobs, reward, "stop")
-            for s, reward in some
-        )
-        made.append(TrainGroup(f"p{i}@0", samples[3 * i].prompt, tuple(responses)))
-    return made
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
-from lightrl.client.address import listening, reachable, written_at
+from lightrl.client.address import left_at, listening_since, reachable
 from lightrl.config import Config
 from lightrl.devices.assign import Assignment
 from lightrl.devices.plan import engines_of, for_trainer_node
@@ -67,7 +67,7 @@ class SharingNodes:
         self._gpus = gpus
         self._grace_s = grace_s
         self._address = address
-        self._before = written_at(run_dir / "address")  # one of then is an old one
+        self._before = left_at(run_dir)  # one of then is an old one
         self._daemons: dict[str, Daemon] = {}
         self._is_over = False  # none is started any more
         self._keepers: list[asyncio.Task[None]] = []
@@ -126,8 +126,7 @@ class SharingNodes:
     async def _listening(self) -> str:
         """The address of the coordinator, once it has left one."""
         while not self._address:
-            found = listening(self._run_dir)
-            if found is not None and written_at(self._run_dir / "address") != self._before:
+            if (found := listening_since(self._run_dir, self._before)) is not None:
                 self._address = reachable(found)
             else:
                 await asyncio.sleep(LOOK_S)

@@ -253,7 +253,7 @@ def _rival(name: str, found: Mapping[str, list[Played]], against: str = "synchro
     return Rival(
         name=name,
         step_s=step_s,
-        speed_up=fmean(p.figures.step_s for p in base) / step_s,
+        speed_up=fmean(p.step_s for p in base) / step_s,
         share_of_bound=fmean(f.bound_s for f in mine) / step_s,
         kept_mean=fmean(f.kept_mean for f in mine),
         true_mean=fmean(f.true_mean for f in mine),

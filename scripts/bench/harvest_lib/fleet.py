@@ -27,6 +27,7 @@ from lightrl.client.address import listening, reachable
 from lightrl.errors import LightRLError
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.messages import Snapshot
+from lightrl.metrics import sinks
 from lightrl.sim.traces import TraceEvent
 
 LIGHTRL = (sys.executable, "-m", "lightrl.cli")
@@ -211,11 +212,7 @@ async def _watch(address: str, run_dir: Path, nodes: _Nodes) -> None:
 
 
 def _steps(run_dir: Path) -> list[dict[str, float]]:
-    with contextlib.suppress(FileNotFoundError):
-        text = (run_dir / "metrics.jsonl").read_text()
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        return [record for record in map(json.loads, lines) if "timing_s/step" in record]
-    return []
+    return [record for record in sinks.read(run_dir) if "timing_s/step" in record]
 
 
 class _Cpu:

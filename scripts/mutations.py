@@ -1108,6 +1108,16 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "weights that a step left as they were are not loaded as the next version",
+        "rollout/weights.py",
+        "self._loading is held and are_same(held.offer, fetched.offer)",
+        "self._loading is held",
+        tests=(
+            "tests/rollout/test_weights.py::"
+            "test_weights_that_a_step_left_as_they_were_are_loaded_as_the_next_version",
+        ),
+    ),
+    Mutation(
         "overtaken pull leaves its part",
         "rollout/weights.py",
         """        if is_other or self._is_served(self.wanted):

@@ -162,13 +162,18 @@ class NodeWeights:
                 continue
             finally:
                 self.progress = None
-            if fetched is not None and (
-                isinstance(fetched, Announced)
-                or ((held := self._held) is None or held.version is not fetched.version)
-                or not (self._loading is held or self._is_served(offer))
-            ):  # else it was taken meanwhile
+            if fetched is not None and not self._was_taken(fetched):
                 self._put(fetched)
                 self._start(self._tidy())
+
+    def _was_taken(self, fetched: Fetched | Announced) -> bool:
+        """For loading, while it was looked up. The same weights as another version were not: a step
+        may leave them as they were."""
+        held = self._held
+        if isinstance(fetched, Announced) or held is None or held.version is not fetched.version:
+            return False
+        is_loaded_now = self._loading is held and are_same(held.offer, fetched.offer)
+        return is_loaded_now or self._is_served(fetched.offer)
 
     def _fail(self, offer: PublishWeights, reason: str) -> None:
         if offer.group:

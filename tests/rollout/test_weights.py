@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -281,6 +282,24 @@ def test_the_next_version_comes_while_one_is_loaded_and_what_nobody_wants_goes(t
                 await until(lambda file=file: file.digest in here(a))
                 await a.got(file)
             await until(lambda: here(a) == {files[0].digest, files[-1].digest})  # b has the first
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_a_step_left_as_they_were_are_loaded_as_the_next_version(tmp_path: Path):
+    """Also if they come while the engine still loads them as the version before."""
+    first = make_version(tmp_path / "v1.bin", 1, *SIZE)
+    second = replace(first, policy_version=2)
+
+    async def scenario() -> None:
+        async with serving(first) as trainer, node("a", tmp_path) as a:
+            a.offer(first, trainer)
+            await a.got(first)
+            a.offer(second, trainer)
+            await a.got(second)
+            a.offer(second, trainer)  # again, while it is being loaded: not once more
+            a.weights.loaded()
+            assert not a.weights.is_next.is_set()
 
     asyncio.run(scenario())
 

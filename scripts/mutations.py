@@ -1581,9 +1581,8 @@ MUTATIONS = [
     Mutation(
         "what is parked stays in memory",
         "trainer/learner/host_memory.py",
-        "            if self._stream is None:  # no more than one is there twice\n"
-        "                storage.resize_(0)\n",
-        "            if self._stream is None:\n                continue\n",
+        "                _forget_pages(storage)\n                storage.resize_(0)\n",
+        "                pass\n",
         tests=("tests/trainer/test_parking.py::test_what_is_parked_is_not_resident",),
     ),
     Mutation(

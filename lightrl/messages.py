@@ -1,9 +1,9 @@
 """Every message that crosses the wire between daemons, and nothing that stays inside one process.
 
 Frozen dataclasses of plain types, so that they can be compared, printed and validated. Must import
-nothing of LightRL but the bounds of their fields, and those of broadcasts, of several trainer nodes
-and of shared devices, which have files of their own. Arrays travel as raw little-endian bytes:
-token ids as int32, logprobs as float32 (see `wire.pack_i32`, `wire.pack_f32`).
+nothing of LightRL but the bounds of their fields, and those of broadcasts, of several trainer
+nodes, of shared devices and of engines' load, which have files of their own. Arrays travel as raw
+little-endian bytes: token ids as int32, logprobs as float32 (`wire.pack_i32`, `wire.pack_f32`).
 
 The types say how long a field may be, and numbers within which range: wire.py looks at the length
 that a frame announces before it makes anything of what follows, so a frame costs a bounded multiple
@@ -39,6 +39,7 @@ from lightrl.broadcast_messages import (
     VersionTaken,
 )
 from lightrl.cost_messages import CostRow
+from lightrl.load_messages import Load
 from lightrl.message_fields import (
     MAX_ADDRESSES,
     MAX_CONFIG,
@@ -53,7 +54,6 @@ from lightrl.message_fields import (
     Attempt,
     Bits,
     Count,
-    EngineSeconds,
     Int32,
     Int64,
     LongText,
@@ -79,41 +79,6 @@ TAKEN = "another process with this name takes part"
 
 Role: TypeAlias = Literal["coordinator", "trainer", "rollout"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """What speculation did since the engine started. Example: Drafting(90, 80, 12, 92, 0.001,
-    0.2)."""
-
-    # tokens
-    drafted: Count = 0
-    # of them
-    accepted: Count = 0
-    # response-steps, with a draft or without
-    forwards: Count = 0
-    # tokens that came of them
-    emitted: Count = 0
-    # spent on drafting alone
-    draft_s: EngineSeconds = 0.0
-    # of all steps
-    engine_s: EngineSeconds = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a rollout node's engine is doing. Example: Load(running=12, waiting=0, kv_usage=0.3)."""
-
-    running: Int64 = 0
-    waiting: Int64 = 0
-    # share of the KV cache in use, 0..1
-    kv_usage: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    # KV preemptions since the engine started
-    num_preemptions: Int64 = 0
-    # None: this engine does not speculate
-    drafting: Drafting | None = None
-    # that its KV cache holds; 0 = as many as its slots need, or nobody knows
-    kv_tokens: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +110,11 @@ class Hello:
     leads: bool = False
     # the trainer node whose devices this rollout node uses; "" = its own
     shares: Word = ""
-    # of shared devices: others have them now; its engine sleeps, or its ranks are parked
+    # of devices that are used in turn: others have them now; its engine sleeps, or its ranks are
+    # parked
     is_released: bool = False
+    # devices of its engine, if engines of other sizes use them in turn. 0: no; all daemons say so
+    parallel: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2187,4 +2187,47 @@ MUTATIONS = [
         "os.kill(process.pid, signal.SIGKILL)",
         tests=("tests/coordinator/test_scale_command.py",),
     ),
+    # Engines of several sizes
+    Mutation(
+        "any preemption doubles the size of engines",
+        "core/planner.py",
+        "round.preemptions > MORE_PREEMPTIONS * memory.preemptions",
+        "round.preemptions > 0",
+    ),
+    Mutation(
+        "engines go back to caches that are too small",
+        "core/planner.py",
+        "        larger = self._with_room(size, needed)\n",
+        "        larger = size if memory else self._with_room(size, needed)\n",
+    ),
+    Mutation(
+        "a size that was slower is never tried again",
+        "core/planner.py",
+        "measured is not None and memory.num_rounds - measured[1] < TRIED_AGAIN",
+        "measured is not None",
+    ),
+    Mutation(
+        "a size that is tried is kept though it is no faster",
+        "core/planner.py",
+        "        if tried_from and not self._is_slow(memory, tried_from, memory.size, chances=1):\n",
+        "        if tried_from and self._is_slow(memory, memory.size, tried_from, chances=1):\n",
+    ),
+    Mutation(
+        "an engine wakes while one of another size still has its devices",
+        "core/engine_sizes.py",
+        "        if all(n.is_asleep for n in nodes if n.parallel != self.size):\n",
+        "        if all(n.state not in AWAKE for n in nodes if n.parallel != self.size):\n",
+    ),
+    Mutation(
+        "the size is decided before all have told what they preempted",
+        "core/engine_sizes.py",
+        "t is not None and t.at >= round.closed_at for t in told",
+        "t is not None for t in told",
+    ),
+    Mutation(
+        "nobody does the work if no engine of the size is left",
+        "core/engine_sizes.py",
+        "            self.size, self._none_since = size, None\n\n\ndef",
+        "            self._none_since = None\n\n\ndef",
+    ),
 ]

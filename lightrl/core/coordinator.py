@@ -18,6 +18,7 @@ from lightrl.core.backlog import Backlog
 from lightrl.core.balance import Balance
 from lightrl.core.commands import Command, Outbox
 from lightrl.core.ending import Ending
+from lightrl.core.engine_sizes import EngineSizes
 from lightrl.core.events import (
     BroadcastHeard,
     CheckpointWritten,
@@ -88,6 +89,9 @@ class Coordinator:
         self.versions = Versions(fleet, self.steps, ending, out)
         self.sides = sides = Sides(fleet, table, predictor, rule_of(settings))
         self.handover = Handover(settings, fleet, table, self.steps, ending, sides, out)
+        self.sizes = EngineSizes(
+            settings, fleet, table, self.backlog, predictor, ending, self.outbox
+        )
         self.started_at = now
         self._state = RunState.STARTING  # until the run ends
 
@@ -109,6 +113,7 @@ class Coordinator:
         self._take(event, now)
         self._advance(now)
         self.handover.update(now)  # who is released by it, gets no work any more
+        self.sizes.update(now)
         self._dispatch()
         while self.judge.settled and not self.ending.has_begun:
             self._advance(now)  # what waited for a slot had lost meanwhile
@@ -126,6 +131,7 @@ class Coordinator:
                 self._score(response, attempt, reward, failure)
             case NodeHeard(name, heartbeat):
                 self.fleet.hear(name, heartbeat, now)
+                self.sizes.heard_load(name, heartbeat.load, now)
             case NodeJoined(hello):
                 self._join(hello, now)
             case NodeLost(name, reason):
@@ -176,7 +182,7 @@ class Coordinator:
         """When to feed TimerFired, or None."""
         fleet, ends_at = self.fleet, self.ending.patience_ends_at
         times = (fleet.lease_check_at, fleet.broadcasts.deadline, self.balance.deadline, ends_at)
-        times += (self.handover.deadline,)
+        times += (self.handover.deadline, self.sizes.deadline)
         return min((t for t in times if t is not None), default=None)
 
     # Weights
@@ -213,6 +219,7 @@ class Coordinator:
         node.heard_at = now
         if (problem := self.arrivals.accept(node, chunk, now)) is not None:
             self._lose(name, problem, now)
+        self.sizes.heard(node)
 
     def _score(self, name: str, attempt: int, reward: float | None, failure: str) -> None:
         if not self.ending.has_begun:
@@ -332,7 +339,7 @@ class Coordinator:
         if self.fleet.lease_check_at is not None and now >= self.fleet.lease_check_at:
             for node in self.fleet.expired(now):
                 self._lose(node.name, f"silent for {now - node.heard_at:.1f} s", now)
-        for node in self.handover.late(now):
+        for node in (*self.handover.late(now), *self.sizes.late(now)):
             reason = f"kept its devices for {self.settings.release_s:g} s"
             self._lose(node.name, reason, now)
         self.fleet.expire_broadcast()

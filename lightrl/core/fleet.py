@@ -110,6 +110,7 @@ class Fleet:
             gain=gain,
             number=self.num_joined,
             shares=hello.shares if "rollout" in hello.roles else "",
+            parallel=hello.parallel if "rollout" in hello.roles else 0,
             since=now,
         )
         self.nodes[node.name] = node
@@ -131,7 +132,7 @@ class Fleet:
         node.is_preemptible = hello.is_preemptible
         if hello.serves is not None:
             node.base, node.has_file = hello.serves[1] if hello.has_file else "", hello.has_file
-        if node.shares and node.state is not NodeState.DRAINING:
+        if node.takes_turns and node.state is not NodeState.DRAINING:
             for state in way_to_side(node.state, hello.is_released):
                 self._move(node, state)
         if "rollout" not in node.roles or published is None or node.state is NodeState.DRAINING:

@@ -29,6 +29,7 @@ def check(core: "Coordinator") -> None:
     _sources(core)
     _broadcast(core)
     _devices(core)
+    _sizes(core)
     _require(len(core.table.rounds) <= core.settings.max_staleness + 1, "too many rounds are open")
     for round in core.table.rounds:
         _round(core, round)
@@ -106,7 +107,7 @@ def _sources(core: "Coordinator") -> None:
         must_know = offers.pulls(node) or node.state is NodeState.JOINING
         if "rollout" not in node.roles or node.receives or not must_know:
             continue
-        if node.shares and node.policy_version == published.policy_version:
+        if node.takes_turns and node.policy_version == published.policy_version:
             continue  # it wakes with the version that it has
         holders = (n for n in offers.whole.names if n != node.name)
         is_there = has_trainer or any(not offers.bad.bars(node.name, n) for n in holders)
@@ -151,6 +152,25 @@ def _devices(core: "Coordinator") -> None:
         _require(
             not trains or node.state in {*RESTING, NodeState.DRAINING},
             f"{node.name} is {node.state}, and its devices train",
+        )
+
+
+def _sizes(core: "Coordinator") -> None:
+    """Of engines of several sizes over the same devices only those of one size have them."""
+    nodes, size = core.fleet.devices.parallel, core.sizes.size
+    listed = {n.name for n in core.fleet.nodes.values() if n.parallel}
+    _require(nodes.keys() == listed, "nodes that take turns are listed wrongly")
+    for node in nodes.values():
+        if node.state is NodeState.RELEASED:
+            _require(not node.running, f"{node.name} sleeps and runs something")
+            _require(node.is_asleep, f"{node.name} sleeps and is awake")
+    if core.fleet.published is None or core.ending.has_begun:
+        return
+    for node in nodes.values():
+        rests = node.state in {*RESTING, NodeState.DRAINING}
+        _require(
+            rests or node.parallel == size,
+            f"{node.name} has {node.parallel} devices of which engines of {size} sample",
         )
 
 

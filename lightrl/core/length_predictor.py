@@ -72,6 +72,14 @@ class LengthPredictor:
         epoch, known = self._lengths.get(group.prompt.id, (0, []))
         return sum(known) / len(known) if known and epoch < group.prompt.epoch else None
 
+    def lengths(self, prompt: str) -> list[float]:
+        """Of this prompt's responses when they were sampled last; one that had come as far as any
+        of them, and so may have been given up there, is expected to go on."""
+        _, known = self._lengths.get(prompt, (0, []))
+        longest = max(known, default=0)
+        most = min(self._tail_mean(longest), float(self._max_tokens))
+        return [most if n == longest else float(n) for n in known]
+
     def expect(self, response: Response) -> float:
         """Expected whole length of a response that goes on, given what it has already.
 

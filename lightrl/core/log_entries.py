@@ -13,6 +13,7 @@ from lightrl.core.backlog import PutOff
 from lightrl.core.counters import Counters
 from lightrl.core.events import PromptsDrawn, ResponseScored
 from lightrl.core.length_predictor import Memory
+from lightrl.core.planner import PlannerMemory
 from lightrl.core.sides_memory import SidesMemory
 from lightrl.core.state import DrawnPrompt, RoundKind
 from lightrl.core.worth import Learned
@@ -55,6 +56,8 @@ class SnapshotBegan:
     learned: Learned = field(default_factory=Learned)
     # of devices that change sides
     sides: SidesMemory = field(default_factory=SidesMemory)
+    # of engines of several sizes
+    planner: PlannerMemory = field(default_factory=PlannerMemory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ def take_snapshot(core: Coordinator, *notes: ShellNote) -> RunSnapshot:
         memory=core.predictor.memory(),
         learned=core.scaling.learned.copy(),
         sides=core.sides.memory(),
+        planner=core.sizes.memory(),
     )
     return RunSnapshot([stood, *notes], [_snapshot_of(round) for round in core.table.rounds])
 
@@ -187,6 +188,7 @@ class _Recovery:
         core.predictor.recall(stood.memory)
         core.scaling.learned = stood.learned.copy()
         core.sides.recall(stood.sides)
+        core.sizes.recall(stood.planner)
         core.fleet.digests.update(stood.digests)
         if stood.version is not None:
             digest = stood.digests[stood.version]

@@ -89,6 +89,8 @@ class Settings:
     device_parts: int = 1
     # after which a node that has not given its devices back counts as lost
     release_s: float = 40.0
+    # devices of an engine, of each of the sizes that take turns; the first begins. () = one size
+    parallel: tuple[int, ...] = ()
 
     @property
     def prompts_launched(self) -> int:

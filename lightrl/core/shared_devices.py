@@ -13,7 +13,11 @@ from lightrl.messages import Hello
 
 
 def why_not_shared(hello: Hello, trainers: Trainers, settings: Settings) -> str | None:
-    """In one line, or None: it shares with a trainer node, or with one that may still come."""
+    """In one line, or None: it shares with a trainer node, or with one that may still come; or it
+    takes turns with engines of other sizes, and this run has such."""
+    if hello.parallel and (hello.shares or hello.parallel not in settings.parallel):
+        known = ", ".join(map(str, settings.parallel)) or "none"
+        return f"has an engine of {hello.parallel} devices; such that take turns here: {known}"
     if not hello.shares:
         return None
     shares = f"shares the devices of {hello.shares}"
@@ -39,6 +43,7 @@ class SharedDevices:
     def __init__(self, num_parts: int) -> None:
         """`num_parts` of them can train without the others."""
         self.nodes: dict[str, Node] = {}  # that share
+        self.parallel: dict[str, Node] = {}  # that take turns with engines of other sizes
         self.wanted: frozenset[str] = frozenset()  # of these, for training
         self.parked: set[str] = set()  # trainer nodes, by their last word
         self.are_training = False  # the ranks were sent work since they were parked last
@@ -48,10 +53,13 @@ class SharedDevices:
     def moved(self, node: Node) -> None:
         """A node is in another state."""
         self.num_moves += 1
-        if node.shares and node.state is NodeState.GONE:
-            self.nodes.pop(node.name, None)
-        elif node.shares:
-            self.nodes[node.name] = node
+        if not node.takes_turns:
+            return
+        listed = self.nodes if node.shares else self.parallel
+        if node.state is NodeState.GONE:
+            listed.pop(node.name, None)
+        else:
+            listed[node.name] = node
             if node.state is not NodeState.DRAINING:
                 node.is_asleep = node.state is NodeState.RELEASED
 

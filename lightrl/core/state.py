@@ -307,20 +307,17 @@ class Node:
     base: str = ""
     # of the version on its way
     weights_failures: int = 0
-    # of its policy_version: others can pull from it
-    has_file: bool = True
-    # the version on its way, by broadcast
-    receives: bool = False
+    has_file: bool = True  # of its policy_version: others can pull from it
+    receives: bool = False  # the version on its way, by broadcast
     # of its engine, each a member of a broadcast group; 0 = none that can receive
     num_workers: int = 0
-    # may be taken away at any moment
-    is_preemptible: bool = False
+    is_preemptible: bool = False  # may be taken away at any moment
     # the trainer node whose devices it uses; "" = its own
     shares: str = ""
-    # nothing of its engine is on them
-    is_asleep: bool = False
-    # of the last order to change sides
-    order: int = 0
+    # devices of its engine, which takes turns with those of other sizes; 0 = it takes no turns
+    parallel: int = 0
+    is_asleep: bool = False  # nothing of its engine is on its devices
+    order: int = 0  # the last one to change sides
     # when it came to be in this state
     since: float = 0.0
     weights: WeightsProgress | None = None
@@ -345,6 +342,10 @@ class Node:
     def move(self, to: NodeState) -> None:
         check_edge(self.name, self.state, to)
         self.state = to
+
+    @property
+    def takes_turns(self) -> bool:
+        return bool(self.shares) or self.parallel > 0
 
     @property
     def free(self) -> int:

@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import astuple
 
-from lightrl.messages import Drafting, Heartbeat
+from lightrl.load_messages import Drafting
+from lightrl.messages import Heartbeat
 
 MAX_KNOWN = 10_000  # processes of nodes, the one heard of longest ago is forgotten first
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightrl.core.settings import Settings, Tail
-from lightrl.sim.machines import NodeSpec
+from lightrl.sim.machines import NodeSpec, can_group
 from lightrl.sim.report import Figures, figures
 from lightrl.sim.scenario import OffloadRule, Scenario, Switches
 from lightrl.sim.traces import TraceEvent
@@ -57,6 +57,7 @@ def variants(
         "foresight": Variant(replace(s, foresight=True), off),
         "tail: prompts": Variant(replace(s, tail=tail), off),
         "tail: both": Variant(replace(s, tail=replace(tail, eta_responses=tail.eta_prompts)), off),
+        "planner": Variant(s, replace(off, planner=True)),
         "speculation": Variant(s, replace(off, speculation=True)),
         "staleness 1": Variant(replace(s, max_staleness=1), replace(early, streaming=True)),
         "as configured": configured(settings, speculates, offload),
@@ -101,5 +102,7 @@ def compare(
             continue  # the trainer has no device of its own on which it could work at the same time
         if variant.switches.offload != "off" and not is_colocated:
             continue  # it has, and nobody changes sides
+        if variant.switches.planner and not can_group(nodes, scenario.engines):
+            continue  # there is one size of engines, or the nodes cannot be grouped by others
         named[name] = simulate(variant, scenario, nodes, trace, base)
     return named

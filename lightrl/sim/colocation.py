@@ -1,30 +1,27 @@
 """Rollout nodes whose GPUs also train: what they and the trainer do when they are told to change
-sides, and with how much parallelism they sample.
+sides; and engines of several sizes over the same devices, which take turns as they are told.
 
 With a rule of the core (`Switches.offload`) the core gives the orders, and here they take their
 time: a node sleeps, keeps pulling weights, and wakes; the trainer has the share of the devices
-whose engines sleep, and parks before it publishes. What a change costs at the end of a round is in
-the step times of the scenarios. Also what compared systems do between rounds: training on all nodes
-after the rollout, and the parallelism planner (RollPacker, arXiv 2509.21009, section 4.2). Spot
-nodes never train.
+whose engines sleep, and parks before it publishes. What a change of sides costs at the end of a
+round is in the step times of the scenarios; one of sizes takes the time of a switch there, too.
+Also what compared systems do between rounds: training on all nodes after the rollout. Spot nodes
+never train.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightrl.core.events import Event, NodeReleased, TokensArrived, TrainerParked
+from lightrl.core.events import Event, NodeHeard, NodeReleased, TokensArrived, TrainerParked
 from lightrl.core.settings import Settings
 from lightrl.core.state import Round, RoundState
 from lightrl.errors import SimError
-from lightrl.messages import Message
+from lightrl.messages import Heartbeat, Load, Message
 from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine
 from lightrl.sim.mechanism import FOREVER_S, Mechanism, Simulation
 from lightrl.sim.messages import TRAINER
 from lightrl.sim.scenario import Scenario, Switches
-
-MORE_PREEMPTIONS = 1.05  # than in the last round of the kind: more parallelism
-QUIET_STEPS = 4  # without any: less
 
 
 def settings_in(
@@ -38,6 +35,12 @@ def settings_in(
             f"workload {workload.name} has {workload.num_prompts} prompts, fewer than the "
             f"{settings.prompts_launched} of one round"
         )
+    parallel = sizes_in(scenario, settings, switches)
+    if parallel and switches.offload != "off":
+        raise SimError(
+            f"--offload {switches.offload}: engines of several sizes take turns with each other, "
+            "not with the trainer"
+        )
     num_parts = 1 if settings.deterministic else max(1, sum(n.kind != SPOT for n in nodes))
     return replace(
         settings,
@@ -46,7 +49,24 @@ def settings_in(
         vocabulary=1,
         offload=switches.offload,
         device_parts=num_parts,
+        parallel=parallel,
     )
+
+
+def sizes_in(scenario: Scenario, settings: Settings, switches: Switches) -> tuple[int, ...]:
+    """Devices of an engine, of each size that takes turns; none if there is one size. Raises
+    SimError."""
+    parallel = settings.parallel
+    if switches.planner and not parallel and len(scenario.engines) > 1:
+        parallel = tuple(sorted(scenario.engines))
+    for size in parallel:
+        if size not in scenario.engines:
+            known = ", ".join(map(str, sorted(scenario.engines)))
+            raise SimError(
+                f"rollout.parallel: of an engine of {size} devices workload "
+                f"{scenario.workload.name} says nothing; of these it does: {known}"
+            )
+    return parallel
 
 
 class Colocation(Mechanism):
@@ -55,8 +75,6 @@ class Colocation(Mechanism):
         self.colocated = world.scenario.training.placement == "colocated"
         self._has_rule = world.shares
         self._is_at_work = False  # the trainer, on the devices that sleep
-        self._preemptions: dict[str, int] = {}  # in the last round of a kind
-        self._quiet = 0
 
     def round_closed(self, round: Round) -> None:
         """The rollout is over: all nodes train."""
@@ -72,8 +90,6 @@ class Colocation(Mechanism):
 
     def _change_over(self) -> None:
         world = self._world
-        if world.switches.planner:
-            self._plan()
         world.at(world.trainer.jobs[0].ready_at if world.trainer.jobs else world.now, self._train)
 
     def _train(self) -> None:
@@ -94,7 +110,7 @@ class Colocation(Mechanism):
         """What a node says to it at once; the rest when it has changed sides."""
         world, name = self._world, machine.spec.name
         machine.order += 1
-        number, switch_s = machine.order, self._switch_s()
+        number, switch_s = machine.order, self._switch_s(machine)
         events: list[Event] = []
         if isinstance(order, Release):
             deltas = machine.engine.give_up(world.now)
@@ -106,19 +122,19 @@ class Colocation(Mechanism):
             def sleep() -> None:
                 if machine.order == number and machine.present:
                     if not machine.asleep:
-                        machine.asleep = True
+                        self._sleeps(machine)
                         world.feed(said)
                     self.share()
 
             if not switch_s:
-                machine.asleep = True
+                self._sleeps(machine)
                 events.append(said)
             world.at(world.now + switch_s, sleep)
         elif isinstance(order, Wake):
 
             def wake() -> None:
                 if machine.order == number and machine.present:
-                    machine.asleep = False
+                    self._wakes(machine)
                     if machine.loading < 0:
                         world.confirm(machine, machine.holds)
 
@@ -151,50 +167,35 @@ class Colocation(Mechanism):
             world.trainer.set_rate(world.now, asleep / len(sharing) if sharing else 0.0)
             world.plan_training()
 
-    def _switch_s(self) -> float:
+    def loads(self) -> list[Event]:
+        """What engines that take turns say of themselves."""
+        return [
+            NodeHeard(
+                name,
+                Heartbeat(
+                    Load(
+                        num_preemptions=m.total("num_preemptions"),
+                        kv_tokens=m.engine.profile.kv_tokens,
+                    )
+                ),
+            )
+            for name, m in self._world.machines.items()
+            if m.spec.parallel and m.present
+        ]
+
+    def _sleeps(self, machine: SimMachine) -> None:
+        machine.asleep = True
+        if machine.spec.parallel:
+            self._world.turn(machine, asleep=True)
+
+    def _wakes(self, machine: SimMachine) -> None:
+        machine.asleep = False
+        if machine.spec.parallel:
+            self._world.turn(machine, asleep=False)
+
+    def _switch_s(self, machine: SimMachine) -> float:
+        if machine.spec.parallel:
+            return self._world.scenario.training.switch_s
         round = self._world.core.table.round
         is_within = round is not None and round.state is RoundState.RUNNING
         return self._world.scenario.training.switch_s if is_within else 0.0
-
-    # Planner
-
-    def _plan(self) -> None:
-        world, record = self._world, self._world.newest
-        before = self._preemptions.get(record.kind, 0)
-        self._preemptions[record.kind] = record.preemptions
-        self._quiet = 0 if record.preemptions else self._quiet + 1
-        wanted = world.parallelism
-        if record.preemptions > MORE_PREEMPTIONS * before:
-            wanted *= 2
-        elif self._quiet >= QUIET_STEPS:
-            wanted //= 2
-            self._quiet = 0
-        if wanted in world.engines and wanted != world.parallelism:
-            self._change_parallelism(wanted)
-
-    def _change_parallelism(self, wanted: int) -> None:
-        """Machines work together by `wanted` from now on; the weights are there already."""
-        world = self._world
-        machines = [m for m in world.machines.values() if m.present or m.merged]
-        versions = {m.spec.name: m.serves for m in machines}
-        version = max(versions.values())
-        for machine in machines:
-            for event in world.leave(machine, "another parallelism"):
-                world.feed(event)
-        world.parallelism = wanted
-        width = wanted // min(world.engines)
-        for k, machine in enumerate(machines):
-            machine.merged = k % width > 0
-            if not machine.merged:
-                profile = world.engines[wanted].slower(machine.spec.slowness)
-                parts = min(width, len(machines) - k)
-                machine.refit(world.now, profile, parts * machine.spec.slots, parts)
-                self._begin_again(machine, version)
-
-    def _begin_again(self, machine: SimMachine, version: int) -> None:
-        """It joins again with the weights that it had."""
-        world = self._world
-        world.join(machine)
-        if version >= 0 and machine.loading == version:
-            world.confirm(machine, version)
-            machine.engine.idle_label = "wait"

@@ -5,8 +5,10 @@ loading. Decides nothing and schedules nothing; `world` does.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from lightrl.errors import SimError
 from lightrl.messages import Hello, TokenChunk
 from lightrl.sim.engine import PROMPT_BATCH, SimDelta, SimEngine
 from lightrl.sim.engine_profile import EngineProfile
@@ -26,6 +28,39 @@ class NodeSpec:
     kind: str = "rollout"
     # how many times as long everything takes
     slowness: float = 1.0
+    # of its engine, by the scenario's engines: it takes turns with those of other sizes; 0 = not
+    parallel: int = 0
+    # devices of the smallest engine, times so many
+    width: int = 1
+
+
+def can_group(nodes: Sequence[NodeSpec], sizes: Iterable[int]) -> bool:
+    """Whether there are other sizes, and engines of all of them over the devices of these nodes."""
+    fixed, known = sum(n.kind != SPOT for n in nodes), sorted(sizes)
+    return fixed > 0 and len(known) > 1 and all(fixed % (k // known[0]) == 0 for k in known)
+
+
+def of_all_sizes(nodes: Sequence[NodeSpec], sizes: Sequence[int]) -> list[NodeSpec]:
+    """These nodes, with engines of the smallest size, and such of the others over the same devices;
+    nodes that come and go do not take part. Raises SimError."""
+    if not sizes:
+        return list(nodes)
+    least = min(sizes)
+    fixed = [n for n in nodes if n.kind != SPOT]
+    made = [n for n in nodes if n.kind == SPOT]
+    for size in sorted(sizes):
+        width = size // least
+        if len(fixed) % width:
+            raise SimError(
+                f"engines of {size} devices: {len(fixed)} nodes with engines of {least} cannot be "
+                f"grouped by {width}"
+            )
+        for first in range(0, len(fixed), width):
+            group = fixed[first : first + width]
+            name = group[0].name + (f"x{width}" if width > 1 else "")
+            slots, slowness = sum(n.slots for n in group), max(n.slowness for n in group)
+            made.append(NodeSpec(name, slots, group[0].kind, slowness, size, width))
+    return made
 
 
 @dataclass(slots=True)
@@ -34,16 +69,14 @@ class SimMachine:
     engine: SimEngine
     # of the hardware, against that which the profile describes
     speed: float = 1.0
-    # machines that work as one
+    # machines that work as one; 0 while it sleeps for others
     width: int = 1
     # as the core would see it
     present: bool = False
-    # its devices train
+    # others have its devices: the trainer, or engines of another size
     asleep: bool = False
     # that came so far, to change sides
     order: int = 0
-    # part of another one's width
-    merged: bool = False
     # and ends; an engine that starts late must not join a machine that is gone
     boots: int = 0
     incarnation: int = 0
@@ -73,11 +106,14 @@ class SimMachine:
         name, is_spot = self.spec.name, self.spec.kind == SPOT
         is_with = self.is_with_trainer(is_colocated)
         host, shared = TRAINER if is_with else name, TRAINER if is_with and shares else ""
-        return hello(name, self.incarnation, "rollout", host, self.engine.slots, is_spot, shared)
+        said = hello(name, self.incarnation, "rollout", host, self.engine.slots, is_spot, shared)
+        return replace(said, parallel=self.spec.parallel, is_released=self.asleep)
 
     def come(self, now: float) -> None:
         self.engine.now = self._since = now
-        self.present, self.asleep, self.merged = True, False, False
+        self.present, self.asleep = True, self.spec.parallel > 0
+        if self.asleep:
+            self.width = 0
         self.incarnation += 1
         self.order += 1
         self.serves = self.loading = self.holds = -1
@@ -90,14 +126,23 @@ class SimMachine:
             self._since = now
         self.present, self.loading = False, -1
 
-    def refit(self, now: float, profile: EngineProfile, slots: int, width: int) -> None:
-        """Another engine, from now on."""
+    def turn(self, now: float, asleep: bool) -> None:
+        """It sleeps for engines of another size, or wakes."""
+        self.engine.account(now)
         self._past.append((self.engine, self.width))
-        before = self.engine
+        self.present_s += (now - self._since) * self.width
+        self._since, before = now, self.engine
+        self.asleep, self.width = asleep, 0 if asleep else self.spec.width
         self.engine = SimEngine(
-            profile, slots, before.chunk_tokens, now, before.streams, before.prompt_batch
+            before.profile,
+            before.slots,
+            before.chunk_tokens,
+            now,
+            before.streams,
+            before.prompt_batch,
+            idle_label=before.idle_label,
         )
-        self.scheduled_at, self.width = math.inf, width
+        self.scheduled_at = math.inf
 
     def times(self) -> dict[str, float]:
         """Seconds in each state, times the machines that worked as one."""
@@ -111,6 +156,10 @@ class SimMachine:
         return sum(getattr(engine, name) for engine, _ in (*self._past, (self.engine, self.width)))
 
 
+def profile_of(spec: NodeSpec, engines: Mapping[int, EngineProfile]) -> EngineProfile:
+    return engines[spec.parallel or min(engines)].slower(spec.slowness)
+
+
 def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> SimMachine:
     engine = SimEngine(
         profile,
@@ -120,4 +169,4 @@ def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> S
         streams=switches.token_collection,
         prompt_batch=spec.slots if switches.exact_finishes else PROMPT_BATCH,
     )
-    return SimMachine(spec, engine, speed=1.0 / spec.slowness)
+    return SimMachine(spec, engine, speed=1.0 / spec.slowness, width=spec.width)

@@ -27,7 +27,9 @@ class Observer:
         self._token_s: dict[int, float] = {}  # least cost of a token, by parallelism
 
     def fleet_changes(self, machine: SimMachine, sign: int) -> None:
-        """A machine comes, or goes for -1."""
+        """A machine comes, or goes for -1; one that sleeps for others does neither."""
+        if not machine.width:
+            return
         self._look()
         self._present[0] += sign * machine.speed
         self._present[1] += sign * machine.speed * (machine.spec.kind != SPOT)
@@ -67,7 +69,7 @@ class Observer:
                 self._first.pop(key)
         preemptions = sum(m.total("num_preemptions") for m in world.machines.values())
         record.preemptions, self._preemptions = preemptions - self._preemptions, preemptions
-        record.parallelism = world.parallelism
+        record.parallelism = world.core.sizes.size or min(world.engines)
         self._bound(record, kept)
         self._records[round.step] = world.newest = record
         out.winners.append(

@@ -124,6 +124,16 @@ _MIX = RewardTimes(  # math, code, judge in equal parts
 # A verified token costs as much as a decoded one.
 _HISTORY = SimSpeculation(acceptance=0.65, first_acceptance=0.41, max_window=16, verify_cost=1.0)
 
+# Engines of two, four and eight GPUs with a 32B model. 85 % of 80 GB each hold the weights once, 65
+# GB, and keys and values, 256 KiB a token: where four small engines have room for 1.08 M tokens,
+# one large one has for 1.8 M. That twice the GPUs are 1.7 times as fast is an assumption.
+_LARGE = {
+    size: EngineProfile(
+        0.020 / 1.7**k, 107, 4e-8 / 1.7**k, 2e-5 / 1.7**k, kv_tokens=(136 * size - 65) * 3800
+    )
+    for k, size in enumerate((1, 2, 4))
+}
+
 _INFINIBAND = 50e9  # 400 Gbit/s, of each machine of eight
 
 # Of RollPacker, section 7.1: calibrated against its figure 12 and table 2, see `reproduce`. A node
@@ -168,8 +178,8 @@ PRESETS: dict[str, Callable[[], Scenario]] = {
     ),
     "rollpacker-32b-32k": lambda: Scenario(
         Workload("rollpacker-32b-32k", LONG_TAIL, reward=_MIX),
-        engines={1: EngineProfile(0.020, 107, 4e-8, 2e-5, kv_tokens=250_000)},
-        training=Training(token_s=6e-5, step_s=5.0, placement="colocated"),
+        engines=_LARGE,
+        training=Training(token_s=6e-5, step_s=5.0, switch_s=3.0, placement="colocated"),
         transfer=models.transfer(models.QWEN2_5_32B, engine_gpus=2, machines=8, line=_INFINIBAND),
     ),
 }

@@ -82,9 +82,10 @@ class Transfers:
         self._world.feed(WeightsPublished(TRAINER, message))
 
     def num_workers(self, machine: SimMachine) -> int:
-        """Of its engine, that can be members of a group; a version without bytes is not sent."""
+        """Of its engine, that can be members of a group, unless it takes turns; a version without
+        bytes is not sent."""
         can_be = self._transfer.num_bytes and self._world.settings.broadcast != "off"
-        return machine.width if can_be else 0
+        return int(can_be and not machine.spec.parallel)
 
     def tell(self, machine: SimMachine, message: Message) -> None:
         match message:

@@ -54,7 +54,7 @@ from lightrl.sim.colocation import Colocation, settings_in
 from lightrl.sim.deferred_rewards import DeferredRewards
 from lightrl.sim.engine import Attempt
 from lightrl.sim.engine_profile import SimSpeculation
-from lightrl.sim.machines import SPOT, NodeSpec, SimMachine, new_machine
+from lightrl.sim.machines import SPOT, NodeSpec, SimMachine, new_machine, of_all_sizes, profile_of
 from lightrl.sim.mechanism import FOREVER_S, Mechanism
 from lightrl.sim.messages import TRAINER, arrival, blank, hello
 from lightrl.sim.observer import Observer
@@ -82,7 +82,6 @@ class World:
     ) -> None:
         if not nodes and not trace:
             raise SimError("a simulation needs nodes: --nodes, --trace or rollout.nodes")
-        workload = scenario.workload
         is_colocated = scenario.training.placement == "colocated"
         self.shares = is_colocated and switches.offload != "off"
         self.settings = settings_in(scenario, settings, switches, nodes)
@@ -95,11 +94,11 @@ class World:
         self.outcome = Outcome()
         self.newest = StepRecord(-1, "", 0)
         self.engines = dict(scenario.engines)
-        self.parallelism = min(self.engines)
         if switches.speculation:
             self._speculate(scenario.speculation.without_history())
+        workload, rewards = scenario.workload, scenario.workload.reward
         self.scoring = SimScoring(
-            replace(workload.reward, adaptive=switches.adaptive_limit or workload.reward.adaptive)
+            replace(rewards, adaptive=switches.adaptive_limit or rewards.adaptive)
         )
         self.trainer = TrainerModel(
             scenario.training.step_s,
@@ -118,6 +117,7 @@ class World:
         self._samples = Samples(workload, settings.max_response_tokens)
         self._finished = False
         self._has_history = False  # responses of an earlier epoch to draft from
+        nodes = of_all_sizes(nodes, self.settings.parallel)
         for spec in nodes:
             self._add_machine(spec)
         spot_slots = nodes[0].slots if nodes else settings.slots
@@ -128,14 +128,13 @@ class World:
         self._set_out(nodes, trace)
 
     def _add_machine(self, spec: NodeSpec) -> None:
-        profile = self.engines[min(self.engines)].slower(spec.slowness)
+        profile = profile_of(spec, self.engines)
         self.machines[spec.name] = new_machine(spec, profile, self.switches)
 
     def _speculate(self, speculation: SimSpeculation) -> None:
         self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
         for machine in self.machines.values():
-            profile = self.engines[self.parallelism].slower(machine.spec.slowness)
-            machine.engine.adopt(self.now, profile)
+            machine.engine.adopt(self.now, profile_of(machine.spec, self.engines))
 
     def _set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
         self.at(0.0, lambda: self._arrive(hello(TRAINER, 1, "trainer", TRAINER)))
@@ -214,6 +213,7 @@ class World:
                 drawn = (self._cursor.draw() for _ in range(count))
                 todo.append(PromptsDrawn(tuple(DrawnPrompt(p, e, self._prompt) for p, e in drawn)))
             case CloseRound(round):
+                todo.extend(self._colocation.loads())
                 self.observer.round_closed(round)
                 for mechanism in self.mechanisms:
                     mechanism.round_closed(round)
@@ -226,6 +226,12 @@ class World:
                 self._finished = True
             case _:
                 pass  # Admit and Report: nothing that takes time
+
+    def turn(self, machine: SimMachine, asleep: bool) -> None:
+        """An engine sleeps for those of another size, or wakes."""
+        self.observer.fleet_changes(machine, -1)
+        machine.turn(self.now, asleep)
+        self.observer.fleet_changes(machine, 1)
 
     def _tell_trainer(self, message: Message, todo: deque[Event]) -> None:
         if isinstance(message, TrainShard):
@@ -347,12 +353,11 @@ class World:
     def join(self, machine: SimMachine) -> None:
         if machine.present:
             return
-        self.observer.fleet_changes(machine, 1)
         machine.come(self.now)
-        is_colocated = self.scenario.training.placement == "colocated"
-        num_workers = self._transfers.num_workers(machine)
+        self.observer.fleet_changes(machine, 1)
+        said = machine.hello(self.scenario.training.placement == "colocated", self.shares)
         kv_tokens = machine.engine.profile.kv_tokens
-        self._arrive(machine.hello(is_colocated, self.shares), num_workers, kv_tokens)
+        self._arrive(said, self._transfers.num_workers(machine), kv_tokens)
 
     def _arrive(self, said: Hello, num_workers: int = 0, kv_tokens: int = 0) -> None:
         for event in arrival(said, num_workers, kv_tokens):
@@ -383,9 +388,9 @@ class World:
 
     def leave(self, machine: SimMachine, reason: str) -> list[Event]:
         """What a node says that leaves in peace: its last tokens, then good-bye."""
+        name = machine.spec.name
         if not machine.present:
             return []
-        name = machine.spec.name
         self.observer.fleet_changes(machine, -1)
         deltas = machine.engine.give_up(self.now)
         last = [TokensArrived(name, machine.chunk(deltas))] if deltas else []

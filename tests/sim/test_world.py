@@ -31,9 +31,9 @@ VARIANTS: dict[str, tuple[Scenario, Switches, Tail]] = {
     "speculation": (SCENARIO, Switches(speculation=True), PROMPTS),
     "colocated": (COLOCATED, SYNCHRONOUS, BOTH),
     "stream trainer": (COLOCATED, Switches(offload="window"), BOTH),
-    "planner": (TIGHT, Switches(planner=True, offload="window"), BOTH),
+    "planner": (TIGHT, Switches(planner=True), BOTH),
 }
-CHECKED = ("tail", "clock", "stream trainer")  # after every event; that takes its time
+CHECKED = ("tail", "clock", "stream trainer", "planner")  # after every event; that takes its time
 
 
 def step_s(outcome: Outcome) -> float:

@@ -24,9 +24,12 @@ EXAMPLES: list[m.Message] = [
         slots=128,
         serves=(4, "9f3a"),
         running=(("p7@0#3", 1),),
+        parallel=2,
     ),
     m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
-    m.Heartbeat(m.Load(3, 1, 0.5, 2), 0.4, "cpu", m.WeightsProgress(4, 8 << 20, 15 << 30, 3), 2),
+    m.Heartbeat(
+        m.Load(3, 1, 0.5, 2, None, 9000), 0.4, "cpu", m.WeightsProgress(4, 8 << 20, 15 << 30, 3), 2
+    ),
     m.Generate(
         4,
         m.Sampling(0.7, 0.9, 5, (1, 2)),

@@ -1,0 +1,236 @@
+"""Engines of several sizes over the same devices: which are awake, and what is told when."""
+
+from typing import Any
+
+from lightrl.core.commands import Command, Report
+from lightrl.core.events import NodeHeard, NodeLeft, NodeLost, NodeReleased, TimerFired
+from lightrl.core.settings import Tail
+from lightrl.messages import Generate, Heartbeat, Load, PublishWeights, Welcome
+from lightrl.sharing_messages import Release, Released, Wake
+from tests.core.conftest import Driver, of_kind, sent
+
+SIZES = {"a": 1, "b": 1, "big": 2}
+
+
+def sized(**changes: Any) -> Driver:
+    """A run at version 0 with two engines of one device, and one of both; the small ones serve."""
+    d = Driver(**{"num_steps": 99, "release_s": 20.0, "parallel": (1, 2), **changes})
+    d.join("t", "trainer")
+    d.publish(0)
+    for name, size in SIZES.items():
+        d.join(name, slots=4 * size, parallel=size, is_released=True)
+    for name in ("a", "b"):
+        d.confirm(name, 0)
+    return d
+
+
+def heard(d: Driver, name: str, num_preemptions: int = 0, kv_tokens: int = 0) -> list[Command]:
+    load = Load(num_preemptions=num_preemptions, kv_tokens=kv_tokens)
+    return d.feed(NodeHeard(name, Heartbeat(load)))
+
+
+def all_heard(d: Driver, num_preemptions: int = 0, kv_tokens: int = 0) -> list[Command]:
+    """The nodes that are ready say what their engines did since they started, all of it by one."""
+    ready = list(d.core.fleet.ready)
+    counts = [num_preemptions, *[0] * len(ready)]
+    return [
+        c for n, count in zip(ready, counts, strict=False) for c in heard(d, n, count, kv_tokens)
+    ]
+
+
+def released(d: Driver, name: str) -> list[Command]:
+    order = d.core.fleet.nodes[name].order
+    return d.feed(NodeReleased(name, Released(order, 0, 0.5)))
+
+
+def told(commands: list[Command]) -> list[tuple[str, type]]:
+    return [(n, type(m)) for kind in (Release, Wake) for n, m in sent(commands, kind)]
+
+
+def states(d: Driver) -> dict[str, str]:
+    return {
+        name: str(d.core.fleet.nodes[name].state) for name in SIZES if name in d.core.fleet.nodes
+    }
+
+
+def round_with(d: Driver, num_preemptions: int, kv_tokens: int = 0) -> list[Command]:
+    """The round at hand ends; what is told because of it."""
+    all_heard(d, 0, kv_tokens)
+    d.now += 10.0
+    commands = d.finish_round()
+    return commands + all_heard(d, num_preemptions, kv_tokens)
+
+
+def test_engines_of_the_first_size_wake_and_the_others_sleep():
+    d = sized()
+    assert states(d) == {"a": "ready", "b": "ready", "big": "released"}
+    assert {n for n, _ in d.requests.values()} == {"a", "b"}
+
+
+def test_the_size_changes_while_the_trainer_works():
+    d = sized()
+    commands = round_with(d, num_preemptions=3)
+    assert told(commands) == [("a", Release), ("b", Release)]
+    assert told(released(d, "a")) == []
+    assert told(released(d, "b")) == [("big", Wake)]
+    assert told(d.publish(1)) == []
+    assert sent(d.confirm("big", 1), Generate) == []
+    commands = d.train(0)
+    assert {n for n, _ in sent(commands, Generate)} == {"big"}
+    assert states(d) == {"a": "released", "b": "released", "big": "ready"}
+
+
+def test_who_sleeps_pulls_the_version():
+    d = sized()
+    d.finish_round()
+    assert {n for n, _ in sent(d.publish(1), PublishWeights)} == {"a", "b", "big"}
+    assert states(d)["big"] == "released"
+
+
+def test_nobody_decides_before_all_have_told_what_they_preempted():
+    d = sized()
+    all_heard(d)
+    d.now += 10.0
+    assert told(d.finish_round()) == []
+    assert told(heard(d, "a", 0)) == []
+    assert told(heard(d, "b", 5)) == [("a", Release), ("b", Release)]
+
+
+def test_nobody_waits_for_what_is_not_told():
+    d = sized()
+    heard(d, "a")
+    d.now += 10.0
+    heard(d, "a", 5)
+    d.finish_round()
+    assert told(d.publish(1)) == [("a", Release), ("b", Release)]
+
+
+def test_what_an_engine_counted_before_is_in_no_round():
+    d = sized()
+    heard(d, "a", 7)
+    heard(d, "b", 7)
+    d.now += 10.0
+    d.finish_round()
+    heard(d, "a", 7)
+    heard(d, "b", 7)
+    assert d.core.sizes.planner.memory().kinds["plain"].preemptions == 0
+
+
+def test_another_engine_counts_from_nothing():
+    d = sized()
+    heard(d, "a", 7)
+    heard(d, "b", 7)
+    heard(d, "a", 2)
+    d.now += 10.0
+    d.finish_round()
+    heard(d, "a", 2)
+    heard(d, "b", 7)
+    assert d.core.sizes.planner.memory().kinds["plain"].preemptions == 2
+
+
+def test_kinds_change_places():
+    """Long rounds preempt, short ones do not."""
+    d = sized(prompts_per_step=2, tail=Tail(eta_prompts=2.0), max_response_tokens=40)
+    seen: list[tuple[str, int]] = []
+    for _ in range(8):
+        kind = d.round.kind
+        seen.append((kind, d.core.sizes.size))
+        all_heard(d)
+        d.now += 10.0
+        d.complete(lambda name: 30 if int(name[1:].split("@")[0]) % 4 > 1 else 2)
+        all_heard(d, num_preemptions=9 if kind == "long" and d.core.sizes.size == 1 else 0)
+        follow(d)
+        d.next_step()
+        follow(d)
+        for name in SIZES:
+            d.confirm(name, d.core.fleet.published.policy_version)  # type: ignore[union-attr]
+    short = [size for kind, size in seen if kind == "short"]
+    assert short == [1, 2, 1, 1]  # a larger one is tried, and is not faster
+    assert [size for kind, size in seen if kind == "long"][:3] == [1, 2, 2]
+
+
+def follow(d: Driver) -> None:
+    """All that are told to sleep do."""
+    for name in SIZES:
+        if d.core.fleet.nodes[name].state == "releasing":
+            released(d, name)
+
+
+def test_what_a_round_held_at_once_is_added_up():
+    d = sized()
+    for name in d.running():
+        d.tokens(name, 5, 6, 7)
+    d.finish_round()
+    all_heard(d, kv_tokens=8)
+    assert d.core.sizes.planner.memory().caches == {1: 16}
+    held = d.core.sizes.planner.memory().kinds["plain"].kv_tokens
+    assert 4 * 3 < held <= 4 * (3 + 4)  # every few chunks somebody looks
+    assert d.core.sizes.size == 2  # it does not fit: nobody waits until it preempts
+
+
+def test_a_node_that_does_not_let_go_is_lost():
+    d = sized(lease_s=1e9)
+    round_with(d, num_preemptions=3)
+    released(d, "a")
+    assert d.core.next_deadline() == d.now + 20.0
+    d.now += 20.0
+    assert told(d.feed(TimerFired())) == [("big", Wake)]
+    assert "b" not in d.core.fleet.nodes
+
+
+def test_others_take_over_if_none_of_the_size_is_left():
+    d = sized(lease_s=1e9)
+    for name in ("a", "b"):
+        d.feed(NodeLost(name, "gone"))
+    assert states(d)["big"] == "released"  # they may come back
+    assert d.core.next_deadline() == d.now + 20.0
+    d.now += 20.0
+    commands = d.feed(TimerFired())
+    assert told(commands) == [("big", Wake)]
+    assert any("no engine of 1 devices" in c.text for c in of_kind(commands, Report))
+    assert len(sent(d.confirm("big", 0), Generate)) > 0
+    d.join("a", slots=4, parallel=1, is_released=True)
+    assert states(d)["a"] == "released"
+
+
+def test_a_size_that_nobody_has_is_not_waited_for():
+    d = sized()
+    d.feed(NodeLost("big", "gone"))
+    assert told(round_with(d, num_preemptions=3)) == []
+    assert {n for n, _ in sent(d.next_step(), Generate)} == {"a", "b"}
+
+
+def test_one_that_comes_awake_is_put_to_sleep():
+    d = sized()
+    d.feed(NodeLeft("big", "restart", ok=True))
+    commands = d.join("big", slots=8, incarnation=2, parallel=2, is_released=False)
+    assert told(commands) == [("big", Release)]
+    released(d, "big")
+    assert states(d) == {"a": "ready", "b": "ready", "big": "released"}
+
+
+def test_nodes_that_take_no_turns_go_on():
+    d = sized()
+    d.join("c")
+    d.confirm("c", 0)
+    assert told(round_with(d, num_preemptions=3)) == [("a", Release), ("b", Release)]
+    assert str(d.core.fleet.nodes["c"].state) == "ready"
+
+
+def test_a_size_that_is_not_of_this_run_is_refused():
+    d = sized()
+    [(_, welcome)] = sent(d.join("d", parallel=4, is_released=True), Welcome)
+    assert welcome.refused == "has an engine of 4 devices; such that take turns here: 1, 2"
+
+
+def test_what_was_learned_and_the_size_outlive_the_coordinator():
+    d = sized()
+    round_with(d, num_preemptions=3)
+    for name in ("a", "b"):
+        released(d, name)
+    d.train(0)
+    d.confirm("big", 1)
+    before = d.core.sizes.memory()
+    assert before.size == 2
+    d.restart()
+    assert d.core.sizes.memory() == before

@@ -323,8 +323,8 @@ class NodeSection(Section):
     patience_s: Seconds = Field(
         default=600.0,
         description="how long a node waits for its coordinator, and a run for its trainer, to "
-        "come back; also how long an engine with work may be silent, and a training rank three "
-        "times as long",
+        "come back; also how long an engine with work may be silent, or one still start whose "
+        "devices others wait for, and a training rank three times as long",
     )
     weights_port: int = Field(
         default=0,

@@ -19,6 +19,7 @@ DEFAULTS = {
     "train_token_ms": 0.0,  # of a trained token, on its rank
     "train_step_ms": 0.0,  # of an optimizer step
     "version_mb": 0.0,  # size of a version of the weights, at least 4 KiB
+    "start_ms": 0.0,  # until an engine takes orders
     "load_ms": 0.0,  # of a version, by an engine
     "sleep_ms": 0.0,  # until an engine has given its devices back
     "sleep_mb": 0.0,  # what that sets free

@@ -675,9 +675,42 @@ MUTATIONS = [
     Mutation(
         "engine that does not sleep in time is waited for",
         "rollout/agent.py",
-        "                    (self._turns.due.is_set, node.grace_s),\n",
+        "                    (self._engine_owes_devices, node.grace_s),\n",
         "",
         ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "engine that still starts is killed when its devices are wanted",
+        "rollout/agent.py",
+        "self._turns.due.is_set() and self.state is not EngineState.STARTING",
+        "self._turns.due.is_set()",
+        ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "engine is started although its devices are to be given back",
+        "rollout/agent.py",
+        "            if not self._turns.ours.is_set():\n                continue",
+        "            if False:\n                continue",
+        ("tests/rollout/test_pulls.py",),
+    ),
+    Mutation(
+        "start that hangs keeps the devices for ever",
+        "rollout/agent.py",
+        "                    (self._engine_owes_start, node.patience_s),\n",
+        "",
+        ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "node whose engine still starts is lost as one that keeps its devices",
+        "core/handover.py",
+        "self._release_s + (self._patience_s if node.name in self._may_start else 0.0)",
+        "self._release_s",
+    ),
+    Mutation(
+        "start of an engine is measured as a switch",
+        "core/handover.py",
+        "self._sides.leaves(name, now if is_up else None)",
+        "self._sides.leaves(name, now)",
     ),
     Mutation(
         "engine is woken when a version comes, whoever has its devices",

@@ -209,6 +209,7 @@ class Coordinator:
             self.outbox.send(name, Abort(attempts))
             self.table.requeue_all(node)
         self.fleet.refuse(name, failed)
+        self.handover.refused(name)
 
     # Responses
 
@@ -340,7 +341,7 @@ class Coordinator:
             for node in self.fleet.expired(now):
                 self._lose(node.name, f"silent for {now - node.heard_at:.1f} s", now)
         for node in (*self.handover.late(now), *self.sizes.late(now)):
-            reason = f"kept its devices for {self.settings.release_s:g} s"
+            reason = f"kept its devices for {self.handover.limit_s(node):g} s"
             self._lose(node.name, reason, now)
         self.fleet.expire_broadcast()
         patience_ends_at = self.ending.patience_ends_at

@@ -7,8 +7,9 @@ whatever happens, the next order follows from where everybody is, so a node that
 back awake, or a coordinator that was started again needs no case of its own.
 
 An order has a number, its answer repeats it, and an older one counts for nothing. A node that does
-not answer a Release is lost after `release_s`: it kills its engine sooner. It is not told to wake
-before it has answered.
+not answer a Release is lost after `release_s`: it kills its engine sooner. One that was not ready
+may still start its engine, which it first lets get up: it has `patience_s` more, and no switch is
+measured by it. It is not told to wake before it has answered.
 """
 
 from lightrl.core.commands import Outbox
@@ -39,7 +40,7 @@ class Handover:
         sides: Sides,
         outbox: Outbox,
     ) -> None:
-        self._release_s = settings.release_s
+        self._release_s, self._patience_s = settings.release_s, settings.patience_s
         self._fleet = fleet
         self._devices = fleet.devices
         self._table = table
@@ -53,7 +54,8 @@ class Handover:
         self._was_open = True  # shards could leave
         self._over: Round | None = None  # the round that closed last
         self._seen: object = None  # all that the last orders followed from
-        self._released_by: float | None = None  # the node that was told so first
+        self._released_by: float | None = None  # the node whose time ends first
+        self._may_start: set[str] = set()  # nodes told to release, whose engines may not be up yet
         self.figures: dict[str, float] = {}  # of the step that closed last
         self.device_s: dict[str, float] = {}  # likewise, see `DeviceTimes.close`
         self._times = DeviceTimes(fleet.devices, fleet.now)
@@ -129,7 +131,24 @@ class Handover:
             return []
         nodes = self._devices.nodes.values()
         told = (n for n in nodes if n.state is NodeState.RELEASING)
-        return [n for n in told if n.since + self._release_s <= now]  # rounded as the deadline is
+        return [n for n in told if n.since + self.limit_s(n) <= now]  # rounded as the deadline is
+
+    def limit_s(self, node: Node) -> float:
+        """In which it must answer a Release."""
+        return self._release_s + (self._patience_s if node.name in self._may_start else 0.0)
+
+    def refused(self, name: str) -> None:
+        """A node does not serve what it should; its engine may have died before it was told to
+        release, and start again."""
+        node = self._devices.nodes.get(name)
+        if node is not None and node.state is NodeState.RELEASING:
+            self._may_start.add(name)
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        nodes = self._devices.nodes.values()
+        told = [n for n in nodes if n.state is NodeState.RELEASING]
+        self._released_by = min((n.since + self.limit_s(n) for n in told), default=None)
 
     # Orders
 
@@ -205,7 +224,9 @@ class Handover:
             return
         for name in sorted(wanted):
             if (node := devices.nodes[name]).state in AWAKE:
-                self._sides.leaves(name, now)
+                is_up = node.state is NodeState.READY
+                (self._may_start.discard if is_up else self._may_start.add)(name)
+                self._sides.leaves(name, now if is_up else None)
                 self._num_moved += len(node.running)
                 self._fleet.release(node)
                 self._order_release(node)
@@ -219,8 +240,7 @@ class Handover:
             for node in resting:
                 if node.state is NodeState.RELEASED:  # what it said before, it said awake
                     self._wake(node)
-        told_at = [n.since for n in nodes if n.state is NodeState.RELEASING]
-        self._released_by = min(told_at) + self._release_s if told_at else None
+        self._set_deadline()
 
     def _wanted(self) -> frozenset[str]:
         """Whose devices should train."""

@@ -87,7 +87,8 @@ class Settings:
     offload: Literal["off", "foreseen", "window"] = "foreseen"
     # parts of these that can train without the others; 1 = they change sides as a whole
     device_parts: int = 1
-    # after which a node that has not given its devices back counts as lost
+    # after which a node that has not given its devices back counts as lost, and patience_s more
+    # while its engine may still start
     release_s: float = 40.0
     # devices of an engine, of each of the sizes that take turns; the first begins. () = one size
     parallel: tuple[int, ...] = ()

@@ -97,7 +97,7 @@ class Sides:
         self._training = LineFit()  # seconds of the trainer, by tokens of a step
         self._curves: dict[str, RoundCurve] = {}  # of the last round of a kind
         self._work: dict[str, tuple[float, float]] = {}  # W and t_train of the last step
-        self._since: dict[str, float] = {}  # nodes on their way to the other side
+        self._since: dict[str, float | None] = {}  # nodes on their way to the other side
         self._coming: set[str] = set()  # of these, those that come back
         self._share = 0.0  # of the devices, that train
         self._step: _Step | None = None
@@ -158,8 +158,9 @@ class Sides:
         """Nodes of which nobody has said yet that they are on the other side."""
         return tuple(self._since)
 
-    def leaves(self, name: str, now: float) -> None:
-        """A node is told to give its devices back, whoever wants it to."""
+    def leaves(self, name: str, now: float | None) -> None:
+        """A node is told to give its devices back, whoever wants it to. None: how long that takes
+        says nothing of the next switch."""
         self._since.setdefault(name, now)
 
     def trains(self, name: str, now: float) -> None:

@@ -47,6 +47,7 @@ class EmulatedEngine:
         self._sleep_s, self._wake_s = args["sleep_ms"] / 1000, args["wake_ms"] / 1000
         self._freed_bytes = round(args["sleep_mb"] * 1_000_000)
         self._digest, self._salt = "", 0
+        time.sleep(args["start_ms"] / 1000)
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
 

@@ -175,6 +175,8 @@ class RolloutAgent:
         while True:
             self._turns.gone()
             await self._turns.ours.wait()
+            if not self._turns.ours.is_set():
+                continue  # to be given back before a start had begun
             try:
                 # In a task of its own: the group of tasks in there leaves its own cancels counted.
                 await asyncio.create_task(self._serve(), name="serve")
@@ -199,7 +201,7 @@ class RolloutAgent:
         """Takes a message of the coordinator."""
         match message:
             case Release() | Wake():
-                self._turns.order(message)
+                self._turns.order(message, self.state is EngineState.STARTING)
                 if isinstance(message, Wake) and self._turns.refusal:
                     self._refuse(self._turns.refusal)
             case PublishWeights(version) if reason := self._turns.refusal:
@@ -273,7 +275,8 @@ class RolloutAgent:
                 for owes, limit_s in (
                     (self._engine_owes, node.patience_s),
                     (self._engine_owes_soon, member.patience_s),
-                    (self._turns.due.is_set, node.grace_s),
+                    (self._engine_owes_start, node.patience_s),
+                    (self._engine_owes_devices, node.grace_s),
                 ):
                     tasks.create_task(engine.require_answers(owes, limit_s), name="patience")
         except* ChildDied as died:
@@ -320,6 +323,14 @@ class RolloutAgent:
         if self.state in IS_LOADING:
             return self._member.is_ending or self._member.is_joining_first
         return self._member.is_joining
+
+    def _engine_owes_start(self) -> bool:
+        """Others wait for its devices. A start that is cut short would be begun again at every
+        turn, and never end where turns are shorter."""
+        return self._turns.due.is_set() and self.state is EngineState.STARTING
+
+    def _engine_owes_devices(self) -> bool:
+        return self._turns.due.is_set() and self.state is not EngineState.STARTING
 
     async def _start(self, spec: EngineSpec) -> EngineChild:
         """Again and again while this machine lacks descriptors, processes or memory. Raises

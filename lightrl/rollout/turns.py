@@ -54,14 +54,16 @@ class Turns:
 
     # What the coordinator says
 
-    def order(self, order: Release | Wake) -> None:
+    def order(self, order: Release | Wake, is_starting: bool = False) -> None:
         """Each is answered once it was carried out. One that comes again is answered again; an
-        older one counts no more."""
+        older one counts no more. `is_starting`: the engine, if there is to be one."""
         if not self._shares:
             logger.warning("this node has devices of its own; it was told: %s", order)
         elif order.number >= self._number:
             self._number = order.number
             if isinstance(order, Release):
+                if is_starting and self.ours.is_set():
+                    logger.info("the engine still starts: its devices are given back once it is up")
                 self._release()
             elif self.due.is_set():
                 self._wakes_after = True

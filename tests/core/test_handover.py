@@ -247,6 +247,49 @@ def test_one_that_keeps_its_devices_is_lost():
     assert orders(commands) == [("t", TrainShard)]
 
 
+def keep_alive(d: Driver, now: float) -> list[Command]:
+    """Time passes, and nodes are heard."""
+    d.now = now
+    for node in d.core.fleet.nodes.values():
+        node.heard_at = now
+    return d.feed(TimerFired())
+
+
+def test_one_whose_engine_may_still_start_has_its_patience_more_and_no_switch_is_measured():
+    d, _ = shared("a", others="b", patience_s=60.0)
+    d.finish_round()
+    released(d, "a")
+    measured = d.core.sides.memory().switches
+    parked(d)
+    d.publish(1)
+    d.feed(StepTrained("t", StepDone(0, 1, {})))
+    d.confirm("b", 1)
+    assert state(d, "a") == "updating"
+    assert orders(d.finish_round()) == [("a", Release)]
+    assert of_kind(keep_alive(d, 79.0), Report) == []
+    assert d.core.next_deadline() == 80.0
+    assert orders(released(d, "a")) == [("t", TrainShard)]
+    assert d.core.sides.memory().switches == measured
+    parked(d)
+    d.publish(2)
+    d.feed(StepTrained("t", StepDone(1, 2, {})))
+    d.confirm("a", 2)
+    d.confirm("b", 2)
+    d.finish_round()
+    assert [r.text for r in of_kind(keep_alive(d, 99.0), Report) if r.is_warning] == [
+        "a lost (kept its devices for 20 s)"
+    ]
+
+
+def test_one_whose_engine_died_before_it_was_told_may_start_another_one():
+    d, _ = shared("a")
+    d.finish_round()
+    d.feed(WeightsRefused("a", WeightsFailed(0, "it died")))
+    assert of_kind(keep_alive(d, 79.0), Report) == []
+    [lost] = of_kind(keep_alive(d, 80.0), Report)
+    assert lost.text == "a lost (kept its devices for 80 s)"
+
+
 def test_an_engine_wakes_when_all_trainer_nodes_of_its_devices_are_parked():
     d = Driver(num_trainers=2, num_steps=9)
     d.join("t", "trainer", is_released=True)

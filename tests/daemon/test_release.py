@@ -26,7 +26,9 @@ Node = tuple[ScriptedHead, asyncio.subprocess.Process]
 
 
 @contextlib.asynccontextmanager
-async def shared_node(tmp_path: Path, grace_s: float = 60.0, **args: float) -> AsyncIterator[Node]:
+async def shared_node(
+    tmp_path: Path, grace_s: float = 60.0, patience_s: float = 60.0, **args: float
+) -> AsyncIterator[Node]:
     """Welcomed; it begins as released. `args` are those of its engine, see emulation.py."""
     engine_args = {"t0_ms": 5.0, "mean_length": 0.0, "sleep_mb": 14.8} | args
     changes: dict[str, Any] = {
@@ -36,7 +38,7 @@ async def shared_node(tmp_path: Path, grace_s: float = 60.0, **args: float) -> A
             "placement": "shared",
         },
         "train": {"max_tokens_per_gpu": 60_000},
-        "node": {"heartbeat_s": 0.1, "grace_s": grace_s},
+        "node": {"heartbeat_s": 0.1, "grace_s": grace_s, "patience_s": patience_s},
     }
     async with (
         scripted(tmp_path, **changes) as head,
@@ -196,6 +198,40 @@ def test_an_engine_that_does_not_sleep_in_time_is_killed_and_its_devices_are_fre
             await wake(head, 2, 0)
             head.generate("next")
             await head.expect(TokenChunk, lambda m: m.responses[-1].response == "next")
+
+    asyncio.run(scenario())
+
+
+STARTS = b"the engine still starts: its devices are given back once it is up"
+
+
+def test_an_engine_that_still_starts_gets_up_and_then_sleeps_at_once(tmp_path: Path):
+    async def scenario():
+        async with shared_node(tmp_path, grace_s=0.2, start_ms=2000.0) as (head, daemon):
+            head.offer("a", 0)
+            head.send(Wake(0))
+            engine = await one_engine(daemon)
+            head.send(Release(1))
+            await until_says(daemon, STARTS)
+            released = await head.expect(Released)
+            assert (released.number, released.freed_bytes) == (1, 14_800_000)
+            assert released.seconds > 0.2
+            assert not any(isinstance(m, WeightsReady) for m in head.heard)
+            await wake(head, 2, 0)
+            assert await one_engine(daemon) == engine
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_hangs_is_cut_short_in_the_end(tmp_path: Path):
+    async def scenario():
+        async with shared_node(tmp_path, patience_s=1.5, start_ms=60_000.0) as (head, daemon):
+            head.send(Wake(0))
+            await one_engine(daemon)
+            released = await release(head, 1)
+            assert released.freed_bytes == 0
+            assert released.seconds >= 1.5
+            assert children_of(daemon.pid) == []
 
     asyncio.run(scenario())
 

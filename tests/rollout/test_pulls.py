@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightrl.messages import Message, WeightsReady
 from lightrl.rollout.agent import RolloutAgent
+from lightrl.sharing_messages import Release, Released, Wake
 from lightrl.weights.machine.store import Store
 from lightrl.weights.serve.server import WeightServer
 from lightrl.weights.version.manifest import VersionFile
@@ -21,13 +22,24 @@ SLOW = 200_000  # bytes a second: a pull that takes as long as a test needs
 class Pulling:
     """A rollout role whose node is offered versions; what it says is kept."""
 
-    def __init__(self, tmp_path: Path, store: Store, server: WeightServer, **node: float) -> None:
+    def __init__(
+        self, tmp_path: Path, store: Store, server: WeightServer, shares: str, **node: float
+    ) -> None:
         self.said: asyncio.Queue[Message] = asyncio.Queue()
         self.store, self.server = store, server
         config, model_dir = make_config(tmp_path, node=node), QUICKSTART / "model"
         address = "tcp://127.0.0.1:1"
         self.rollout = RolloutAgent(
-            "a", config, 4, model_dir, None, address, self.said.put_nowait, store, server
+            "a",
+            config,
+            4,
+            model_dir,
+            None,
+            address,
+            self.said.put_nowait,
+            store,
+            server,
+            shares=shares,
         )
 
     def offer(self, file: VersionFile, holder: WeightServer) -> None:
@@ -48,12 +60,12 @@ class Pulling:
 
 
 @contextlib.asynccontextmanager
-async def pulling(tmp_path: Path, **settings: float) -> AsyncIterator[Pulling]:
+async def pulling(tmp_path: Path, shares: str = "", **settings: float) -> AsyncIterator[Pulling]:
     """`settings` of the section `node`."""
     store, server = Store(str(tmp_path).encode()), WeightServer()
     store.open()
     await server.start("127.0.0.1")
-    node = Pulling(tmp_path, store, server, **settings)
+    node = Pulling(tmp_path, store, server, shares, **settings)
     running = asyncio.create_task(node.rollout.run())
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -125,5 +137,19 @@ def test_equal_weights_are_loaded_under_their_new_number_and_not_pulled(tmp_path
             ready = await node.ready()
             assert (ready.policy_version, ready.num_bytes) == (2, 0)
             await node.until_files(one.digest)
+
+    asyncio.run(scenario())
+
+
+def test_no_start_is_begun_once_the_devices_are_to_be_given_back(tmp_path: Path):
+    async def scenario() -> None:
+        async with pulling(tmp_path, shares="t") as node:
+            for _ in range(5):  # it waits for its devices
+                await asyncio.sleep(0)
+            node.rollout.handle(Wake(0))
+            node.rollout.handle(Release(1))
+            released = await node.said.get()
+            assert isinstance(released, Released)
+            assert (released.number, released.freed_bytes, node.rollout.device) == (1, 0, "")
 
     asyncio.run(scenario())

@@ -18,9 +18,9 @@ from lightrl.errors import ProtocolError
 from lightrl.history.saved import FILE_NAME
 from lightrl.history.store import History, answers
 from lightrl.journal.disk import segments
+from lightrl.load_messages import Drafting
 from lightrl.messages import (
     PROTOCOL,
-    Drafting,
     Drain,
     Generate,
     Heartbeat,

@@ -273,6 +273,8 @@ class TrainResponse:
     finish_reason: FinishReason
     # a bit for each token, 1 = it is trained, see `loss_mask`; "" = all are
     loss_mask: Bits = b""
+    # tokens at its beginning that were sampled by versions before the shard's
+    num_stale: Int32 = 0
 
 
 @dataclass(frozen=True, slots=True)

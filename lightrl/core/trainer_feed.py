@@ -164,7 +164,7 @@ class TrainerFeed:
                 step=round.step,
                 index=round.num_shards,
                 policy_version=round.step,
-                groups=tuple(_train_group(g) for g in groups),
+                groups=tuple(_train_group(g, round.step) for g in groups),
                 last=is_last,
                 num_groups=len(round.accepted),
             )
@@ -193,12 +193,20 @@ def _num_tokens(group: Group) -> int:
     return sum(len(r.tokens) for r in group.kept)
 
 
-def _train_group(group: Group) -> TrainGroup:
+def _train_group(group: Group, policy_version: int) -> TrainGroup:
     responses: list[TrainResponse] = []
     for r in group.kept:
         assert r.reward is not None
         assert r.finish_reason is not None
+        stale = sum(tokens for version, tokens in r.spans if version < policy_version)
         responses.append(
-            TrainResponse(r.id, encode(r.tokens), encode(r.logprobs), r.reward, r.finish_reason)
+            TrainResponse(
+                r.id,
+                encode(r.tokens),
+                encode(r.logprobs),
+                r.reward,
+                r.finish_reason,
+                num_stale=stale,
+            )
         )
     return TrainGroup(group.id, group.prompt.tokens, tuple(responses))

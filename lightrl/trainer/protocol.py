@@ -44,6 +44,8 @@ class TrainSample:
     finish_reason: FinishReason = "stop"
     # see `loss_mask`: which of the tokens are trained
     loss_mask: bytes = b""
+    # tokens at its beginning that were sampled by versions before the one that is updated
+    num_stale: int = 0
 
 
 MicroBatch: TypeAlias = tuple[TrainSample, ...]

@@ -138,7 +138,7 @@ def test_a_rank_trains_publishes_and_says_why_it_ends(start, processes, samples)
             assert published.file.policy_version == 1
             assert published.file.digest != begin.published.file.digest
             assert read(published).keys() == read(begin.published).keys()
-            assert metrics["num_micro_batches"] > 1
+            assert metrics["perf/micro_batches"] > 1
             rank.send(Accumulate(7, ()))
             async with asyncio.timeout(DEADLINE_S):
                 assert await rank.receive() == RankFailed(

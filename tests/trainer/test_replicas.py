@@ -125,7 +125,7 @@ def test_any_split_of_the_groups_is_the_same_step(
     for key in ("grad_norm", "loss/policy", "entropy", "num_trained_tokens"):
         assert metrics[key] == pytest.approx(figures[key], rel=1e-4, abs=1e-5), key
     last = [len(first) + len(second) for first, second in zip(*steps[-1], strict=True)]
-    assert metrics["num_micro_batches"] == max(last)
+    assert metrics["perf/micro_batches"] == max(last)
 
 
 @pytest.mark.usefixtures("warm_ranks")

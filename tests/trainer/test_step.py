@@ -227,7 +227,7 @@ def test_a_step_without_signal_changes_no_bit(new_rank, samples):
     after, metrics = run_step(rank, [], [], step=1, extra=8)
     assert after.file.digest == before.file.digest
     assert after.file.policy_version == 2
-    assert metrics["grad_norm"] == metrics["num_micro_batches"] == 0
+    assert metrics["grad_norm"] == metrics["perf/micro_batches"] == 0
     assert metrics["num_tokens"] == 80
 
 

@@ -141,6 +141,7 @@ def train_samples(group: TrainGroup, config: Config) -> list[TrainSample]:
             value,
             r.finish_reason,
             r.loss_mask,
+            r.num_stale,
         )
         for r, value in zip(group.responses, values_G, strict=True)
         if not (algorithm.mask_truncated and r.finish_reason == "length")

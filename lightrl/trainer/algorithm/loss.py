@@ -64,13 +64,14 @@ def response_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     return total.clamp(max=LARGEST_LOG_RATIO).exp().expand_as(logprobs)
 
 
-# (logprobs, their ratios to the old ones, advantages, clip) -> (loss per token, where clipped)
-PolicyLoss = Callable[[Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor]]
+# (logprobs, their ratios to the old ones, advantages, clip) -> (loss per token, where the ratio is
+# clipped from below, where from above)
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Clip], tuple[Tensor, Tensor, Tensor]]
 
 
 def clipped_ratio(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip: Clip
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """-min(r A, clip(r) A). No gradient flows where that takes the clipped branch. PPO (Schulman et
     al. 2017, arXiv 1707.06347, eq. 7).
 
@@ -78,20 +79,20 @@ def clipped_ratio(
     with ratios of whole responses.
     """
     loss = -torch.minimum(ratio * advantages, clip.apply(ratio) * advantages)
-    above = (ratio > 1 + clip.high) & (advantages > 0)
-    return loss, above | ((ratio < 1 - clip.low) & (advantages < 0))
+    below = (ratio < 1 - clip.low) & (advantages < 0)
+    return loss, below, (ratio > 1 + clip.high) & (advantages > 0)
 
 
 def clipped_weight(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip: Clip
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """-sg(clip(r)) A log pi: the weight is clipped, no token loses its gradient.
 
     CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; the paper leaves the lower side open).
     """
     ratio = ratio.detach()
     weight = clip.apply(ratio)
-    return -weight * advantages * logprobs, weight != ratio
+    return -weight * advantages * logprobs, ratio < weight, ratio > weight
 
 
 @dataclass(frozen=True)
@@ -186,13 +187,24 @@ class Losses:
     total: Tensor
     policy: Tensor
     kl: Tensor
+    # the estimates of tokens, neither weighted nor divided by lengths
+    kl_of_tokens: Tensor
+    # of tokens, and of those the smallest and the largest; 1 where nothing is trained
+    ratios: Tensor
+    min_ratio: Tensor
+    max_ratio: Tensor
     # tokens
-    num_clipped: Tensor
+    num_clipped_low: Tensor
+    num_clipped_high: Tensor
     # sum of the tokens' importance weights
     weights: Tensor
     max_weight: Tensor
     # tokens
     num_truncated: Tensor
+
+    @property
+    def num_clipped(self) -> Tensor:
+        return self.num_clipped_low + self.num_clipped_high
 
 
 def losses(
@@ -214,22 +226,29 @@ def losses(
     recipe, norm = ALGORITHM[algorithm.name], loss_norm(algorithm)
     weights = importance_weights(algorithm, old_logprobs, rollout_logprobs, mask)
     ratio = recipe.ratio(logprobs, old_logprobs, mask)
-    loss, clipped = recipe.policy_loss(logprobs, ratio, advantages, Clip(*algorithm.clip))
+    loss, low, high = recipe.policy_loss(logprobs, ratio, advantages, Clip(*algorithm.clip))
     policy = _sum(loss * weights.values, mask, norm)
-    divergence = policy.new_zeros(())
+    divergence = kl_of_tokens = policy.new_zeros(())
     total = policy
     if ref_logprobs is not None:
         estimate = kl(algorithm.kl_type, logprobs, ref_logprobs, mask)
+        kl_of_tokens = (estimate.detach() * mask).sum()
         divergence = _sum(estimate * weights.values, mask, norm)
         total = policy + algorithm.kl_coef * divergence
     if entropy is not None:
         total = total - algorithm.entropy_coef * _sum(entropy, mask, norm)
     held = weights.values * mask
+    trained = torch.where(mask > 0, ratio.detach(), 1.0)
     return Losses(
         total,
         policy.detach(),
         divergence.detach(),
-        (clipped * mask).sum(),
+        kl_of_tokens,
+        (trained * mask).sum(),
+        trained.min(),
+        trained.max(),
+        (low * mask).sum(),
+        (high * mask).sum(),
         held.sum(),
         held.max(),
         (weights.truncated * mask).sum(),

@@ -4,14 +4,18 @@ Owns what a step of several mini-batches reports: means over all trained tokens 
 means over its updates of what each of them divides by its own counts. Knows no tensors.
 """
 
+import math
 from collections.abc import Mapping
 
 # Sums over the micro-batches of an update, on all ranks.
 SUMS: tuple[str, ...] = (
     "policy",
     "kl",
+    "kl_of_tokens",
     "entropy",
-    "clipped",
+    "ratios",
+    "clipped_low",
+    "clipped_high",
     "weights",
     "truncated",
     "gap",
@@ -19,6 +23,21 @@ SUMS: tuple[str, ...] = (
     "mismatch_kl",
     "tokens",
     "responses",
+    "advantages",
+    "squared_advantages",
+    "read",
+    "padded",
+)
+
+# Of the micro-batches of an update, on all ranks; the smallest are the largest of negative values.
+MAXIMA: tuple[str, ...] = (
+    "gap",
+    "mismatch_kl",
+    "weight",
+    "ratio",
+    "negative_ratio",
+    "advantage",
+    "negative_advantage",
 )
 
 
@@ -26,7 +45,8 @@ class StepFigures:
     def __init__(self) -> None:
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._losses = {"loss/policy": 0.0, "loss/kl": 0.0}  # of all updates, normalised
-        self._max_gap = self._max_weight = 0.0
+        self._maxima = dict.fromkeys(MAXIMA, -math.inf)
+        self._num_responses = 0
         self._num_tokens = 0
         self._num_counted = 0  # mini-batches that had groups
         self._norms: list[float] = []  # of gradients, one for each update
@@ -35,18 +55,18 @@ class StepFigures:
     def add(
         self,
         totals: Mapping[str, float],
-        maxima: tuple[float, float],
+        maxima: Mapping[str, float],
         scale: float,
         num_responses: int,
         num_tokens: int,
     ) -> None:
-        """A mini-batch has ended. `maxima`: logprob difference, importance weight. `scale`: what
-        its sums are multiplied by; responses and tokens are those it has, with a signal or
-        without."""
+        """A mini-batch has ended. `scale`: what its sums are multiplied by; responses and tokens
+        are those it has, with a signal or without."""
         for name in SUMS:
             self._sums[name] += totals[name]
-        self._max_gap = max(self._max_gap, maxima[0])
-        self._max_weight = max(self._max_weight, maxima[1])
+        for name in MAXIMA:
+            self._maxima[name] = max(self._maxima[name], maxima[name])
+        self._num_responses += num_responses
         self._losses["loss/policy"] += totals["policy"] * scale
         self._losses["loss/kl"] += totals["kl"] * scale
         self._num_tokens += num_tokens
@@ -57,26 +77,55 @@ class StepFigures:
         self._norms.append(grad_norm)
         self._num_skipped += is_skipped
 
-    def metrics(self, lr: float, has_weights: bool) -> dict[str, float]:
-        """`has_weights`: importance weights are on."""
+    def metrics(self, lr: float, has_weights: bool, has_reference: bool) -> dict[str, float]:
+        """`has_weights`: importance weights are on; `has_reference`: there is a KL term."""
         sums, tokens = self._sums, max(1.0, self._sums["tokens"])
         compared, every = max(1.0, sums["compared"]), max(1, self._num_counted)
         metrics = {name: value / every for name, value in self._losses.items()}
         metrics |= {
+            "kl/ref": sums["kl_of_tokens"] / tokens,
             "entropy": sums["entropy"] / tokens,
-            "clip_frac": sums["clipped"] / tokens,
+            "ratio/mean": sums["ratios"] / tokens if sums["tokens"] else 1.0,
+            "ratio/min": -self._largest("negative_ratio", -1.0),
+            "ratio/max": self._largest("ratio", 1.0),
+            "clip_frac": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+            "clip_frac/low": sums["clipped_low"] / tokens,
+            "clip_frac/high": sums["clipped_high"] / tokens,
+            **self._advantages(),
             "grad_norm": sum(self._norms) / max(1, len(self._norms)),
             "lr": lr,
             "train_rollout_logprob_abs_diff": sums["gap"] / compared,
-            "train_rollout_logprob_abs_diff_max": self._max_gap,
+            "train_rollout_logprob_abs_diff_max": self._largest("gap", 0.0),
             "mismatch_kl/mean": sums["mismatch_kl"] / compared,
+            "mismatch_kl/max": self._largest("mismatch_kl", 0.0),
             "train/skipped_nonfinite": float(self._num_skipped),
             "train/updates": float(len(self._norms) - self._num_skipped),
             "num_tokens": float(self._num_tokens),
             "num_trained_tokens": sums["tokens"],
+            "perf/padding_share": sums["padded"] / max(1.0, sums["padded"] + sums["read"]),
         }
+        if not has_reference:
+            del metrics["kl/ref"]
         if has_weights:
             metrics["tis/mean"] = sums["weights"] / tokens
-            metrics["tis/max"] = self._max_weight
+            metrics["tis/max"] = self._largest("weight", 0.0)
             metrics["tis/truncated_share"] = sums["truncated"] / tokens
         return metrics
+
+    def _largest(self, name: str, without: float) -> float:
+        """`without`: where nothing was trained."""
+        return self._maxima[name] if math.isfinite(self._maxima[name]) else without
+
+    def _advantages(self) -> dict[str, float]:
+        """Over all responses: those that were not computed have none."""
+        sums, number = self._sums, max(1, self._num_responses)
+        mean = sums["advantages"] / number
+        lowest, highest = -self._largest("negative_advantage", 0.0), self._largest("advantage", 0.0)
+        if sums["responses"] < self._num_responses:
+            lowest, highest = min(lowest, 0.0), max(highest, 0.0)
+        return {
+            "advantage/mean": mean,
+            "advantage/std": math.sqrt(max(0.0, sums["squared_advantages"] / number - mean**2)),
+            "advantage/min": lowest,
+            "advantage/max": highest,
+        }

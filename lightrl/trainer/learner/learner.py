@@ -5,6 +5,7 @@ step does not depend, but for rounding, on how its samples were split or in whic
 Knows no commands, no versions and no files.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,16 +18,18 @@ from torch.distributed.tensor import DTensor
 from lightrl.config import Config
 from lightrl.config_algorithm import AlgorithmSection
 from lightrl.devices.cuda import Stopwatch, now
+from lightrl.system.memory import resident_bytes
 from lightrl.trainer.algorithm import loss
 from lightrl.trainer.algorithm.advantage import whitened
 from lightrl.trainer.learner import optim, out_of_memory
-from lightrl.trainer.learner.figures import SUMS, StepFigures
+from lightrl.trainer.learner.figures import MAXIMA, SUMS, StepFigures
 from lightrl.trainer.learner.host_memory import HostMemory
 from lightrl.trainer.learner.late_sums import LateSums
 from lightrl.trainer.learner.offload import HostedState
 from lightrl.trainer.learner.parking import Parking
 from lightrl.trainer.learner.step_start import StepStart
-from lightrl.trainer.model.collate import Batch, collate
+from lightrl.trainer.model.collate import Batch, collate, num_tokens_read
+from lightrl.trainer.model.flops import TrainingFlops, peak_flops
 from lightrl.trainer.model.lora import adapters_off
 from lightrl.trainer.model.policy import Policy, load_policy, load_reference, response_logprobs
 from lightrl.trainer.protocol import AT_ONCE, FinishStep, MicroBatch, UpdateWeights
@@ -60,6 +63,7 @@ class Learner:
             self.reference = load_reference(model_dir, device, world, replicas, is_offloaded)
         is_last = self._sums_late()
         self.late = LateSums(self.policy, is_last, replicas) if is_last or replicas > 1 else None
+        self._flops = TrainingFlops(self.policy.module, self.policy.module.config.get_text_config())
         self.parameters = [p for p in self.policy.module.parameters() if p.requires_grad]
         self.optimizer = optim.new_optimizer(self.parameters, config.train.optim)
         is_shared = config.rollout.placement == "shared"
@@ -106,14 +110,14 @@ class Learner:
             self.late.reduce()
         begun = now(self.device)  # the sums are needed next: they are complete when the passes are
         totals = dict(zip(SUMS, self._total(self.sums).tolist(), strict=True))
-        max_gap, max_weight = self._total(self.maxima, dist.ReduceOp.MAX).tolist()
+        largest = self._total(self.maxima, dist.ReduceOp.MAX).tolist()
         scale = 1 / loss.denominator(
             self.algorithm,
             end.num_responses,
             end.num_tokens,
             self.config.rollout.max_response_length,
         )
-        maxima = max_gap, max_weight
+        maxima = dict(zip(MAXIMA, largest, strict=True))
         self._figures.add(totals, maxima, scale, end.num_responses, end.num_tokens)
         if totals["responses"]:
             if self.parking is not None and self.hosted is None:
@@ -134,11 +138,14 @@ class Learner:
         """The last update of the step; its metrics."""
         self.update(finish)
         metrics = self._figures.metrics(
-            self._learning_rate(finish.step), has_weights=self.algorithm.tis_cap != 0
+            self._learning_rate(finish.step),
+            has_weights=self.algorithm.tis_cap != 0,
+            has_reference=self.algorithm.kl_coef > 0,
         )
         metrics |= {
-            "num_micro_batches": self._most(self.num_batches),
-            "timing_s/forward_backward": self.computing.lap(),
+            **self._performance(computing_s := self.computing.lap()),
+            "timing_s/forward_backward": computing_s,
+            "timing_s/reference": self.referring.lap(),
             "timing_s/optimizer": self._updating_s,
         }
         if self.parking is not None:
@@ -169,12 +176,16 @@ class Learner:
         self._updating_s = self._fetching_s = 0.0
         self.num_batches = 0
         self.computing = Stopwatch(self.device)  # forward and backward passes of the step
+        self.referring = Stopwatch(self.device)  # those of the reference, which are part of it
+        self._num_flops = 0.0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self._begin_mini_batch()
 
     def _begin_mini_batch(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
-        self.maxima = torch.zeros(2, device=self.device)  # logprob difference, importance weight
+        self.maxima = torch.full((len(MAXIMA),), -torch.inf, device=self.device)
         self.held: list[MicroBatch] = []  # only where advantages wait for the mini-batch's end
 
     def _load(self, model_dir: Path) -> Policy:
@@ -214,10 +225,11 @@ class Learner:
                 vocabulary, packed = self.policy.vocabulary, self.policy.way.packed
                 batch = collate(samples, self.device, vocabulary, packed)
                 with self.computing.running(), out_of_memory.final(self.config, "", samples):
-                    self._backward(batch, len(samples), is_last and i == len(batches) - 1)
+                    self._backward(batch, samples, is_last and i == len(batches) - 1)
+                self._num_flops += self._flops.of(map(num_tokens_read, samples))
         self.num_batches += len(batches)
 
-    def _backward(self, batch: Batch, num_responses: int, is_last: bool) -> None:
+    def _backward(self, batch: Batch, samples: MicroBatch, is_last: bool) -> None:
         if self.late is not None:
             self.late.begin()
         # Greedy samples have no distribution of their own.
@@ -243,25 +255,36 @@ class Learner:
         sums.total.backward()
         # What engines serve are the weights of the step's begin.
         is_compared = begun_with is not None or not self._has_moved
-        compared = batch.mask if is_compared else torch.zeros_like(batch.mask)
+        compared = batch.is_current if is_compared else torch.zeros_like(batch.mask)
         gap = (ours - batch.rollout_logprobs).abs() * compared
-        # Not by `new_tensor`: a copy from the processor would wait for the device.
-        counts = torch.full_like(gap[0, 0], num_responses)
+        # Of samples from the engine: its divergence from what we think of them.
+        mismatch = loss.kl("k3", batch.rollout_logprobs, ours, compared)
+        advantages, num_read = batch.advantages[: len(samples)], sum(map(num_tokens_read, samples))
         values = [
             sums.policy,
             sums.kl,
+            sums.kl_of_tokens,
             (entropy.detach() * batch.mask).sum(),
-            sums.num_clipped,
+            sums.ratios,
+            sums.num_clipped_low,
+            sums.num_clipped_high,
             sums.weights,
             sums.num_truncated,
             gap.sum(),
             compared.sum(),
-            # Of samples from the engine: its divergence from what we think of them.
-            loss.kl("k3", batch.rollout_logprobs, ours, compared).sum(),
+            mismatch.sum(),
             batch.mask.sum(),
+            len(samples),
+            advantages.sum(),
+            advantages.square().sum(),
+            num_read,
+            batch.ids.numel() - num_read,
         ]
-        self.sums += torch.stack([*values, counts])
-        self.maxima = torch.maximum(self.maxima, torch.stack([gap.max(), sums.max_weight]))
+        self.sums += _stacked(values, gap)
+        maxima = [gap.max(), mismatch.max(), sums.max_weight, sums.max_ratio, -sums.min_ratio]
+        has_any = bool(samples)
+        maxima += [advantages.max(), -advantages.min()] if has_any else [-math.inf, -math.inf]
+        self.maxima = torch.maximum(self.maxima, _stacked(maxima, gap))
 
     def _logprobs_at_begin(self, batch: Batch, temperature: float) -> Tensor | None:
         """Of the weights with which the step began; None if nothing asks for them. A collective."""
@@ -279,7 +302,7 @@ class Learner:
         """None without a KL term."""
         if self.algorithm.kl_coef == 0:
             return None
-        with torch.no_grad():
+        with self.referring.running(), torch.no_grad():
             if self.reference is not None:
                 return response_logprobs(self.reference, batch, temperature)[0]
             with adapters_off(self.policy.module):
@@ -321,10 +344,23 @@ class Learner:
         train = self.config.train
         return optim.learning_rate(train.optim, step, train.steps)
 
-    def _most(self, value: float) -> float:
-        """The largest of all ranks."""
-        here = torch.tensor(value, dtype=torch.float64, device=self.device)
-        return self._total(here, dist.ReduceOp.MAX).item()
+    def _performance(self, computing_s: float) -> dict[str, float]:
+        """Of all ranks, after `computing_s` seconds of passes. A collective."""
+        is_cuda = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else 0
+        most = self._over_ranks([self.num_batches, peak], dist.ReduceOp.MAX)
+        flops, resident = self._over_ranks([self._num_flops, resident_bytes()], dist.ReduceOp.SUM)
+        metrics = {"perf/micro_batches": most[0], "perf/host_memory_gib": resident / 2**30}
+        if is_cuda:
+            metrics["perf/peak_memory_gib"] = most[1] / 2**30
+            peak_of_one = peak_flops(torch.cuda.get_device_name(self.device))
+            if peak_of_one and computing_s > 0:
+                metrics["perf/mfu"] = flops / (computing_s * self.world * peak_of_one)
+        return metrics
+
+    def _over_ranks(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        here = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return self._total(here, op).tolist()
 
     def _total(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Over all ranks."""
@@ -332,3 +368,10 @@ class Learner:
             value = value.clone()
             dist.all_reduce(value, op)
         return value
+
+
+def _stacked(values: Sequence[Tensor | float], like: Tensor) -> Tensor:
+    """Numbers do not come by a copy from the processor, which would wait for the device."""
+    first = like[0, 0]
+    each = [v if isinstance(v, Tensor) else torch.full_like(first, v) for v in values]
+    return torch.stack(each)

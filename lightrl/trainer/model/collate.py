@@ -22,7 +22,7 @@ from lightrl.trainer.protocol import TrainSample
 @dataclass(frozen=True)
 class Batch:
     """A micro-batch of `rows` samples with responses of at most `width` tokens, [rows, width] in
-    the order of the samples. Column j of the last four is about the j-th token of a response."""
+    the order of the samples. Column j of the last five is about the j-th token of a response."""
 
     # int64 [1, tokens] if packed, else [rows, length]: what the model reads
     ids: Tensor
@@ -40,6 +40,8 @@ class Batch:
     targets: Tensor
     # float32 [rows, width], 1 at response tokens that are trained
     mask: Tensor
+    # float32 [rows, width], 1 at those that the version which is updated has sampled
+    is_current: Tensor
     # float32 [rows, width], 0 where nothing is trained
     rollout_logprobs: Tensor
     # float32 [rows, 1]
@@ -66,6 +68,8 @@ def collate(
     rows, mask = max(1, len(samples)), np.zeros((max(1, len(samples)), width), np.float32)
     cells = _ranges(np.arange(len(samples)) * width, responses)[is_trained]
     mask.ravel()[cells] = 1
+    stale = np.array([s.num_stale for s in samples] or [0], np.int64)[:, None]
+    is_current = mask * (np.arange(width) >= stale)
     # of the j-th response token in all tokens, sample by sample
     starts = np.cumsum(prompts + responses) - responses
     at = _ranges(starts, responses)[is_trained]
@@ -77,8 +81,9 @@ def collate(
     if not len(cells):  # something must have a gradient, if only of zeros
         cells, sources = np.zeros(1, np.int64), np.zeros(1, np.int64)
     length = ids.shape[1]
-    on = [ids, sources, cells, targets.reshape(rows, width), mask, rollout.reshape(rows, width)]
-    on_device = [moved(torch.from_numpy(a), device) for a in (*on, advantages)]
+    on = [ids, sources, cells, targets.reshape(rows, width), mask, is_current.astype(np.float32)]
+    on += [rollout.reshape(rows, width), advantages]
+    on_device = [moved(torch.from_numpy(a), device) for a in on]
     return Batch(
         on_device[0],
         None if positions is None else moved(torch.from_numpy(positions), device),
@@ -89,6 +94,11 @@ def collate(
     )
 
 
+def num_tokens_read(sample: TrainSample) -> int:
+    """The last token of a sequence predicts nothing that is asked for."""
+    return max(1, (len(sample.prompt) + len(sample.token_ids)) // 4 - 1)
+
+
 def _layout(
     prompts: np.ndarray,
     responses: np.ndarray,
@@ -96,8 +106,8 @@ def _layout(
     device: torch.device,
     packed: bool,
 ) -> tuple[np.ndarray, np.ndarray | None, Packing | None, np.ndarray]:
-    """`ids`, `positions`, `packing` and `sources` of a Batch. The last token of a sequence predicts
-    nothing that is asked for: it is not read."""
+    """`ids`, `positions`, `packing` and `sources` of a Batch, without the last tokens: see
+    `num_tokens_read`."""
     if not len(prompts):
         prompts, responses, tokens = np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros(2)
     lengths = np.maximum(1, prompts + responses - 1)

@@ -232,7 +232,7 @@ class EmulatedRank:
         metrics = {
             "num_tokens": float(num_tokens),
             "num_trained_tokens": float(sum(json.loads(theirs)[1] for theirs in all_R)),
-            "num_micro_batches": float(self._num_batches),
+            "perf/micro_batches": float(self._num_batches),
             "timing_s/forward_backward": self._computing_s,
             "timing_s/optimizer": time.monotonic() - begun,
         }

@@ -92,6 +92,7 @@ class Rank:
         self.config = Config.model_validate_json(start.config_json)
         self.start = start
         self.step = start.start_step
+        self._staging_s = 0.0  # of a checkpoint, since the last step was finished
         self.device = _device(start)
         self._sender = Sender(self.device)
         torch.set_num_threads(self.config.train.threads)
@@ -156,6 +157,7 @@ class Rank:
                 begun = time.monotonic()
                 self._publish(command.policy_version)
                 published, publish_s = self._published(), time.monotonic() - begun
+                metrics["timing_s/stage"], self._staging_s = self._staging_s, 0.0
                 if parked := self._parked():  # before the version is said: engines wake for it
                     metrics["timing_s/park"] = parked.seconds
                     yield parked
@@ -169,7 +171,9 @@ class Rank:
             case EncodeDelta(step):
                 yield self._publish_delta()
             case Save(step, path, export):
+                begun = time.monotonic()
                 problem = self.saver.begin(Path(path), self._saved(), export)
+                self._staging_s += time.monotonic() - begun
                 yield Staged(path, problem or None)
             case OpenGroup() | JoinGroup() | SendWeights():
                 yield self._sender.perform(command, is_unwanted)

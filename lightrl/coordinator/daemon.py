@@ -54,8 +54,6 @@ from lightrl.history.lengths import LengthsLog
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.log import reporter
 from lightrl.messages import Generate, Heartbeat, Message, TrainShard, Welcome
-from lightrl.metrics.cost import cost_figures
-from lightrl.metrics.offload import offload_figures
 from lightrl.metrics.round_figures import step_line, warnings
 from lightrl.metrics.sinks import MetricsLog
 from lightrl.rewards.runner import RewardPool
@@ -299,8 +297,7 @@ class CoordinatorDaemon:
                 self._lengths.write(round)
             case CloseStep(step):
                 self._journaling.close_step()
-                costs, sides = cost_figures(self._core), offload_figures(self._core)
-                record = self._records.close_step(command, costs, sides)
+                record = self._records.close_step(command, self._core)
                 self._background.create_task(self._begin_when_hashed(), name="hashing")
                 self._metrics.write(step + 1, record)
                 for line in (*warnings(record, self._config.rollout), step_line(step + 1, record)):

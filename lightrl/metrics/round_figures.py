@@ -8,10 +8,14 @@ selection_bias.py.
 import hashlib
 import math
 import statistics
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from lightrl import config
+from lightrl.core.coordinator import Coordinator
 from lightrl.core.race import is_flat
 from lightrl.core.staleness import staleness
 from lightrl.core.state import GroupState, Response, Round
@@ -28,6 +32,8 @@ def step_figures(round: Round) -> dict[str, float]:
     responses = [r for g in round.accepted for r in g.kept]
     rewards = [r.reward or 0.0 for r in responses]
     lengths = [len(r.tokens) for r in responses]
+    ended = [len(r.tokens) for r in responses if r.finish_reason != "length"]
+    prompts = [len(g.prompt.tokens) // 4 for g in round.accepted]
     rollout_s = round.closed_at - round.opened_at
     sampled = sum(len(r.tokens) for g in round.groups.values() for r in g.responses)
     dropped = [g for g in round.groups.values() if g.state is GroupState.DROPPED]
@@ -38,6 +44,11 @@ def step_figures(round: Round) -> dict[str, float]:
         "reward/frac_zero_std": mean([float(is_flat(g)) for g in round.accepted]),
         "response_length/mean": mean(lengths),
         "response_length/max": float(max(lengths, default=0)),
+        "response_length/min": float(min(lengths, default=0)),
+        "response_length/std": statistics.pstdev(lengths) if lengths else 0.0,
+        "response_length/terminated_mean": mean(ended),
+        "prompt_length/mean": mean(prompts),
+        "prompt_length/max": float(max(prompts, default=0)),
         "response_length/clip_ratio": mean([float(r.finish_reason == "length") for r in responses]),
         "round/groups_trained": float(len(round.accepted)),
         "round/groups_dropped": float(len(dropped)),
@@ -115,6 +126,28 @@ def digest_responses(step: int, responses: Iterable[Response]) -> bytes:
         digest.update(r.id.encode() + b"\0")
         digest.update(r.tokens)  # not copied, and without the lock of the interpreter
     return digest.digest()
+
+
+def num_tokens(round: Round) -> int:
+    """Of what is trained, a prompt once for each of its responses."""
+    return sum(len(g.prompt.tokens) // 4 + len(r.tokens) for g in round.accepted for r in g.kept)
+
+
+def sampled_entropy(logprobs: Iterable["array[float]"]) -> float:
+    """Minus the mean logprob of sampled tokens: an estimate of the entropy of what was sampled
+    from, over all responses, also those that are not trained. A gigabyte takes a second, without
+    the lock of the interpreter."""
+    total, number = 0.0, 0
+    for of_response in logprobs:
+        total += float(np.frombuffer(of_response, "<f4").sum(dtype=np.float64))
+        number += len(of_response)
+    return -total / number if number else 0.0
+
+
+def num_devices(core: Coordinator) -> int:
+    """Of ranks and engines; those that both use count once."""
+    own = [n for n in core.fleet.nodes.values() if "rollout" in n.roles and not n.shares]
+    return core.settings.num_ranks + sum(max(1, n.num_workers, n.parallel) for n in own)
 
 
 def histogram(lengths: list[int], longest: int) -> tuple[tuple[int, int], ...]:

@@ -8,9 +8,10 @@ import asyncio
 import hashlib
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from typing import ParamSpec, TypeVar
 
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
@@ -27,7 +28,16 @@ from lightrl.core.state import (
 from lightrl.messages import SampleText, Snapshot, TailRow
 from lightrl.metrics.cost import cost_figures, cost_row
 from lightrl.metrics.node_rows import NodeRows
-from lightrl.metrics.round_figures import digest_responses, histogram, mean, step_figures
+from lightrl.metrics.offload import offload_figures
+from lightrl.metrics.round_figures import (
+    digest_responses,
+    histogram,
+    mean,
+    num_devices,
+    num_tokens,
+    sampled_entropy,
+    step_figures,
+)
 from lightrl.metrics.selection_bias import Bias, BiasNote
 from lightrl.metrics.speculation import SpeculationMetrics
 from lightrl.metrics.weights import WeightsMetrics
@@ -36,6 +46,9 @@ from lightrl.wire import to_json
 HISTORY_STEPS = 500
 NUM_EVENTS = 200
 NUM_SAMPLES = 64
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
 SCORED = {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}
 
 
@@ -45,6 +58,9 @@ class _Closed:
 
     figures: dict[str, float]
     digest: Future[bytes]
+    # see `sampled_entropy`
+    entropy: Future[float]
+    num_tokens: int
     histogram: tuple[tuple[int, int], ...]
 
 
@@ -83,6 +99,7 @@ class Records:
         self._num_steps = num_steps
         self._max_response_tokens = max_response_tokens
         self._hashing = ThreadPoolExecutor(1, "hashing")
+        self._adding = ThreadPoolExecutor(1, "adding")  # done long before the step is trained
         # of all trained responses so far, each step's onto those before
         self._digest = _known(bytes(16))
         self._bias = Bias(max_response_tokens)
@@ -100,6 +117,7 @@ class Records:
         self._events: deque[tuple[float, str]] = deque(maxlen=NUM_EVENTS)
         self._samples: deque[SampleText] = deque(maxlen=NUM_SAMPLES)
         self._rl_wall_s = 0.0
+        self._num_tokens = 0  # trained so far, prompts and responses
         self.nodes = NodeRows(head)
         self.evals: list[tuple[int, float]] = []
         self.speculation = SpeculationMetrics()
@@ -153,18 +171,15 @@ class Records:
         self._num_migrations = core.table.counters.migrations
         self._closed[round.step] = _Closed(
             figures | history,
-            self._hashed(round.step, trained),
+            _in_thread(self._hashing, digest_responses, round.step, trained),
+            _in_thread(
+                self._adding,
+                sampled_entropy,
+                [r.logprobs for g in round.groups.values() for r in g.responses],
+            ),
+            num_tokens(round),
             histogram([len(r.tokens) for r in trained], self._max_response_tokens),
         )
-
-    def _hashed(self, step: int, trained: list[Response]) -> Future[bytes]:
-        """In a thread, a gigabyte takes a second; here if none can be started."""
-        try:
-            return self._hashing.submit(digest_responses, step, trained)
-        except RuntimeError:
-            done: Future[bytes] = Future()
-            done.set_result(digest_responses(step, trained))
-            return done
 
     def _close_reward_figures(self, round: Round, trained: list[Response]) -> dict[str, float]:
         """Means over the trained responses that have the figure."""
@@ -179,14 +194,14 @@ class Records:
             for name in names
         }
 
-    def close_step(
-        self, done: CloseStep, costs: Mapping[str, float], sides: Mapping[str, float]
-    ) -> dict[str, float]:
-        """The record of a finished step, for metrics.jsonl; `costs` are `cost_figures`, `sides`
-        `offload_figures`. Its round may still be hashed: see `hashed`."""
+    def close_step(self, done: CloseStep, core: Coordinator) -> dict[str, float]:
+        """The record of a finished step, for metrics.jsonl. Its round may still be hashed: see
+        `hashed`."""
         closed = self._closed.pop(done.step)
         seconds = done.rollout_s + done.train_s + done.weights_s
         self._rl_wall_s += seconds
+        self._num_tokens += closed.num_tokens
+        device_s = seconds * num_devices(core)
         record = {
             "step": float(done.step + 1),
             **closed.figures,
@@ -197,8 +212,13 @@ class Records:
             "timing_s/rollout": done.rollout_s,
             "timing_s/train_after_rollout": done.train_s,
             "timing_s/weights": done.weights_s,
-            **{f"cost/{name}": value for name, value in costs.items()},
-            **sides,
+            "entropy/sampled": closed.entropy.result(),
+            "perf/tokens_per_gpu_s": closed.num_tokens / device_s if device_s else 0.0,
+            "num_tokens_total": float(self._num_tokens),
+            "epoch": core.backlog.num_drawn / max(1, core.settings.num_prompts),
+            "policy_version": float(done.step + 1),
+            **{f"cost/{name}": value for name, value in cost_figures(core).items()},
+            **offload_figures(core),
         }
         self._digest = self._hashing.submit(_hash_onto, self._digest, closed.digest)
         self._histogram = closed.histogram
@@ -253,6 +273,7 @@ class Records:
         self._lengths.append(record["response_length/mean"])
         self._seconds.append(record["timing_s/step"])
         self._metrics = record
+        self._num_tokens = int(record.get("num_tokens_total", 0))
         self.speculation.count(record)
         self.weights.count(record)
 
@@ -355,6 +376,18 @@ class Records:
             "broadcasts_lost": core.fleet.broadcasts.groups.num_lost,
             "bad_frames": self.bad_frames,
         }
+
+
+def _in_thread(
+    threads: ThreadPoolExecutor, act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
+) -> Future[Result]:
+    """A gigabyte takes a second; here if no thread can be started."""
+    try:
+        return threads.submit(act, *args, **kwargs)
+    except RuntimeError:
+        done: Future[Result] = Future()
+        done.set_result(act(*args, **kwargs))
+        return done
 
 
 def _known(digest: bytes) -> Future[bytes]:

@@ -27,7 +27,13 @@ from lightrl.core.state import (
 from lightrl.journal.read import LOG, segments
 from lightrl.journal.read import newest as read_newest
 from lightrl.messages import FinishReason, Sampling, Snapshot
-from lightrl.metrics.round_figures import foresight_figures, rank_correlation, step_figures
+from lightrl.metrics.round_figures import (
+    foresight_figures,
+    num_tokens,
+    rank_correlation,
+    sampled_entropy,
+    step_figures,
+)
 from lightrl.metrics.rounds import Records, RecordsNote
 from lightrl.metrics.selection_bias import Bias, kaplan_meier
 from lightrl.metrics.sinks import read
@@ -305,7 +311,7 @@ def test_rounds_that_close_ahead_of_their_step_get_their_own_figures():
     core.table.counters.migrations = 3
     kept.close_round(LONG, core, {"history/bytes": 2.0})
     first, second = (
-        kept.close_step(CloseStep(step, 1.0, 0.5, 0.25, {"lr": 1e-6}), {}, {}) for step in (0, 1)
+        kept.close_step(CloseStep(step, 1.0, 0.5, 0.25, {"lr": 1e-6}), core) for step in (0, 1)
     )
     assert (first["step"], second["step"]) == (1.0, 2.0)
     assert (first["response_length/mean"], second["response_length/mean"]) == (2.5, 7.5)
@@ -326,7 +332,7 @@ def test_the_digest_is_of_what_was_trained_not_of_what_was_sampled_for_it():
         kept, core = records(), Coordinator(SETTINGS, 0.0)
         for round in rounds:
             kept.close_round(round, core, {})
-            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}), {}, {})
+            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}), core)
         return digest_of(kept, core)
 
     more = closed(
@@ -354,7 +360,7 @@ def test_nobody_waits_until_a_step_is_hashed(tmp_path):
             kept._hashing.submit(goes_on.wait)
         for round in (SHORT, LONG):
             kept.close_round(round, core, {})
-            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}), {}, {})
+            kept.close_step(CloseStep(round.step, 1.0, 1.0, 1.0, {}), core)
         if is_held_up:
             assert not kept.is_hashed
             with pytest.raises(TimeoutError):  # rather than to wait, or to tell what is not known
@@ -367,10 +373,10 @@ def test_nobody_waits_until_a_step_is_hashed(tmp_path):
 
 def test_who_stops_waiting_for_a_digest_leaves_it_to_others():
     async def scenario() -> None:
-        kept, goes_on = records(), threading.Event()
+        kept, core, goes_on = records(), Coordinator(SETTINGS, 0.0), threading.Event()
         kept._hashing.submit(goes_on.wait)
-        kept.close_round(SHORT, Coordinator(SETTINGS, 0.0), {})
-        kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), {}, {})
+        kept.close_round(SHORT, core, {})
+        kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), core)
         waiting = asyncio.create_task(kept.hashed())
         await asyncio.sleep(0)
         waiting.cancel()
@@ -416,7 +422,7 @@ def test_figures_of_reward_functions_are_of_the_trained_responses():
     SHORT.state = RoundState.CLOSED
     kept.reward_figures(group.responses[0], {"digits": 99.0})  # too late
     kept.close_round(SHORT, core, {})
-    assert kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), {}, {})["reward/digits"] == 2.0
+    assert kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), core)["reward/digits"] == 2.0
 
 
 def test_summary_and_snapshot_tell_the_bias_of_the_run():
@@ -439,7 +445,7 @@ def test_summary_and_snapshot_tell_the_bias_of_the_run():
     plain.close_round(LONG, strict, {})
     assert not any(
         name.startswith("tail")
-        for name in plain.close_step(CloseStep(1, 1.0, 1.0, 1.0, {}), {}, {})
+        for name in plain.close_step(CloseStep(1, 1.0, 1.0, 1.0, {}), strict)
     )
     assert plain.snapshot(strict, 1.0).tail is None
 
@@ -502,3 +508,31 @@ def test_the_files_of_a_real_run_agree_with_each_other(tmp_path: Path, mode: str
     tail = from_json((run_dir / "snapshot.json").read_bytes(), Snapshot).tail
     assert tail is not None
     assert tail.num_short + tail.num_long == 6
+
+
+def test_lengths_and_sampled_entropy_by_hand():
+    figures = step_figures(SHORT)
+    trained = [r for g in SHORT.accepted for r in g.kept]
+    lengths = [len(r.tokens) for r in trained]
+    assert figures["response_length/min"] == min(lengths)
+    assert figures["response_length/std"] == pytest.approx(
+        math.sqrt(sum((n - 2.5) ** 2 for n in lengths) / len(lengths))
+    )
+    ended = [len(r.tokens) for r in trained if r.finish_reason != "length"]
+    assert figures["response_length/terminated_mean"] == pytest.approx(sum(ended) / len(ended))
+    assert sampled_entropy([array("f", [-1.0, -2.0]), array("f"), array("f", [0.0])]) == 1.0
+    assert sampled_entropy([]) == 0.0
+
+
+def test_tokens_of_a_run_are_counted_on_after_a_restart():
+    core, kept = Coordinator(SETTINGS, 0.0), records()
+    kept.close_round(SHORT, core, {})
+    first = kept.close_step(CloseStep(0, 1.0, 0.5, 0.5, {}), core)
+    number = num_tokens(SHORT)
+    assert (first["num_tokens_total"], first["perf/tokens_per_gpu_s"]) == (number, number / 2.0)
+    again = records()
+    note = from_json(kept.note(1.0, "", 0, 0), RecordsNote)
+    again.recall(note, core, [first])
+    again.close_round(LONG, core, {})
+    second = again.close_step(CloseStep(1, 1.0, 0.5, 0.5, {}), core)
+    assert second["num_tokens_total"] == number + num_tokens(LONG)

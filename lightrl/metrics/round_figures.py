@@ -128,7 +128,7 @@ def digest_responses(step: int, responses: Iterable[Response]) -> bytes:
     return digest.digest()
 
 
-def num_tokens(round: Round) -> int:
+def total_tokens(round: Round) -> int:
     """Of what is trained, a prompt once for each of its responses."""
     return sum(len(g.prompt.tokens) // 4 + len(r.tokens) for g in round.accepted for r in g.kept)
 

@@ -34,9 +34,9 @@ from lightrl.metrics.round_figures import (
     histogram,
     mean,
     num_devices,
-    num_tokens,
     sampled_entropy,
     step_figures,
+    total_tokens,
 )
 from lightrl.metrics.selection_bias import Bias, BiasNote
 from lightrl.metrics.speculation import SpeculationMetrics
@@ -177,7 +177,7 @@ class Records:
                 sampled_entropy,
                 [r.logprobs for g in round.groups.values() for r in g.responses],
             ),
-            num_tokens(round),
+            total_tokens(round),
             histogram([len(r.tokens) for r in trained], self._max_response_tokens),
         )
 

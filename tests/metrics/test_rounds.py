@@ -29,10 +29,10 @@ from lightrl.journal.read import newest as read_newest
 from lightrl.messages import FinishReason, Sampling, Snapshot
 from lightrl.metrics.round_figures import (
     foresight_figures,
-    num_tokens,
     rank_correlation,
     sampled_entropy,
     step_figures,
+    total_tokens,
 )
 from lightrl.metrics.rounds import Records, RecordsNote
 from lightrl.metrics.selection_bias import Bias, kaplan_meier
@@ -528,11 +528,12 @@ def test_tokens_of_a_run_are_counted_on_after_a_restart():
     core, kept = Coordinator(SETTINGS, 0.0), records()
     kept.close_round(SHORT, core, {})
     first = kept.close_step(CloseStep(0, 1.0, 0.5, 0.5, {}), core)
-    number = num_tokens(SHORT)
+    number = total_tokens(SHORT)
     assert (first["num_tokens_total"], first["perf/tokens_per_gpu_s"]) == (number, number / 2.0)
     again = records()
+    asyncio.run(kept.hashed())
     note = from_json(kept.note(1.0, "", 0, 0), RecordsNote)
     again.recall(note, core, [first])
     again.close_round(LONG, core, {})
     second = again.close_step(CloseStep(1, 1.0, 0.5, 0.5, {}), core)
-    assert second["num_tokens_total"] == number + num_tokens(LONG)
+    assert second["num_tokens_total"] == number + total_tokens(LONG)

@@ -54,7 +54,7 @@ from lightrl.history.lengths import LengthsLog
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.log import reporter
 from lightrl.messages import Generate, Heartbeat, Message, TrainShard, Welcome
-from lightrl.metrics.round_figures import step_line, warnings
+from lightrl.metrics.round_figures import live_figures, step_line, warnings
 from lightrl.metrics.sinks import MetricsLog
 from lightrl.rewards.runner import RewardPool
 from lightrl.system.output import plain
@@ -202,7 +202,7 @@ class CoordinatorDaemon:
                 # One that is killed, or has a bug, leaves all as it is, to be resumed.
                 await rewards.stop()
                 await self._journaling.close()
-                self._metrics.close()
+                await self._metrics.close()
                 self._lengths.close()
                 self._router.close()
                 await self._histories.close()
@@ -368,6 +368,7 @@ class CoordinatorDaemon:
                 self.feed(ShellFailed(str(e)))
             self._descriptors.look()
             self._records.nodes.measure(self._core.fleet, time.monotonic())
+            self._metrics.show(lambda: live_figures(self._core))
             for name in self._core.fleet.nodes:
                 self._send(name, Heartbeat())
             await asyncio.sleep(self._config.node.heartbeat_s)

@@ -18,7 +18,7 @@ from lightrl import config
 from lightrl.core.coordinator import Coordinator
 from lightrl.core.race import is_flat
 from lightrl.core.staleness import staleness
-from lightrl.core.state import GroupState, Response, Round
+from lightrl.core.state import GroupState, NodeState, Response, ResponseState, Round
 from lightrl.messages import SampleText
 
 HISTOGRAM_BINS = 12
@@ -148,6 +148,21 @@ def num_devices(core: Coordinator) -> int:
     """Of ranks and engines; those that both use count once."""
     own = [n for n in core.fleet.nodes.values() if "rollout" in n.roles and not n.shares]
     return core.settings.num_ranks + sum(max(1, n.num_workers, n.parallel) for n in own)
+
+
+def live_figures(core: Coordinator) -> dict[str, float]:
+    """What is true at the moment, between two steps."""
+    states = Counter(r.state for r in core.table.responses.values())
+    nodes = Counter(node.state for node in core.fleet.nodes.values() if "rollout" in node.roles)
+    return {
+        "responses/running": float(states[ResponseState.RUNNING]),
+        "responses/queued": float(states[ResponseState.QUEUED]),
+        "responses/done": float(states[ResponseState.DONE]),
+        "nodes/ready": float(nodes[NodeState.READY]),
+        "nodes/all": float(nodes.total()),
+        "rollout_tokens": float(core.table.counters.rollout_tokens),
+        "migrations": float(core.table.counters.migrations),
+    }
 
 
 def histogram(lengths: list[int], longest: int) -> tuple[tuple[int, int], ...]:

@@ -4,6 +4,7 @@ Owns the files and sinks, not the names or values of metrics. Must not import a 
 asked for.
 """
 
+import asyncio
 import importlib.util
 import io
 import math
@@ -12,10 +13,12 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightrl.config import Config
 from lightrl.errors import ConfigError
+from lightrl.metrics.prometheus import PrometheusServer
+from lightrl.metrics.remote import RemoteTracker
 from lightrl.system.append_file import AppendFile
 from lightrl.system.json_lines import read_rows
 from lightrl.wire import to_json
@@ -23,13 +26,9 @@ from lightrl.wire import to_json
 FILE_NAME = "metrics.jsonl"
 
 
-class Sink(Protocol):
-    def write(self, step: int, record: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-
 class MetricsLog:
-    """Writes every record to all backends.
+    """Writes every record to all backends. Trackers that speak to a network have processes of their
+    own.
 
     Raises ConfigError if a backend is not installed, with what to install. metrics.jsonl is always
     written, since the other views of a run read it. What the disk refuses is left out, and `report`
@@ -48,20 +47,37 @@ class MetricsLog:
                 raise ConfigError(
                     f"logging.backends = {backend!r}: not installed: pip install {backend}"
                 )
-        self._sinks: list[Sink] = [_Jsonl(run_dir, report)]
+        self._prometheus = None
+        if config.logging.prometheus:
+            self._prometheus = PrometheusServer(config.logging.prometheus, config.run.name)
+        self._files: list[_Jsonl | _Tensorboard] = [_Jsonl(run_dir, report)]
         if "tensorboard" in backends:
-            self._sinks.append(_Tensorboard(run_dir, report))
-        if "wandb" in backends:
-            self._sinks.append(_Wandb(run_dir, config))
+            self._files.append(_Tensorboard(run_dir, report))
+        self._trackers = [
+            RemoteTracker(backend, run_dir, config, report)
+            for backend in ("wandb", "mlflow")
+            if backend in backends
+        ]
 
     def write(self, step: int, record: dict[str, float]) -> None:
         """`step` counts optimizer steps. Example: write(4, {"reward/mean": 0.61, "lr": 1e-6})."""
-        for sink in self._sinks:
+        for sink in (*self._files, *self._trackers):
             sink.write(step, record)
+        if self._prometheus is not None:
+            self._prometheus.write({"step": float(step), **record})
 
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+    def show(self, figures: Callable[[], dict[str, float]]) -> None:
+        """What is true at the moment, for Prometheus; asked for only if somebody may see it."""
+        if self._prometheus is not None:
+            self._prometheus.write(figures())
+
+    async def close(self) -> None:
+        """Trackers get some time to send the rest."""
+        for file in self._files:
+            file.close()
+        if self._prometheus is not None:
+            self._prometheus.close()
+        await asyncio.gather(*(tracker.close() for tracker in self._trackers))
 
 
 def read(run_dir: Path) -> list[dict[str, float]]:
@@ -121,21 +137,3 @@ class _Tensorboard:
 
     def close(self) -> None:
         self._file.close()
-
-
-class _Wandb:
-    def __init__(self, run_dir: Path, config: Config) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        self._run: Any = wandb.init(
-            project="lightrl",
-            name=config.run.name,
-            dir=str(run_dir),
-            config=config.model_dump(mode="json"),
-        )
-
-    def write(self, step: int, record: dict[str, float]) -> None:
-        self._run.log(record, step=step)
-
-    def close(self) -> None:
-        self._run.finish()

@@ -167,7 +167,8 @@ class Child(Generic[Command, Event]):
         except TimeoutError:
             pass
         finally:  # also when cancelled
-            self._writer.transport.abort()  # a child that does not read would keep it open
+            if self._writer.transport.get_write_buffer_size():
+                self._writer.transport.abort()  # a child that does not read would keep it open
             if self._process.returncode is None or self._process.stdin is not None:
                 self.kill()
         with contextlib.suppress(ConnectionError):

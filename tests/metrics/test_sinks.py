@@ -1,5 +1,6 @@
 """metrics.jsonl: what is written is read back, after crashes and resumes too."""
 
+import asyncio
 import importlib.util
 import json
 import math
@@ -17,7 +18,7 @@ def write(run_dir, *records, backends=("jsonl",)):
     log = sinks.MetricsLog(run_dir, backends, CONFIG, [].append)
     for step, record in records:
         log.write(step, record)
-    log.close()
+    asyncio.run(log.close())
 
 
 def test_records_are_on_disk_at_once_one_json_object_per_line(tmp_path):
@@ -25,7 +26,7 @@ def test_records_are_on_disk_at_once_one_json_object_per_line(tmp_path):
     log.write(1, {"reward/mean": 0.5, "lr": 1e-6})
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "reward/mean": 0.5, "lr": 1e-6}
-    log.close()
+    asyncio.run(log.close())
 
 
 def test_values_that_are_not_finite_are_null_in_the_file_and_nan_when_read(tmp_path):
@@ -62,7 +63,7 @@ def test_a_run_without_records(tmp_path):
     assert sinks.read(tmp_path) == []
 
 
-@pytest.mark.parametrize("backend", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("backend", ["tensorboard", "wandb", "mlflow"])
 def test_a_backend_that_is_not_installed_says_what_to_install(tmp_path, backend):
     if importlib.util.find_spec(backend) is not None:
         pytest.skip(f"{backend} is installed")

@@ -1,0 +1,118 @@
+"""A tracker as the daemon sees it: a process that is told every record, and may fail alone.
+
+Owns that process. Must not wait for it while the run goes on, nor end the run for it: figures are
+in metrics.jsonl in any case.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from lightrl.config import Config
+from lightrl.metrics.tracker import (
+    COMMANDS,
+    EVENTS,
+    TARGET,
+    FinishTracker,
+    LogRecord,
+    StartTracker,
+    TrackerCommand,
+    TrackerEvent,
+    TrackerFailed,
+    TrackerFinished,
+    TrackerStarted,
+)
+from lightrl.system.child import Child, ChildDied
+
+logger = logging.getLogger(__name__)
+
+LAST_S = 60.0  # for what has not been sent at the end of a run
+MAX_WAITING = 100_000  # records of one that does not start
+
+
+class RemoteTracker:
+    """Needs a running event loop from its construction on; `await close()` at the end."""
+
+    def __init__(
+        self, backend: str, run_dir: Path, config: Config, report: Callable[[str], None]
+    ) -> None:
+        settings = config.logging
+        self._start = StartTracker(
+            backend,
+            str(run_dir.resolve()),
+            config.run.name,
+            settings.project,
+            settings.group,
+            settings.tags,
+            config.model_dump_json(),
+        )
+        self._log = run_dir / "logs" / f"{backend}.log"
+        self._report = report
+        self._child: Child[TrackerCommand, TrackerEvent] | None = None
+        self._waiting: deque[LogRecord] = deque(maxlen=MAX_WAITING)
+        self._is_over = False  # nothing more is to be sent
+        self._begun = asyncio.Event()  # the process is there, or will not be
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=backend)
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        if self._is_over:
+            return
+        if self._child is not None:
+            self._child.send(LogRecord(step, record))
+        else:
+            self._waiting.append(LogRecord(step, record))
+
+    async def close(self) -> None:
+        """Gives it up to `LAST_S` to send the rest."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_S):
+                await self._begun.wait()
+        if self._child is not None:
+            self._child.send(FinishTracker())
+            _, late = await asyncio.wait({self._task}, timeout=LAST_S)
+            if late:
+                self._report(f"WARNING: {self._start.backend}: did not get all figures in time")
+            self._is_over = True
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        if self._child is not None:
+            await self._child.stop(0.0)
+
+    async def _run(self) -> None:
+        name = self._start.backend
+        self._log.parent.mkdir(exist_ok=True)
+        try:
+            child = await Child.start(TARGET, f"{name} tracker", COMMANDS, EVENTS, log=self._log)
+        except OSError as e:
+            self._give_up(e.strerror or str(e))
+            return None
+        finally:
+            self._begun.set()
+        child.send(self._start)
+        self._child = child
+        while self._waiting:
+            child.send(self._waiting.popleft())
+        try:
+            while True:
+                match await child.receive():
+                    case TrackerStarted(place):
+                        logger.info("%s: figures go to %s", name, place)
+                    case TrackerFailed(reason):
+                        return self._give_up(reason)
+                    case TrackerFinished():
+                        return None
+        except ChildDied as e:
+            self._give_up(str(e))
+
+    def _give_up(self, reason: str) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._waiting.clear()
+            self._report(
+                f"WARNING: {self._start.backend}: {reason}; figures go on in metrics.jsonl alone "
+                f"(see logs/{self._log.name})"
+            )

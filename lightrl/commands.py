@@ -218,8 +218,17 @@ def simulate(
     )
 
 
-def reference() -> None:
+def reference(
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="the figures of metrics.jsonl, not the keys")
+    ] = False,
+) -> None:
     """Print every config key with its default and meaning."""
+    if metrics:
+        from lightrl.metrics.names import table
+
+        print("\n".join(table()))
+        return
     from lightrl.config import keys
 
     section = ""

@@ -1,0 +1,246 @@
+"""Every name in metrics.jsonl: what it means, in which unit, and what verl and TRL call it.
+
+Owns the words, none of the values. `lightrl config --metrics` prints it, and a test compares it
+with what runs write. A name of theirs is about the same thing, not always by the same formula.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A name or, with parts in <>, a family of them. Example: Metric("lr", "learning rate", "",
+    "actor/lr", "learning_rate")"""
+
+    name: str
+    meaning: str
+    unit: str = ""
+    verl: str = ""
+    trl: str = ""
+
+
+_TOKENS, _S, _SHARE, _NATS = "tokens", "s", "share", "nats"
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "optimizer steps done", "", "training/global_step", "step"),
+    Metric("epoch", "prompts drawn, divided by those of the data", "", "training/epoch", "epoch"),
+    Metric("policy_version", "of the weights after the step"),
+    Metric("num_tokens_total", "prompts and responses trained so far", _TOKENS, "", "num_tokens"),
+    # rewards
+    Metric("reward/mean", "of the trained responses", "", "critic/score/mean", "reward"),
+    Metric("reward/std", "of the trained responses", "", "", "reward_std"),
+    Metric("reward/min", "of the trained responses", "", "critic/score/min"),
+    Metric("reward/max", "of the trained responses", "", "critic/score/max"),
+    Metric("reward/frac_zero_std", "groups without signal", _SHARE, "", "frac_reward_zero_std"),
+    Metric("reward/failures", "responses without a score"),
+    Metric("reward/timeouts", "of these, because the function took too long"),
+    Metric("reward/score_s", "of one response, mean", _S, "timing_s/reward"),
+    Metric(
+        "reward/<name>",
+        "mean of one function of several, or of a figure that a function returned",
+        "",
+        "",
+        "rewards/<name>/mean",
+    ),
+    Metric("advantage/mean", "of responses", "", "critic/advantages/mean"),
+    Metric("advantage/std", "of responses"),
+    Metric("advantage/min", "of responses", "", "critic/advantages/min"),
+    Metric("advantage/max", "of responses", "", "critic/advantages/max"),
+    # lengths
+    Metric("prompt_length/mean", "of the trained groups", _TOKENS, "prompt_length/mean"),
+    Metric("prompt_length/max", "of the trained groups", _TOKENS, "prompt_length/max"),
+    Metric(
+        "response_length/mean",
+        "of the trained responses",
+        _TOKENS,
+        "response_length/mean",
+        "completions/mean_length",
+    ),
+    Metric(
+        "response_length/min",
+        "of the trained responses",
+        _TOKENS,
+        "response_length/min",
+        "completions/min_length",
+    ),
+    Metric(
+        "response_length/max",
+        "of the trained responses",
+        _TOKENS,
+        "response_length/max",
+        "completions/max_length",
+    ),
+    Metric("response_length/std", "of the trained responses", _TOKENS),
+    Metric(
+        "response_length/terminated_mean",
+        "of those that ended before the limit",
+        _TOKENS,
+        "",
+        "completions/mean_terminated_length",
+    ),
+    Metric(
+        "response_length/clip_ratio",
+        "of the trained responses: cut at the limit",
+        _SHARE,
+        "response_length/clip_ratio",
+        "completions/clipped_ratio",
+    ),
+    # the update
+    Metric("loss/policy", "as it is normalised, mean over updates", "", "actor/pg_loss"),
+    Metric("loss/kl", "KL term as it is normalised, without kl_coef", "", "actor/kl_loss"),
+    Metric("kl/ref", "to the reference, of a trained token", _NATS, "", "kl"),
+    Metric("entropy", "of the policy at trained tokens", _NATS, "actor/entropy", "entropy"),
+    Metric("entropy/sampled", "minus the logprob of sampled tokens, all responses", _NATS),
+    Metric("ratio/mean", "to the old policy, of trained tokens"),
+    Metric("ratio/min", "to the old policy, of trained tokens"),
+    Metric("ratio/max", "to the old policy, of trained tokens"),
+    Metric(
+        "clip_frac", "trained tokens clipped", _SHARE, "actor/pg_clipfrac", "clip_ratio/region_mean"
+    ),
+    Metric("clip_frac/low", "from below", _SHARE, "", "clip_ratio/low_mean"),
+    Metric("clip_frac/high", "from above", _SHARE, "", "clip_ratio/high_mean"),
+    Metric("grad_norm", "before clipping, mean over updates", "", "actor/grad_norm", "grad_norm"),
+    Metric("lr", "learning rate", "", "actor/lr", "learning_rate"),
+    Metric("num_tokens", "response tokens of the step", _TOKENS),
+    Metric("num_trained_tokens", "those with a gradient", _TOKENS),
+    Metric("train/updates", "of the weights, in the step"),
+    Metric("train/skipped_nonfinite", "updates left out, whose gradient was not finite"),
+    # engine against trainer, over tokens of the newest version
+    Metric(
+        "train_rollout_logprob_abs_diff",
+        "engine against trainer, mean over tokens that the newest version sampled",
+        _NATS,
+        "training/rollout_probs_diff_mean",
+        "sampling/sampling_logp_difference/mean",
+    ),
+    Metric(
+        "train_rollout_logprob_abs_diff_max",
+        "the largest",
+        _NATS,
+        "training/rollout_probs_diff_max",
+        "sampling/sampling_logp_difference/max",
+    ),
+    Metric("mismatch_kl/mean", "engine to trainer, k3, over these", _NATS, "rollout_corr/k3_kl"),
+    Metric("mismatch_kl/max", "the largest of a token", _NATS),
+    Metric(
+        "tis/mean",
+        "importance weight",
+        "",
+        "",
+        "sampling/importance_sampling_ratio/mean",
+    ),
+    Metric(
+        "tis/max",
+        "importance weight",
+        "",
+        "",
+        "sampling/importance_sampling_ratio/max",
+    ),
+    Metric("tis/truncated_share", "tokens whose weight is held to algorithm.tis_cap", _SHARE),
+    Metric("off_policy/span", "versions in a response"),
+    Metric("off_policy/span_max", "versions in a response"),
+    Metric("off_policy/newest_gap", "trained version minus the newest of a response"),
+    Metric("off_policy/newest_gap_max", "trained version minus the newest of a response"),
+    Metric("off_policy/oldest_gap", "staleness: trained version minus the oldest of a response"),
+    Metric("off_policy/oldest_gap_max", "staleness"),
+    # rounds
+    Metric("round/groups_trained", "in the step"),
+    Metric("round/groups_dropped", "in its round"),
+    Metric("round/groups_no_signal", "of those: all rewards equal"),
+    Metric("round/groups_unscored", "of those: too few scores"),
+    Metric("round/is_<kind>", "1 if the round was short, long or flush"),
+    Metric("tail/<name>", "racing, of the round: see lightrl/core/README.md"),
+    Metric("tail_run/<name>", "racing, of the run so far"),
+    Metric("foresight/coverage", "responses whose length was predicted", _SHARE),
+    Metric("foresight/mean_abs_error_tokens", "of predicted lengths", _TOKENS),
+    Metric("foresight/rank_correlation", "of predicted and real lengths"),
+    Metric("migration/moves", "responses that moved to another node"),
+    # speculation
+    Metric("speculation/drafted", "tokens", _TOKENS),
+    Metric("speculation/acceptance", "drafted tokens that were sampled", _SHARE),
+    Metric("speculation/draft_share", "sampled tokens that were drafted", _SHARE),
+    Metric("speculation/forwards", "forward passes of engines"),
+    Metric("speculation/tokens_per_forward", "of a response"),
+    Metric("speculation/<name>", "see lightrl/history/README.md"),
+    Metric("history/<name>", "the store of earlier responses"),
+    # weights
+    Metric("weights/bytes", "moved to nodes since the last step", "bytes"),
+    Metric("weights/full_bytes", "the same had each got all of it", "bytes"),
+    Metric("weights/from_peers", "of these from other rollout nodes", "bytes"),
+    Metric("weights/publish_s", "to write a version", _S),
+    Metric("weights/pull_s", "of the slowest", _S),
+    Metric("weights/pause_s", "an engine standing still, the slowest", _S),
+    Metric("weights/broadcast_nodes", "that got it by broadcast"),
+    Metric("weights/broadcast_s", "of the slowest, proof included", _S),
+    Metric("weights/delta_ratio", "bytes of deltas against the whole", _SHARE),
+    Metric("weights/canary", "largest difference of a logprob to the trainer's", _NATS),
+    Metric("weights/<name>", "see lightrl/weights/README.md"),
+    # where time and devices go
+    Metric("timing_s/step", "rollout + train_after_rollout + weights", _S, "timing_s/step"),
+    Metric("timing_s/rollout", "until the round closed", _S, "timing_s/gen"),
+    Metric("timing_s/train_after_rollout", "training not hidden behind it", _S),
+    Metric("timing_s/weights", "until a node served the new version", _S),
+    Metric("timing_s/forward_backward", "passes of the ranks", _S, "timing_s/update_actor"),
+    Metric("timing_s/reference", "of these, the reference's", _S, "timing_s/ref"),
+    Metric("timing_s/optimizer", "updates", _S),
+    Metric("timing_s/publish", "writing the version", _S),
+    Metric("timing_s/stage", "standing still for a checkpoint", _S, "timing_s/save_checkpoint"),
+    Metric("timing_s/park", "giving shared devices back", _S),
+    Metric("timing_s/fetch", "taking shared devices", _S),
+    Metric("timing_s/<name>", "see lightrl/trainer/README.md", _S),
+    Metric("perf/rollout_tokens_per_s", "sampled in the round", "tokens/s"),
+    Metric(
+        "perf/tokens_per_gpu_s",
+        "trained, prompts included, by the step's seconds and all devices",
+        "tokens/s",
+        "perf/throughput",
+    ),
+    Metric("perf/mfu", "of forward and backward passes, on known GPUs", _SHARE, "perf/mfu/actor"),
+    Metric(
+        "perf/peak_memory_gib",
+        "allocated by torch on the fullest GPU of the ranks",
+        "GiB",
+        "perf/max_memory_allocated_gb",
+    ),
+    Metric(
+        "perf/host_memory_gib", "resident, all ranks together", "GiB", "perf/cpu_memory_used_gb"
+    ),
+    Metric("perf/padding_share", "of the tokens that ranks computed", _SHARE),
+    Metric("perf/micro_batches", "of the rank with the most"),
+    Metric("offload/<name>", "devices that sample and train: see lightrl/core/README.md"),
+    Metric("device_s/<node>/<state>", "what shared devices did; sums to the step", _S),
+    Metric("cost/usd", "of the run so far, by prices", "US$"),
+    Metric("cost/usd_per_step", "of the run so far", "US$"),
+    Metric("cost/usd_per_million_tokens", "sampled and not given up", "US$"),
+    # evaluations
+    Metric("eval/<set>/avg@<k>", "mean reward", "", "val-core/<set>/reward/mean@<k>"),
+    Metric(
+        "eval/<set>/pass@<k>", "prompts with a right response", _SHARE, "val-core/<set>/best@<k>"
+    ),
+    Metric("eval/<set>/<name>", "length (tokens), clip_ratio", ""),
+)
+
+_PART = re.compile(r"<[a-z]+>")
+
+
+def described(name: str) -> Metric | None:
+    """The entry of a name; the most particular one. None for a name that is not described."""
+    exact = next((m for m in METRICS if m.name == name), None)
+    return exact or next((m for m in METRICS if _pattern(m.name).fullmatch(name)), None)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    parts = _PART.split(name)
+    return re.compile("[^/]+".join(map(re.escape, parts)) if len(parts) > 1 else re.escape(name))
+
+
+def table() -> list[str]:
+    """For people, one line each, with a heading."""
+    rows = [("name", "unit", "verl", "TRL", "meaning")]
+    rows += [(m.name, m.unit, m.verl or "-", m.trl or "-", m.meaning) for m in METRICS]
+    widths = [max(len(row[k]) for row in rows) for k in range(4)]
+    return [
+        "  ".join(part.ljust(width) for part, width in zip(row, [*widths, 0], strict=True)).rstrip()
+        for row in rows
+    ]

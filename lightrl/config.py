@@ -13,6 +13,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from lightrl.config_algorithm import UNGROUPED, AlgorithmSection
+from lightrl.config_logging import Logging
 from lightrl.config_model import Lora, Model
 from lightrl.config_scale import Offload, Prices, ScaleSection
 from lightrl.config_sections import (
@@ -21,7 +22,6 @@ from lightrl.config_sections import (
     Data,
     Eval,
     Journal,
-    Logging,
     NodeSection,
     Reward,
     Rollout,

@@ -36,7 +36,6 @@ Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(one
 EngineKind = Literal["auto", "vllm", "torch", "emulated"]
 TrainKind = Literal["torch", "emulated"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Backend = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 TailBatching = Literal["off", "prompts", "both"]
 
 
@@ -375,28 +374,4 @@ class Journal(Section):
     keep_history: bool = Field(
         default=False,
         description="keep all segments for `lightrl replay`, not only those a resume needs",
-    )
-
-
-class Logging(Section):
-    backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = Field(
-        default=("jsonl",), description="where metrics go: jsonl, tensorboard, wandb, mlflow"
-    )
-    project: str = Field(default="lightrl", description="of wandb; the experiment of mlflow")
-    group: str = Field(default="", description="of wandb; a tag of mlflow")
-    tags: Names = Field(default=(), description="of wandb and mlflow")
-    prometheus: str = Field(
-        default="",
-        description='"127.0.0.1:9109": serve the newest figures there, for Prometheus; empty = no',
-    )
-    samples: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
-        default=16,
-        description="responses of each step that go to samples.jsonl as text, or all; those of "
-        "evaluations all do",
-    )
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="lowest level that is logged: debug, info, warning or error"
-    )
-    json_: bool = Field(
-        default=False, alias="json", description="logs for machines: a JSON object on each line"
     )

@@ -179,7 +179,7 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ({"reward": {"weights": [1, 2]}}, ("reward.weights", "2 weights for 1")),
         ({"reward": {"weights": [float("nan")]}}, ("reward.weights = nan", "finite")),
         ({"reward": {"functions": []}}, ("reward.functions", "at least one")),
-        ({"logging": {"backends": "mlflow"}}, ("logging.backends = 'mlflow'", "'wandb'")),
+        ({"logging": {"backends": "neptune"}}, ("logging.backends = 'neptune'", "'wandb'")),
         ({"node": {"lease_s": 0.6}}, ("node.lease_s = 0.6", "node.heartbeat_s = 0.5")),
         ({"round": {"eta": 0.9}}, ("round.eta = 0.9", "from 1 to 4")),
         ({"round": {"eta": 4.5}}, ("round.eta = 4.5", "from 1 to 4")),

@@ -5,13 +5,11 @@ Reads the core's rounds when they close; decides nothing and does no I/O.
 """
 
 import asyncio
-import hashlib
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import ParamSpec, TypeVar
 
 from lightrl.core.commands import CloseStep
 from lightrl.core.coordinator import Coordinator
@@ -27,6 +25,7 @@ from lightrl.core.state import (
 )
 from lightrl.messages import SampleText, Snapshot, TailRow
 from lightrl.metrics.cost import cost_figures, cost_row
+from lightrl.metrics.futures import hash_onto, in_thread, known_digest
 from lightrl.metrics.node_rows import NodeRows
 from lightrl.metrics.offload import offload_figures
 from lightrl.metrics.round_figures import (
@@ -46,9 +45,6 @@ from lightrl.wire import to_json
 HISTORY_STEPS = 500
 NUM_EVENTS = 200
 NUM_SAMPLES = 64
-P = ParamSpec("P")
-Result = TypeVar("Result")
-
 SCORED = {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}
 
 
@@ -101,7 +97,7 @@ class Records:
         self._hashing = ThreadPoolExecutor(1, "hashing")
         self._adding = ThreadPoolExecutor(1, "adding")  # done long before the step is trained
         # of all trained responses so far, each step's onto those before
-        self._digest = _known(bytes(16))
+        self._digest = known_digest(bytes(16))
         self._bias = Bias(max_response_tokens)
         self._bias_so_far = self._bias.figures()
         self._bias_steps = 0  # whose rounds it has counted
@@ -171,8 +167,8 @@ class Records:
         self._num_migrations = core.table.counters.migrations
         self._closed[round.step] = _Closed(
             figures | history,
-            _in_thread(self._hashing, digest_responses, round.step, trained),
-            _in_thread(
+            in_thread(self._hashing, digest_responses, round.step, trained),
+            in_thread(
                 self._adding,
                 sampled_entropy,
                 [r.logprobs for g in round.groups.values() for r in g.responses],
@@ -220,7 +216,7 @@ class Records:
             **{f"cost/{name}": value for name, value in cost_figures(core).items()},
             **offload_figures(core),
         }
-        self._digest = self._hashing.submit(_hash_onto, self._digest, closed.digest)
+        self._digest = self._hashing.submit(hash_onto, self._digest, closed.digest)
         self._histogram = closed.histogram
         self._show(record)
         return record
@@ -258,7 +254,7 @@ class Records:
         self, known: RecordsNote, core: Coordinator, steps: Iterable[dict[str, float]]
     ) -> None:
         """Goes on from a note and the records of the steps before it."""
-        self._digest, self.evals = _known(bytes.fromhex(known.digest)), known.evals
+        self._digest, self.evals = known_digest(bytes.fromhex(known.digest)), known.evals
         self._rl_wall_s = known.rl_wall_s
         self._bias.recall(known.bias)
         self._bias_so_far = self._bias.figures()
@@ -376,29 +372,6 @@ class Records:
             "broadcasts_lost": core.fleet.broadcasts.groups.num_lost,
             "bad_frames": self.bad_frames,
         }
-
-
-def _in_thread(
-    threads: ThreadPoolExecutor, act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
-) -> Future[Result]:
-    """A gigabyte takes a second; here if no thread can be started."""
-    try:
-        return threads.submit(act, *args, **kwargs)
-    except RuntimeError:
-        done: Future[Result] = Future()
-        done.set_result(act(*args, **kwargs))
-        return done
-
-
-def _known(digest: bytes) -> Future[bytes]:
-    future: Future[bytes] = Future()
-    future.set_result(digest)
-    return future
-
-
-def _hash_onto(before: Future[bytes], of_step: Future[bytes]) -> bytes:
-    """In the thread, which has done both by now: one after the other."""
-    return hashlib.blake2b(before.result(0) + of_step.result(0), digest_size=16).digest()
 
 
 def _final(state: RunState) -> str:

@@ -137,10 +137,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_10_are_pinned():
+def test_bytes_of_protocol_11_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 10
+    assert m.PROTOCOL == 11
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))
@@ -158,10 +158,10 @@ def test_bytes_of_protocol_10_are_pinned():
     masked = wire.MESSAGES.encode(m.TrainShard(1, 0, 1, (m.TrainGroup("g", b"", (TRAINED,)),)))
     assert masked.hex() == (
         "92aa547261696e536861726488a47374657001a5696e64657800ae706f6c6963795f76657273696f6e01a667726f75"
-        "70739183a567726f7570a167a670726f6d7074c400a9726573706f6e7365739186a8726573706f6e7365a670374030"
+        "70739183a567726f7570a167a670726f6d7074c400a9726573706f6e7365739187a8726573706f6e7365a670374030"
         "2333a9746f6b656e5f696473c400b0726f6c6c6f75745f6c6f6770726f6273c400a6726577617264cb3ff000000000"
-        "0000ad66696e6973685f726561736f6ea66c656e677468a96c6f73735f6d61736bc40105a46c617374c2aa6e756d5f"
-        "67726f75707300a5616c6f6e65c2a77265706c69636100"
+        "0000ad66696e6973685f726561736f6ea66c656e677468a96c6f73735f6d61736bc40105a96e756d5f7374616c6500"
+        "a46c617374c2aa6e756d5f67726f75707300a5616c6f6e65c2a77265706c69636100"
     )
 
 

@@ -1,0 +1,37 @@
+"""The section [logging]: what is written of a run, and where to.
+
+Knows none of the places. Must stay importable without torch.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from lightrl.config_sections import Names, Section
+from lightrl.config_values import one_or_many
+
+Backend = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
+
+
+class Logging(Section):
+    backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = Field(
+        default=("jsonl",), description="where metrics go: jsonl, tensorboard, wandb, mlflow"
+    )
+    project: str = Field(default="lightrl", description="of wandb; the experiment of mlflow")
+    group: str = Field(default="", description="of wandb; a tag of mlflow")
+    tags: Names = Field(default=(), description="of wandb and mlflow")
+    prometheus: str = Field(
+        default="",
+        description='"127.0.0.1:9109": serve the newest figures there, for Prometheus; empty = no',
+    )
+    samples: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
+        default=16,
+        description="responses of each step that go to samples.jsonl as text, or all; those of "
+        "evaluations all do",
+    )
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="lowest level that is logged: debug, info, warning or error"
+    )
+    json_: bool = Field(
+        default=False, alias="json", description="logs for machines: a JSON object on each line"
+    )

@@ -139,6 +139,7 @@ for command in (
     commands.export,
     commands.replay,
     commands.status,
+    commands.compare,
     commands.top,
     commands.down,
     commands.drain,

@@ -79,6 +79,27 @@ def status(addr: Target = None, key: KeyFile = None, as_json: AsJson = False) ->
     show([to_json(snapshot).decode()] if as_json else status_lines(snapshot))
 
 
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN ...", help="names or directories")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what runs were told differently, and what came of each, side by side."""
+    from rich.console import Console
+
+    from lightrl.client.address import find
+    from lightrl.launch import compare as comparing
+
+    folders = [(run, find(run)[1]) for run in runs]
+    for run, folder in folders:
+        if folder is None:
+            raise ConfigError(f"{run}: compare needs a run's name or directory")
+    results = [comparing.result_of(folder) for _, folder in folders if folder is not None]
+    if as_json:
+        show([comparing.as_json(results)])
+    else:
+        Console().print(comparing.as_table(results))
+
+
 def top(addr: Target = None, key: KeyFile = None) -> None:
     """Watch a running or finished run on a live screen (q leaves, ? shows the keys)."""
     from lightrl.client.find_run import OVER, one_snapshot, resolve_target

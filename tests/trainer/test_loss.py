@@ -300,3 +300,21 @@ def test_the_table_of_the_readme_is_that_of_the_code():
         assert (float(low), float(high)) == (max(0, 1 - clip[0]), 1 + clip[1])
         [ratio] = {units[word] for word in units if word in unit}
         assert (recipe.ratio, recipe.norm) == (ratio, norm)
+
+
+def test_ratios_and_what_is_clipped_on_each_side_by_hand():
+    result, _ = evaluate("grpo")
+    # 2 and 1/2, then 2: only the first is above 1.3 with an advantage above 0.
+    assert (result.num_clipped_low.item(), result.num_clipped_high.item()) == (0, 1)
+    assert result.ratios.item() == pytest.approx(4.5)
+    assert (result.min_ratio.item(), result.max_ratio.item()) == pytest.approx((0.5, 2.0))
+    result, _ = evaluate("cispo", clip_low=0.2)
+    assert (result.num_clipped_low.item(), result.num_clipped_high.item()) == (1, 2)
+    assert evaluate("grpo")[0].kl_of_tokens.item() == 0
+
+
+def test_kl_of_tokens_is_neither_weighted_nor_divided_by_lengths():
+    ref = OLD + RATIOS - 0.5
+    result, _ = evaluate("grpo", ref=ref, kl_type="k1", kl_coef=1.0, tis_cap=0)
+    assert result.kl_of_tokens.item() == pytest.approx(3 * 0.5)
+    assert result.kl.item() == pytest.approx(2 * 0.5)

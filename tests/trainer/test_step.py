@@ -84,6 +84,13 @@ def test_a_streamed_step_equals_one_big_batch(new_rank, samples, algorithm):
             "entropy",
             "grad_norm",
             "train_rollout_logprob_abs_diff",
+            "mismatch_kl/max",
+            "ratio/min",
+            "ratio/max",
+            "clip_frac/high",
+            "advantage/mean",
+            "advantage/std",
+            "advantage/min",
         ):
             assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
 
@@ -322,3 +329,25 @@ def test_commands_of_another_step_are_refused(new_rank):
     rank = new_rank()
     with pytest.raises(TrainerError, match="step 3, but the rank is at step 0"):
         list(rank.perform(Accumulate(3, ())))
+
+
+def test_only_what_the_newest_version_sampled_is_compared(new_rank, samples):
+    old = [replace(s, num_stale=len(s.token_ids) // 4) for s in samples]
+    _, metrics = run_step(new_rank(), [(tuple(old),)], old)
+    assert metrics["train_rollout_logprob_abs_diff"] == metrics["mismatch_kl/max"] == 0
+    assert metrics["num_trained_tokens"] > 0
+    half = [replace(s, num_stale=0 if i else 1) for i, s in enumerate(old)]
+    _, metrics = run_step(new_rank(), [(tuple(half),)], half)
+    assert metrics["train_rollout_logprob_abs_diff"] > 0
+
+
+def test_advantages_count_responses_that_were_not_computed(new_rank, samples):
+    _, metrics = run_step(new_rank(), [(tuple(samples),)], samples, extra=3)
+    values = [*(s.advantage for s in samples), 0.0, 0.0, 0.0]
+    mean = sum(values) / len(values)
+    assert metrics["advantage/mean"] == pytest.approx(mean, abs=1e-6)
+    std = math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
+    assert metrics["advantage/std"] == pytest.approx(std, rel=1e-5)
+    assert metrics["advantage/max"] == pytest.approx(max(values))
+    assert metrics["perf/host_memory_gib"] > 0.05
+    assert 0 <= metrics["perf/padding_share"] < 1

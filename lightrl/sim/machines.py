@@ -79,6 +79,8 @@ class SimMachine:
     order: int = 0
     # and ends; an engine that starts late must not join a machine that is gone
     boots: int = 0
+    # when the newest began; the time until it joins is paid for
+    booted_at: float = math.inf
     incarnation: int = 0
     # policy version whose digest was confirmed
     serves: int = -1
@@ -111,6 +113,11 @@ class SimMachine:
 
     def come(self, now: float) -> None:
         self.engine.now = self._since = now
+        if (started_s := now - self.booted_at) > 0:
+            times = self.engine.times
+            times["start"] = times.get("start", 0.0) + started_s
+            self.present_s += started_s * self.width
+        self.booted_at = math.inf
         self.present, self.asleep = True, self.spec.parallel > 0
         if self.asleep:
             self.width = 0
@@ -156,8 +163,13 @@ class SimMachine:
         return sum(getattr(engine, name) for engine, _ in (*self._past, (self.engine, self.width)))
 
 
-def profile_of(spec: NodeSpec, engines: Mapping[int, EngineProfile]) -> EngineProfile:
-    return engines[spec.parallel or min(engines)].slower(spec.slowness)
+def profile_of(
+    spec: NodeSpec, engines: Mapping[int, EngineProfile], spot_kv_tokens: int
+) -> EngineProfile:
+    """`spot_kv_tokens`: of an engine that shares its GPUs with no trainer; 0 = of all the same."""
+    profile = engines[spec.parallel or min(engines)].slower(spec.slowness)
+    is_other = spec.kind == SPOT and spot_kv_tokens > 0
+    return replace(profile, kv_tokens=spot_kv_tokens) if is_other else profile
 
 
 def new_machine(spec: NodeSpec, profile: EngineProfile, switches: Switches) -> SimMachine:

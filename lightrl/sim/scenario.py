@@ -53,6 +53,8 @@ class Scenario:
     training: Training = field(default_factory=Training)
     transfer: Transfer = field(default_factory=Transfer)
     prices: Prices = field(default_factory=Prices)
+    # tokens that the cache of a spot node holds, if not as many as that of the others
+    spot_kv_tokens: int = 0
     # what switching it on would bring
     speculation: SimSpeculation = field(default_factory=SimSpeculation)
     # and it is not assumed: the run that this is a workload of measured it
@@ -143,12 +145,14 @@ _INFINIBAND = 50e9  # 400 Gbit/s, of each machine of eight
 #
 # Of RLBoost (arXiv 2510.19225), section 7: eight reserved GPUs as four engines, spot nodes of two;
 # a network card of 200 Gbit/s and one of 50 each. All rates are what H100s can do (989 TFLOP/s and
-# 3.35 TB/s each), of which decoding gets 70 % and computing 40 %: an engine step of Qwen3-14B on
-# two reads 29.5 GB in 6.3 ms and adds up 80 times over NVLink (20 us each), is bound by computing
-# above about 300 tokens, and a token of prefill is 2 x 14.8e9 operations. Its keys and values take
-# 160 KiB, and 85 % of 2 x 80 GB hold what weights leave. A trained token is 10 x 14.8e9 operations
-# of all eight: forward, twice as much backward, the forward pass again (checkpointing), and one
-# for the old log-probabilities.
+# 3.35 TB/s each), of which decoding gets 75 % and computing 40 %: an engine step of Qwen3-14B on
+# two reads 29.5 GB in 5.9 ms and adds up 80 times over NVLink (20 us each), is bound by computing
+# above about 300 tokens, and a token of prefill is 2 x 14.8e9 operations; its keys and values take
+# 160 KiB. A trained token is 12 x 14.8e9 operations of all eight, and 8 % for attention: forward,
+# twice as much backward, forward again (checkpointing), and once each for the old log-probabilities
+# and those of the reference. SGLang takes 60 % of the 84.5 GB that it finds free on each GPU for
+# weights and cache: 438,000 tokens on a spot node, 347,000 where 7.4 and 3.7 GB of the actor and
+# the reference lie already.
 PRESETS: dict[str, Callable[[], Scenario]] = {
     "rollpacker-7b-8k": lambda: Scenario(
         Workload("rollpacker-7b-8k", FITTED_8K, reward=_MIX),
@@ -168,8 +172,9 @@ PRESETS: dict[str, Callable[[], Scenario]] = {
     ),
     "rlboost-14b-14k": lambda: Scenario(
         Workload("rlboost-14b-14k", LONG_REASONING),
-        engines={1: EngineProfile(0.008, 300, 163_840 / 4.69e12, 3.7e-5, kv_tokens=610_000)},
-        training=Training(4.7e-5, 5.0, switch_s=3.0, placement="colocated"),
+        engines={1: EngineProfile(0.0075, 300, 163_840 / 5.03e12, 3.7e-5, kv_tokens=347_000)},
+        spot_kv_tokens=438_000,
+        training=Training(6.06e-5, 5.0, switch_s=3.0, placement="colocated"),
         transfer=models.transfer(
             models.QWEN3_14B, engine_gpus=2, machines=1, line=25e9, sender_line=25e9
         ),

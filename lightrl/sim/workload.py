@@ -329,7 +329,7 @@ LONG_TAIL = LengthModel(
 )
 # Nobody has published the lengths of RLBoost's 14B workload, only their limit and the data set,
 # OpenR1-Math. Of that its authors say that R1 solves 75 % of the problems in less than 8,000 tokens
-# and needs up to 16,000 for most of the others: a quarter is above 8,600 here and 9 % at the limit.
+# and needs up to 16,000 for most of the others: a quarter is above 8,200 here and 8 % at the limit.
 # Most of the spread is the problem's (Seer, arXiv 2511.14617: siblings are of similar length); how
 # much, nobody has published.
-LONG_REASONING = LengthModel(cap=14_336, m=8.5, s_p=0.75, s_r=0.25, alpha=-50.0, beta=0.0)
+LONG_REASONING = LengthModel(cap=14_336, m=8.5, s_p=0.65, s_r=0.40, alpha=-50.0, beta=0.0)

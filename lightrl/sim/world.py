@@ -128,13 +128,14 @@ class World:
         self._set_out(nodes, trace)
 
     def _add_machine(self, spec: NodeSpec) -> None:
-        profile = profile_of(spec, self.engines)
+        profile = profile_of(spec, self.engines, self.scenario.spot_kv_tokens)
         self.machines[spec.name] = new_machine(spec, profile, self.switches)
 
     def _speculate(self, speculation: SimSpeculation) -> None:
         self.engines = {k: replace(e, speculation=speculation) for k, e in self.engines.items()}
+        kv_tokens = self.scenario.spot_kv_tokens
         for machine in self.machines.values():
-            machine.engine.adopt(self.now, profile_of(machine.spec, self.engines))
+            machine.engine.adopt(self.now, profile_of(machine.spec, self.engines, kv_tokens))
 
     def _set_out(self, nodes: Sequence[NodeSpec], trace: Sequence[TraceEvent]) -> None:
         self.at(0.0, lambda: self._arrive(hello(TRAINER, 1, "trainer", TRAINER)))
@@ -143,9 +144,7 @@ class World:
             self.at(0.0, lambda name=spec.name: self.join(self.machines[name]))
         for event in trace:
             machine = self.machines[event.node]
-            self.at(
-                event.at_s, lambda m=machine, e=event: self._boot(m) if e.added else self._die(m)
-            )
+            self.at(event.at_s, lambda m=machine, e=event: self.boot(m) if e.added else self.die(m))
 
     # Time
 
@@ -363,14 +362,14 @@ class World:
         for event in arrival(said, num_workers, kv_tokens):
             self.feed(event)
 
-    def _boot(self, machine: SimMachine) -> None:
+    def boot(self, machine: SimMachine) -> None:
         """A machine of the trace is there; its engine starts."""
         machine.boots += 1
-        boots = machine.boots
+        boots, machine.booted_at = machine.boots, self.now
         start_s = self.scenario.transfer.start_s
         self.at(self.now + start_s, lambda: self.join(machine) if machine.boots == boots else None)
 
-    def _die(self, machine: SimMachine) -> None:
+    def die(self, machine: SimMachine) -> None:
         """Without warning: what it had not sent is lost, and it is missed only after a while."""
         machine.boots += 1
         if not machine.present:

@@ -20,7 +20,14 @@ from lightrl.sim.calibration.published import (
 )
 from lightrl.sim.calibration.report import as_json, tables
 from lightrl.sim.calibration.reproduce import Reproduction, Rival, play
-from lightrl.sim.calibration.systems import INSTANCES, beyond, systems, with_instances
+from lightrl.sim.calibration.systems import (
+    INSTANCES,
+    MOVING,
+    STARTING_AGAIN,
+    beyond,
+    systems,
+    with_instances,
+)
 from lightrl.sim.traces import TraceEvent
 from lightrl.sim.workload import FITTED_8K, RewardClass, RewardTimes
 from lightrl.sim.world import World
@@ -109,6 +116,8 @@ def test_what_is_told_of_instances_follows_from_the_rows():
     rows |= found({f"5120 tokens: + {n} preemptible": abs(n - 4) + 2.0 for n in INSTANCES})
     told = {c.name: c.ours for c in checks_of(RLBOOST, rows)}
     assert told == {"throughput with memory": 1.2, "limit of 5120: best number": 4}
+    lost = {"+ 6 preemptible": 50.0, MOVING: 60.0, STARTING_AGAIN: 90.0}
+    assert [c.ours for c in checks_of(RLBOOST, found(lost))] == [0.75]
     rows = found({"colocated": 100.0, "RLBoost": 60.0, "LightRL, prompts": 50.0})
     assert [round(c.ours, 9) for c in checks_beyond(rows)] == [1.2, 2.0]
 

@@ -14,8 +14,10 @@ from lightrl.sim.calibration.systems import (
     FULL,
     INSTANCES,
     MOST,
+    MOVING,
     RLBOOST_ROW,
     SHORT_LIMIT,
+    STARTING_AGAIN,
     STRICT,
 )
 
@@ -55,6 +57,13 @@ def _of_mechanisms(instances: Instances, found: Found) -> list[Check]:
     rows = "changing: with memory", "changing: without memory"
     if all(name in found for name in rows):
         told.append(Check("throughput with memory", 1 + instances.memory, _gain(found, *rows)))
+    undisturbed = f"+ {MOST} preemptible"
+    if all(name in found for name in (MOVING, STARTING_AGAIN, undisturbed)):
+        moving, again = (
+            _step_s(found, name) - _step_s(found, undisturbed) for name in (MOVING, STARTING_AGAIN)
+        )
+        spared = 1 - moving / again if again > 0 else 0.0
+        told.append(Check("three of six lost: time spared by moving", -instances.moving, spared))
     return told
 
 

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 PROMPTS_PER_STEP, GROUP_SIZE, ENGINES = 128, 8, 16
 SLOTS = 100  # of an engine: 160 prompts x 10 responses on 16 of them
-# RLBoost: engines on eight reserved devices, two of them each; responses that one runs at once
-RESERVED_ENGINES, INSTANCE_SLOTS = 4, 256
+# RLBoost: engines on eight reserved devices, two of them each; responses that one is given at once.
+# Its balancer moves what waits at one engine to another (algorithm 2), so that nothing waits for
+# room in a cache while there is room elsewhere: an engine is given no more than its cache
+# holds, 347,000 tokens at 4,600 of context on average. veRL gives each engine its share at once.
+RESERVED_ENGINES, INSTANCE_SLOTS, BALANCED_SLOTS = 4, 256, 75
+# seconds of its window with so many instances and Qwen3-14B: constants in the authors' release
+# (Terra-Flux/PolyRL, rollout-manager, balance.rs), where 5 s is the least
+WINDOW_S = {1: 346.0, 2: 212.0, 3: 145.0, 4: 60.0, 5: 8.0, 6: 5.0}
+LEAST_WINDOW_S = 5.0
 ETA = 1.25
 PERIOD = "ssssl"  # four short rounds, one long
 
@@ -81,6 +88,8 @@ class Instances:
     no_window: float
     # throughput with memory, while their number changes
     memory: float
+    # three of six die 200 s into a step: of the time that this adds if their responses start again
+    moving: float
     # the best number of them, by the limit of a response
     best: Mapping[int, int]
 
@@ -91,5 +100,6 @@ RLBOOST = Instances(
     {1: 0.78, 6: 0.78 * 0.79},
     no_window=-0.19,
     memory=0.06,
+    moving=-0.76,
     best={5120: 3, 14_336: 6},
 )

@@ -6,16 +6,19 @@ whatever order the processes finish in.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from statistics import fmean
 from typing import Literal
 
+from lightrl.core import balance, sides
 from lightrl.core.settings import Settings
 from lightrl.messages import Sampling
 from lightrl.sim.calibration.instances import checks_beyond, checks_of
+from lightrl.sim.calibration.losses import Losses
 from lightrl.sim.calibration.played import Check, Played, Setting
 from lightrl.sim.calibration.published import (
     ENGINES,
@@ -26,11 +29,7 @@ from lightrl.sim.calibration.published import (
     Instances,
     Study,
 )
-from lightrl.sim.calibration.systems import (
-    beyond,
-    systems,
-    with_instances,
-)
+from lightrl.sim.calibration.systems import LOST_AT_S, beyond, systems, with_instances
 from lightrl.sim.machines import NodeSpec
 from lightrl.sim.outcome import Outcome
 from lightrl.sim.report import figures
@@ -39,8 +38,11 @@ from lightrl.sim.traces import TraceEvent, synthetic_trace
 from lightrl.sim.workload import LengthModel, RewardTimes
 from lightrl.sim.world import World
 
+# Decisions are as often as they may be at one percent of a machine's time, which in virtual time is
+# most of a simulation's. With steps of hundreds of seconds, so many times rarer is often enough.
+RARER = 8.0
 BEYOND = ", beyond"  # after the name of a workload: not published
-SPARE_UP_S, SPARE_DOWN_S, SPARE_START_S = 1200.0, 300.0, 60.0  # each of them, on average
+SPARE_UP_S, SPARE_DOWN_S = 1200.0, 300.0  # each of them, on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,24 @@ def play(job: Setting) -> Played:
         trace = synthetic_trace(
             system.spare, system.rounds * 600.0, SPARE_UP_S, SPARE_DOWN_S, job.seed
         )
-    outcome = _run(job, scenario, trace)
+    with _rare_decisions():
+        outcome = _run(job, scenario, trace)
     kinds = "".join(step.kind[0] for step in outcome.steps)
     if system.epochs or system.learns:
         outcome.steps = outcome.steps[system.rounds // 2 :]
     f = figures(outcome, scenario)
     return Played(f, kinds, f.cost / outcome.elapsed_s)
+
+
+@contextmanager
+def _rare_decisions() -> Generator[None]:
+    looks = sides.LOOK_S_PER_NODE, sides.LOOK_S_PER_RESPONSE, balance.PAUSE_S
+    pauses = [RARER * s for s in looks]
+    try:
+        sides.LOOK_S_PER_NODE, sides.LOOK_S_PER_RESPONSE, balance.PAUSE_S = pauses
+        yield
+    finally:
+        sides.LOOK_S_PER_NODE, sides.LOOK_S_PER_RESPONSE, balance.PAUSE_S = looks
 
 
 def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outcome:
@@ -118,6 +132,9 @@ def _run(job: Setting, scenario: Scenario, trace: Sequence[TraceEvent]) -> Outco
     world = World(settings, scenario, nodes, trace, system.switches)
     if system.rule is not None:
         world.core.sides.rule = system.rule()
+    if system.lost:
+        losses = Losses(world, system.lost, LOST_AT_S, system.rounds // 2)
+        world.mechanisms = (*world.mechanisms, losses)
     return world.run()
 
 
@@ -130,8 +147,7 @@ def _scenario(job: Setting) -> Scenario:
     workload = replace(workload, lengths=lengths, reward=reward)
     if system.epochs:
         workload = replace(workload, num_prompts=system.prompts_of_epoch)
-    start_s = SPARE_START_S if system.spare else 0.0
-    transfer = replace(scenario.transfer, start_s=start_s, relays=system.relays)
+    transfer = replace(scenario.transfer, start_s=system.start_s, relays=system.relays)
     return replace(scenario, workload=workload, transfer=transfer)
 
 

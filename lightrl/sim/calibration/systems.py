@@ -10,18 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lightrl.core.offload import NOTHING, Change, Rule, StepTimes, View
+from lightrl.core.offload import Rule
 from lightrl.core.settings import Tail
 from lightrl.core.window import Window
 from lightrl.sim.calibration.published import (
+    BALANCED_SLOTS,
     ENGINES,
     ETA,
     INSTANCE_SLOTS,
+    LEAST_WINDOW_S,
     PROMPTS_PER_STEP,
     RESERVED_ENGINES,
     SLOTS,
+    WINDOW_S,
     Bar,
 )
+from lightrl.sim.calibration.rules import Held, NoWindow, Settled
 from lightrl.sim.scenario import Switches
 from lightrl.sim.traces import TraceEvent, always_there, synthetic_trace
 
@@ -31,6 +35,13 @@ EPOCH = PROMPTS_OF_EPOCH // PROMPTS_PER_STEP  # steps
 SPARE_NODES = 4  # preemptible, beside 16 reserved ones
 INSTANCES = range(1, 9)  # preemptible ones that stay
 SHORT_LIMIT = 5120  # of a response
+# Nobody has published how long it takes until an engine of a new instance has started; RLBoost's
+# release asks for its health for 300 s at most. It is paid for.
+START_S = 60.0
+# steps in which a window is learned, and all; figures are those of the others
+LEARNING, STEPS = 6, 12
+# of six instances, so long after a step has begun
+LOST, LOST_AT_S = 3, 200.0
 # Of them that come and go: each stays so long on average and is away so long, so that five of six
 # are there, as RLBoost's prices imply.
 MOST, UP_S, DOWN_S = 6, 1800.0, 400.0
@@ -73,6 +84,10 @@ class System:
     prompts_of_epoch: int = PROMPTS_OF_EPOCH
     # figures without the first half of the steps, in which a window is learned
     learns: bool = False
+    # until the engine of an instance that comes has started
+    start_s: float = 0.0
+    # instances that die in each step after those in which a window is learned
+    lost: int = 0
     # another rule than the one that the switches name
     rule: Callable[[], Rule] | None = None
     # another limit than the workload's
@@ -104,22 +119,10 @@ def systems(bars: Sequence[Bar]) -> dict[str, System]:
     return {row.name: row for row in rows}
 
 
-class NoWindow:
-    """RLBoost without seeding: shared devices do nothing but train, while others are there."""
-
-    def decide(self, view: View, now: float) -> Change:
-        if not view.others or not view.sampling:
-            return NOTHING
-        return Change(release=tuple(o.node.name for o in view.sampling))
-
-    def learn(self, step: StepTimes) -> None:
-        """There is nothing to decide."""
-
-
 def colocated(limit: int = 0) -> System:
     """veRL on RLBoost's reserved devices."""
     name = f"{_at(limit)}colocated"
-    row = System(name, rounds=8, learns=True, engines=RESERVED_ENGINES, slots=INSTANCE_SLOTS)
+    row = System(name, rounds=STEPS, learns=True, engines=RESERVED_ENGINES, slots=INSTANCE_SLOTS)
     return replace(row, relays=False, limit=limit)
 
 
@@ -127,19 +130,20 @@ def with_instances() -> dict[str, System]:
     """Rows on RLBoost's devices: colocated, then RLBoost with so many preemptible instances."""
     rows = [colocated()]
     rows += [_boosted(f"+ {n} preemptible", instances=n) for n in INSTANCES]
-    rows += [
-        _boosted(f"+ {n}, no window", instances=n, rule=NoWindow, rounds=4)
-        for n in range(1, MOST + 1)
-    ]
+    rows += [_boosted(f"+ {n}, no window", instances=n, rule=NoWindow) for n in range(1, MOST + 1)]
     rows.append(colocated(SHORT_LIMIT))
     for count in INSTANCES:
         name = f"{_at(SHORT_LIMIT)}+ {count} preemptible"
         rows.append(_boosted(name, instances=count, limit=SHORT_LIMIT))
     for name, remembers in (("with memory", True), ("without memory", False)):
         rule = partial(Window, first_guess=False, remembers=remembers)
-        rows.append(
-            _boosted(f"changing: {name}", rule=rule, trace=_numbers(), rounds=STEPS_WITH_NUMBERS)
-        )
+        row = _boosted(f"changing: {name}", rule=rule, trace=_numbers(), rounds=STEPS_WITH_NUMBERS)
+        rows.append(replace(row, start_s=START_S))
+    for name, switches in (
+        (MOVING, _SHARED),
+        (STARTING_AGAIN, replace(_SHARED, token_collection=False)),
+    ):
+        rows.append(replace(_boosted(name, switches, MOST), lost=LOST))
     return {row.name: row for row in rows}
 
 
@@ -151,7 +155,7 @@ def _boosted(
     name: str,
     switches: Switches = _SHARED,
     instances: int = 0,
-    rounds: int = 8,
+    rounds: int = STEPS,
     rule: Callable[[], Rule] | None = None,
     limit: int = 0,
     trace: tuple[TraceEvent, ...] = (),
@@ -160,11 +164,18 @@ def _boosted(
         colocated(limit),
         name=name,
         switches=switches,
+        slots=BALANCED_SLOTS,
         rounds=rounds,
         migration=True,
-        rule=rule,
+        rule=rule or (None if trace else _window(instances, limit)),
         trace=trace or always_there(instances),
     )
+
+
+def _window(instances: int, limit: int) -> Callable[[], Rule]:
+    if limit:
+        return partial(Settled, LEARNING)
+    return partial(Held, WINDOW_S.get(instances, LEAST_WINDOW_S))
 
 
 def _numbers() -> tuple[TraceEvent, ...]:
@@ -179,6 +190,7 @@ def _numbers() -> tuple[TraceEvent, ...]:
     return tuple(events)
 
 
+MOVING, STARTING_AGAIN = "three of six lost, moving", "three of six lost, starting again"
 RLBOOST_ROW, FULL, STRICT = "RLBoost", "LightRL, prompts", "LightRL, off"
 
 
@@ -191,6 +203,7 @@ def beyond() -> dict[str, System]:
         learns=False,
         epochs=True,
         prompts_of_epoch=PROMPTS_PER_STEP * STEPS_WITH_CHANGES // 2,
+        start_s=START_S,
     )
     prompts = Tail(ETA)
     full = replace(
@@ -225,7 +238,9 @@ def beyond() -> dict[str, System]:
 
 def _ours(name: str, tail: Tail = _PLAIN, switches: Switches = _OURS, spare: int = 0) -> System:
     """LightRL: its devices change sides by the core's own rule."""
-    return System(name, tail, switches, foresight=True, migration=True, spare=spare)
+    return System(
+        name, tail, switches, foresight=True, migration=True, spare=spare, start_s=START_S
+    )
 
 
 def _rivals(*rows: System) -> list[System]:

@@ -237,8 +237,12 @@ def _round(core: "Coordinator", round: Round) -> None:
             len(group.responses) == round.responses_launched, f"{group.id} has too few responses"
         )
         if group.state in {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}:
+            skipped = sum(r.scored and r.reward is None for r in group.responses)
+            least = round.group_size - core.settings.skips_unscored * skipped
+            least = max(least, min(race.MIN_COMPARED, round.group_size))
             _require(
-                len(group.kept) == round.group_size, f"{group.id} keeps {len(group.kept)} responses"
+                least <= len(group.kept) <= round.group_size,
+                f"{group.id} keeps {len(group.kept)} responses",
             )
             unscored = [r.id for r in group.kept if not r.scored or r.reward is None]
             _require(

@@ -217,9 +217,10 @@ class Group:
 
     @property
     def kept(self) -> list[Response]:
-        """What is trained of a group that is complete, in the order of its members."""
-        first = sorted(index for _, index in self.finishers[: self.round.group_size])
-        return [self.responses[index] for index in first]
+        """Trained of a complete group, in order: the first to finish, but for those skipped."""
+        first = sorted(self.finishers[: self.round.group_size], key=lambda each: each[1])
+        kept = (self.responses[index] for _, index in first)
+        return [r for r in kept if r.reward is not None or self.round.is_eval]
 
 
 @dataclass(slots=True, eq=False)

@@ -217,10 +217,9 @@ class Group:
 
     @property
     def kept(self) -> list[Response]:
-        """Trained of a complete group, in order: the first to finish, but for those skipped."""
-        first = sorted(self.finishers[: self.round.group_size], key=lambda each: each[1])
-        kept = (self.responses[index] for _, index in first)
-        return [r for r in kept if r.reward is not None or self.round.is_eval]
+        """Trained of a complete group, in order: the first to finish, without those unscored."""
+        first = sorted(index for _, index in self.finishers[: self.round.group_size])
+        return [r for index in first if (r := self.responses[index]).reward is not None]
 
 
 @dataclass(slots=True, eq=False)

@@ -57,7 +57,9 @@ def test_rewards_that_stop_working_end_the_run_after_five_steps_in_a_row():
         assert driver.core.state is RunState.RUNNING
         next_step(driver)
     _, reason = play(driver, None)
-    assert reason.endswith(f"step 11: none of 4 responses has a score: {WHY} (5 such steps in a row)")
+    assert reason.endswith(
+        f"step 11: none of 4 responses has a score: {WHY} (5 such steps in a row)"
+    )
     assert driver.core.state is RunState.FINISHING
 
 

@@ -8,13 +8,14 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field, model_validator
 
 from lightrl.config_algorithm import UNGROUPED, AlgorithmSection
 from lightrl.config_logging import Logging
 from lightrl.config_model import Lora, Model
+from lightrl.config_reward import Reward, with_environment
 from lightrl.config_scale import Offload, Prices, ScaleSection
 from lightrl.config_sections import (
     AsyncSection,
@@ -23,7 +24,6 @@ from lightrl.config_sections import (
     Eval,
     Journal,
     NodeSection,
-    Reward,
     Rollout,
     RoundSection,
     Run,
@@ -61,6 +61,11 @@ class Config(Section):
     journal: Journal = Journal()
     logging: Logging = Logging()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _environment(cls, tree: Any) -> Any:
+        return with_environment(cast("dict[str, Any]", tree)) if isinstance(tree, dict) else tree
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.run.name == "latest":
@@ -80,6 +85,11 @@ class Config(Section):
             )
         if not functions:
             raise ValueError("reward.functions: at least one is needed")
+        if "regex" in functions and not self.reward.regex:
+            raise ValueError(
+                "reward.regex: is needed for the reward 'regex', e.g. '#### (.+)': its first group "
+                "is compared with the answer"
+            )
         if self.node.lease_s < 2 * self.node.heartbeat_s:
             raise ValueError(
                 f"node.lease_s = {self.node.lease_s}: must be at least twice "

@@ -248,32 +248,6 @@ class Speculation(Section):
     )
 
 
-class Reward(Section):
-    functions: Names = Field(
-        default=("exact_match",), description='"path.py:function" or a built-in name'
-    )
-    weights: tuple[float, ...] = Field(
-        default=(), description="one for each function; default all 1"
-    )
-    workers: Positive = Field(default=1, description="reward processes")
-    timeout_s: Seconds = Field(
-        default=10.0, description="limit of one call, counted from its start"
-    )
-    env: Names = Field(
-        default=(),
-        description='variables that the functions need besides the usual ones; "OPENAI_*" '
-        "works, too",
-    )
-    command: tuple[str, ...] = Field(
-        default=(),
-        description='put before the command line of a worker: ["bwrap", ...], ["nice", "-n", "5"]',
-    )
-    on_failure: float | Literal["drop"] = Field(
-        default="drop",
-        description="for a response without a score: drop its group, or give it this reward",
-    )
-
-
 class Eval(Section):
     path: str = Field(
         default="", description="held-out prompts in the layout of data.path; empty = no evaluation"

@@ -9,6 +9,7 @@ from lightrl.messages import Sampling
 # After node.grace_s a node kills an engine that keeps its devices. It counts as lost after so many
 # of these, and what the kill may take, however short they are.
 RELEASE_GRACES, KILL_S = 2.0, 5.0
+MAX_UNSCORED_STEPS = 5  # in a row; one, if nothing was ever scored
 
 
 def settings_of(
@@ -22,6 +23,7 @@ def settings_of(
     stop."""
     r = config.rollout
     eta_prompts, eta_responses = config.round.etas
+    on_failure = config.reward.on_failure
     return Settings(
         run_seed=config.run.seed,
         num_steps=config.train.steps,
@@ -37,7 +39,9 @@ def settings_of(
         vocabulary=vocabulary,
         lease_s=config.node.lease_s,
         patience_s=config.node.patience_s,
-        reward_on_failure=None if config.reward.on_failure == "drop" else config.reward.on_failure,
+        reward_on_failure=on_failure if isinstance(on_failure, float) else None,
+        skips_unscored=on_failure == "skip",
+        max_unscored_steps=MAX_UNSCORED_STEPS,
         chunk_tokens=r.chunk_tokens,
         num_prompts=num_prompts,
         tail=Tail(eta_prompts, eta_responses, config.round.race),

@@ -56,7 +56,6 @@ from lightrl.log import reporter
 from lightrl.messages import Generate, Heartbeat, Message, TrainShard, Welcome
 from lightrl.metrics.round_figures import live_figures, step_line, warnings
 from lightrl.metrics.sinks import MetricsLog
-from lightrl.rewards.runner import RewardPool
 from lightrl.system.output import plain
 from lightrl.transport.router import Peer, Router
 from lightrl.weights.machine.scratch import scratch_dir
@@ -185,7 +184,7 @@ class CoordinatorDaemon:
                         tasks.create_task(self._inbound.receive(tasks), name="receive"),
                         tasks.create_task(self._feed_inbox(), name="inbox"),
                         tasks.create_task(self._beat(), name="heartbeat"),
-                        tasks.create_task(self._serve_rewards(rewards), name="rewards"),
+                        tasks.create_task(self._serve_rewards(self._scoring), name="rewards"),
                         tasks.create_task(self._scale.run(), name="scale"),
                     ]
                     await self._finished
@@ -230,15 +229,15 @@ class CoordinatorDaemon:
         self._journaling.begin(self._core, note)
         self._set_timer()
 
-    async def _serve_rewards(self, rewards: RewardPool) -> None:
+    async def _serve_rewards(self, scoring: Scoring) -> None:
         """Nodes may come while the workers start; that all input is good is said by the address
         file."""
-        await rewards.start()
+        await scoring.start()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
                 run_files.announce(self._run_dir, self.address, self._report), name="announce"
             )
-            tasks.create_task(rewards.run(), name="scores")
+            tasks.create_task(scoring.pool.run(), name="scores")
 
     # Events in, commands out
 

@@ -359,7 +359,9 @@ class Coordinator:
             if self.table.rounds:
                 is_eval = self.table.is_evaluating
                 self._state = RunState.EVALUATING if is_eval else RunState.RUNNING
-            if self.steps.finished:
+            if (trouble := self.judge.unscored.trouble) is not None:
+                self.ending.begin(RunState.FAILED, trouble)
+            elif self.steps.finished:
                 self.ending.begin(RunState.FINISHED, f"{self.step} steps done")
         else:
             self.steps.finish_step(now)

@@ -237,14 +237,16 @@ def _round(core: "Coordinator", round: Round) -> None:
             len(group.responses) == round.responses_launched, f"{group.id} has too few responses"
         )
         if group.state in {GroupState.COMPLETE, GroupState.ACCEPTED, GroupState.TRAINED}:
+            skipped = sum(r.scored and r.reward is None for r in group.responses)
+            skips = core.settings.skips_unscored or round.is_eval
+            least = round.group_size - skips * skipped
+            least = max(least, 0 if round.is_eval else min(race.MIN_COMPARED, round.group_size))
             _require(
-                len(group.kept) == round.group_size, f"{group.id} keeps {len(group.kept)} responses"
+                least <= len(group.kept) <= round.group_size,
+                f"{group.id} keeps {len(group.kept)} responses",
             )
-            unscored = [r.id for r in group.kept if not r.scored or r.reward is None]
-            _require(
-                not unscored or round.is_eval,
-                f"{group.id} is {group.state} without rewards for {unscored}",
-            )
+            unscored = [r.id for r in group.kept if not r.scored]
+            _require(not unscored, f"{group.id} is {group.state} without rewards for {unscored}")
             _require(
                 _has_right_winners(core, round, [r.id for r in group.kept], group.responses),
                 f"{group.id} kept others than the first to finish",
@@ -274,7 +276,7 @@ def _has_right_winners(
     """In token space nobody who lost is shorter than one who was kept."""
     if round.races and core.settings.tail.race == "clock":
         return True
-    longest = max(len(r.tokens) for r in group if r.id in kept)
+    longest = max((len(r.tokens) for r in group if r.id in kept), default=0)
     others = [r for r in group if r.id not in kept and (r.reward is not None or not r.scored)]
     return all(len(r.tokens) + (r.finish_reason is None) >= longest for r in others)
 

@@ -14,6 +14,7 @@ from lightrl.core.events import ResponseScored
 from lightrl.core.responses import ResponseTable
 from lightrl.core.settings import Settings
 from lightrl.core.state import Group, GroupState, Response, ResponseState, Round
+from lightrl.core.unscored import UnscoredSteps
 from lightrl.messages import FinishReason
 
 
@@ -23,6 +24,7 @@ class Judge:
     ) -> None:
         # groups in which nothing goes on any more, until they are judged
         self.settled: list[Group] = []
+        self.unscored = UnscoredSteps(settings, outbox)
         self._settings = settings
         self._table = table
         self._backlog = backlog
@@ -60,14 +62,14 @@ class Judge:
             return
         group = response.group
         self._outbox.record(ResponseScored(name, attempt, reward, failure))
+        self.unscored.count(group.round, name, failure if reward is None else None)
         if reward is None:
             self._table.counters.rewards_failed += 1
-            self._outbox.warn(f"no reward for {name}: {failure}")
             reward = None if group.round.is_eval else self._settings.reward_on_failure
         response.reward, response.scored = reward, True
         if response.resolved:
             return
-        if reward is not None or group.round.is_eval:
+        if reward is not None or group.round.is_eval or self._settings.skips_unscored:
             group.round.num_scores += 1
             bisect.insort(group.finishers, race.finish_of_response(self._settings, response))
             group.bound = race.bound(self._settings, group)

@@ -20,6 +20,7 @@ import bisect
 from lightrl.core.settings import Settings
 from lightrl.core.state import UNBOUNDED, Group, GroupState, Response, ResponseState, Round
 
+MIN_COMPARED = 2  # responses with a score that a group is trained with, unless it has but one
 DECIDED = -1  # bound and cut of a race by the clock that is over: whoever has not arrived has lost
 MAX_RECHECKS = 32  # looks at who is certain to be accepted, in one round: keeps its cost linear
 
@@ -125,9 +126,20 @@ def is_won(group: Group) -> bool:
 
 
 def is_out(group: Group) -> bool:
-    """Too many of its responses have no score, or are behind the cut: it will not be complete."""
+    """Too many of its responses have no score, or are behind the cut: it will not be complete.
+
+    One that is skipped for want of a score holds its place among the finishers: whether the score
+    or the cut came first must not matter.
+    """
     in_time = bisect.bisect_right(group.finishers, (group.round.cut, UNBOUNDED))
-    return group.num_open + in_time < group.round.group_size
+    if group.num_open + in_time < group.round.group_size:
+        return True
+    return not group.num_open and not _can_be_compared(group)
+
+
+def _can_be_compared(group: Group) -> bool:
+    least = min(MIN_COMPARED, group.round.group_size)
+    return group.round.is_eval or len(group.kept) >= least
 
 
 def is_flat(group: Group) -> bool:

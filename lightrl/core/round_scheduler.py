@@ -219,6 +219,7 @@ class RoundScheduler:
 
     def close_round(self, round: Round, now: float) -> None:
         round.closed_at = now
+        self._judge.unscored.close(round, self._table.counters.trained_responses)
         if round.is_eval:
             self.evaluated = round.step
             round.move(RoundState.CLOSED)

@@ -52,6 +52,10 @@ class Settings:
     reward_on_failure: float | None
     # of one epoch of the training data
     num_prompts: int
+    # without reward_on_failure: it holds its place in its group, which is trained without it
+    skips_unscored: bool = False
+    # steps in a row without any score after which a run ends; 0 = it goes on
+    max_unscored_steps: int = 0
     # of a response that a node may hold before it sends them
     chunk_tokens: int = 16
     tail: Tail = Tail()

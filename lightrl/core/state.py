@@ -217,9 +217,9 @@ class Group:
 
     @property
     def kept(self) -> list[Response]:
-        """What is trained of a group that is complete, in the order of its members."""
+        """Trained of a complete group, in order: the first to finish, without those unscored."""
         first = sorted(index for _, index in self.finishers[: self.round.group_size])
-        return [self.responses[index] for index in first]
+        return [r for index in first if (r := self.responses[index]).reward is not None]
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,9 @@ from typing import Any
 
 from lightrl.client import ask
 from lightrl.client.find_run import OVER
+from lightrl.core.unscored import NO_REWARD, NONE_SCORED
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
+from lightrl.log import WARNING
 from lightrl.messages import NodeRow, Snapshot
 from lightrl.metrics.display import cost, count, duration, pulling, speculation, usd, weights
 from lightrl.trainer.checkpoint.saved import CHECKPOINTS
@@ -53,6 +55,7 @@ class Progress:
         self._num_evals = 0
         self._state = ""
         self._counts: dict[str, int] = {}  # of NOTED
+        self._failures: set[str] = set()  # events that tell of rewards
 
     def lines(self, s: Snapshot, now: float) -> Iterator[str]:
         """The lines that this snapshot adds."""
@@ -69,6 +72,7 @@ class Progress:
                 "logs/head.log"
             )
         self._counts = counts
+        yield from self._unscored(s)
         evals, self._num_evals = s.evals[self._num_evals :], len(s.evals)
         yield from (_eval_line(s.num_steps, *e) for e in evals if e[0] < s.step)
         over = s.step == s.num_steps
@@ -86,6 +90,14 @@ class Progress:
         if idle and s.step > self._warned_step and now - self._warned_at >= LINE_EVERY_S:
             self._warned_step, self._warned_at = s.step, now
             yield f"WARNING: step {s.step} {idle}"
+
+    def _unscored(self, s: Snapshot) -> Iterator[str]:
+        """The first response without a score, and why; each step that has none."""
+        for _, text in s.events:
+            is_first = text.startswith(NO_REWARD) and not self._failures
+            if (is_first or NONE_SCORED in text) and text not in self._failures:
+                self._failures.add(text)
+                yield f"{WARNING}{text}"
 
 
 def _why_idle(s: Snapshot) -> str:

@@ -11,12 +11,13 @@ import statistics
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from lightrl import config
 from lightrl.core.coordinator import Coordinator
-from lightrl.core.race import is_flat
+from lightrl.core.race import MIN_COMPARED, is_flat
 from lightrl.core.staleness import staleness
 from lightrl.core.state import GroupState, NodeState, Response, ResponseState, Round
 from lightrl.messages import SampleText
@@ -24,6 +25,23 @@ from lightrl.messages import SampleText
 HISTOGRAM_BINS = 12
 MAX_SAMPLE_TEXT = 2000  # characters of a prompt in the sample browser
 SUSPICIOUS_GAP = 0.1  # mean difference of logprobs that rounding to bfloat16 does not explain
+
+
+class Scoring(NamedTuple):
+    """How it went to score one response. `failure` "" = it has a score."""
+
+    failure: str
+    # of the call, divided among the responses of it
+    seconds: float
+
+
+def scoring_figures(scorings: Sequence[Scoring]) -> dict[str, float]:
+    """Of all responses of a round that were scored, trained or not."""
+    return {
+        "reward/failures": float(sum(bool(s.failure) for s in scorings)),
+        "reward/timeouts": float(sum(s.failure == "timeout" for s in scorings)),
+        "reward/score_s": mean([s.seconds for s in scorings]),
+    }
 
 
 def step_figures(round: Round) -> dict[str, float]:
@@ -37,10 +55,12 @@ def step_figures(round: Round) -> dict[str, float]:
     rollout_s = round.closed_at - round.opened_at
     sampled = sum(len(r.tokens) for g in round.groups.values() for r in g.responses)
     dropped = [g for g in round.groups.values() if g.state is GroupState.DROPPED]
-    flat = sum(len(g.finishers) >= round.group_size for g in dropped)
+    flat = sum(len(g.kept) >= min(MIN_COMPARED, round.group_size) for g in dropped)
     return {
         "reward/mean": mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
+        "reward/min": min(rewards, default=0.0),
+        "reward/max": max(rewards, default=0.0),
         "reward/frac_zero_std": mean([float(is_flat(g)) for g in round.accepted]),
         "response_length/mean": mean(lengths),
         "response_length/max": float(max(lengths, default=0)),

@@ -29,11 +29,13 @@ from lightrl.metrics.futures import hash_onto, in_thread, known_digest
 from lightrl.metrics.node_rows import NodeRows
 from lightrl.metrics.offload import offload_figures
 from lightrl.metrics.round_figures import (
+    Scoring,
     digest_responses,
     histogram,
     mean,
     num_devices,
     sampled_entropy,
+    scoring_figures,
     step_figures,
     total_tokens,
 )
@@ -103,8 +105,9 @@ class Records:
         self._bias_steps = 0  # whose rounds it has counted
         self._closed: dict[int, _Closed] = {}  # step -> its round, closed but not yet trained
         self._num_migrations = 0
-        # response of an open round -> figures
+        # response of an open round -> figures, and how its scoring went
         self._reward_figures: dict[str, dict[str, float]] = {}
+        self._scorings: dict[str, Scoring] = {}
         self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._lengths: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._seconds: deque[float] = deque(maxlen=HISTORY_STEPS)
@@ -128,11 +131,16 @@ class Records:
     def sample(self, sample: SampleText) -> None:
         self._samples.appendleft(sample)
 
-    def reward_figures(self, response: Response, figures: dict[str, float]) -> None:
-        """What a reward function said about a response besides its reward."""
+    def scored(
+        self, response: Response, figures: dict[str, float], failure: str, seconds: float
+    ) -> None:
+        """What a reward function said about a response besides its reward, why it has none, and
+        how long that took."""
         round = response.group.round
-        if figures and not round.is_eval and round.state is not RoundState.CLOSED:
-            self._reward_figures[response.id] = figures
+        if not round.is_eval and round.state is not RoundState.CLOSED:
+            self._scorings[response.id] = Scoring(failure, seconds)
+            if figures:
+                self._reward_figures[response.id] = figures
 
     def close_eval(self, round: Round) -> dict[str, float]:
         """The record of an evaluation. A response without a score counts as 0.
@@ -185,7 +193,8 @@ class Records:
             for r in g.responses
         }
         names = {name: None for r in trained for name in said[r.id]}
-        return {
+        scorings = [self._scorings.pop(r) for r in list(said) if r in self._scorings]
+        return scoring_figures(scorings) | {
             f"reward/{name}": mean([said[r.id][name] for r in trained if name in said[r.id]])
             for name in names
         }

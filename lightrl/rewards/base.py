@@ -1,8 +1,8 @@
-"""What a reward function may look like and how its answer is read: the border between us and user
-code.
+"""What a reward function gets and how its answer is read: the border between us and user code.
 
-Owns `Sample`, the three signatures that are recognised and the rules for a score. Runs in the
-reward worker only, since it imports user code; must not know processes, pipes or the tokenizer.
+Owns `Sample`, what a function looks like to whoever calls it, and the rules for a score. Runs in
+the reward worker only, since it imports user code; must not know processes, pipes or the tokenizer.
+Which functions are recognised is said in signatures.py.
 """
 
 import importlib.util
@@ -10,17 +10,12 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightrl.errors import RewardError
-
-SIGNATURES = (
-    "reward(sample), compute_score(data_source, solution_str, ground_truth, extra_info) "
-    "or f(prompts, completions, **columns)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +40,28 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """What the functions say about one sample; `reward` None = no score, which is not 0."""
+class TrainerState:
+    """How far the run is, under the names that TRL's functions know."""
 
-    reward: float | None
-    metrics: dict[str, float]
+    # steps done
+    global_step: int = 0
+    max_steps: int = 0
+    # times that this prompt was drawn before
+    epoch: float = 0.0
+
+
+@dataclass(slots=True)
+class CallLog:
+    """What a function says besides its scores, as TRL's `log_metric` and `log_extra`."""
+
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        self.extras.setdefault(column, []).extend(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,102 +69,46 @@ class RewardFunction:
     """A user's function behind one calling convention."""
 
     name: str
-    # may return an awaitable
-    call: Callable[[Sample], Any]
+    # may return an awaitable; samples of one prompt
+    call: Callable[[Sequence[Sample], TrainerState, CallLog], Any]
     is_async: bool
+    # one score for each of many samples; else it is called with one at a time
+    takes_list: bool = False
 
 
-def wrap(function: Callable[..., Any], reference: str) -> RewardFunction:
-    """Adapts `function` by its parameter names. Raises RewardError for an unknown signature."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise RewardError(f"{reference}: is not a function; expected {SIGNATURES}") from None
-    named = [n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    required = [n for n in named if parameters[n].default is inspect.Parameter.empty]
-    accepts = None if open_ended else frozenset(named)
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the rows of a set of prompts have."""
 
-    def chosen(values: dict[str, Any]) -> dict[str, Any]:
-        return values if accepts is None else {k: v for k, v in values.items() if k in accepts}
+    names: frozenset[str]
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    # whether any row has a reference answer
+    have_answers: bool = True
 
-    if required == ["sample"]:
-        call = function
-    elif "completions" in named:
-
-        def call(sample: Sample) -> Any:
-            return function(**chosen(_trl_arguments(sample)))
-
-    elif {"solution_str", "ground_truth"} <= set(named):
-
-        def call(sample: Sample) -> Any:
-            return function(**chosen(_verl_arguments(sample)))
-
-    else:
-        raise RewardError(
-            f"{reference}({', '.join(parameters)}): unknown signature; expected {SIGNATURES}"
-        )
-    name = getattr(function, "__name__", reference)
-    # An object with `async def __call__` is asynchronous too.
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - the attribute is wanted, not whether it exists
-    )
-    return RewardFunction(name, call, is_async)
+    def __str__(self) -> str:
+        return f"the columns are {', '.join(sorted(self.names)) or 'none'}"
 
 
-def _verl_arguments(sample: Sample) -> dict[str, Any]:
-    return {
-        "data_source": sample.row.get("data_source", ""),
-        "solution_str": sample.response,
-        "ground_truth": sample.answer,
-        "extra_info": sample.row.get("extra_info") or {},
-    }
+def read_answers(answer: Any, count: int) -> list[Any]:
+    """What a function of `count` samples returned, one by one: a list, tuple, array or tensor.
 
-
-def _trl_arguments(sample: Sample) -> dict[str, Any]:
-    """A batch of one. Chat data sets get chat completions, as TRL's users expect."""
-    prompt = sample.row.get("prompt")
-    if isinstance(prompt, list):
-        prompts, completions = [prompt], [[{"role": "assistant", "content": sample.response}]]
-    else:
-        prompts, completions = [sample.prompt], [sample.response]
-    columns = {k: [v] for k, v in sample.row.items() if k not in ("prompt", "completion")}
-    return {
-        **columns,
-        "prompts": prompts,
-        "completions": completions,
-        "completion_ids": [sample.response_ids],
-    }
-
-
-async def score(
-    functions: Sequence[RewardFunction], weights: Sequence[float], sample: Sample
-) -> Score:
-    """The weighted sum of all functions; one that says None is left out, all None = no score.
-
-    Raises whatever a function raises, and RewardError for an answer that is not a score.
+    Raises RewardError if it is none or has another length.
     """
-    total: float | None = None
-    metrics: dict[str, float] = {}
-    for function, weight in zip(functions, weights, strict=True):
-        answer = function.call(sample)
-        if isinstance(answer, Awaitable):
-            answer = await answer
-        value, entries = read_answer(answer)
-        prefix = ""
-        if len(functions) > 1:
-            prefix = f"{function.name}/"
-            if value is not None:
-                metrics[function.name] = value
-        metrics.update((prefix + key, entry) for key, entry in entries.items())
-        if value is not None:
-            total = (total or 0.0) + weight * value
-    return Score(total, metrics)
+    if hasattr(answer, "tolist"):
+        answer = answer.tolist()
+    if not isinstance(answer, list | tuple):
+        if count == 1:
+            return [answer]
+        raise RewardError(f"returned {type(answer).__name__}, not a list of {count} scores")
+    if len(answer) != count:
+        raise RewardError(f"returned {len(answer)} scores for {count} responses")
+    return list(answer)
 
 
 def read_answer(answer: Any) -> tuple[float | None, dict[str, float]]:
-    """A function's return value as (score, metrics). Raises RewardError for what is neither."""
-    if isinstance(answer, list | tuple) and len(answer) == 1:  # TRL: one score per completion
+    """The answer for one sample as (score, metrics). Raises RewardError for what is neither."""
+    if isinstance(answer, list | tuple) and len(answer) == 1:
         answer = answer[0]
     if not isinstance(answer, dict):
         return _score_number(answer), {}

@@ -6,11 +6,15 @@ before they are chosen.
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from lightrl.config_reward import VERIFIERS, Reward
 from lightrl.errors import RewardError
-from lightrl.rewards.base import RewardFunction, Sample, import_function, wrap
+from lightrl.rewards.base import Columns, RewardFunction, Sample, import_function
+from lightrl.rewards.signatures import no_answers, wrap
 
 
 def exact_match(sample: Sample) -> float | None:
@@ -22,7 +26,24 @@ def exact_match(sample: Sample) -> float | None:
     return float(right and sample.finish_reason == "stop")
 
 
-def _load_math() -> Callable[[Sample], Any]:
+def regex_reward(pattern: str) -> Callable[[Sample], float | None]:
+    """1 if the last match of `pattern` in the response holds the answer in its first group, else 0;
+    without a group, 1 if there is a match. None for a row without an answer that is needed."""
+    compiled = re.compile(pattern)
+
+    def regex(sample: Sample) -> float | None:
+        if not compiled.groups:
+            return float(compiled.search(sample.response) is not None)
+        if sample.answer is None:
+            return None
+        matches = list(compiled.finditer(sample.response))
+        found = (matches[-1][1] or "") if matches else None
+        return float(found is not None and found.strip() == str(sample.answer).strip())
+
+    return regex
+
+
+def _load_math(reward: Reward) -> Callable[[Sample], Any]:
     try:
         return importlib.import_module("lightrl.rewards.math").math_reward
     except ModuleNotFoundError as e:
@@ -33,19 +54,37 @@ def _load_math() -> Callable[[Sample], Any]:
         ) from None
 
 
-BUILTIN: dict[str, Callable[[], Callable[[Sample], Any]]] = {
-    "exact_match": lambda: exact_match,
+BUILTIN: dict[str, Callable[[Reward], Callable[[Sample], Any]]] = {
+    "exact_match": lambda reward: exact_match,
+    "regex": lambda reward: regex_reward(reward.regex),
     "math": _load_math,
 }
 
 
-def load_function(reference: str) -> RewardFunction:
-    """A built-in by its name, or the user's "path.py:function". Raises RewardError, one line."""
+def needs_answer(name: str, reward: Reward) -> bool:
+    """Whether this built-in compares with an answer."""
+    return name != "regex" or bool(re.compile(reward.regex).groups)
+
+
+def load_function(
+    reference: str,
+    reward: Reward | None = None,
+    columns: Columns | None = None,
+) -> RewardFunction:
+    """A built-in by its name, the user's "path.py:function" or the rubric of "verifiers:ENV", for
+    rows with these columns. Raises RewardError, one line."""
+    reward = reward or Reward()
     load = BUILTIN.get(reference)
     if load is not None:
-        return wrap(load(), reference)
+        if columns is not None and not columns.have_answers and needs_answer(reference, reward):
+            raise no_answers(f"reward {reference!r} compares with an answer", columns)
+        return replace(wrap(load(reward), reference), name=reference)
+    if reference.startswith(VERIFIERS):
+        from lightrl.rewards.rubrics import load_rubric
+
+        return load_rubric(reference.removeprefix(VERIFIERS), columns)
     if ":" not in reference:
         close = difflib.get_close_matches(reference, BUILTIN, n=1)
         hint = f"did you mean {close[0]}?" if close else f"built-in are {', '.join(BUILTIN)}"
         raise RewardError(f'{reference!r}: no such reward; {hint} (or give "path.py:function")')
-    return wrap(import_function(reference), reference)
+    return wrap(import_function(reference), reference, columns)

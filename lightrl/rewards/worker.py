@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lightrl.config_reward import Reward
 from lightrl.data import answer_of
 from lightrl.errors import RewardError
-from lightrl.rewards.base import RewardFunction, Sample, score
+from lightrl.rewards.base import Columns, RewardFunction, Sample, TrainerState
 from lightrl.rewards.builtin import load_function
+from lightrl.rewards.score import Score, one_line, score
 from lightrl.system.child import Pipe
 from lightrl.wire import Codec, from_json, unpack_i32
 
@@ -31,26 +33,51 @@ _MAX_TRACEBACKS = 20  # of one worker's log: a function that always fails must n
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """The first command."""
+class RewardSet:
+    """Prompts whose responses are scored by the same functions, and what their rows have."""
 
     functions: tuple[str, ...]
     weights: tuple[float, ...]
-    tokenizer_dir: str
+    prompt_key: str
     answer_key: str
-    timeout_s: float
+    # of any row
+    columns: tuple[str, ...]
+    have_answers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first command."""
+
+    # the config's section, as JSON
+    reward: str
+    sets: tuple[RewardSet, ...]
+    tokenizer_dir: str
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was sampled for a prompt."""
+
+    # int32
+    token_ids: bytes
+    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One response to score; `row` is JSON."""
+    """Responses of one prompt to score, all in one call where functions take lists. `row` is JSON;
+    `prompts` is an index into `Setup.sets`."""
 
     number: int
+    prompts: int
     prompt_text: str
     row: bytes
-    # int32
-    token_ids: bytes
-    finish_reason: str
+    answers: tuple[Answer, ...]
+    # how far the run is
+    step: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +89,11 @@ class ScoreJobs:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """`is_async`: jobs overlap, because at least one function is asynchronous."""
+    """`is_async`: jobs overlap, because at least one function is asynchronous. `by_group`: of each
+    set, whether a job is to have all responses of a prompt."""
 
     is_async: bool
+    by_group: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +105,29 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """User code begins on this job now."""
+    """A call of user code for this job begins now."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A job is done. `failure` "" = `reward` is a score; else why there is none, in one line."""
+class Verdict:
+    """On one response. `failure` "" = `reward` is a score; else why there is none, in one line."""
 
-    number: int
     reward: float | None
     metrics: dict[str, float]
+    extras: dict[str, str]
     text: str
-    duration_s: float
     failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A job is done: one verdict for each of its responses."""
+
+    number: int
+    verdicts: tuple[Verdict, ...]
+    duration_s: float
 
 
 WorkerCommand: TypeAlias = Setup | ScoreJobs
@@ -110,22 +147,44 @@ def main(sock: socket.socket) -> None:
         setup = commands[0]
         if not isinstance(setup, Setup):
             raise TypeError(f"the first command is {type(setup).__name__}, not Setup")
+        named = ", ".join(dict.fromkeys(f for each in setup.sets for f in each.functions))
         try:
-            functions = [load_function(reference) for reference in setup.functions]
+            scorers = load_scorers(setup)
             decode = load_decoder(Path(setup.tokenizer_dir))
         except RewardError as e:
             pipe.send(WorkerFailed(str(e)))
             return
         except Exception as e:  # importing user code may raise anything
-            logger.exception("%s: cannot be imported", ", ".join(setup.functions))
-            pipe.send(
-                WorkerFailed(f"{', '.join(setup.functions)}: cannot be imported: {_one_line(e)}")
-            )
+            logger.exception("%s: cannot be imported", named)
+            pipe.send(WorkerFailed(f"{named}: cannot be imported: {one_line(e)}"))
             return
-        pipe.send(WorkerReady(any(f.is_async for f in functions)))
-        asyncio.run(_Worker(sock, pipe, setup, functions, decode).serve(commands[1:]))
+        asyncio.run(_Worker(sock, pipe, setup, scorers, decode).serve(commands[1:]))
     except EOFError:
         pass  # the pool has gone
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """What the responses of one set are scored by."""
+
+    functions: tuple[RewardFunction, ...]
+    weights: tuple[float, ...]
+    answer_key: str
+    by_group: bool
+
+
+def load_scorers(setup: Setup) -> list[Scorer]:
+    """One for each set. Raises RewardError, one line, and whatever user code raises."""
+    reward = Reward.model_validate_json(setup.reward)
+    scorers: list[Scorer] = []
+    for each in setup.sets:
+        columns = Columns(
+            frozenset(each.columns), each.prompt_key, each.answer_key, each.have_answers
+        )
+        functions = tuple(load_function(name, reward, columns) for name in each.functions)
+        by_group = reward.batch == "group" and any(f.takes_list for f in functions)
+        scorers.append(Scorer(functions, each.weights, each.answer_key, by_group))
+    return scorers
 
 
 class _Worker:
@@ -134,17 +193,19 @@ class _Worker:
         sock: socket.socket,
         pipe: WorkerPipe,
         setup: Setup,
-        functions: Sequence[RewardFunction],
+        scorers: Sequence[Scorer],
         decode: Decode,
     ) -> None:
         self._sock = sock
         self._pipe = pipe
-        self._functions = functions
-        self._weights = setup.weights
-        self._answer_key = setup.answer_key
-        self._limit_s = setup.timeout_s
+        self._scorers = scorers
+        self._num_steps = setup.num_steps
+        self._limit_s = Reward.model_validate_json(setup.reward).timeout_s
         self._decode = decode
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_waiting = 0  # jobs that have not begun
+        # What the next job that begins says first: to wake the pool twice costs more.
+        self._held: list[WorkerEvent] = []
         self._num_tracebacks = 0
 
     async def serve(self, commands: Sequence[WorkerCommand]) -> None:
@@ -152,6 +213,8 @@ class _Worker:
         overlap."""
         loop = asyncio.get_running_loop()
         closed = loop.create_future()
+        is_async = any(f.is_async for scorer in self._scorers for f in scorer.functions)
+        self._pipe.send(WorkerReady(is_async, tuple(s.by_group for s in self._scorers)))
 
         def receive() -> None:
             try:
@@ -163,6 +226,7 @@ class _Worker:
         def accept(arrived: Sequence[WorkerCommand]) -> None:
             for command in arrived:
                 if isinstance(command, ScoreJobs):
+                    self._num_waiting += len(command.jobs)
                     for job in command.jobs:
                         task = loop.create_task(self._run(job))
                         self._tasks.add(task)
@@ -178,30 +242,59 @@ class _Worker:
         await closed
 
     async def _run(self, job: Job) -> None:
-        text, reward, metrics, failure = "", None, {}, ""
-        self._pipe.send(Started(job.number))
+        self._num_waiting -= 1
+        scorer, texts = self._scorers[job.prompts], [""] * len(job.answers)
         start = time.perf_counter()
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._limit_s) as limit:
-                ids = unpack_i32(job.token_ids)
-                row = from_json(job.row, dict[str, Any])
-                text = self._decode(ids)
-                answer = answer_of(row, self._answer_key)
-                sample = Sample(job.prompt_text, text, answer, row, ids, job.finish_reason)
-                result = await score(self._functions, self._weights, sample)
-            reward, metrics = result.reward, result.metrics
-            failure = "no score" if reward is None else ""
-        except Exception as e:
-            # A function's own TimeoutError is an exception like any other.
-            failure = "timeout" if isinstance(e, TimeoutError) and limit.expired() else _one_line(e)
-            self._log_traceback(job.number)
-        duration_s = time.perf_counter() - start
-        self._pipe.send(Scored(job.number, reward, metrics, text[:MAX_TEXT], duration_s, failure))
 
-    def _log_traceback(self, number: int) -> None:
+                def begin() -> None:
+                    """The limit is that of a call."""
+                    self._say(Started(job.number))
+                    if not limit.expired():
+                        limit.reschedule(loop.time() + self._limit_s)
+
+                samples = self._samples(job, scorer.answer_key)
+                texts = [sample.response for sample in samples]
+                state = TrainerState(job.step, self._num_steps, float(job.epoch))
+                scores = await score(
+                    scorer.functions, scorer.weights, samples, state, begin, self._log_traceback
+                )
+        except TimeoutError:  # a function's own is an exception like any other, and caught
+            scores = [Score(failure="timeout") for _ in texts]
+        except Exception as e:  # a row or a tokenizer of the user's
+            self._log_traceback()
+            scores = [Score(failure=one_line(e)) for _ in texts]
+        duration_s = time.perf_counter() - start
+        verdicts = tuple(
+            Verdict(s.reward, s.metrics, s.extras, text[:MAX_TEXT], s.failure)
+            for s, text in zip(scores, texts, strict=True)
+        )
+        scored = Scored(job.number, verdicts, duration_s)
+        if self._num_waiting:
+            self._held.append(scored)
+        else:
+            self._say(scored)
+
+    def _say(self, event: WorkerEvent) -> None:
+        held, self._held = self._held, []
+        self._pipe.send(*held, event)
+
+    def _samples(self, job: Job, answer_key: str) -> list[Sample]:
+        row = from_json(job.row, dict[str, Any])
+        answer = answer_of(row, answer_key)
+        samples: list[Sample] = []
+        for each in job.answers:
+            ids = unpack_i32(each.token_ids)
+            text = self._decode(ids)
+            samples.append(Sample(job.prompt_text, text, answer, row, ids, each.finish_reason))
+        return samples
+
+    def _log_traceback(self) -> None:
         self._num_tracebacks += 1
         if self._num_tracebacks <= _MAX_TRACEBACKS:
-            logger.warning("no score for job %d", number, exc_info=True)
+            logger.warning("no score", exc_info=True)
         if self._num_tracebacks == _MAX_TRACEBACKS:
             logger.warning("further tracebacks of this worker are not shown")
 
@@ -219,7 +312,7 @@ def load_decoder(model_files: Path) -> Decode:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as e:  # tokenizers raises plain Exception
-        raise RewardError(f"{file}: cannot be loaded: {_one_line(e)}") from e
+        raise RewardError(f"{file}: cannot be loaded: {one_line(e)}") from e
     known = tokenizer.get_vocab(with_added_tokens=True)
     tokenizer.add_special_tokens([t for t in _special_tokens(model_files) if t in known])
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
@@ -247,13 +340,5 @@ def _load_slow_decoder(model_files: Path) -> Decode:
             model_files, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError) as e:
-        raise RewardError(f"{model_files}: no usable tokenizer: {_one_line(e)}") from e
+        raise RewardError(f"{model_files}: no usable tokenizer: {one_line(e)}") from e
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def _one_line(e: BaseException) -> str:
-    """Example: "ValueError: could not convert string to float: 'x'"."""
-    lines = str(e).strip().splitlines()
-    if isinstance(e, RewardError):
-        return lines[0][:300]
-    return f"{type(e).__name__}: {lines[0]}"[:300] if lines else type(e).__name__

@@ -241,11 +241,11 @@ class Pipe(Generic[Command, Event]):
         self._events = events
         self._buffer = bytearray()
 
-    def send(self, event: Event) -> None:
+    def send(self, *events: Event) -> None:
         """Blocks while the parent is behind. Raises EOFError if it is gone."""
-        frame = self._events.encode(event)
+        frames = map(self._events.encode, events)
         try:
-            self._sock.sendall(_LENGTH.pack(len(frame)) + frame)
+            self._sock.sendall(b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames))
         except (BrokenPipeError, ConnectionResetError):
             raise EOFError("the parent closed the pipe") from None
 

@@ -19,6 +19,21 @@ def test_a_run_without_rewards_says_so():
     assert list(progress.lines(snapshot, 20.0)) == []  # once a step
 
 
+def test_the_first_failure_of_a_reward_and_each_step_without_a_score_are_told_once():
+    progress = Progress()
+    first, second = "no reward for p1@0#2: KeyError: 'x'", "no reward for p3@0#0: ValueError"
+    empty = "step 2: none of 64 responses has a score: ValueError"
+
+    def lines(*events: str) -> list[str]:
+        told = tuple((1.0, text) for text in events)
+        snapshot = Snapshot(*("one", "/r", "running", 0, 3, 1, 1.0), events=told)
+        return list(progress.lines(snapshot, 10.0))
+
+    assert lines("p0 joined", first) == [f"WARNING: {first}"]
+    assert lines("p0 joined", first, second, empty) == [f"WARNING: {empty}"]
+    assert lines(first, second, empty) == []
+
+
 def test_a_step_whose_gradient_is_not_finite_is_told():
     metrics = {"round/groups_trained": 4.0, "train/skipped_nonfinite": 1.0}
     progress = Progress()

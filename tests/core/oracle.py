@@ -73,20 +73,22 @@ def oracle(
             fresh = s.tail.fresh_noise and prompt in again  # noqa: B023
             return f"{prompt[0]}@{prompt[1]}" + (f"'{step}" if fresh else "")  # noqa: B023
 
-        def finish(prompt: Prompt) -> tuple[int, list[str], bool] | None:
-            """(finishing time, responses kept, whether all rewards are the same); None = too few
-            scores."""
+        def finish(prompt: Prompt) -> tuple[int, list[str], bool, int] | None:
+            """(finishing time, responses kept, whether all rewards are the same, the longest kept);
+            None = too few scores."""
             scored = []
             for k in range(width):  # noqa: B023
                 response = f"{name(prompt)}#{k}"
                 score = reward(response) if reward(response) is not None else s.reward_on_failure
-                if score is not None:
+                if score is not None or s.skips_unscored:
                     scored.append((length(response), k, response, score))
             first = sorted(scored)[: s.group_size]
-            if len(first) < s.group_size:
+            trained = sorted((x for x in first if x[3] is not None), key=lambda x: x[1])
+            if len(first) < s.group_size or len(trained) < min(2, s.group_size):
                 return None
-            kept = [r for _, _, r, _ in sorted(first, key=lambda x: x[1])]
-            return first[-1][0], kept, len({x[3] for x in first}) == 1
+            kept = [r for _, _, r, _ in trained]
+            flat = len({x[3] for x in trained}) == 1
+            return first[-1][0], kept, flat, max(x[0] for x in trained)
 
         def is_out(prompt: Prompt) -> bool:
             result = finish(prompt)
@@ -130,9 +132,9 @@ def oracle(
                 dropped = flat and (last is None or result[0] <= last)  # type: ignore[index]
                 if p not in won and not dropped:
                     queue.append((p, step, True))
-            cut = max((finish(p)[0] for p in won), default=0)  # type: ignore[index]
+            cut = max((finish(p)[3] for p in won), default=0)  # type: ignore[index]
         trained = [(name(p), finish(p)[1]) for p in prompts if p in won]  # type: ignore[index]
         for p in won:
-            finished[p[0]] = finish(p)[0]  # type: ignore[index]
+            finished[p[0]] = finish(p)[3]  # type: ignore[index]
         steps.append(Step(kind, trained, waited))
     return steps

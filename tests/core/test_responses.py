@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,47 @@ def test_unscored_response_gets_the_configured_reward_instead():
     d.finish("p0@0#0", None)
     [(_, shard)] = sent(d.finish("p0@0#1", 1.0), TrainShard)
     assert [r.reward for r in shard.groups[0].responses] == [-1.0, 1.0]
+
+
+def skipping(**changes: Any) -> Driver:
+    return Driver(prompts_per_step=1, group_size=3, skips_unscored=True, **changes)
+
+
+def test_siblings_of_a_skipped_response_are_trained_without_it():
+    d = skipping()
+    d.start("a")
+    assert not sent(d.finish("p0@0#1", None), Abort)
+    d.finish("p0@0#0", 1.0)
+    shards = sent(d.finish("p0@0#2", 0.0), TrainShard)
+    [group] = [g for _, shard in shards for g in shard.groups]
+    assert [(r.response, r.reward) for r in group.responses] == [("p0@0#0", 1.0), ("p0@0#2", 0.0)]
+    d.train(0)
+    d.confirm("a", 1)
+    counters = d.core.table.counters
+    assert (counters.trained_responses, counters.rewards_failed) == (2, 1)
+    assert (counters.groups_trained, counters.groups_dropped) == (1, 0)
+
+
+@pytest.mark.parametrize(("group_size", "state"), [(3, "dropped"), (2, "dropped"), (1, "accepted")])
+def test_a_single_scored_response_is_trained_only_where_it_has_no_siblings(group_size, state):
+    d = Driver(prompts_per_step=1, group_size=group_size, skips_unscored=True)
+    d.start("a")
+    for k in range(1, group_size):
+        d.finish(f"p0@0#{k}", None)
+    [closed] = of_kind(d.finish("p0@0#0", 1.0), CloseRound)
+    assert [str(g.state) for g in closed.round.groups.values()] == [state]
+
+
+def test_only_the_first_failure_of_a_round_is_told():
+    d = skipping()
+    d.start("a")
+    told = [
+        command.text
+        for k in range(3)
+        for command in of_kind(d.finish(f"p0@0#{k}", None), Report)
+        if "no reward" in command.text
+    ]
+    assert told == ["no reward for p0@0#0: crashed"]
 
 
 def test_step_whose_groups_are_all_dropped_is_still_a_step(driver: Driver):

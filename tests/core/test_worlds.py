@@ -89,6 +89,17 @@ def test_world_trains_exactly_what_the_oracle_says(seed: int):
     check_against_oracle(world)
 
 
+@pytest.mark.parametrize("seed", range(500, 560))
+def test_world_that_skips_responses_without_a_score_trains_what_the_oracle_says(seed: int):
+    """Their siblings alone, where two are left, whether a failure or the cut was known first."""
+    sizes = {"group_size": 2 + seed % 3, "reward_on_failure": None, "skips_unscored": True}
+    world = World(seed, **settings(seed, **sizes))
+    world.fails = (0.1, 0.3, 0.6)[seed % 3]
+    world.live(NUM_EVENTS).heal()
+    check_end(world)
+    check_against_oracle(world)
+
+
 @pytest.mark.parametrize(
     "seeds",
     [

@@ -418,11 +418,25 @@ def test_figures_of_reward_functions_are_of_the_trained_responses():
     group = SHORT.groups["a@0"]
     SHORT.state = RoundState.RUNNING
     for response, digits in zip(group.responses, (1.0, 3.0, 50.0), strict=True):
-        kept.reward_figures(response, {"digits": digits})
+        kept.scored(response, {"digits": digits}, "", 0.1)
     SHORT.state = RoundState.CLOSED
-    kept.reward_figures(group.responses[0], {"digits": 99.0})  # too late
+    kept.scored(group.responses[0], {"digits": 99.0}, "", 0.1)  # too late
     kept.close_round(SHORT, core, {})
     assert kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), core)["reward/digits"] == 2.0
+
+
+def test_figures_of_scoring_are_of_all_responses():
+    kept, core = records(), Coordinator(SETTINGS, 0.0)
+    group = SHORT.groups["a@0"]
+    SHORT.state = RoundState.RUNNING
+    for response, failure in zip(group.responses, ("", "timeout", "KeyError: 'x'"), strict=True):
+        kept.scored(response, {}, failure, 0.25 if failure else 0.1)
+    SHORT.state = RoundState.CLOSED
+    kept.close_round(SHORT, core, {})
+    record = kept.close_step(CloseStep(0, 1.0, 1.0, 1.0, {}), core)
+    assert (record["reward/failures"], record["reward/timeouts"]) == (2.0, 1.0)
+    assert record["reward/score_s"] == pytest.approx(0.2)
+    assert record["reward/min"] <= record["reward/mean"] <= record["reward/max"]
 
 
 def test_summary_and_snapshot_tell_the_bias_of_the_run():

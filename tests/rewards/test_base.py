@@ -3,13 +3,17 @@
 import asyncio
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lightrl.config_reward import Reward
 from lightrl.errors import RewardError
-from lightrl.rewards.base import Sample, import_function, read_answer, score, wrap
-from lightrl.rewards.builtin import exact_match, load_function
+from lightrl.rewards.base import Columns, Sample, TrainerState, import_function, read_answer
+from lightrl.rewards.builtin import exact_match, load_function, regex_reward
+from lightrl.rewards.score import Score, score
+from lightrl.rewards.signatures import wrap
 
 SAMPLE = Sample(
     "1+1=",
@@ -27,10 +31,23 @@ SAMPLE = Sample(
 )
 
 
+COLUMNS = Columns(frozenset(SAMPLE.row))
+
+
 def call(function: Any, sample: Sample = SAMPLE) -> Any:
-    wrapped = wrap(function, "rewards.py:f")
-    result = asyncio.run(score([wrapped], [1.0], sample))
+    [result] = scores(function, sample)
+    assert not result.failure or result.reward is None
     return result.reward
+
+
+def scores(function: Any, *samples: Sample, columns: Columns = COLUMNS, **more: Any) -> list[Score]:
+    """Of one call with these."""
+    wrapped = wrap(function, "rewards.py:f", columns)
+    return asyncio.run(score([wrapped], [1.0], samples, **more))
+
+
+def siblings(*responses: str, **changes: Any) -> list[Sample]:
+    return [replace(SAMPLE, response=text, **changes) for text in responses]
 
 
 def test_a_native_function_gets_the_sample():
@@ -84,14 +101,15 @@ def test_trls_signature_gets_a_batch_of_one():
 
 def test_trls_signature_gets_messages_where_the_prompt_is_messages():
     chat = [{"role": "user", "content": "1+1="}]
-    sample = Sample("<user>1+1=", "2", "2", {"prompt": chat}, [4], "stop")
+    sample = Sample("<user>1+1=", "2", "2", {"chat": chat}, [4], "stop")
 
     def f(completions, prompts=None):
         assert prompts == [chat]
         assert completions == [[{"role": "assistant", "content": "2"}]]
-        return [None]
+        return [0.5]
 
-    assert call(f, sample) is None
+    [result] = scores(f, sample, columns=Columns(frozenset({"chat"}), prompt_key="chat"))
+    assert result.reward == 0.5
 
 
 def test_an_asynchronous_function_is_awaited():
@@ -107,6 +125,147 @@ def test_an_asynchronous_function_is_awaited():
     assert wrap(Judge(), "f").is_async
     assert call(reward) == 2.0
     assert call(Judge()) == 3.0
+
+
+def test_trls_functions_get_the_whole_group_and_trls_extras():
+    def f(prompts, completions, level, missing, trainer_state, log_metric, log_extra):
+        assert prompts == ["1+1="] * 3
+        assert (level, missing) == ([3, 3, 3], [None, None, None])
+        log_metric("compared", len(completions))
+        log_extra("text", [text.upper() for text in completions])
+        best = max(map(len, completions))
+        done = trainer_state.global_step / trainer_state.max_steps
+        return [done if len(text) == best else 0.0 for text in completions]
+
+    results = scores(
+        f,
+        *siblings("a", "bcd", "ef"),
+        columns=Columns(COLUMNS.names | {"missing"}),  # of other rows
+        state=TrainerState(5, 10),
+    )
+    assert [r.reward for r in results] == [0.0, 0.5, 0.0]
+    assert [r.metrics for r in results] == [{"compared": 3.0}] * 3
+    assert [r.extras for r in results] == [{"text": "A"}, {"text": "BCD"}, {"text": "EF"}]
+
+
+def test_what_a_function_fails_for_in_a_list_costs_the_others_nothing():
+    def f(completions, **kwargs):
+        return [1.0, None, "0.5", math.nan, {"reward": 0.25, "note": 1}]
+
+    results = scores(f, *siblings("a", "b", "c", "d", "e"))
+    assert [r.reward for r in results] == [1.0, None, None, None, 0.25]
+    assert [r.failure for r in results] == [
+        "",
+        "no score",
+        "returned str, not a number, dict or None",
+        "returned nan, which is not finite",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        ([1.0], "returned 1 scores for 2 responses"),
+        (1.0, "returned float, not a list of 2 scores"),
+        (None, "returned NoneType, not a list of 2 scores"),
+    ],
+)
+def test_a_list_of_another_length_is_no_score_for_any(answer, failure):
+    results = scores(lambda completions: answer, *siblings("a", "b"))
+    assert [(r.reward, r.failure) for r in results] == [(None, failure)] * 2
+
+
+def test_an_exception_is_no_score_for_the_responses_of_its_call_alone():
+    def reward(sample):
+        return {"a": 1.0, "b": 0.0}[sample.response]
+
+    results = scores(reward, *siblings("a", "x", "b"))
+    assert [r.reward for r in results] == [1.0, None, 0.0]
+    assert [r.failure for r in results] == ["", "KeyError: 'x'", ""]
+
+
+def test_of_several_functions_one_that_fails_leaves_no_sum():
+    functions = [wrap(lambda sample: 1.0, "a"), wrap(lambda sample: 1 / 0, "b")]
+    [result] = asyncio.run(score(functions, [1.0, 1.0], [SAMPLE]))
+    assert (result.reward, result.failure) == (None, "ZeroDivisionError: division by zero")
+
+
+def test_verls_batch_form_gets_lists():
+    def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+        assert (data_sources, ground_truths) == (["sums", "sums"], ["2", "2"])
+        assert extra_infos == [{"index": 7}, {"index": 7}]
+        return [{"score": float(s == g)} for s, g in zip(solution_strs, ground_truths, strict=True)]
+
+    assert wrap(compute_score, "f").takes_list
+    assert [r.reward for r in scores(compute_score, *siblings("2", "3"))] == [1.0, 0.0]
+
+
+def test_a_native_function_of_lists_gets_all_samples():
+    results = scores(lambda samples: [len(samples)] * 2, *siblings("a", "b"))
+    assert [r.reward for r in results] == [2.0, 2.0]
+
+
+def test_rubric_functions_get_messages_and_what_else_they_name():
+    def correct(prompt, completion, answer, info, state, level):
+        assert prompt[-1]["content"] == prompt[-1].content == "1+1="
+        assert (info, level, state["answer"]) == ({}, 3, "2")
+        return float(answer in completion[-1]["content"])
+
+    def diversity(completions, answers) -> list[float]:
+        texts = [completion[-1]["content"] for completion in completions]
+        return [float(texts.count(text) == 1) for text in texts]
+
+    assert [r.reward for r in scores(correct, *siblings("2", "3"))] == [1.0, 0.0]
+    assert [r.reward for r in scores(diversity, *siblings("2", "3", "3"))] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "missing"),
+    [
+        (lambda completions, solution: [0], "solution"),
+        (lambda solution_str, ground_truth, difficulty: 0, "difficulty"),
+        (lambda completion, parser: 0, "parser"),
+        (lambda prompts, completions, environments, seed: [0], "environments, seed"),
+    ],
+)
+def test_what_nobody_provides_is_said_before_anything_is_scored(function, missing):
+    with pytest.raises(RewardError) as caught:
+        wrap(function, "rewards.py:f", COLUMNS)
+    assert str(caught.value) == (
+        f"rewards.py:f: requires {missing}, which no row has; the columns are "
+        "answer, data_source, extra_info, level, prompt"
+    )
+
+
+@pytest.mark.parametrize("name", ["exact_match", "regex", "math"])
+def test_a_reward_that_compares_needs_a_row_with_an_answer(name):
+    without = Columns(frozenset({"prompt"}), have_answers=False)
+    with pytest.raises(RewardError, match=r"no row has an answer: data\.answer_key = 'answer'; "):
+        load_function(name, Reward(regex="(.+)"), without)
+    load_function("regex", Reward(regex="a"), without)  # compares with nothing
+
+
+def test_verls_function_needs_a_row_with_an_answer():
+    without = Columns(frozenset({"prompt"}), answer_key="solutoin", have_answers=False)
+    with pytest.raises(RewardError, match="requires ground_truth, and no row has an answer: "):
+        wrap(lambda solution_str, ground_truth: 0, "f", without)
+    wrap(lambda solution_str, ground_truth=None: 0, "f", without)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "response", "reward"),
+    [
+        (r"#### (\S+)", "#### 3 or rather #### 2", 1.0),
+        (r"#### (\S+)", "#### 2 or rather #### 3", 0.0),
+        (r"#### (\S+)", "2", 0.0),
+        (r"^<think>.*</think>", "<think>so</think> 3", 1.0),
+        (r"^<think>.*</think>", "3", 0.0),
+    ],
+)
+def test_regex(pattern, response, reward):
+    function = regex_reward(pattern)
+    assert function(Sample("", response, "2", {}, [], "stop")) == reward
 
 
 @pytest.mark.parametrize(
@@ -164,10 +323,11 @@ def test_several_functions_are_summed_by_weight_and_none_is_left_out():
         return None
 
     functions = [wrap(f, f.__name__) for f in (right, style, silent)]
-    result = asyncio.run(score(functions, [1.0, 0.2, 5.0], SAMPLE))
+    [result] = asyncio.run(score(functions, [1.0, 0.2, 5.0], [SAMPLE]))
     assert result.reward == pytest.approx(1.1)
     assert result.metrics == {"right": 1.0, "style": 0.5, "style/commas": 2.0}
-    assert asyncio.run(score(functions[2:], [1.0], SAMPLE)).reward is None
+    [silence] = asyncio.run(score(functions[2:], [1.0], [SAMPLE]))
+    assert (silence.reward, silence.failure) == (None, "no score")
 
 
 @pytest.mark.parametrize(
@@ -197,14 +357,16 @@ def test_exact_match(response, answer, finish_reason, reward):
 )
 def test_math(response, answer, reward):
     pytest.importorskip("math_verify")
-    assert call(load_function("math").call, Sample("", response, answer, {}, [], "stop")) == reward
+    sample = Sample("", response, answer, {}, [], "stop")
+    [result] = asyncio.run(score([load_function("math")], [1.0], [sample]))
+    assert result.reward == reward
 
 
 @pytest.mark.parametrize(
     ("reference", "reason"),
     [
         ("exact_macth", "'exact_macth': no such reward; did you mean exact_match"),
-        ("zzz", "'zzz': no such reward; built-in are exact_match, math"),
+        ("zzz", "'zzz': no such reward; built-in are exact_match, regex, math"),
         ("nowhere.py:f", "nowhere.py:f: no such file"),
         ("module:f", 'expected a built-in name or "path.py:function"'),
     ],

@@ -17,7 +17,7 @@ from lightrl.errors import RewardError
 from lightrl.rewards.environment import inherited
 from lightrl.rewards.runner import RewardPool
 from tests.support.cli import QUICKSTART, all_end, linux_only
-from tests.support.reward_pool import LIMIT_S, job, run_jobs
+from tests.support.reward_pool import LIMIT_S, job, reward_set, run_jobs
 
 SLEEPERS = """
 import os, pathlib, signal, subprocess, sys, time
@@ -48,13 +48,16 @@ DAEMON = """
 import asyncio, sys
 from pathlib import Path
 from lightrl import config
-from lightrl.rewards.runner import RewardJob, RewardPool
+from lightrl.rewards.jobs import RewardJob
+from lightrl.rewards.runner import RewardPool
+from lightrl.rewards.worker import RewardSet
 from array import array
 
 async def main(folder, model_files):
     settings = config.Reward(functions=(f"{folder}/rewards.py:reward",))
     show = lambda result: print(result, flush=True)
-    pool = RewardPool(settings, model_files, "answer", folder, show, print)
+    alike = RewardSet(settings.functions, (1.0,), "prompt", "answer", (), True)
+    pool = RewardPool(settings, [alike], model_files, folder, show, print)
     await pool.start()
     pool.submit(RewardJob("a", 1, "say abc", {}, array("i", [1, 0]), "stop"))
     await pool.run()
@@ -160,7 +163,8 @@ def test_a_worker_dies_with_its_reaper_and_is_replaced(model_files, tmp_path):
     results: asyncio.Queue = asyncio.Queue()
 
     async def scenario() -> None:
-        pool = RewardPool(settings, model_files, "answer", tmp_path, results.put_nowait, print)
+        sets = [reward_set(settings)]
+        pool = RewardPool(settings, sets, model_files, tmp_path, results.put_nowait, print)
         await pool.start()
         serving = asyncio.create_task(pool.run())
         pool.submit(job("a"))

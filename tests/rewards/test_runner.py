@@ -9,8 +9,10 @@ import pytest
 from lightrl import config
 from lightrl.errors import RewardError
 from lightrl.rewards import worker
-from lightrl.rewards.runner import RewardPool, RewardResult, _WorkerProcess
-from tests.support.reward_pool import LIMIT_S, job, run_jobs
+from lightrl.rewards.jobs import RewardResult
+from lightrl.rewards.process import WorkerProcess
+from lightrl.rewards.runner import RewardPool
+from tests.support.reward_pool import LIMIT_S, job, reward_set, run_jobs
 
 MISBEHAVE = """
 import os, time
@@ -114,6 +116,55 @@ async def reward(sample):
     assert len({results[name].metrics["pid"] for name in "abc"}) == 1
 
 
+def test_a_group_is_scored_in_one_call_and_each_response_has_its_own_result(model_files, tmp_path):
+    source = """
+def reward(completions, trainer_state, log_metric, log_extra, level, **kwargs):
+    log_metric("compared", len(completions))
+    log_extra("seen", [text.upper() for text in completions])
+    assert level == [3] * len(completions)
+    order = sorted(completions, key=len)
+    scores = [order.index(text) / trainer_state.max_steps for text in completions]
+    return [None if text == "b" else score for text, score in zip(completions, scores)]
+"""
+    jobs = [job(text, text, attempt=k, level=3) for k, text in enumerate(["abc", "b", "cd"])]
+    results = run_jobs(source, jobs, model_files, tmp_path, as_group=True)
+    assert [r.reward for r in results.values()] == [0.2, None, 0.1]
+    assert [r.failure for r in results.values()] == ["", "no score", ""]
+    assert [(r.text, r.attempt) for r in results.values()] == [("abc", 0), ("b", 1), ("cd", 2)]
+    assert results["abc"].metrics == {"compared": 3.0}
+    assert results["cd"].extras == {"seen": "CD"}
+
+
+def test_a_group_whose_call_crashes_fails_as_a_whole_and_no_other(model_files, tmp_path):
+    source = """
+import os
+
+def reward(samples):
+    return [1.0] * len(samples) if samples[0].row.get("do") != "crash" else os._exit(3)
+"""
+    crashed = run_jobs(
+        source, [job("a", do="crash"), job("b", do="crash")], model_files, tmp_path, as_group=True
+    )
+    assert [r.failure for r in crashed.values()] == ["crashed", "crashed"]
+
+
+def test_the_limit_is_that_of_each_call(model_files, tmp_path):
+    source = """
+import time
+
+def first(sample):
+    time.sleep(0.7)
+    return 1.0
+
+def second(sample):
+    return first(sample)
+"""
+    names = ("first", "second")
+    results = run_jobs(source, [job("a")], model_files, tmp_path, functions=names, timeout_s=1.0)
+    assert (results["a"].reward, results["a"].failure) == (2.0, "")
+    assert results["a"].duration_s > 1.0
+
+
 def test_a_blocked_asynchronous_worker_is_killed_and_the_others_get_their_score(
     model_files, tmp_path
 ):
@@ -145,6 +196,10 @@ def test_long_responses_are_cut_and_numbers_beyond_64_bits_travel(model_files, t
         ("def reward(text):\n    return 0\n", r"rewards.py:reward\(text\): unknown signature"),
         ("def other(sample):\n    return 0\n", "no such function; rewards.py defines other"),
         (
+            "def reward(completions, solution, **columns):\n    return [0]\n",
+            "rewards.py:reward: requires solution, which no row has; the columns are level",
+        ),
+        (
             "import not_there\n",
             "cannot be imported: ModuleNotFoundError: No module named 'not_there'",
         ),
@@ -156,17 +211,18 @@ def test_a_function_that_cannot_be_used_is_reported_at_the_start(
     model_files, tmp_path, source, reason
 ):
     with pytest.raises(RewardError, match=reason) as caught:
-        run_jobs(source, [job("a")], model_files, tmp_path)
+        run_jobs(source, [job("a", level=3)], model_files, tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_job_whose_answer_came_before_the_kill_is_not_blamed(model_files, tmp_path):
     """The limit of job 0 ran out and its worker was killed, but its answer was in the pipe
     already."""
-    setup = worker.Setup(("exact_match",), (1.0,), str(model_files), "answer", 1.0)
+    reward = config.Reward()
+    setup = worker.Setup(reward.model_dump_json(), (reward_set(reward),), str(model_files), 1)
 
     async def blamed() -> list[RewardResult]:
-        w = _WorkerProcess(config.Reward(), setup, "reward-0", tmp_path / "reward-0.log", print)
+        w = WorkerProcess(reward, setup, "reward-0", tmp_path / "reward-0.log", print)
         w._timed_out = 0
         return w.failures()
 
@@ -186,7 +242,8 @@ def reward(sample):
     settings = config.Reward(functions=(f"{tmp_path}/rewards.py:reward",))
 
     async def scenario() -> None:
-        pool = RewardPool(settings, model_files, "answer", tmp_path, lambda _: None, print)
+        sets = [reward_set(settings)]
+        pool = RewardPool(settings, sets, model_files, tmp_path, lambda _: None, print)
         try:
             await pool.start()
             await pool.run()
@@ -201,7 +258,8 @@ def reward(sample):
 
 def test_a_model_directory_without_a_usable_tokenizer_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    pool = RewardPool(config.Reward(), tmp_path, "answer", tmp_path, lambda _: None, print)
+    reward = config.Reward()
+    pool = RewardPool(reward, [reward_set(reward)], tmp_path, tmp_path, lambda _: None, print)
     with pytest.raises(RewardError, match=r"tokenizer\.json: cannot be loaded"):
         asyncio.run(asyncio.wait_for(pool.start(), LIMIT_S))
 
@@ -226,7 +284,8 @@ def test_a_worker_that_lacks_a_descriptor_waits_for_one(model_files, tmp_path):
     told: list[str] = []
 
     async def scenario() -> None:
-        pool = RewardPool(settings, model_files, "answer", tmp_path, lambda _: None, told.append)
+        sets = [reward_set(settings)]
+        pool = RewardPool(settings, sets, model_files, tmp_path, lambda _: None, told.append)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (4, hard))
         try:

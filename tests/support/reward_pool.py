@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightrl import config
-from lightrl.rewards.runner import RewardJob, RewardPool, RewardResult
+from lightrl.rewards.jobs import RewardJob, RewardResult
+from lightrl.rewards.runner import RewardPool
+from lightrl.rewards.worker import RewardSet
 
 LETTERS = "abcdefghij"
 LIMIT_S = 40.0  # of a whole scenario; generous, since test machines are slow
@@ -23,12 +25,27 @@ def job(name: str, text: str = "abc", attempt: int = 1, **row: Any) -> RewardJob
     )
 
 
+def reward_set(settings: config.Reward, *columns: str, have_answers: bool = True) -> RewardSet:
+    """Of prompts whose rows have these columns."""
+    weights = settings.weights or (1.0,) * len(settings.functions)
+    return RewardSet(settings.functions, weights, "prompt", "answer", columns, have_answers)
+
+
 def run_jobs(
-    source: str, jobs: list[RewardJob], model_files: Path, folder: Path, **reward: Any
+    source: str,
+    jobs: list[RewardJob],
+    model_files: Path,
+    folder: Path,
+    functions: tuple[str, ...] = ("reward",),
+    as_group: bool = False,
+    **reward: Any,
 ) -> dict[str, RewardResult]:
-    """The results of all jobs, submitted at once, in the order in which they came."""
+    """The results of all jobs, submitted at once, in the order in which they came. `as_group`: to
+    be scored in one call."""
     (folder / "rewards.py").write_text(source)
-    settings = config.Reward(functions=(f"{folder}/rewards.py:reward",), **reward)
+    named = tuple(f"{folder}/rewards.py:{name}" for name in functions)
+    settings = config.Reward(functions=named, **reward)
+    columns = sorted({name for j in jobs for name in j.row})
     results: dict[str, RewardResult] = {}
 
     async def scenario() -> None:
@@ -40,14 +57,15 @@ def run_jobs(
             if len(results) == len(jobs):
                 done.set()
 
-        pool = RewardPool(settings, model_files, "answer", folder, collect, print)
+        sets = [reward_set(settings, *columns)]
+        pool = RewardPool(settings, sets, model_files, folder, collect, print, num_steps=10)
         async with asyncio.timeout(LIMIT_S):
             await pool.start()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(pool.run())
                 try:
-                    for j in jobs:
-                        pool.submit(j)
+                    for each in [jobs] if as_group else [[j] for j in jobs]:
+                        pool.submit(*each)
                     await done.wait()
                 finally:
                     await pool.stop()

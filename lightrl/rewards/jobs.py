@@ -1,0 +1,52 @@
+"""What the reward pool is given and what it gives back. Data only."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class RewardJob:
+    """A finished response. `row` holds all columns of its prompt; `tokens` is not copied before a
+    worker gets them: a whole round may wait.
+
+    `prompts` says of which set its prompt is; `step` and `epoch` how far the run is.
+
+    Example: RewardJob("p7@0#3", 1, "39%3=", {"answer": "36"}, array("i", [5, 8, 1]), "stop")
+    """
+
+    response: str
+    # of the response; given back with the result, so that a late one can be told
+    attempt: int
+    prompt_text: str
+    row: dict[str, Any]
+    tokens: "array[int]"
+    finish_reason: str
+    prompts: int = 0
+    step: int = 0
+    epoch: int = 0
+
+
+# Responses of one prompt that are scored together, mostly a single one.
+Jobs: TypeAlias = tuple[RewardJob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """`reward` is None exactly if `failure` is not empty.
+
+    `failure`: "" = scored, "no score" = the functions said None, "timeout", "crashed", or the
+    exception in one line, e.g. "ValueError: could not convert string to float: 'x'".
+    """
+
+    response: str
+    attempt: int
+    reward: float | None
+    metrics: dict[str, float]
+    # decoded response, cut at worker.MAX_TEXT characters; "" after a timeout or crash
+    text: str
+    # of its call, divided among the responses of it
+    duration_s: float
+    failure: str
+    # what the functions logged beside it, by column
+    extras: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,258 @@
+"""One reward worker process: its jobs, how long a call may take, what is left of it when it dies.
+
+Owns the process and its time limit. Which job it gets is the pool's business (runner.py); user code
+runs in it and not here (worker.py).
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from lightrl.config_reward import Reward
+from lightrl.core.arrays import encode
+from lightrl.errors import RewardError
+from lightrl.log import environment as log_environment
+from lightrl.rewards import worker
+from lightrl.rewards.environment import inherited
+from lightrl.rewards.jobs import Jobs, RewardResult
+from lightrl.rewards.worker import (
+    COMMANDS,
+    EVENTS,
+    Scored,
+    ScoreJobs,
+    Setup,
+    Started,
+    WorkerFailed,
+    WorkerReady,
+)
+from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
+from lightrl.system.restart import CrashCounter, RestartPolicy
+from lightrl.wire import to_json
+
+START_LIMIT_S = 120.0  # importing user code may load a model
+LOOKAHEAD_S = 0.02  # work that a worker holds in advance: hides our latency, keeps the rest movable
+MAX_IN_FLIGHT = 64  # jobs at one worker
+LAG_GRACE_S = 0.05  # an answer may wait in the pipe while our event loop was busy
+ASYNC_GRACE_S = 1.0  # an asynchronous call is ended inside its worker first; the kill comes after
+# After deaths that no job explains, each soon after the start: such a worker cannot live.
+RESTARTS = RestartPolicy(max_restarts=2, settled_s=10.0)
+
+RewardChild = Child[worker.WorkerCommand, worker.WorkerEvent]
+
+
+class WorkerProcess:
+    """One worker process with its jobs: number -> job, oldest first. Numbers are never used
+    twice."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        setup: Setup,
+        name: str,
+        log: Path,
+        report: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self._reward = reward
+        self.is_wanted = True  # else it is not started again
+        self.jobs: dict[int, Jobs] = {}
+        self.by_group: tuple[bool, ...] = ()
+        self.next_number = 0
+        self._setup = setup
+        self._log = log
+        self._report = report
+        self._child: RewardChild | None = None
+        self._is_ready = False
+        self._ready_at = 0.0
+        self._is_async = False
+        self._started: dict[int, float] = {}  # number -> loop time; oldest first
+        self._timed_out: int | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._typical_s = LOOKAHEAD_S / 4  # of one call, moving average
+
+    async def start(self) -> None:
+        """Raises RewardError if the worker cannot serve."""
+        deaths = CrashCounter(RESTARTS)
+        while not self._is_ready:
+            start = partial(_start_child, self.name, self._log, self._reward)
+            self._child = await retry_on_resource_limit(start, self.name, self._report)
+            try:
+                ready = await _set_up(self._child, self._setup)
+            except ChildDied as e:
+                if deaths.crashed() is None or not self.is_wanted:
+                    raise RewardError(f"importing {_named(self._setup)}: {e}") from None
+                self._report(f"{e}; starting it again")
+            else:
+                self._is_ready = True
+                self._is_async, self.by_group = ready.is_async, ready.by_group
+                self._ready_at = asyncio.get_running_loop().time()
+
+    async def stop(self) -> None:
+        self._is_ready = False
+        self._stop_timer()
+        if self._child is not None:
+            self._child.kill()  # it holds nothing that needs saving, and may hang
+            await self._child.stop()
+
+    @property
+    def lived_s(self) -> float:
+        """Since it was ready."""
+        return asyncio.get_running_loop().time() - self._ready_at
+
+    @property
+    def most(self) -> int:
+        """Jobs that it may hold."""
+        if not self._is_ready:
+            return 0
+        if self._is_async:
+            return MAX_IN_FLIGHT
+        return min(MAX_IN_FLIGHT, 1 + int(LOOKAHEAD_S / self._typical_s))
+
+    def wants_more(self) -> bool:
+        """Not for each job that is done: a message costs as much as a short call."""
+        held = len(self.jobs)
+        return held < self.most if self._is_async else held <= self.most // 2 < self.most
+
+    def send(self, batch: Sequence[Jobs]) -> None:
+        """Sends what was added last to `self.jobs`."""
+        assert self._child is not None
+        first = self.next_number - len(batch)
+        self._child.send(ScoreJobs(tuple(_job(first + k, jobs) for k, jobs in enumerate(batch))))
+
+    async def next_results(self) -> list[RewardResult]:
+        """Of one job. Raises ChildDied when the worker has ended or was killed."""
+        assert self._child is not None
+        while True:
+            match await self._child.receive():
+                case Started(number):
+                    self._started.pop(number, None)  # the limit is that of a call
+                    self._started[number] = asyncio.get_running_loop().time()
+                    self._watch()
+                case Scored(number, verdicts, duration_s):
+                    self._started.pop(number, None)
+                    self._typical_s += (max(duration_s, 1e-5) - self._typical_s) / 8
+                    return [
+                        RewardResult(
+                            job.response,
+                            job.attempt,
+                            v.reward,
+                            v.metrics,
+                            v.text,
+                            duration_s / len(verdicts),
+                            v.failure,
+                            v.extras,
+                        )
+                        for job, v in zip(self.jobs.pop(number), verdicts, strict=True)
+                    ]
+                case other:
+                    raise RewardError(f"{self.name}: unexpected {other}")
+
+    def failures(self) -> list[RewardResult]:
+        """Results of the jobs that the worker's death is blamed on; they leave `jobs`.
+
+        After an overrun that is the job that ran longest, unless its answer had just arrived; after
+        a crash every job that had started: of asynchronous ones that overlap, nobody can say which
+        did it.
+        """
+        now = asyncio.get_running_loop().time()
+        self._is_ready = False
+        self._stop_timer()
+        why, blamed = "crashed", list(self._started)
+        if self._timed_out is not None:
+            why, blamed = "timeout", [n for n in blamed if n == self._timed_out]
+        lost = [(self.jobs.pop(n), now - self._started[n]) for n in blamed]
+        results = [
+            RewardResult(job.response, job.attempt, None, {}, "", lasted_s, why)
+            for jobs, lasted_s in lost
+            for job in jobs
+        ]
+        self._started.clear()
+        self._timed_out = None
+        return results
+
+    def take_back(self) -> list[Jobs]:
+        """The jobs that the worker still held, oldest first."""
+        jobs = list(self.jobs.values())
+        self.jobs.clear()
+        return jobs
+
+    def _watch(self) -> None:
+        """Sets the alarm for the call that started first, if none is set."""
+        if self._timer is None and self._started:
+            oldest = next(iter(self._started))
+            limit = self._reward.timeout_s + (ASYNC_GRACE_S if self._is_async else 0.0)
+            loop = asyncio.get_running_loop()
+            began = self._started[oldest]
+            self._timer = loop.call_at(began + limit, self._overrun, oldest, began, False)
+
+    def _overrun(self, number: int, began: float, read_again: bool) -> None:
+        self._timer = None
+        if self._started.get(number) != began:
+            self._watch()
+        elif not read_again:
+            # If it was our loop that was late, the answer is in the pipe: read before judging.
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(LAG_GRACE_S, self._overrun, number, began, True)
+        else:
+            self._timed_out = number
+            if self._child is not None:
+                self._child.kill()  # `next_result` then raises ChildDied
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+async def _start_child(name: str, log: Path, reward: Reward) -> RewardChild:
+    return await Child.start(
+        "lightrl.rewards.worker:main",
+        name,
+        COMMANDS,
+        EVENTS,
+        inherited=inherited(os.environ, reward.env),
+        env={
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **log_environment("reward"),
+        },
+        log=log,
+        within=reward.command,
+    )
+
+
+def _job(number: int, jobs: Jobs) -> worker.Job:
+    one = jobs[0]
+    answers = tuple(worker.Answer(encode(j.tokens), j.finish_reason) for j in jobs)
+    row = to_json(one.row)
+    return worker.Job(number, one.prompts, one.prompt_text, row, answers, one.step, one.epoch)
+
+
+def _named(setup: Setup) -> str:
+    return ", ".join(dict.fromkeys(name for each in setup.sets for name in each.functions))
+
+
+async def _set_up(child: RewardChild, setup: Setup) -> WorkerReady:
+    """Raises ChildDied if the worker has ended; RewardError, and ends it, if it cannot serve."""
+    child.send(setup)
+    try:
+        async with asyncio.timeout(START_LIMIT_S):
+            event = await child.receive()
+    except TimeoutError:
+        reason = f"importing {_named(setup)} took longer than {START_LIMIT_S:g} s"
+    except ChildDied:
+        await child.stop()
+        raise
+    else:
+        if isinstance(event, WorkerReady):
+            return event
+        reason = (
+            event.reason if isinstance(event, WorkerFailed) else f"{child.name}: unexpected {event}"
+        )
+    child.kill()
+    with contextlib.suppress(ChildDied):
+        await child.stop()
+    raise RewardError(reason)

@@ -1,0 +1,170 @@
+"""Which tests a row brings for a program: the layouts of common data sets, one list of cases.
+
+Owns what is read from an answer or from columns. Must not run anything; a stored string is decoded
+without calling what a pickle may name.
+"""
+
+import base64
+import binascii
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+from lightrl.errors import RewardError
+
+LAYOUTS = (
+    'a list of assertions, {"inputs": [...], "outputs": [...], "fn_name": ...} or a list of '
+    '{"input": ..., "output": ..., "testtype": ...}'
+)
+MAX_BYTES = 256 << 20  # of decoded tests
+
+
+@dataclass(frozen=True, slots=True)
+class InputCase:
+    """A program that reads standard input and writes standard output."""
+
+    stdin: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallCase:
+    """A call of a function, or of a method of the class Solution. Example: CallCase("add", [1, 2],
+    3)"""
+
+    function: str
+    arguments: list[Any]
+    expected: Any
+
+
+@dataclass(frozen=True, slots=True)
+class AssertCase:
+    """Python that raises if the program is wrong, run behind the program."""
+
+    code: str
+
+
+Case: TypeAlias = InputCase | CallCase | AssertCase
+
+
+def cases_of(answer: Any, row: dict[str, Any]) -> list[Case]:
+    """The tests of a row: of its answer, else of the columns of MBPP, HumanEval or LiveCodeBench.
+    Empty if it has none.
+
+    Raises RewardError for an answer of none of these layouts.
+    """
+    if answer is not None and answer != "":
+        return list(_of_answer(answer, _function_name(row)))
+    if row.get("test_list"):
+        setup = [row.get("test_setup_code") or "", *(row.get("test_imports") or ())]
+        return [AssertCase("\n".join((*setup, test))) for test in row["test_list"]]
+    if row.get("test") and row.get("entry_point"):
+        return [AssertCase(f"{row['test']}\ncheck({row['entry_point']})")]
+    found: list[Case] = []
+    for column in ("public_test_cases", "private_test_cases"):
+        if row.get(column):
+            found += _of_answer(_decoded(row[column]), _function_name(row))
+    return found
+
+
+def _of_answer(answer: Any, function: str | None) -> Iterator[Case]:
+    if isinstance(answer, str):
+        try:
+            parsed = json.loads(answer)
+        except ValueError:
+            if "assert" not in answer:
+                _unknown(answer)
+            yield AssertCase(answer)  # a file of tests
+            return
+        yield from _of_answer(parsed, function)
+    elif isinstance(answer, dict):
+        yield from (AssertCase(code) for code in answer.get("assert_case") or ())
+        inputs, outputs = answer.get("inputs") or [], answer.get("outputs") or []
+        if len(inputs) != len(outputs) or not (inputs or answer.get("assert_case")):
+            _unknown(answer)
+        function = answer.get("fn_name") or function
+        for given, expected in zip(inputs, outputs, strict=True):
+            yield _pair(given, expected, function)
+    elif isinstance(answer, list) and answer:
+        for item in answer:
+            if isinstance(item, str):
+                yield AssertCase(item)
+            elif isinstance(item, dict) and {"input", "output"} <= item.keys():
+                is_call = item.get("testtype") == "functional"
+                metadata = item.get("metadata")
+                own = metadata.get("func_name") if isinstance(metadata, dict) else None
+                yield _pair(item["input"], item["output"], own or function, is_call)
+            else:
+                _unknown(item)
+    else:
+        _unknown(answer)
+
+
+def _pair(given: Any, expected: Any, function: str | None, is_call: bool | None = None) -> Case:
+    if is_call is None:
+        is_call = function is not None
+    if is_call and function is None:
+        raise RewardError('code: a test calls a function, but the row names none ("fn_name")')
+    if not is_call or function is None:
+        return InputCase(_lines(given), _lines(expected))
+    try:
+        if isinstance(given, str):
+            given = [json.loads(line) for line in given.split("\n") if line.strip()]
+        if isinstance(expected, str):
+            expected = json.loads(expected)
+    except ValueError:
+        _unknown({"input": given, "output": expected})
+    return CallCase(function, given if isinstance(given, list) else [given], expected)
+
+
+def _lines(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _function_name(row: dict[str, Any]) -> str | None:
+    """LiveCodeBench keeps it in a column of JSON."""
+    metadata = row.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:
+            return None
+    return metadata.get("func_name") if isinstance(metadata, dict) else None
+
+
+def _decoded(column: Any) -> Any:
+    """LiveCodeBench's hidden tests are JSON in a pickle in zlib in base64."""
+    if not isinstance(column, str) or column.lstrip()[:1] in ("[", "{"):
+        return column
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(column, validate=True), MAX_BYTES)
+        if unpacker.unconsumed_tail:
+            raise RewardError(f"code: the tests of a row are longer than {MAX_BYTES >> 20} MiB")
+        return _Plain(io.BytesIO(data)).load()
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError):
+        _unknown(column)
+
+
+class _Plain(pickle.Unpickler):
+    """Of strings, numbers, lists and dicts only: nothing can be named, so nothing is called."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"{module_name}.{global_name}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("persistent id")
+
+
+def _unknown(answer: Any) -> NoReturn:
+    raise RewardError(f"code: no tests in {str(answer)[:60]!r}: expected {LAYOUTS}")
+
+
+def check_cases(cases: Sequence[Case]) -> None:
+    """Raises RewardError for a row without tests."""
+    if not cases:
+        raise RewardError(f"code: the row has no tests: expected {LAYOUTS}")

@@ -1,0 +1,388 @@
+"""The first process of a sandbox: makes its namespaces, then runs one program after another in it.
+
+Owns what a program can see (a root of a few read-only folders, an empty /tmp, no network, no /proc)
+and what it may use (resource limits, system calls). A script of its own, `python -I -S inside.py
+DESCRIPTOR`, with the standard library alone, since it is started for every response. Must not be
+told what a right answer is: a program that breaks out would find it here.
+
+See namespaces(7), user_namespaces(7), pivot_root(2), seccomp(2). Started by root, root makes the
+mounts and becomes nobody; started by anybody else, a user namespace comes first.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+NOBODY = 65534  # outside, if root starts us
+INSIDE = 1000  # the only user there is inside
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+MNT_DETACH = 2
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+SECCOMP_MODE_FILTER = 2
+
+MOUNT_SETATTR, CLONE3 = 442, 435  # the same numbers everywhere
+SYSTEM_CALLS = {  # of the architecture: pivot_root, clone, socket, and those that no program needs
+    "x86_64": (
+        0xC000003E,
+        *(155, 56, 41),
+        (101, 310, 311, 319, 447, 29, 68, 64, 425, 321, 298, 323, 248, 249, 250, 272, 308, 165),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        *(41, 220, 198),
+        (117, 270, 271, 279, 447, 194, 186, 190, 425, 280, 241, 282, 217, 218, 219, 97, 268, 40),
+    ),
+}  # ptrace, process_vm_*, memfd_*, shmget, msgget, semget, io_uring, bpf, perf, userfaultfd, keys,
+# unshare, setns, mount: ways to memory that no limit counts, and into the kernel
+SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)  # others have no namespace
+
+DEVICES = ("null", "zero", "random", "urandom")
+ROOTS = ("/tmp", "/mnt", "/var/tmp", "/run")  # where the new root is put together
+CHUNK = 1 << 16
+STDERR_BYTES = 2000  # of its end: what went wrong
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(descriptor: int) -> None:
+    """Answers {"ready": true} or {"refused": why} to the first message, then every request."""
+    _die_with_parent()
+    outside = socket.socket(fileno=descriptor)
+    setup, _ = receive(outside)
+    try:
+        if setup["folder"]:  # without walls
+            os.chdir(setup["folder"])
+            _call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        else:
+            _separate()
+            first = os.fork()  # only children of this process are in the new pid namespace
+            if first:
+                outside.close()
+                os.waitpid(first, 0)
+                return
+            _die_with_parent()
+            _build_root(setup["binds"], setup["links"], setup["disk_bytes"])
+    except OSError as e:
+        send(outside, {"refused": f"{e.filename or 'namespaces'}: {e.strerror}"})
+        return
+    send(outside, {"ready": True})
+    with contextlib.suppress(EOFError):  # the worker has gone
+        while True:
+            request, payload = receive(outside)
+            send(outside, *_answer(outside, request, payload))
+
+
+# --- what a program can see -----------------------------------------------------------------------
+
+
+def _separate() -> None:
+    flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+    if os.geteuid() == 0:
+        _call("unshare", flags)
+    else:
+        user, group = os.geteuid(), os.getegid()
+        _call("unshare", flags | CLONE_NEWUSER)
+        with _folder("/proc/self") as proc:
+            _map_user(proc, user, group)
+
+
+def _build_root(binds: list[str], links: dict[str, str], disk_bytes: int) -> None:
+    """`binds` are folders and files that are there to read; /tmp has room for `disk_bytes`."""
+    with _folder("/proc/self") as proc:
+        root = next(p for p in ROOTS if os.path.isdir(p) and not any(_within(b, p) for b in binds))
+        _mount(None, "/", None, MS_REC | MS_PRIVATE)
+        _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+        os.mkdir(f"{root}/tmp")
+        options = f"size={disk_bytes},nr_inodes=10000,mode=1777"
+        _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
+        for source in binds:
+            _bind(source, root + source, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV)
+        for name in DEVICES:
+            _bind(f"/dev/{name}", f"{root}/dev/{name}", MOUNT_ATTR_NOSUID)
+        for name, target in links.items():
+            os.makedirs(os.path.dirname(root + name), exist_ok=True)
+            os.symlink(target, root + name)
+        os.chdir(root)
+        _call("syscall", _architecture()[1], b".", b".")
+        _call("umount2", b".", MNT_DETACH)
+        os.chdir("/tmp")
+        _set_attributes("/", MOUNT_ATTR_RDONLY, 0)
+        socket.sethostname("sandbox")
+        if os.geteuid() == 0:
+            _become_nobody(proc)
+    _call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program may not look into this process
+
+
+def _become_nobody(proc: int) -> None:
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    _die_with_parent()  # forgotten when the user changes
+    _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self belongs to root still
+    _call("unshare", CLONE_NEWUSER)
+    _map_user(proc, NOBODY, NOBODY)
+
+
+def _map_user(proc: int, user: int, group: int) -> None:
+    for file, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{INSIDE} {user} 1"),
+        ("gid_map", f"{INSIDE} {group} 1"),
+    ):
+        written = os.open(file, os.O_WRONLY, dir_fd=proc)
+        try:
+            os.write(written, text.encode())
+        finally:
+            os.close(written)
+
+
+def _bind(source: str, target: str, attributes: int) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(source, target, None, MS_BIND | MS_REC)
+    _set_attributes(target, attributes | MOUNT_ATTR_RDONLY, AT_RECURSIVE)
+
+
+def _within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + "/")
+
+
+@contextlib.contextmanager
+def _folder(path: str):
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# --- one program ----------------------------------------------------------------------------------
+
+
+def _answer(outside: socket.socket, request: dict, payload: bytes) -> tuple[dict, bytes]:
+    try:
+        for name, size in request["files"]:
+            if os.path.lexists(name):  # a program may have left a link there
+                os.unlink(name)
+            with open(name, "xb") as file:
+                file.write(payload[:size])
+            payload = payload[size:]
+        return _run(outside, request, payload)
+    except OSError as e:  # what an earlier program left behind: its folder, a full disk
+        return {"status": "refused", "code": 0, "wall_s": 0.0, "errors": str(e)}, b""
+
+
+def _run(outside: socket.socket, request: dict, stdin: bytes) -> tuple[dict, bytes]:
+    """Runs `request["argv"]` until it ends, writes too much or has taken too long. What it started
+    ends with it."""
+    given = os.memfd_create("stdin")
+    with open(given, "wb", closefd=False) as file:
+        file.write(stdin)
+    os.lseek(given, 0, os.SEEK_SET)
+    out, out_w = os.pipe()
+    err, err_w = os.pipe()
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _become_program(request, given, out_w, err_w)
+    for descriptor in (given, out_w, err_w):
+        os.close(descriptor)
+    collected = {out: bytearray(), err: bytearray()}
+    ended = os.pidfd_open(child)
+    status = "exited"
+    waiting = select.poll()
+    for descriptor in (outside.fileno(), ended, out, err):
+        waiting.register(descriptor, select.POLLIN)
+    while True:
+        left_s = began + request["time_s"] - time.monotonic()
+        ready = [d for d, _ in waiting.poll(max(0.0, left_s) * 1000)]
+        if outside.fileno() in ready:  # nobody speaks to us now: the worker has gone
+            os._exit(0)
+        for descriptor in {out, err} & set(ready):
+            if not _read(descriptor, collected[descriptor]):
+                waiting.unregister(descriptor)
+            del collected[err][:-STDERR_BYTES]
+        if len(collected[out]) > request["output_bytes"]:
+            status = "output"
+        elif left_s <= 0:
+            status = "timeout"
+        if status != "exited" or ended in ready:
+            break
+    wall_s = time.monotonic() - began
+    os.close(ended)
+    code = _end_all(child)
+    for descriptor in (out, err):
+        # Once nobody holds the other end, what is left in a pipe ends with its end.
+        while len(collected[out]) <= request["output_bytes"] and _read(
+            descriptor, collected[descriptor]
+        ):
+            del collected[err][:-STDERR_BYTES]
+        os.close(descriptor)
+    if status == "exited" and len(collected[out]) > request["output_bytes"]:
+        status = "output"
+    output = bytes(collected[out][: request["output_bytes"]])
+    errors = collected[err].decode(errors="replace")
+    return {"status": status, "code": code, "wall_s": wall_s, "errors": errors}, output
+
+
+def _read(descriptor: int, into: bytearray) -> bool:
+    data = os.read(descriptor, CHUNK)
+    into += data
+    return bool(data)
+
+
+def _end_all(child: int) -> int:
+    """Ends the program and what it started. Returns the program's exit status."""
+    code = 0
+    while True:
+        if os.getpid() == 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # everything inside but this process
+        else:
+            for pid in _children():
+                os.kill(pid, signal.SIGKILL)  # none is reaped by anybody else, so it is still ours
+        try:
+            pid, status = os.wait()
+        except ChildProcessError:
+            return code
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+
+
+def _children() -> list[int]:
+    """Without walls: of this process, to which every orphan of the program falls."""
+    with open("/proc/thread-self/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def _become_program(request: dict, *streams: int) -> None:
+    """Ends in `execve`; the program has one user, no capability and the streams alone."""
+    try:
+        os.setsid()
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+        os.closerange(3, 4096)
+        limits = {
+            resource.RLIMIT_AS: request["memory_bytes"],
+            resource.RLIMIT_CPU: int(request["time_s"]) + 1,
+            resource.RLIMIT_FSIZE: request["file_bytes"],
+            resource.RLIMIT_NPROC: request["processes"],
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_STACK: 64 << 20,
+        }
+        for limit, value in limits.items():
+            resource.setrlimit(limit, (value, value))
+        _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _refuse_system_calls()
+        os.execve(request["argv"][0], request["argv"], request["environment"])
+    except OSError as e:
+        os.write(2, str(e).encode())
+    finally:  # whatever it is, this process must not go on as its parent
+        os._exit(127)
+
+
+def _refuse_system_calls() -> None:
+    """Those that a program does not need are answered with EPERM: see `SYSTEM_CALLS`."""
+    arch, _, clone, sockets, refused = _architecture()
+    load_number, load_arch, load_argument = (0x20, 0, 0, 0), (0x20, 0, 0, 4), (0x20, 0, 0, 16)
+    allow, refuse, absent = 0x7FFF0000, 0x00050001, 0x00050000 | 38
+
+    def answer(what: int) -> tuple[int, int, int, int]:
+        return (0x06, 0, 0, what)
+
+    def unless_equal(value: int, skip: int) -> tuple[int, int, int, int]:
+        return (0x15, 0, skip, value)
+
+    program = [load_arch, (0x15, 1, 0, arch), answer(0x80000000), load_number]
+    program += [(0x35, 0, 1, 0x40000000), answer(refuse)]  # x32: other numbers for the same calls
+    for number in refused:
+        program += [unless_equal(number, 1), answer(refuse)]
+    program += [unless_equal(CLONE3, 1), answer(absent)]  # its flags lie in memory; C falls back
+    namespaces = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWIPC
+    program += [unless_equal(clone, 4), load_argument, (0x45, 0, 1, namespaces)]
+    program += [answer(refuse), answer(allow)]
+    program += [unless_equal(sockets, 2 + len(SOCKETS)), load_argument]
+    # Each comparison jumps over those after it and the refusal.
+    program += [(0x15, len(SOCKETS) - k, 0, f) for k, f in enumerate(SOCKETS)]
+    program += [answer(refuse), answer(allow)]
+    code = b"".join(struct.pack("<HBBI", *line) for line in program)
+    lines = ctypes.create_string_buffer(code, len(code))
+    filter_ = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(program), ctypes.addressof(lines))
+    )
+    _call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filter_, 0, 0)
+
+
+# --- the kernel, and the worker outside -----------------------------------------------------------
+
+
+def _architecture() -> tuple:
+    if platform.machine() not in SYSTEM_CALLS:
+        raise OSError(0, f"unknown processor {platform.machine()}", "sandbox")
+    return SYSTEM_CALLS[platform.machine()]
+
+
+def _call(function: str, *arguments: object, file: str | None = None) -> None:
+    if getattr(_libc, function)(*arguments) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), file or function)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    encoded = [s.encode() if s is not None else None for s in (source, target, kind)]
+    _call("mount", *encoded, ctypes.c_ulong(flags), data.encode() or None, file=target)
+
+
+def _set_attributes(target: str, attributes: int, flags: int) -> None:
+    wanted = struct.pack("QQQQ", attributes, 0, 0, 0)
+    arguments = (AT_FDCWD, target.encode(), flags, wanted, ctypes.c_size_t(len(wanted)))
+    _call("syscall", MOUNT_SETATTR, *arguments, file=target)
+
+
+def _die_with_parent() -> None:
+    _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def send(to: socket.socket, header: dict, payload: bytes = b"") -> None:
+    text = json.dumps(header).encode()
+    to.sendall(struct.pack("<II", len(text), len(payload)) + text + payload)
+
+
+def receive(source: socket.socket) -> tuple[dict, bytes]:
+    """Raises EOFError once the other side has gone."""
+    sizes = struct.unpack("<II", _exactly(source, 8))
+    header = json.loads(_exactly(source, sizes[0]))
+    return header, _exactly(source, sizes[1])
+
+
+def _exactly(source: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = source.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

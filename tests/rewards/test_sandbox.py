@@ -1,0 +1,231 @@
+"""Programs that attack the machine: each costs its own outcome alone and leaves neither process nor
+file."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightrl.errors import RewardError
+from lightrl.rewards.code.reward import CodeReward
+from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox
+from tests.rewards.test_code import sample
+
+LIMITS = Limits(memory_bytes=512 << 20, disk_bytes=16 << 20, output_bytes=1 << 20, processes=16)
+LONG_S = 60.0  # ends a test that hangs
+
+
+def _possible() -> bool:
+    try:
+        Sandbox(LIMITS).close()
+    except RewardError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _possible(), reason="this kernel refuses namespaces")
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(LIMITS) as made:
+        yield made
+
+
+def run(sandbox: Sandbox, code: str, time_s: float = LONG_S, stdin: bytes = b"") -> Outcome:
+    return sandbox.run("main.py", time_s, stdin, {"main.py": code.encode()})
+
+
+def processes() -> set[int]:
+    return {int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()}
+
+
+def test_a_program_reads_writes_and_ends(sandbox: Sandbox) -> None:
+    outcome = run(sandbox, "print(int(input()) + 1)", stdin=b"41\n")
+    assert (outcome.status, outcome.code, outcome.output) == ("exited", 0, b"42\n")
+
+
+def test_what_a_program_raises_is_said(sandbox: Sandbox) -> None:
+    outcome = run(sandbox, "1 / 0")
+    assert outcome.code == 1
+    assert "ZeroDivisionError" in outcome.errors
+
+
+def test_a_program_sees_nothing_of_the_machine(sandbox: Sandbox, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("the key of the run")
+    code = f"""
+import os
+for path in ({str(key)!r}, "/proc", "/etc/passwd", "/home", {str(Path(__file__))!r}):
+    assert not os.path.exists(path), path
+assert set(os.environ) <= {{"PYTHONHASHSEED", "LC_CTYPE"}}, os.environ
+assert os.getppid() == 1 and os.getuid() != 0
+assert sorted(os.listdir("/tmp")) == ["main.py"]
+"""
+    outcome = run(sandbox, code)
+    assert (outcome.status, outcome.code) == ("exited", 0), outcome.errors
+
+
+@pytest.mark.parametrize("path", ["/here", "/usr/lib/here", "/dev/here", os.__file__])
+def test_a_program_writes_nowhere_but_in_tmp(sandbox: Sandbox, path: str) -> None:
+    outcome = run(sandbox, f"open({path!r}, 'a')")
+    assert outcome.code == 1
+    assert "Read-only file system" in outcome.errors or "denied" in outcome.errors
+
+
+def test_a_program_reaches_no_network(sandbox: Sandbox) -> None:
+    code = """
+import socket
+for address in ("127.0.0.1", "10.0.0.1"):
+    with socket.socket() as s:
+        try:
+            s.connect((address, 9))
+        except OSError as e:
+            print(e.errno)
+try:
+    socket.socket(40, socket.SOCK_STREAM)  # to the hypervisor
+except PermissionError:
+    print("refused")
+"""
+    outcome = run(sandbox, code)
+    assert outcome.output == b"101\n101\nrefused\n"  # ENETUNREACH
+
+
+def test_a_fork_bomb_stays_within_its_processes_and_leaves_none() -> None:
+    code = """
+import os, time
+children = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(1000)
+        children += 1
+except BlockingIOError:
+    print(children < 16)
+"""
+    with Sandbox(LIMITS) as sandbox:
+        assert run(sandbox, code).output == b"True\n"
+        # They are killed with the program, not with the sandbox.
+        assert run(sandbox, "import os; print(bool(os.fork()) and os.wait()[1])").code == 0
+        first = sandbox.first_pid
+    assert first not in processes()
+
+
+def test_a_program_that_leaves_its_session_is_found(sandbox: Sandbox) -> None:
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n"
+    before = time.monotonic()
+    assert run(sandbox, code).status == "exited"
+    assert time.monotonic() - before < LONG_S
+    assert run(sandbox, "import os\nos.kill(-1, 0)").code == 1  # nobody else is there
+
+
+def test_memory_is_limited_for_each_process(sandbox: Sandbox) -> None:
+    outcome = run(sandbox, "x = bytearray(2 << 30)")
+    assert "MemoryError" in outcome.errors
+
+
+def test_memory_is_limited_for_all_processes_together() -> None:
+    code = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        x = bytearray(os.urandom(1)) * (200 << 20)
+        time.sleep(1000)
+os.wait()
+"""
+    with Sandbox(LIMITS) as sandbox:
+        first = sandbox.first_pid
+        assert run(sandbox, code).status == "memory"
+        assert not sandbox.is_alive
+    assert first not in processes()
+
+
+def test_a_disk_bomb_fills_its_own_disk(sandbox: Sandbox) -> None:
+    outcome = run(sandbox, "with open('/tmp/x', 'wb') as f:\n    f.write(bytes(100 << 20))")
+    assert outcome.code == 1
+    many = run(sandbox, "for k in range(100_000):\n    open(f'/tmp/{k}', 'w').close()")
+    assert "No space left" in many.errors
+
+
+def test_endless_output_is_cut(sandbox: Sandbox) -> None:
+    outcome = run(sandbox, "while True: print('x' * 1000)")
+    assert (outcome.status, len(outcome.output)) == ("output", LIMITS.output_bytes)
+    assert (
+        run(sandbox, "import sys\nwhile True: sys.stderr.write('x' * 1000)", 0.2).status
+        == "timeout"
+    )
+
+
+def test_an_endless_loop_ends_at_its_limit(sandbox: Sandbox) -> None:
+    outcome = run(sandbox, "while True: pass", 0.2)
+    assert outcome.status == "timeout"
+    assert outcome.wall_s >= 0.2
+    assert run(sandbox, "print(1)").output == b"1\n"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "os.kill(1, 9)",
+        "libc.ptrace(16, 1, 0, 0)",
+        "libc.unshare(0x10000000)",
+        "libc.mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None)",
+        "libc.memfd_create(b'x', 0)",
+        "libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0)",
+    ],
+)
+def test_what_leads_out_is_refused_or_does_nothing(sandbox: Sandbox, call: str) -> None:
+    code = f"""
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.ptrace.restype = libc.syscall.restype = ctypes.c_long
+answer = {call}
+print(answer in (None, -1))
+"""
+    assert run(sandbox, code).output == b"True\n"
+    assert run(sandbox, "print(1)").output == b"1\n"
+
+
+def test_what_one_program_leaves_behind_does_not_stop_the_next(sandbox: Sandbox) -> None:
+    run(sandbox, "import os\nos.unlink('main.py')\nos.symlink('/dev/null', 'main.py')")
+    assert run(sandbox, "print(1)").output == b"1\n"
+    run(sandbox, "import os\nos.unlink('main.py')\nos.mkdir('main.py')")
+    assert run(sandbox, "print(1)").status == "refused"
+
+
+def test_without_walls_limits_stay_and_nothing_is_left() -> None:
+    with Sandbox(LIMITS, is_isolated=False) as sandbox:
+        outcome = run(
+            sandbox, "import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(1000)"
+        )
+        assert outcome.status == "exited"
+        folder = Path(run(sandbox, "import os; print(os.getcwd())").output.decode().strip())
+        assert "MemoryError" in run(sandbox, "x = bytearray(2 << 30)").errors
+        assert run(sandbox, "while True: pass", 0.2).status == "timeout"
+        first = sandbox.first_pid
+    assert not folder.exists()
+    assert first not in processes()
+
+
+def test_programs_read_the_packages_that_are_named(tmp_path: Path) -> None:
+    (tmp_path / "extra.py").write_text("ANSWER = 42")
+    tmp_path.chmod(0o755)
+    with Sandbox(LIMITS, packages=[str(tmp_path)]) as sandbox:
+        assert run(sandbox, "import extra; print(extra.ANSWER)").output == b"42\n"
+        assert run(sandbox, f"open({str(tmp_path / 'x')!r}, 'w')").code == 1
+
+
+def test_each_attack_costs_its_own_response_alone() -> None:
+    reward = CodeReward(timeout_s=LONG_S, limits=LIMITS)
+    tests = {"inputs": ["1"], "outputs": ["2"]}
+    right = "print(int(input()) + 1)"
+    bombs = (
+        "import os\nwhile True: os.fork()",
+        "x = bytearray(9 << 30)",
+        "import os; os.kill(-1, 9)",
+    )
+    for bomb in bombs:
+        assert reward(sample(bomb, tests))["reward"] == 0.0
+        assert reward(sample(right, tests))["reward"] == 1.0

@@ -1,0 +1,139 @@
+"""The reward "judge": a language model behind an OpenAI-compatible endpoint grades a response.
+
+Owns what is asked, how a score is read from the reply, and how long an overloaded endpoint is given.
+Runs in the reward worker; must not make a score of a reply that has none.
+"""
+
+import asyncio
+import random
+import re
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+
+from lightrl.errors import RewardError
+from lightrl.rewards.base import Sample
+
+DEFAULT_PROMPT = (
+    "Grade the answer of a student.\n\nQuestion:\n{prompt}\n\nAnswer:\n{response}\n\n"
+    "Reference:\n{answer}\n\nReply with a single line, `Score: X`, where X is a number from 0 "
+    "(wrong) to 1 (right)."
+)
+FIELDS = ("prompt", "response", "answer")
+# Overload and trouble on the way, which pass; everything else is an answer.
+PASSING = frozenset({408, 409, 429, 500, 502, 503, 504})
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+
+_FIELD = re.compile(r"\{(\w+)\}")
+_SCORE = re.compile(r"score\W{0,10}?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+(?:\.\d+)?))?", re.IGNORECASE)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+class JudgeReward:
+    """An asynchronous reward function. `await check()` before the first call.
+
+    `concurrency`: calls under way at once; `retries`: of each, after overload, time-outs and broken
+    connections, with pauses that double (and as long as the endpoint asks for).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        prompt: str = DEFAULT_PROMPT,
+        key: str = "",
+        concurrency: int = 16,
+        retries: int = 5,
+        timeout_s: float = 60.0,
+        options: MappingProxyType[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`url`: up to and with /v1. `options`: further fields of the request, as temperature.
+
+        Raises RewardError for a prompt with fields that nobody fills.
+        """
+        if unknown := [f for f in _FIELD.findall(prompt) if f not in FIELDS]:
+            raise RewardError(
+                f"reward.judge.prompt: nothing fills {{{unknown[0]}}}; there are {{prompt}}, "
+                "{response} and {answer}"
+            )
+        self._url = f"{url.rstrip('/')}/chat/completions"
+        self._model = model
+        self._prompt = prompt
+        self._options = options
+        self._retries = retries
+        self._free = asyncio.Semaphore(concurrency)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers)
+
+    async def check(self) -> None:
+        """One short call without a second try. Raises RewardError, one line, if it fails."""
+        try:
+            await self._ask("Say 1.", {"max_tokens": 1})
+        except (httpx.HTTPError, _Refused) as e:
+            raise RewardError(f"judge: {self._url}: {_reason(e)}") from None
+
+    async def __call__(self, sample: Sample) -> float | None:
+        """The score, or None for a reply without one. Raises RewardError if nobody replied."""
+        values = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+        text = _FIELD.sub(lambda field: str(values[field[1]]), self._prompt)
+        async with self._free:
+            for attempt in range(self._retries + 1):
+                try:
+                    return score_of(await self._ask(text, {}))
+                except (httpx.TransportError, _Refused) as e:
+                    if attempt == self._retries or (isinstance(e, _Refused) and not e.passes):
+                        raise RewardError(f"judge: {_reason(e)}") from None
+                    asked_s = e.wait_s if isinstance(e, _Refused) else 0.0
+                await asyncio.sleep(max(asked_s, pause_s(attempt, random.random())))
+        return None
+
+    async def _ask(self, text: str, more: dict[str, Any]) -> str:
+        """The reply. Raises httpx.HTTPError and _Refused."""
+        request = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0.0,
+            **self._options,
+            **more,
+        }
+        response = await self._client.post(self._url, json=request)
+        if response.status_code != httpx.codes.OK:
+            raise _Refused(response)
+        try:
+            return response.json()["choices"][0]["message"]["content"] or ""
+        except (ValueError, LookupError, TypeError):
+            raise _Refused(response) from None
+
+
+def score_of(reply: str) -> float | None:
+    """The number after the last "score", as a share if it is one ("7/10"), or a reply that is only
+    a number. None if there is neither.
+
+    Example: score_of("The student forgot to carry.\\nScore: 0.5") is 0.5.
+    """
+    if found := _SCORE.findall(reply):
+        value, whole = found[-1]
+        if whole and float(whole) == 0:
+            return None
+        return float(value) / (float(whole) if whole else 1.0)
+    text = reply.strip()
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def pause_s(attempt: int, luck: float) -> float:
+    """Seconds before try `attempt` + 2; half of them by `luck`, from 0 to 1, so that calls which
+    failed together do not come back together."""
+    return min(FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S) * (0.5 + luck / 2)
+
+
+class _Refused(Exception):
+    def __init__(self, response: httpx.Response) -> None:
+        super().__init__(f"status {response.status_code}: {' '.join(response.text.split())[:200]}")
+        self.passes = response.status_code in PASSING
+        asked = response.headers.get("retry-after", "")
+        self.wait_s = min(float(asked), LONGEST_WAIT_S) if _NUMBER.fullmatch(asked) else 0.0
+
+
+def _reason(e: Exception) -> str:
+    return str(e) or type(e).__name__

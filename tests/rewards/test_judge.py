@@ -1,0 +1,149 @@
+"""A judge behind a real HTTP endpoint on loopback."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from lightrl.errors import RewardError
+from lightrl.rewards.judge import LONGEST_WAIT_S, JudgeReward, pause_s, score_of
+from tests.rewards.test_code import sample
+
+Reply = tuple[int, Any] | None  # status and JSON; None: the connection is cut
+
+
+class Endpoint:
+    """Answers chat completions by `reply`, which sees how many came before."""
+
+    def __init__(self, reply: Callable[[int], Reply]) -> None:
+        self._reply = reply
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[str] = []
+        self.at_once = self.most_at_once = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        size = next(
+            int(h.split(":")[1]) for h in head.lower().split("\r\n") if "content-length" in h
+        )
+        self.requests.append(json.loads(await reader.readexactly(size)))
+        self.headers.append(head)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0)  # others may come in between
+        answer = self._reply(len(self.requests) - 1)
+        self.at_once -= 1
+        if answer is not None:
+            body = json.dumps(answer[1]).encode()
+            line = f"HTTP/1.1 {answer[0]} x\r\nretry-after: 0\r\nconnection: close\r\n"
+            writer.write(f"{line}content-length: {len(body)}\r\n\r\n".encode() + body)
+            await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def serving(reply: Callable[[int], Reply]) -> AsyncIterator[Endpoint]:
+    endpoint = Endpoint(reply)
+    server = await asyncio.start_server(endpoint.serve, "127.0.0.1", 0)
+    endpoint.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    async with server:
+        yield endpoint
+
+
+def says(text: str) -> tuple[int, Any]:
+    return 200, {"choices": [{"message": {"content": text}}]}
+
+
+async def judged(reply: Callable[[int], Reply], retries: int = 1) -> float | None:
+    async with serving(reply) as endpoint:
+        return await JudgeReward(endpoint.url, "m", retries=retries)(sample("4", "4"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: 0.5", 0.5),
+        ("I would say **Score**: 1", 1.0),
+        ("score: 0\nno, Score: 7/10", 0.7),
+        ("0.25", 0.25),
+        ("Score: -1", -1.0),
+        ("No idea.", None),
+        ("There are 3 errors in it.", None),
+        ("Score: 3/0", None),
+        ("", None),
+    ],
+)
+def test_a_score_is_read_from_a_reply(reply: str, score: float | None) -> None:
+    assert score_of(reply) == score
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    assert [pause_s(k, 1.0) for k in (0, 1, 2, 20)] == [0.5, 1.0, 2.0, LONGEST_WAIT_S]
+    assert pause_s(3, 0.0) == pause_s(3, 1.0) / 2
+
+
+async def _asks() -> None:
+    async with serving(lambda _: says("Score: 1")) as endpoint:
+        judge = JudgeReward(endpoint.url, "m", "Q {prompt} A {response} R {answer}", key="secret")
+        assert await judge(sample("{answer}", "4")) == 1.0
+        [request] = endpoint.requests
+        assert request["messages"] == [{"role": "user", "content": "Q prompt A {answer} R 4"}]
+        assert (request["model"], request["temperature"]) == ("m", 0.0)
+        assert "bearer secret" in endpoint.headers[0]
+
+
+def test_the_prompt_is_filled_and_the_key_is_sent() -> None:
+    asyncio.run(_asks())
+
+
+def test_overload_and_cut_connections_are_tried_again() -> None:
+    replies = [(429, {"error": "slow down"}), None, says("Score: 1")]
+    assert asyncio.run(judged(lambda k: replies[k], retries=2)) == 1.0
+
+
+def test_after_the_last_try_there_is_no_score_but_a_reason() -> None:
+    with pytest.raises(RewardError, match="status 503"):
+        asyncio.run(judged(lambda _: (503, {"error": "overloaded"}), retries=1))
+
+
+def test_a_refusal_is_not_tried_again() -> None:
+    with pytest.raises(RewardError, match="status 401"):
+        asyncio.run(judged(lambda k: (401, {"error": "key"}) if k == 0 else says("Score: 1")))
+
+
+async def _many() -> None:
+    async with serving(lambda _: says("Score: 1")) as endpoint:
+        judge = JudgeReward(endpoint.url, "m", concurrency=3)
+        scores = await asyncio.gather(*(judge(sample("4", "4")) for _ in range(20)))
+        assert scores == [1.0] * 20
+        assert 1 <= endpoint.most_at_once <= 3
+
+
+def test_calls_under_way_are_limited() -> None:
+    asyncio.run(_many())
+
+
+async def _checked(reply: Callable[[int], Reply]) -> None:
+    async with serving(reply) as endpoint:
+        await JudgeReward(endpoint.url, "m").check()
+
+
+def test_a_first_call_that_fails_is_one_line() -> None:
+    with pytest.raises(RewardError, match=r"judge: http.*status 404: .*no such model") as raised:
+        asyncio.run(_checked(lambda _: (404, {"error": "no such model"})))
+    assert "\n" not in str(raised.value)
+    asyncio.run(_checked(lambda _: says("1")))
+
+
+def test_nobody_at_the_address_is_one_line() -> None:
+    with pytest.raises(RewardError, match="judge: http://127"):
+        asyncio.run(JudgeReward("http://127.0.0.1:1/v1", "m").check())
+
+
+def test_a_field_that_nobody_fills_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"\{question\}"):
+        JudgeReward("http://127.0.0.1:1/v1", "m", "{question}")

@@ -1,6 +1,6 @@
 """The reward "judge": a language model behind an OpenAI-compatible endpoint grades a response.
 
-Owns what is asked, how a score is read from the reply, and how long an overloaded endpoint is given.
+Owns what is asked, how a score is read from the reply, and how long overload is waited for.
 Runs in the reward worker; must not make a score of a reply that has none.
 """
 

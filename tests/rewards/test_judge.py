@@ -93,7 +93,7 @@ async def _asks() -> None:
         [request] = endpoint.requests
         assert request["messages"] == [{"role": "user", "content": "Q prompt A {answer} R 4"}]
         assert (request["model"], request["temperature"]) == ("m", 0.0)
-        assert "bearer secret" in endpoint.headers[0]
+        assert "Authorization: Bearer secret" in endpoint.headers[0]
 
 
 def test_the_prompt_is_filled_and_the_key_is_sent() -> None:

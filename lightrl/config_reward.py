@@ -4,14 +4,53 @@ The functions are in rewards/. Must stay importable without torch.
 """
 
 import re
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from lightrl.config_sections import Names, Positive, Seconds, Section
 from lightrl.config_values import one_or_many
 
+LONGEST_TEST_S = 30.0  # of the reward "code"
 VERIFIERS = "verifiers:"  # before the name of an environment
+
+
+class Code(Section):
+    """Of the reward "code"."""
+
+    partial: bool = Field(
+        default=False, description="the share of tests that pass, not 1 for all of them"
+    )
+    memory_mb: Positive = Field(default=1024, description="of all processes of a program")
+    disk_mb: Positive = Field(default=64, description="of files that a program may write")
+    processes: Positive = Field(default=32, description="of a program, threads included")
+    packages: Names = Field(
+        default=(), description="folders that programs may import from beside the standard library"
+    )
+    unisolated: bool = Field(
+        default=False,
+        description="run programs without a sandbox, as you, where the kernel refuses one",
+    )
+
+
+class Judge(Section):
+    """Of the reward "judge"."""
+
+    url: str = Field(
+        default="", description='OpenAI-compatible, with its /v1: "http://127.0.0.1:8000/v1"'
+    )
+    model: str = Field(default="", description="its name there")
+    prompt: str = Field(
+        default="",
+        description="what is asked, with {prompt}, {response} and {answer}; it must ask for a line "
+        "`Score: X`; empty = a grade from 0 to 1 by the answer",
+    )
+    concurrency: Positive = Field(default=16, description="calls under way at once, of all workers")
+    retries: int = Field(default=5, ge=0, description="of a call, after overload")
+    key_env: str = Field(default="", description="variable of the environment that holds its key")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="further fields of a request, as max_tokens"
+    )
 
 
 class Reward(Section):
@@ -50,6 +89,35 @@ class Reward(Section):
         description="for a response without a score: train its siblings without it, where two are "
         "left; drop its group; or give it this reward",
     )
+
+    code: Code = Code()
+    judge: Judge = Judge()
+
+    @property
+    def environment(self) -> tuple[str, ...]:
+        """Variables that workers see beside the usual ones."""
+        return (*self.env, self.judge.key_env) if self.judge.key_env else self.env
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if "code" in self.functions and self.timeout_s < LONGEST_TEST_S:
+            raise ValueError(
+                f'reward.timeout_s = {self.timeout_s:g}: a single test of the reward "code" may '
+                f"take {LONGEST_TEST_S:g} s, and all tests of a response count: set it to 60 or "
+                "more"
+            )
+        if "judge" in self.functions and not (self.judge.url and self.judge.model):
+            raise ValueError(
+                'reward.functions = "judge": needs reward.judge.url and reward.judge.model'
+            )
+        for name, section in (("code", self.code), ("judge", self.judge)):
+            if name not in self.functions and section != type(section)():
+                defaults = type(section)()
+                key = next(k for k, v in section if v != getattr(defaults, k))
+                raise ValueError(
+                    f'reward.{name}.{key}: cannot act without "{name}" in reward.functions'
+                )
+        return self
 
     @field_validator("regex")
     @classmethod

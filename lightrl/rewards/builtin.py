@@ -4,8 +4,10 @@ They have the native signature and run in the reward worker. Must not import opt
 before they are chosen.
 """
 
+import asyncio
 import difflib
 import importlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,16 +56,51 @@ def _load_math(reward: Reward) -> Callable[[Sample], Any]:
         ) from None
 
 
+def _load_code(reward: Reward) -> Callable[[Sample], Any]:
+    from lightrl.rewards.code.reward import CodeReward
+    from lightrl.rewards.code.sandbox import Limits
+
+    code, mib = reward.code, 1 << 20
+    limits = Limits(code.memory_mb * mib, code.disk_mb * mib, processes=code.processes)
+    return CodeReward(reward.timeout_s, code.partial, limits, not code.unisolated, code.packages)
+
+
+def _load_judge(reward: Reward) -> Callable[[Sample], Any]:
+    from lightrl.rewards.judge import DEFAULT_PROMPT, JudgeReward
+
+    judge = reward.judge
+    key = os.environ.get(judge.key_env, "") if judge.key_env else ""
+    if judge.key_env and not key:
+        raise RewardError(f"reward.judge.key_env = {judge.key_env!r}: is not set")
+    function = JudgeReward(
+        judge.url,
+        judge.model,
+        judge.prompt or DEFAULT_PROMPT,
+        key,
+        max(1, judge.concurrency // reward.workers),
+        judge.retries,
+        reward.timeout_s,
+        judge.options,
+    )
+    asyncio.run(function.check())
+    return function
+
+
 BUILTIN: dict[str, Callable[[Reward], Callable[[Sample], Any]]] = {
     "exact_match": lambda reward: exact_match,
     "regex": lambda reward: regex_reward(reward.regex),
     "math": _load_math,
+    "code": _load_code,
+    "judge": _load_judge,
 }
 
 
 def needs_answer(name: str, reward: Reward) -> bool:
-    """Whether this built-in compares with an answer."""
-    return name != "regex" or bool(re.compile(reward.regex).groups)
+    """Whether this built-in compares with an answer. Tests of programs may be in columns of their
+    own, a judge may do without."""
+    return name not in {"regex", "code", "judge"} or bool(
+        name == "regex" and re.compile(reward.regex).groups
+    )
 
 
 def load_function(

@@ -7,6 +7,7 @@ Runs in the reward worker; must not make a score of a reply that has none.
 import asyncio
 import random
 import re
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +47,7 @@ class JudgeReward:
         concurrency: int = 16,
         retries: int = 5,
         timeout_s: float = 60.0,
-        options: MappingProxyType[str, Any] = MappingProxyType({}),
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`url`: up to and with /v1. `options`: further fields of the request, as temperature.
 
@@ -63,24 +64,32 @@ class JudgeReward:
         self._options = options
         self._retries = retries
         self._free = asyncio.Semaphore(concurrency)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers)
+        self._timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client: httpx.AsyncClient | None = None  # of the event loop of the calls
 
     async def check(self) -> None:
-        """One short call without a second try. Raises RewardError, one line, if it fails."""
+        """One call without a second try, in an event loop that may be another one than that of the
+        calls. Raises RewardError, one line, if it fails."""
         try:
-            await self._ask("Say 1.", {"max_tokens": 1})
+            async with self._new_client() as client:
+                await self._ask(client, "Reply with a single line, `Score: 1`.")
         except (httpx.HTTPError, _Refused) as e:
             raise RewardError(f"judge: {self._url}: {_reason(e)}") from None
+
+    def _new_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(timeout=self._timeout_s, headers=self._headers)
 
     async def __call__(self, sample: Sample) -> float | None:
         """The score, or None for a reply without one. Raises RewardError if nobody replied."""
         values = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
         text = _FIELD.sub(lambda field: str(values[field[1]]), self._prompt)
+        if self._client is None:
+            self._client = self._new_client()
         async with self._free:
             for attempt in range(self._retries + 1):
                 try:
-                    return score_of(await self._ask(text, {}))
+                    return score_of(await self._ask(self._client, text))
                 except (httpx.TransportError, _Refused) as e:
                     if attempt == self._retries or (isinstance(e, _Refused) and not e.passes):
                         raise RewardError(f"judge: {_reason(e)}") from None
@@ -88,16 +97,15 @@ class JudgeReward:
                 await asyncio.sleep(max(asked_s, pause_s(attempt, random.random())))
         return None
 
-    async def _ask(self, text: str, more: dict[str, Any]) -> str:
+    async def _ask(self, client: httpx.AsyncClient, text: str) -> str:
         """The reply. Raises httpx.HTTPError and _Refused."""
         request = {
             "model": self._model,
             "messages": [{"role": "user", "content": text}],
             "temperature": 0.0,
             **self._options,
-            **more,
         }
-        response = await self._client.post(self._url, json=request)
+        response = await client.post(self._url, json=request)
         if response.status_code != httpx.codes.OK:
             raise _Refused(response)
         try:

@@ -213,7 +213,7 @@ async def _start_child(name: str, log: Path, reward: Reward) -> RewardChild:
         name,
         COMMANDS,
         EVENTS,
-        inherited=inherited(os.environ, reward.env),
+        inherited=inherited(os.environ, reward.environment),
         env={
             "PYTHONUNBUFFERED": "1",
             "TOKENIZERS_PARALLELISM": "false",

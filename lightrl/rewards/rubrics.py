@@ -175,7 +175,7 @@ def rows_file(path: str, split: Split, reward: Reward, folder: Path) -> str:
     try:
         done = subprocess.run(
             command,
-            env=inherited(os.environ, reward.env),
+            env=inherited(os.environ, reward.environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=READ_LIMIT_S,

@@ -9,6 +9,7 @@ sandbox, in a process that the response's code shares: whatever that does is its
 import json
 import os
 import sys
+from typing import Any
 
 
 def main() -> None:
@@ -17,7 +18,7 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)  # what the code prints is not an answer
-    names = {"__name__": "main", "__file__": "main.py"}
+    names: dict[str, Any] = {"__name__": "main", "__file__": "main.py"}
     with open("main.py", encoding="utf-8") as file:
         exec(compile(file.read(), "main.py", "exec"), names)
     if "code" in request:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightrl.config_reward import LONGEST_TEST_S
 from lightrl.rewards.base import Sample
 from lightrl.rewards.code import harness
 from lightrl.rewards.code.cases import AssertCase, Case, InputCase, cases_of, check_cases
@@ -18,7 +19,7 @@ from lightrl.rewards.code.compare import same_text, same_value
 from lightrl.rewards.code.sandbox import Limits, Outcome, Sandbox
 
 # RollPacker, arXiv 2509.21009, section 4.3: min(max(2 s, 1.5 x the anchor), 30 s).
-SHORTEST_S, LONGEST_S, FACTOR = 2.0, 30.0, 1.5
+SHORTEST_S, LONGEST_S, FACTOR = 2.0, LONGEST_TEST_S, 1.5
 MAX_ANCHORS = 100_000  # rows whose slowest right answer is remembered
 
 _FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)

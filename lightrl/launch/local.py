@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 RESUMED = "resumed at step "  # how the event begins that tells so
 # from its start to the coordinator's address; it imports and reads the data
-LISTENS_WITHIN_S = 60.0
+LISTENS_WITHIN_S = 180.0  # reward workers may take 120 to import what they need
 # other daemons may end for the same reason: wait so long for the first cause
 FOLLOWS_WITHIN_S = 1.0
 # a coordinator that was started again answers by then; who fails before may fail for that

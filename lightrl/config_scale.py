@@ -16,10 +16,11 @@ MAX_WANTED = 4096
 
 
 class Offload(Section):
-    rule: Literal["foreseen", "window"] = Field(
+    rule: Literal["foreseen", "window", "off"] = Field(
         default="foreseen",
         description="when shared devices change sides within a step: foreseen = by what is "
-        "predicted of it; window = RLBoost's, corrected from step to step",
+        "predicted of it; window = RLBoost's, corrected from step to step; off = never, they train "
+        "when all responses have come",
     )
 
 

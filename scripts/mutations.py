@@ -223,6 +223,18 @@ MUTATIONS = [
         "if self._context_fit.n >= 0:",
     ),
     Mutation(
+        "responses that are sent before the others blur what a step takes",
+        "core/chunk_window.py",
+        "self._num_heard > MOST * batch",
+        "self._num_heard > 0",
+    ),
+    Mutation(
+        "a pause of a node counts as decoding",
+        "core/chunk_window.py",
+        "        self._at = None\n        self._clear()",
+        "        self._clear()",
+    ),
+    Mutation(
         "one odd chunk makes a node slow",
         "core/speed.py",
         "        if alike:\n",
@@ -233,12 +245,6 @@ MUTATIONS = [
         "core/offload.py",
         "if len(share) > turns:",
         "if len(share) > turns * turns * turns:",
-    ),
-    Mutation(
-        "chunk of an idle time counts as slow decoding",
-        "core/state.py",
-        "self.chunk_at = now if self.running else None",
-        "self.chunk_at = now",
     ),
     # Races
     Mutation(
@@ -739,6 +745,13 @@ MUTATIONS = [
         "        self._num_failures += 1\n",
         "",
         ("tests/daemon/test_release.py",),
+    ),
+    Mutation(
+        "engine that sleeps has its memory in small pages",
+        "engine/start.py",
+        "        **(pages.huge_pages(environ) if gives_back else {}),\n",
+        "",
+        ("tests/system/test_pages.py",),
     ),
     Mutation(
         "engine that sleeps keeps its weights",
@@ -1614,9 +1627,25 @@ MUTATIONS = [
     Mutation(
         "what is parked stays in memory",
         "trainer/learner/host_memory.py",
-        "                _forget_pages(storage)\n                storage.resize_(0)\n",
+        "                if problem := pages.forget(storage.data_ptr(), storage.size()):\n"
+        '                    logger.warning("%d bytes stay resident: %s", storage.size(), problem)\n'
+        "                storage.resize_(0)\n",
         "                pass\n",
         tests=("tests/trainer/test_parking.py::test_what_is_parked_is_not_resident",),
+    ),
+    Mutation(
+        "what is parked stays with the allocator",
+        "trainer/learner/host_memory.py",
+        "if problem := pages.forget(storage.data_ptr(), storage.size()):",
+        'if problem := "":',
+        tests=("tests/trainer/test_parking.py::test_what_is_parked_is_not_resident",),
+    ),
+    Mutation(
+        "rank that parks has its memory in small pages",
+        "trainer/rank_processes.py",
+        "        added |= pages.huge_pages(environ)\n",
+        "        pass\n",
+        tests=("tests/system/test_pages.py",),
     ),
     Mutation(
         "memory of the host is made anew each time",

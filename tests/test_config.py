@@ -470,6 +470,12 @@ def test_a_node_counts_as_lost_only_after_it_has_killed_an_engine_that_keeps_its
     assert settings_of(config(node={"grace_s": grace_s}), 1).release_s > grace_s + kill_s
 
 
+@pytest.mark.parametrize("rule", ["foreseen", "window", "off"])
+def test_the_core_is_told_when_shared_devices_change_sides(rule: str):
+    shared = config(rollout={"placement": "shared"}, offload={"rule": rule})
+    assert settings_of(shared, 1).offload == rule
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [

@@ -52,7 +52,7 @@ class Arrivals:
         if self._taken:
             self._outbox.record(TokensTaken(version, tuple(self._taken)))
         num_tokens = node.num_tokens - before
-        node.observe(now, batch, context, num_tokens)
+        node.observe(now, batch, context, len(self._taken), num_tokens)
         if node.has_become_slow():
             table.mark_slow()
         table.counters.count_tokens(num_tokens, table.is_evaluating)

@@ -183,7 +183,7 @@ class ResponseTable:
             self.num_running -= 1
             self._freed[node.name] = node
             if not node.running:
-                node.chunk_at = None  # else the pause would count as decoding
+                node.chunks.pause()
 
     def reconcile(self, node: Node, claims: dict[str, int], is_ready: bool) -> int:
         """A node says again what it generates: (response -> attempt). Returns how many were taken

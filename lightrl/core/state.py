@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
+from lightrl.core.chunk_window import ChunkWindow
 from lightrl.core.gain import Gain
 from lightrl.core.speed import Speed
 from lightrl.errors import InvariantViolation
@@ -332,8 +333,7 @@ class Node:
     gain: Gain = field(default_factory=Gain)
     # of the work, against others, until it has loaded the version on its way
     share: float = 0.0
-    # when the last tokens came of what runs now
-    chunk_at: float | None = None
+    chunks: ChunkWindow = field(default_factory=ChunkWindow)
     # tokens, prompts included, that the responses running here hold
     context: int = 0
     # of its speed, when it was last found slow
@@ -378,15 +378,14 @@ class Node:
             self.gain.observe(response.has_history, num_tokens, is_whole)
             response.heard = response.attempt
 
-    def observe(self, now: float, batch: int, context: int, num_tokens: int) -> None:
-        """`num_tokens` came, of the `batch` responses that ran and held `context` before; learns
-        from the time since the last ones."""
+    def observe(self, now: float, batch: int, context: int, heard: int, num_tokens: int) -> None:
+        """`num_tokens` came of `heard` of the `batch` responses that ran, which held `context`."""
         self.context += num_tokens
-        per_step = self.gain.close()
-        if batch and num_tokens and self.chunk_at is not None and now > self.chunk_at:
-            seconds = (now - self.chunk_at) * batch * per_step / num_tokens
-            self.speed.observe(batch, seconds, context + num_tokens / 2)
-        self.chunk_at = now if self.running else None
+        steps = num_tokens / self.gain.close()
+        if batch and num_tokens and (took := self.chunks.took(now, batch, heard, steps)):
+            self.speed.observe(*took, context + num_tokens / 2)
+        if not self.running:
+            self.chunks.pause()
 
     def has_become_slow(self) -> bool:
         """Its steps take much longer than when this was last so; each time once."""

@@ -4,14 +4,13 @@ Owns the check that it fits, which version adapters are beside, and that their m
 while the engine sleeps. Imports torch.
 """
 
-import ctypes
-
 import torch
 
 from lightrl.adapters import is_adapter
 from lightrl.engine.base import ReceiveWeights
 from lightrl.engine.checkpoint import Layouts, tensor_targets
 from lightrl.engine.member import Member
+from lightrl.system import pages
 from lightrl.weights.broadcast.rendezvous import IsUnwanted
 from lightrl.weights.version.layout import TensorSpec
 from lightrl.weights.version.manifest import VersionFile
@@ -74,9 +73,7 @@ def _return_to_system() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
-    if trim is not None:
-        trim(0)
+    pages.trim()
 
 
 class VersionLayouts:

@@ -4,6 +4,7 @@ Imports neither torch nor vLLM, to say which there is neither.
 """
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from lightrl.config_sections import EngineKind
 from lightrl.engine.base import EngineCommand, EngineEvent, EngineSpec, Kind
 from lightrl.errors import EngineError
 from lightrl.log import environment as log_environment
+from lightrl.system import pages
 from lightrl.system.child import Child
 from lightrl.wire import Codec
 
@@ -48,15 +50,23 @@ async def start_engine(
     The threads of all engines and trainers of a machine must not exceed its cores: waiting OpenMP
     threads spin, and a machine with one thread too many was seen to be ten times slower.
     """
-    env = {
+    env = {**engine_environment(spec, threads, os.environ), **devices}
+    target, name = "lightrl.engine.process:main", f"{spec.kind}-engine"
+    child = await Child.start(target, name, Codec(EngineCommand), Codec(EngineEvent), env, log)
+    child.send(spec)
+    return child
+
+
+def engine_environment(
+    spec: EngineSpec, threads: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What is added to that of the daemon, `environ`."""
+    gives_back = spec.can_sleep and spec.kind == "torch"  # vLLM on a CPU frees nothing
+    return {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         **log_environment("engine"),
-        **devices,
+        **(pages.huge_pages(environ) if gives_back else {}),
     }
-    target, name = "lightrl.engine.process:main", f"{spec.kind}-engine"
-    child = await Child.start(target, name, Codec(EngineCommand), Codec(EngineEvent), env, log)
-    child.send(spec)
-    return child

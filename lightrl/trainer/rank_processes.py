@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -18,6 +18,7 @@ from lightrl.config import Config
 from lightrl.devices.assign import environment
 from lightrl.errors import TrainerError, WeightsError
 from lightrl.log import environment as log_environment
+from lightrl.system import pages
 from lightrl.system.child import Child, ChildDied, retry_on_resource_limit
 from lightrl.system.silence import patient_timeout
 from lightrl.trainer.node_devices import NodeDevices
@@ -293,11 +294,7 @@ async def start_rank(
         name,
         RANK_COMMANDS,
         RANK_EVENTS,
-        env={
-            "OMP_NUM_THREADS": str(config.train.threads),
-            **log_environment("rank"),
-            **_devices(gpus),
-        },
+        env=rank_environment(config, gpus, os.environ),
         log=run_dir / "logs" / f"rank-{command.rank}.log",
     )
     rank = await retry_on_resource_limit(start, name, logger.warning)
@@ -311,13 +308,19 @@ def worst(errors: Iterable[BaseException | None]) -> BaseException:
     return min(filter(None, errors), key=lambda error: isinstance(error, RanksLost))
 
 
-def _devices(gpus: Sequence[str]) -> dict[str, str]:
-    """What the environment of a rank says of its GPU: it sees no other, and numbers it 0."""
-    added = environment(gpus, os.environ)
-    if added and not ALLOCATOR.intersection(os.environ):
+def rank_environment(
+    config: Config, gpus: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What is added to that of the daemon, `environ`. A rank sees its GPU and no other, and numbers
+    it 0."""
+    added = environment(gpus, environ)
+    if added and not ALLOCATOR.intersection(environ):
         # Micro-batches differ in shape: blocks that can grow leave fewer holes between them.
         added["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    return added
+    if config.rollout.placement == "shared":
+        added |= pages.huge_pages(environ)
+    threads = {"OMP_NUM_THREADS": str(config.train.threads)}
+    return {**threads, **log_environment("rank"), **added}
 
 
 async def _any_done(futures: set[asyncio.Future[Any]], limit_s: float) -> bool:

@@ -166,7 +166,7 @@ def test_response_that_came_between_two_chunks_does_not_count_until_the_next():
     def chunk(count: int) -> float:
         node.add_tokens(old, 12, goes_on=True)
         node.add_tokens(new, count, goes_on=True)
-        node.observe(d.now, 2, 0, 12 + count)
+        node.observe(d.now, 2, 0, 2, 12 + count)
         return node.gain.tokens
 
     assert chunk(2) == 1.0

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-logger = logging.getLogger(__name__)
+from lightrl.system import pages
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,8 @@ class HostMemory:
             self._copy(storage, place, is_out=True)
             self._away[storage._cdata] = storage, place
             if self._stream is None:  # no more than one is there twice
-                _forget_pages(storage)
+                if problem := pages.forget(storage.data_ptr(), storage.size()):
+                    logger.warning("%d bytes stay resident: %s", storage.size(), problem)
                 storage.resize_(0)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).synchronize()
@@ -80,8 +80,8 @@ class HostMemory:
         """What is free is no longer held for this process."""
         if self._stream is not None:
             torch.cuda.empty_cache()
-        elif (trim := getattr(_LIBC, "malloc_trim", None)) is not None:
-            trim(0)
+        else:
+            pages.trim()
 
     def fetch(self, tensors: Iterable[Tensor], beside: bool = False) -> None:
         """To the device, those of them that are away. `beside` other work of the device: `wait`
@@ -173,16 +173,6 @@ class HostMemory:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _forget_pages(storage: torch.UntypedStorage) -> None:
-    """The kernel takes back what lies wholly in this storage, whose content is needed no more.
-    Freeing it is not enough: the allocator of C keeps what is last in an arena of a thread."""
-    page = mmap.PAGESIZE
-    first, end = storage.data_ptr(), storage.data_ptr() + storage.size()
-    first, end = -(-first // page) * page, end // page * page
-    if first < end and _LIBC.madvise(first, end - first, mmap.MADV_DONTNEED):
-        logger.warning("%d bytes stay resident: %s", end - first, os.strerror(ctypes.get_errno()))
 
 
 def _pinned(data: Tensor) -> Tensor:

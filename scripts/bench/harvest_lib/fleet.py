@@ -65,6 +65,8 @@ class _Nodes:
 
     folder: Path
     environment: dict[str, str]
+    # what stands before their command line
+    words: Sequence[str] = ()
     running: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     # that were told to go, or were killed
     gone: list["subprocess.Popen[bytes]"] = field(default_factory=list)
@@ -78,7 +80,7 @@ class _Nodes:
         apart = ALONE if can_be_alone() else ()
         with (self.folder / f"{name}.log").open("ab") as out:
             self.running[name] = subprocess.Popen(
-                [*apart, *LIGHTRL, "up", *joins],
+                [*self.words, *apart, *LIGHTRL, "up", *joins],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -117,15 +119,28 @@ def can_be_alone() -> bool:
     return os.geteuid() == 0 and sys.platform == "linux"
 
 
-def run(folder: Path, settings: Sequence[str], trace: Sequence[TraceEvent], limit_s: float) -> Ran:
-    """Raises HarvestFailed if it does not finish within `limit_s`. Leaves no process behind."""
+def on_cores(cores: Sequence[int]) -> tuple[str, ...]:
+    """Before the command line of what is to have these only."""
+    return ("taskset", "-c", ",".join(map(str, cores)))
+
+
+def run(
+    folder: Path,
+    settings: Sequence[str],
+    trace: Sequence[TraceEvent],
+    limit_s: float,
+    cores: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Ran:
+    """`cores`: of what is reserved and of preemptible nodes; None = all. Raises HarvestFailed if it
+    does not finish within `limit_s`. Leaves no process behind."""
+    here, there = ((), ()) if cores is None else map(on_cores, cores)
     folder.mkdir(parents=True)
     processes = Processes(uuid.uuid4().hex)
-    nodes = _Nodes(folder, processes.environment)
+    nodes = _Nodes(folder, processes.environment, there)
     began = time.monotonic()
     with (folder / "out").open("wb") as out:
         up = subprocess.Popen(
-            [*LIGHTRL, "up", *settings, f"run.dir={folder}", "run.name=run", "--no-tui"],
+            [*here, *LIGHTRL, "up", *settings, f"run.dir={folder}", "run.name=run", "--no-tui"],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

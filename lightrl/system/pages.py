@@ -1,0 +1,48 @@
+"""Memory of a process that comes and goes by hundreds of MB: in huge pages, and handed back.
+
+Owns what the kernel and the allocator of C are told; systems that know nothing of it go on without.
+Must not know what lies in the memory, nor import torch.
+
+A fault for each page of 4 KiB takes longer than filling it, and handing it back half as long as
+copying it. The allocator of the GNU C library (2.35 and newer) can ask for pages of 2 MiB instead,
+but must be told so before the process begins. Asking for single tensors later is no use: what the
+allocator keeps between them takes small pages first, and no huge one fits any more.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping
+
+TUNABLES = "GLIBC_TUNABLES"
+_HUGE = "glibc.malloc.hugetlb"
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_TRIM = getattr(_LIBC, "malloc_trim", None)  # of the GNU C library
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
+    """What is added to the environment of a process whose memory is to be of huge pages, where the
+    kernel gives them to who asks ("madvise", the default). What the user has set there stays."""
+    set_already = environ.get(TUNABLES, "")
+    if _HUGE in set_already:
+        return {}
+    return {TUNABLES: ":".join(filter(None, (set_already, f"{_HUGE}=1")))}
+
+
+def forget(address: int, num_bytes: int) -> str:
+    """The kernel takes back what lies wholly in there; its content is needed no more. Freeing it is
+    not enough: the allocator of C keeps what is last in an arena of a thread. Why not; "" = it has.
+    """
+    page = mmap.PAGESIZE
+    first, end = -(-address // page) * page, (address + num_bytes) // page * page
+    if first < end and _LIBC.madvise(first, end - first, mmap.MADV_DONTNEED):
+        return os.strerror(ctypes.get_errno())
+    return ""
+
+
+def trim() -> None:
+    """What was freed goes back to the kernel, as far as the allocator of C can tell."""
+    if _TRIM is not None:
+        _TRIM(0)

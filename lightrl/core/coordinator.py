@@ -54,7 +54,7 @@ from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.scaling import Scaling
 from lightrl.core.settings import Settings
 from lightrl.core.sides import Sides, rule_of
-from lightrl.core.state import Node, NodeState, RunState
+from lightrl.core.state import Node, NodeState, Response, RunState
 from lightrl.core.versions import Versions
 from lightrl.messages import (
     ENDING,
@@ -237,9 +237,24 @@ class Coordinator:
             return
         self.balance.relieve()
         if nodes := self.table.nodes_with_room():
-            most = min(sum(n.room for n in nodes), self._num_unreserved(nodes))
-            waiting = self.judge.pop_waiting(most)
-            self.table.generate(placement.assign(waiting, nodes, self._expect))
+            room, most = sum(n.room for n in nodes), self._num_unreserved(nodes)
+            if most <= room and self.handover.may_leave:
+                placed = self._place_apart(nodes, most)
+            else:
+                waiting = self.judge.pop_waiting(min(room, most))
+                placed = placement.assign(waiting, nodes, self._expect)
+            self.table.generate(placed)
+
+    def _place_apart(self, nodes: list[Node], count: int) -> list[tuple[Response, Node]]:
+        """There is room for all, and some nodes will leave the rollout before it is over: they take
+        the shortest responses, the others the longest, so that few have to move. All have equally
+        many: that is the throughput until then."""
+        taken = placement.slots_by_pace(nodes, count)
+        leaving = [node for node in taken if node.shares]
+        staying = [node for node in taken if not node.shares]
+        longest = self.judge.pop_waiting(len(staying))
+        shortest = self.judge.pop_waiting(len(leaving), shortest=True)
+        return [*zip(longest, staying, strict=False), *zip(shortest, leaving, strict=False)]
 
     def _num_unreserved(self, nodes: list[Node]) -> int:
         """Waiting responses that are not the share of nodes that still load."""
@@ -274,6 +289,9 @@ class Coordinator:
         self.handover.greeted(hello)
         if "trainer" in hello.roles:
             self.trainer_feed.joined(hello.node)
+            for name, why in self.handover.strangers():
+                self._remove(name, f"{name} refused: {why}", now)
+                self.outbox.send(name, Welcome(run="", refused=why))
 
     def _reconcile(self, hello: Hello) -> None:
         """Messages may have been lost: what runs there is what the node says."""

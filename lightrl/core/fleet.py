@@ -6,7 +6,7 @@ responses: whoever removes a node decides what becomes of the work that it held.
 """
 
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 from statistics import fmean
 
 from lightrl.core.broadcasts import Broadcasts
@@ -153,8 +153,10 @@ class Fleet:
             node.num_workers, node.weights = heartbeat.num_workers, heartbeat.weights
 
     def _typical(self) -> tuple[Speed, Gain]:
-        """What to expect of a node not heard of yet: the mean of some that were."""
-        some = list(islice(self.ready.values(), SPEED_SAMPLE))
+        """What to expect of a node not heard of yet: the mean of some that were. Between two steps
+        they load, or sleep."""
+        there = (self.ready, self.updating, self.devices.nodes)
+        some = list(islice(chain.from_iterable(d.values() for d in there), SPEED_SAMPLE))
         gains = [n.gain.tokens for n in some if n.speed.num_observed]
         return Speed.like(n.speed for n in some), Gain(fmean(gains)) if gains else Gain()
 
@@ -190,6 +192,8 @@ class Fleet:
             self.updating[node.name] = node
             self.share_updating += node.share
         elif to is NodeState.READY and "rollout" in node.roles:
+            if not node.speed.num_observed:  # others were, since it joined
+                node.speed, node.gain = self._typical()
             node.share = 1.0 / node.speed.step_s(SHARE_BATCH)
             self.ready[node.name] = node
             self.share_ready += node.share

@@ -50,7 +50,8 @@ class Foreseen:
         if view.opened_at != self._opened_at:
             self._opened_at, self._others = view.opened_at, 0
         if not view.others and not self._others:
-            return self._scale_down.decide(view)
+            change = self._scale_down.decide(view)
+            return change if _is_no_loss(view, change) else NOTHING
         if view.train_s is None:
             return NOTHING  # no step was trained yet
         stay, *plans = plans_of(view, len(view.others) < self._others)
@@ -154,6 +155,34 @@ def _train(view: View, rest_s: float, share: float, begins_s: float = 0.0) -> fl
     if math.isinf(rest_s) or share * view.switch_s >= left:  # no other device is worth a switch
         return rest_s + left / max(share, 1e-9)
     return rest_s + left + (1 - share) * view.switch_s
+
+
+def _is_no_loss(view: View, change: Change) -> bool:
+    """Whether the step ends no later if these nodes are released, as far as that is known. The rest
+    takes longer without them; where little is trained beside it, nothing makes up for that."""
+    if view.train_s is None:
+        return True
+    going = [o for o in view.sampling if o.node.name in change.release]
+    staying, count = view.without(going), len(view.released)
+    stay_s = _train_beside(view, view.now_sampling(), 0.0, _share(view, count))
+    moved = moved_s(going, staying)
+    return _train_beside(view, staying, moved, _share(view, count + len(going))) <= stay_s
+
+
+def _train_beside(view: View, nodes: Sequence[Node], more_s: float, share: float) -> float:
+    """When the step is trained if `nodes` sample the rest and `more_s`, and `share` of the devices
+    trains what comes, as in the last round, until the others change over, too."""
+    assert view.train_s is not None
+    rest_s, alone = view.rest_s(nodes) + more_s, view.alone(nodes)
+    each = max(0.0, view.train_s - view.ready_s) / len(view.arrivals)
+    clock, trained = view.switch_s, 0.0
+    shares = [0.0, *(alone * tokens + (1 - alone) * steps for tokens, steps in view.arrivals)]
+    for k, comes in enumerate(shares):
+        clock = max(clock, comes * rest_s)
+        work_s = min(each if k else view.ready_s, share * max(0.0, rest_s - clock))
+        trained += work_s
+        clock += work_s / share if share else 0.0
+    return rest_s + view.train_s - trained + (1 - share) * view.switch_s
 
 
 def _share(view: View, count: int) -> float:

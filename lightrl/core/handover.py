@@ -19,9 +19,10 @@ from lightrl.core.fleet import Fleet
 from lightrl.core.responses import ResponseTable
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.settings import Settings
+from lightrl.core.shared_devices import NO_TRAINER
 from lightrl.core.sides import Sides
 from lightrl.core.state import Node, NodeState, Round, RoundState
-from lightrl.messages import Drain, Hello, StepDone
+from lightrl.messages import Hello, StepDone
 from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
 
 AWAKE = {NodeState.JOINING, NodeState.LOADING, NodeState.READY, NodeState.UPDATING}
@@ -40,6 +41,7 @@ class Handover:
         sides: Sides,
         outbox: Outbox,
     ) -> None:
+        self._changes = settings.offload != "off"  # within a step
         self._release_s, self._patience_s = settings.release_s, settings.patience_s
         self._fleet = fleet
         self._devices = fleet.devices
@@ -96,13 +98,15 @@ class Handover:
         self._forget(hello.node)
         if hello.is_released:
             self._devices.park(hello.node)
-        if self._fleet.trainers.num_missing:
-            return
-        for name, node in self._devices.nodes.items():
-            if self._fleet.trainers.are_strangers({node.shares}):
-                reason = f"it shares the devices of {node.shares}, which is no trainer node"
-                self._outbox.warn(f"{name} must leave: {reason} of this run")
-                self._outbox.send(name, Drain(name, reason))
+
+    def strangers(self) -> list[tuple[str, str]]:
+        """(name, why it must leave): nodes that were taken in while it was not known that nobody
+        trains on the devices which they share."""
+        return [
+            (name, f"shares the devices of {node.shares}, {NO_TRAINER}")
+            for name, node in self._devices.nodes.items()
+            if self._fleet.trainers.are_strangers({node.shares})
+        ]
 
     def trainer_left(self, name: str) -> None:
         """In order: nothing of it is left on its devices. Of one that is lost nobody knows."""
@@ -117,6 +121,14 @@ class Handover:
     def step_trained(self, done: StepDone, now: float) -> None:
         if self._devices.nodes and done.step == self._steps.step:
             self._sides.step_trained(now, done.metrics)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether shared nodes may leave the rollout before it is over, and others go on."""
+        if not self._changes or not self._devices.nodes or self._table.is_evaluating:
+            return False
+        num_sampling = len(self._fleet.ready) + len(self._fleet.updating)
+        return num_sampling > self._devices.num_awake
 
     # Time
 

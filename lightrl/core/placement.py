@@ -77,8 +77,17 @@ class Outlook:
 
 
 def outlook(node: Node, foresee: Foresee) -> Outlook:
-    works = [work_of(r, node, foresee) for r in node.running.values()]
-    return Outlook(node, sorted(w.steps for w in works), sum(w.reads for w in works))
+    """As `work_of` all that runs there; a look at all nodes makes no object for each response."""
+    left: list[float] = []
+    reads = 0.0
+    gain = node.gain.tokens if node.speculates else 0.0
+    for r in node.running.values():
+        tokens = _remaining(r, foresee)
+        steps = tokens / gain if gain and r.has_history else tokens
+        left.append(steps)
+        reads += steps * (r.context + tokens / 2)
+    left.sort()
+    return Outlook(node, left, reads)
 
 
 def work_of(response: Response, node: Node, foresee: Foresee) -> Work:
@@ -153,6 +162,25 @@ def assign(
     return placed
 
 
+def slots_by_pace(nodes: Iterable[Node], count: int) -> list[Node]:
+    """Who should take the next `count` responses, of whatever length, one after the other: each
+    time the node whose steps are shortest with one more. O(count log nodes)."""
+    by_name = {n.name: n for n in nodes if n.room > 0}
+    heap = [(n.speed.step_s(len(n.running) + 1), 1, name) for name, n in by_name.items()]
+    heapq.heapify(heap)
+    taken: list[Node] = []
+    while heap and len(taken) < count:
+        _, more, name = heap[0]
+        node = by_name[name]
+        taken.append(node)
+        if more < node.room:
+            step_s = node.speed.step_s(len(node.running) + more + 1)
+            heapq.heapreplace(heap, (step_s, more + 1, name))
+        else:
+            heapq.heappop(heap)
+    return taken
+
+
 def moves(
     nodes: Sequence[Node], foresee: Foresee, chunk_tokens: int = 16
 ) -> list[tuple[Response, Node]]:
@@ -164,8 +192,9 @@ def moves(
     """
     outlooks = {n.name: outlook(n, foresee) for n in nodes}
     cost_s = dict.fromkeys(outlooks, 0.0)  # of the moves to a node so far
-    last = [(-o.finishes_in(), name) for name, o in outlooks.items() if o.running]
-    idle = [(o.finishes_in() + o.node.speed.step_s(o.running + 1), n) for n, o in outlooks.items()]
+    ends = {name: o.finishes_in() for name, o in outlooks.items()}
+    last = [(-ends[name], name) for name, o in outlooks.items() if o.running]
+    idle = [(ends[n] + o.node.speed.step_s(o.running + 1), n) for n, o in outlooks.items()]
     heapq.heapify(last)
     heapq.heapify(idle)
     candidates: dict[str, list[tuple[Work, Response]]] = {}  # most steps last

@@ -32,14 +32,16 @@ class _Seen:
     """What is seen of a round, from its opening on."""
 
     began_at: float
-    # seconds of nodes, until then
+    # seconds of nodes, until then; of these, of such that do not train, too
     node_s: float
+    other_s: float
     # (when, tokens of all groups that were accepted by then)
     accepted: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     num_accepted: int = 0
     # Once it has closed:
     rollout_s: float = 0.0
     nodes: float = 0.0
+    others: float = 0.0
     # engine steps of the longest response
     longest: float = 0.0
     work: StepWork | None = None
@@ -55,9 +57,9 @@ class Scaling:
         self._expect = expect
         self._outbox = outbox
         self._num_fewer = 0  # steps in a row that wanted fewer
-        self._enough: tuple[tuple[int, int, int], int] | None = None
+        self._enough: tuple[tuple[int, ...], int] | None = None
         self._at = now
-        self._node_s = 0.0  # of nodes that could sample
+        self._node_s = self._other_s = 0.0  # of nodes that could sample
         self._rounds: dict[int, _Seen] = {}  # by step; from their openings on
 
     def advance(self, now: float) -> None:
@@ -71,6 +73,7 @@ class Scaling:
             if self._settings.max_staleness:  # they go on with the version before
                 sampling += len(fleet.updating)
             self._node_s += elapsed * sampling
+            self._other_s += elapsed * (sampling - len(fleet.devices.sampling))
 
     @property
     def num_reserved(self) -> int:
@@ -84,7 +87,7 @@ class Scaling:
 
     def open(self, round: Round) -> None:
         if not round.is_eval:
-            self._rounds[round.step] = _Seen(self._at, self._node_s)
+            self._rounds[round.step] = _Seen(self._at, self._node_s, self._other_s)
 
     def accept(self, round: Round) -> None:
         """Maybe more of it can be trained."""
@@ -103,6 +106,7 @@ class Scaling:
         if seen is None or not round.groups or (seconds := self._at - seen.began_at) <= 0:
             return
         seen.rollout_s, seen.nodes = seconds, (self._node_s - seen.node_s) / seconds
+        seen.others = (self._other_s - seen.other_s) / seconds
         gain = self._gain()
         steps = [len(r.tokens) / gain for g in round.groups.values() for r in g.responses]
         mean, longest = fmean(steps), max(steps)
@@ -122,7 +126,8 @@ class Scaling:
     def learn(self, round: Round, seconds: float, metrics: Mapping[str, float]) -> None:
         """A step is over that took so long; `metrics` are the trainer's."""
         seen = self._rounds.pop(round.step, None)
-        self._meet(self._fleet.ready.values() or self._fleet.updating.values())
+        fleet = self._fleet
+        self._meet({**(fleet.ready or fleet.updating), **fleet.devices.nodes}.values())
         engine = self.learned.engine
         if engine is None or seen is None or seen.work is None or not seen.nodes:
             return
@@ -133,12 +138,23 @@ class Scaling:
             train_s=train_s if 0 < train_s < math.inf else 0.0,
             alone_s=min((engine.base + engine.slope) * seen.longest, seen.rollout_s),
         )
-        over_s = seen.rollout_s - work.shared_s(engine, seen.nodes)
-        rest_s = seconds - work.trained_s(seen.rollout_s)
+        work = replace(work, over_s=seen.rollout_s - work.shared_s(engine, seen.nodes))
+        nodes, turns = seen.nodes, self._turns
+        if turns[0]:
+            nodes = seen.others + turns[0]
+            rest_s = seconds - work.in_turns_s(engine, nodes, *turns)
+        else:
+            rest_s = seconds - work.trained_s(seen.rollout_s)
+        over_s = work.over_s
         if known.num:  # a step for which nobody worked, or a clock that jumped
-            most_s = OUTLIER * known.step_s(engine, seen.nodes)
+            most_s = OUTLIER * known.step_s(engine, nodes, *turns)
             over_s, rest_s = min(over_s, most_s), min(rest_s, most_s)
         self.learned.kinds[round.kind] = _mean(known, replace(work, over_s=over_s, rest_s=rest_s))
+
+    @property
+    def _turns(self) -> tuple[int, bool]:
+        """How many nodes train, too; whether they leave a rollout before it is over."""
+        return len(self._fleet.devices.nodes), self._settings.offload != "off"
 
     def _meet(self, nodes: Iterable[Node]) -> None:
         """The mean engine, of nodes that were heard of."""
@@ -165,13 +181,13 @@ class Scaling:
             return None
         nodes = self._fleet.nodes.values()
         samplers = sum("rollout" in n.roles and not n.is_preemptible for n in nodes)
-        reserved = self.num_reserved
-        return Forecast(learned.engine, learned.kinds, samplers, reserved, self._settings.prices)
+        of_run = self.num_reserved, self._settings.prices
+        return Forecast(learned.engine, learned.kinds, samplers, *of_run, *self._turns)
 
     def enough(self, forecast: Forecast) -> int:
         """`Forecast.enough`, looked for once a step and when reserved nodes come or go."""
         num_steps = sum(work.num for work in forecast.kinds.values())
-        key = num_steps, forecast.samplers, forecast.reserved
+        key = num_steps, forecast.samplers, forecast.reserved, forecast.shared
         if self._enough is None or self._enough[0] != key:
             self._enough = key, forecast.enough()
         return self._enough[1]

@@ -11,6 +11,8 @@ from lightrl.core.trainers import Trainers
 from lightrl.errors import InvariantViolation
 from lightrl.messages import Hello
 
+NO_TRAINER = "which is no trainer node of this run"
+
 
 def why_not_shared(hello: Hello, trainers: Trainers, settings: Settings) -> str | None:
     """In one line, or None: it shares with a trainer node, or with one that may still come; or it
@@ -25,7 +27,7 @@ def why_not_shared(hello: Hello, trainers: Trainers, settings: Settings) -> str 
         return f"{shares}, which async.max_staleness = {settings.max_staleness} needs all the time"
     own = {hello.node} if "trainer" in hello.roles else set[str]()
     if trainers.are_strangers({hello.shares} - own):
-        return f"{shares}, which is no trainer node of this run"
+        return f"{shares}, {NO_TRAINER}"
     return None
 
 
@@ -43,6 +45,7 @@ class SharedDevices:
     def __init__(self, num_parts: int) -> None:
         """`num_parts` of them can train without the others."""
         self.nodes: dict[str, Node] = {}  # that share
+        self.sampling: set[str] = set()  # of these
         self.parallel: dict[str, Node] = {}  # that take turns with engines of other sizes
         self.wanted: frozenset[str] = frozenset()  # of these, for training
         self.parked: set[str] = set()  # trainer nodes, by their last word
@@ -55,6 +58,9 @@ class SharedDevices:
         self.num_moves += 1
         if not node.takes_turns:
             return
+        if node.shares:
+            is_ready = node.state is NodeState.READY
+            (self.sampling.add if is_ready else self.sampling.discard)(node.name)
         listed = self.nodes if node.shares else self.parallel
         if node.state is NodeState.GONE:
             listed.pop(node.name, None)
@@ -67,6 +73,12 @@ class SharedDevices:
     def trainers(self) -> list[str]:
         """Trainer nodes whose devices are shared."""
         return sorted({node.shares for node in self.nodes.values()})
+
+    @property
+    def num_awake(self) -> int:
+        """Nodes that sample, or will in a moment."""
+        coming = {NodeState.READY, NodeState.UPDATING}
+        return sum(node.state in coming for node in self.nodes.values())
 
     @property
     def are_parked(self) -> bool:

@@ -265,8 +265,12 @@ class Sides:
 
     def view(self, round: Round, now: float) -> View:
         rest = rest_of(round, self._predictor.expect)
-        # Nothing that goes on longer than this is trained.
+        curve = self._curves.get(round.kind)
+        # Nothing that goes on longer than this is trained. Each is foreseen as the mean of what it
+        # may become; the longest of many is longer.
         last = rest.groups[-1][0] if rest.groups else 0.0
+        if curve is not None:
+            last = max(last, curve.shape.longest - rest.most_held)
 
         def foresee(response: Response) -> float:
             tokens = rest.expected.get(response.id, 1.0)
@@ -277,7 +281,6 @@ class Sides:
         looks = [outlook(node, foresee) for node in sampling]
         waiting = [max(1.0, foresee(r) - len(r.tokens)) for r in self._table.queue.waiting()]
         group_s, token_s = self._train_s(round)
-        curve = self._curves.get(round.kind)
         launched = len(round.groups) * round.responses_launched
         gain = max((n.gain.tokens for n in sampling if n.speculates), default=1.0)
         left = sorted((*(tokens / gain for tokens in waiting), *(s for o in looks for s in o.left)))
@@ -288,10 +291,7 @@ class Sides:
         else:
             arrivals = EVENLY
         if left:
-            # Each is foreseen as the mean of what it may become; the longest of many is longer.
-            seen = curve.shape.longest if curve is not None else 0
-            longest = max(last, seen - rest.most_held)
-            left[-1] = max(left[-1], longest / gain)
+            left[-1] = max(left[-1], last / gain)
         ready_s = group_s * rest.num_done + token_s * rest.done
         train_s = ready_s + sum(group_s + token_s * tokens for _, tokens in rest.groups)
         worked_s = self._reckon(ready_s, now)

@@ -21,6 +21,19 @@ of its work there after the share x(y) of the rollout,
 since from the moment that it waited last, the trainer needs all the time for what was not there
 yet. `rest` overlaps with nothing: the update, the weights.
 
+Where N nodes share their devices with the trainer and n do not, the shared ones sample for a window
+T, and the trainer computes behind it. The others go on alone; while all sample, work is done
+
+    pace = rollout(n) / rollout(n + N)
+
+times as fast. A window of T leaves a rollout of R(T) = rollout(n) - (pace - 1) * T, and the step is
+
+    step(n) = max(T + train, max over y of (x(y) * R(T) + (1 - y) * train)) + rest
+
+least where both are the same, or at T = 0. With W = m * rollout(m) and all groups complete at the
+end that is T = (W - n * train) / (n + N), the equation of `offload`; from n = W / train on one node
+more saves nothing. Here `rest` is also what a switch takes, and what the rule misses of that.
+
 Rejected: seconds for which nodes were busy, divided by m. As responses share a node's engine steps,
 a node more makes steps shorter, not fewer: all of them stay busy until the longest response ends,
 so that this would promise the same gain from every node, however many there are.
@@ -98,10 +111,31 @@ class StepWork:
             x * rollout_s + (1 - k / num) * self.train_s for k, x in enumerate(self.arrivals)
         )
 
-    def step_s(self, engine: Engine, nodes: float) -> float:
+    def in_turns_s(self, engine: Engine, nodes: float, shared: int, leave: bool) -> float:
+        """Likewise, if `shared` of all nodes train, too. `leave`: before the rollout is over, if
+        others go on."""
+        together_s = self.rollout_s(engine, nodes)
+        if not leave or nodes <= shared:
+            return together_s + self.train_s
+        alone_s = self.rollout_s(engine, nodes - shared)
+        faster = alone_s / together_s - 1 if together_s else 0.0
+        num = len(self.arrivals) - 1
+        window_s = max(
+            (x * alone_s - k / num * self.train_s) / (1 + x * faster)
+            for k, x in enumerate(self.arrivals)
+        )
+        # With that window this is window + train, too; without one no less than train.
+        return self.trained_s(alone_s - faster * max(0.0, window_s))
+
+    def step_s(self, engine: Engine, nodes: float, shared: int = 0, leave: bool = True) -> float:
+        """With so many nodes, of which `shared` train, too."""
         if nodes <= 0:
             return math.inf
-        return max(0.0, self.trained_s(self.rollout_s(engine, nodes)) + self.rest_s)
+        if not shared:
+            return max(0.0, self.trained_s(self.rollout_s(engine, nodes)) + self.rest_s)
+        # Less than nothing: half of them trained beside the rest, which pays while nobody goes on.
+        rest_s = max(0.0, self.rest_s) if leave and nodes > shared else self.rest_s
+        return max(0.0, self.in_turns_s(engine, nodes, shared, leave) + rest_s)
 
 
 @dataclass(slots=True)
@@ -144,6 +178,9 @@ class Forecast:
     samplers: int
     reserved: int
     prices: Prices | None = None
+    # of `samplers`, those that train, too; whether they leave the rollout before it is over
+    shared: int = 0
+    leave: bool = True
     _num: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,8 +189,8 @@ class Forecast:
     def step_s(self, nodes: float) -> float:
         """Seconds with so many preemptible nodes; rounds are weighted by how often they came, so
         that this is the mean over whole periods of tail batching."""
-        m = self.samplers + nodes
-        return sum(w.num * w.step_s(self.engine, m) for w in self.kinds.values()) / self._num
+        fleet = self.samplers + nodes, self.shared, self.leave
+        return sum(w.num * w.step_s(self.engine, *fleet) for w in self.kinds.values()) / self._num
 
     def outcome(self, nodes: int) -> Outcome:
         step_s, usd = self.step_s(nodes), None

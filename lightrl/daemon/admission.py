@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from lightrl.config import Config
 from lightrl.errors import ConfigError, PeerUnreachable, ProtocolError
 from lightrl.message_fields import MAX_FILE_BYTES, MAX_FILES
-from lightrl.messages import Welcome
+from lightrl.messages import ENDING, TAKEN, Welcome
 
 MAX_FILES_BYTES = MAX_FILE_BYTES  # in all
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,126}")
@@ -34,6 +34,13 @@ def require_welcome(welcome: Welcome) -> None:
     """Raises PeerUnreachable if it is a refusal."""
     if welcome.refused:
         raise PeerUnreachable(f"the coordinator refuses this node: {welcome.refused}")
+
+
+def require_kept(welcome: Welcome) -> None:
+    """Raises PeerUnreachable if the coordinator has found out since it took this node in that it
+    must not stay."""
+    if welcome.refused not in {ENDING, TAKEN}:
+        require_welcome(welcome)
 
 
 def require_shared(config: Config, shares: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lightrl import log
 from lightrl.config import Config
-from lightrl.daemon.admission import config_of, is_same_config, require_welcome
+from lightrl.daemon.admission import config_of, is_same_config, require_kept, require_welcome
 from lightrl.daemon.parent import end_by_force
 from lightrl.daemon.roles import Roles
 from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, ConnectionState
@@ -210,6 +210,7 @@ class Worker:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         if self._state not in AWAITS_ANSWER:
+            require_kept(welcome)
             return  # the connection has broken meanwhile, or it came twice
         if welcome.refused == ENDING:
             self._move(ConnectionEvent.DISMISSED)
@@ -363,8 +364,7 @@ class Worker:
         is_admitted = self._state is ConnectionState.ADMITTED
         match message:
             case Generate() if self._drained.is_set() or not is_admitted:
-                # sent before the coordinator knew; it hands it to another node, or sends it once
-                # more
+                # sent before the coordinator knew; it goes to another node, or is sent once more
                 pass
             case Drain(_, reason):
                 logger.info("sent away: %s", reason)

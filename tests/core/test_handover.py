@@ -41,6 +41,7 @@ from lightrl.messages import (
     WeightsFailed,
     Welcome,
 )
+from lightrl.metrics.cost import cost_row
 from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
 from tests.core.conftest import Driver, of_kind, sent
 
@@ -311,11 +312,13 @@ def test_who_shares_with_nobody_is_refused_once_that_is_certain():
     d.join("t", "trainer")
     d.join("a", shares="u")
     d.join("b", shares="t")
+    why = "shares the devices of u, which is no trainer node of this run"
     commands = d.join("v", "trainer")
-    [(node, drain)] = sent(commands, Drain)
-    assert (node, drain.reason) == ("a", "it shares the devices of u, which is no trainer node")
+    assert sent(commands, Welcome) == [("a", Welcome("", refused=why))]
+    assert set(d.core.fleet.nodes) == {"t", "v", "b"}
+    assert [r.text for r in of_kind(commands, Report) if r.is_warning][-1:] == [f"a refused: {why}"]
     [(_, refusal)] = sent(d.join("c", shares="u"), Welcome)
-    assert refusal.refused == "shares the devices of u, which is no trainer node of this run"
+    assert refusal.refused == why
 
 
 def test_who_shares_devices_of_another_machine_is_told_of_it():
@@ -656,3 +659,24 @@ def test_if_all_others_have_vanished_engines_come_back_whatever_the_rule_says():
     released(d, "a")
     d.now += 1.0
     assert orders(d.feed(NodeLost("b", "gone"))) == [("a", Wake)]
+
+
+def test_status_knows_that_devices_take_turns():
+    """None, one or two nodes that only sample."""
+    d, _ = shared("a", others="b", slots=1)
+    while waiting := d.running():
+        d.now += 1.0
+        for name in waiting:
+            d.tokens(name, 9) if len(d.held(name).tokens) < 4 else d.finish(name)
+    released(d, "a")
+    d.now += 4.0
+    parked(d)
+    d.publish(1)
+    d.feed(StepTrained("t", StepDone(0, 1, {"timing_s/forward_backward": 4.0})))
+    d.confirm("a", 1)
+    forecast = d.core.scaling.forecast()
+    assert forecast is not None
+    assert (forecast.samplers, forecast.shared, forecast.leave) == (2, 1, True)
+    steps_s = [forecast.step_s(n) for n in range(3)]
+    assert steps_s[0] > steps_s[1] > steps_s[2]
+    assert all(f.step_s for f in cost_row(d.core).forecast)

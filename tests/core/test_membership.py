@@ -14,6 +14,7 @@ from lightrl.core.events import (
     WeightsRefused,
 )
 from lightrl.core.ghosts import GHOST_NAMES_REMEMBERED, GHOSTS_REMEMBERED
+from lightrl.core.state import NodeState
 from lightrl.messages import (
     PROTOCOL,
     Drain,
@@ -221,3 +222,33 @@ def test_hello_with_impossible_slots_is_refused(driver: Driver):
     driver.start("a")
     [(_, refusal)] = sent(driver.join("b", slots=-1), Welcome)
     assert refusal.refused == "offers -1 slots and 1 roles"
+
+
+def measured(driver: Driver, name: str, step_s: float = 0.5) -> None:
+    """A round in which that node says a token every so often, and the others nothing."""
+    for _ in range(3):
+        driver.now += step_s
+        for response in list(driver.core.fleet.nodes[name].running):
+            driver.tokens(response, 9)
+
+
+def test_who_joins_between_two_steps_is_expected_to_be_like_those_that_load():
+    driver = Driver(num_steps=9)
+    driver.start("a")
+    measured(driver, "a")
+    driver.finish_round()
+    driver.publish(1)
+    nodes = driver.core.fleet.nodes
+    assert nodes["a"].state is NodeState.UPDATING
+    driver.join("b")
+    assert nodes["b"].speed.step_s(1) == pytest.approx(nodes["a"].speed.step_s(1), rel=0.2)
+
+
+def test_who_got_no_work_is_expected_to_be_like_those_that_did():
+    driver = Driver(num_steps=9)
+    driver.start("a")
+    driver.join("b")  # of which nothing is known, as of the other
+    measured(driver, "a")
+    driver.confirm("b", 0)
+    nodes = driver.core.fleet.nodes
+    assert nodes["b"].speed.step_s(1) == pytest.approx(nodes["a"].speed.step_s(1), rel=0.2)

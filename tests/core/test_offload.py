@@ -177,10 +177,18 @@ def test_nothing_is_foreseen_of_a_trainer_that_has_not_trained_and_little_withou
 @pytest.mark.parametrize("rule", [Foreseen(), Window()], ids=["foreseen", "window"])
 def test_without_others_half_goes_in_the_tail(rule):
     rule.learn(STEP)
-    v = view(others=0)
+    v = view(others=0, left=evenly(1000.0, 12, 890.0), ready_s=5.0)
     assert rule.decide(v, now=1e6) == NOTHING  # 10 % have finished
     half = rule.decide(replace(v, finished=0.25), now=2.0)
     assert half == Change(release=("s0", "s1"))
+
+
+def test_half_stays_where_the_rest_would_take_longer_than_what_is_trained_beside_it():
+    far_from_the_tail = view(others=0, finished=0.25)
+    assert ScaleDown(again=True).decide(far_from_the_tail).release != ()
+    assert Foreseen().decide(far_from_the_tail, now=0.0) == NOTHING
+    unknown = replace(far_from_the_tail, train_s=None)
+    assert Foreseen().decide(unknown, now=0.0).release != ()
 
 
 def test_halves_go_again_only_while_few_responses_run():

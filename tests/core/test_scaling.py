@@ -14,7 +14,7 @@ from lightrl.core.worth import Forecast, Prices
 from lightrl.messages import Drain
 from lightrl.metrics.cost import cost_row
 from lightrl.sim.machines import SPOT
-from lightrl.sim.scenario import Training
+from lightrl.sim.scenario import Switches, Training
 from lightrl.sim.world import World
 from tests.core.conftest import Driver, of_kind, sent
 from tests.sim.conftest import SCENARIO, SETTINGS, NodeSpec
@@ -245,29 +245,43 @@ def test_a_step_of_which_nobody_saw_the_beginning_teaches_nothing(steps: int):
 # Against the simulator
 
 
-def fleet(seed: int, reserved: int, spot: int, **changes: Any) -> tuple[World, float]:
+APART = Training(token_s=1e-5, step_s=0.5)
+IN_TURNS = Training(token_s=4e-4, step_s=0.0, switch_s=0.1, placement="colocated")
+
+
+def fleet(
+    seed: int, reserved: int, spot: int, training: Training = APART, **changes: Any
+) -> tuple[World, float]:
     """A run of that many nodes, and what its steps took but for the first."""
     workload = replace(SCENARIO.workload, num_prompts=600)
-    training = Training(token_s=1e-5, step_s=0.5)
     nodes = [NodeSpec(f"n{k}", 8) for k in range(reserved)]
     nodes += [NodeSpec(f"s{k}", 8, kind=SPOT) for k in range(spot)]
     settings = replace(
         SETTINGS, run_seed=seed, num_steps=5, prompts_per_step=48, slots=8, **changes
     )
-    world = World(settings, replace(SCENARIO, workload=workload, training=training), nodes)
+    scenario = replace(SCENARIO, workload=workload, training=training)
+    world = World(settings, scenario, nodes, switches=Switches(offload="foreseen"))
     steps = world.run().steps
     return world, fmean(step.step_s for step in steps[1:])
 
 
-@pytest.mark.parametrize(("reserved", "spot"), [(1, 1), (2, 1), (2, 2)])
-def test_one_node_more_saves_what_was_foreseen(reserved: int, spot: int):
+@pytest.mark.parametrize(
+    ("training", "reserved", "spot"),
+    [
+        *((APART, *nodes) for nodes in [(1, 1), (2, 1), (2, 2)]),
+        *((IN_TURNS, *nodes) for nodes in [(2, 0), (2, 1), (4, 1), (2, 2)]),
+    ],
+    ids=lambda x: x.placement if isinstance(x, Training) else str(x),
+)
+def test_one_node_more_saves_what_was_foreseen(training: Training, reserved: int, spot: int):
     foreseen, saved = 0.0, 0.0
     for seed in range(3):
-        world, step_s = fleet(seed, reserved, spot)
-        _, with_one_more = fleet(seed, reserved, spot + 1)
+        world, step_s = fleet(seed, reserved, spot, training)
+        _, with_one_more = fleet(seed, reserved, spot + 1, training)
         learned = world.core.scaling.learned
         assert learned.engine is not None
-        forecast = Forecast(learned.engine, learned.kinds, reserved, reserved + 1)
+        shared = reserved if training is IN_TURNS else 0
+        forecast = Forecast(learned.engine, learned.kinds, reserved, reserved + 1, shared=shared)
         foreseen += forecast.step_s(spot) - forecast.step_s(spot + 1)
         saved += step_s - with_one_more
     assert saved > 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightrl.core.offload import best_window_s
 from lightrl.core.worth import Engine, Forecast, Prices, StepWork
 
 # 10 ms a step and 0.1 ms for each response in it; 10 at once
@@ -106,3 +107,44 @@ def test_the_number_wanted_stays_while_another_saves_next_to_nothing():
     assert priced.wanted(best, best + 1) == best + 1
     assert priced.wanted(best, 0) == best
     assert priced.wanted(best, 10 * best) == best
+
+
+# Devices that sample and train in turns: 100 engine-seconds of sampling, 20 s of training
+
+FLUID = Engine(base=0.0, slope=0.01, slots=10)
+TURNS = StepWork(1, total=10_000, mean=100, arrivals=(0.0, 1.0), train_s=20.0)
+
+
+@pytest.mark.parametrize("others", [1, 2, 3, 4, 5, 6, 9])
+def test_devices_in_turns_train_behind_the_best_window(others: int):
+    window_s = best_window_s(100.0, 20.0, shared=2, others=others)
+    assert TURNS.step_s(FLUID, 2 + others, shared=2) == pytest.approx(window_s + 20.0)
+
+
+def test_devices_in_turns_have_enough_others_when_their_window_is_nothing():
+    free = Forecast(FLUID, {"plain": TURNS}, 2, 2, Prices(36.0, 0.0), shared=2)
+    assert free.enough() == 100 / 20
+    assert free.step_s(5) == free.step_s(math.inf) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(("others", "leave"), [(0, True), (1, False)])
+def test_devices_that_all_sample_to_the_end_train_after_it(others: int, leave: bool):
+    step_s = TURNS.step_s(FLUID, 2 + others, shared=2, leave=leave)
+    assert step_s == pytest.approx(100 / (2 + others) + 20.0)
+
+
+def test_training_behind_a_window_waits_for_groups():
+    """All of them come with the last response: the window is the whole rollout."""
+    late = replace(TURNS, arrivals=(1.0, 1.0))
+    assert late.step_s(FLUID, 3, shared=2) == pytest.approx(100 / 3 + 20.0)
+
+
+def test_a_response_that_takes_long_alone_does_so_with_any_window():
+    long = replace(TURNS, alone_s=60.0)
+    assert long.step_s(FLUID, 2 + 9, shared=2) == pytest.approx(60.0)
+
+
+def test_what_halves_train_beside_the_others_is_saved_only_while_no_others_sample():
+    halves = replace(TURNS, rest_s=-5.0)
+    assert halves.step_s(FLUID, 2, shared=2) == pytest.approx(50.0 + 20.0 - 5.0)
+    assert halves.step_s(FLUID, 5, shared=2) == TURNS.step_s(FLUID, 5, shared=2)

@@ -14,7 +14,7 @@ from lightrl.client import ask
 from lightrl.client.find_run import OVER
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.messages import NodeRow, Snapshot
-from lightrl.metrics.display import cost, count, duration, pulling, speculation, usd, weights
+from lightrl.metrics.display import cost, count, duration, pulling, sides, speculation, usd, weights
 from lightrl.trainer.checkpoint.saved import CHECKPOINTS
 from lightrl.wire import from_json
 
@@ -190,6 +190,7 @@ def status_lines(s: Snapshot) -> list[str]:
         *(f"weights   {line}" for line in [weights(s.metrics)] if line),
         *(f"cost      {line}" for line in [cost(s.cost)] if line),
         *_forecast(s),
+        *(f"devices   {line}" for line in sides(s.nodes)),
         *(f"pulling   {n.name}: {line}" for n in s.nodes if (line := pulling(n.weights))),
         *(f"receiving {n.name}: by broadcast, {n.broadcast}" for n in s.nodes if n.broadcast),
         "",

@@ -68,6 +68,15 @@ SharesOption = Annotated[
         help="this node's engine uses the devices of that trainer node, in turn with it",
     ),
 ]
+PartOption = Annotated[
+    int,
+    typer.Option(
+        "--part",
+        min=0,
+        show_default=False,
+        help="which part of these devices, where each replica of the model changes sides by itself",
+    ),
+]
 NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]
 AsJson = Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")]
 Settings = Annotated[
@@ -86,6 +95,7 @@ def require_coherent(
     slots: int,
     preemptible: bool = False,
     shares: str = "",
+    part: int = 0,
 ) -> None:
     """Nothing that a user says may be ignored. Raises ConfigError, one line."""
     if join and settings and "coordinator" not in roles:
@@ -102,6 +112,8 @@ def require_coherent(
         raise ConfigError("--preemptible is for one rollout daemon that has to --join a run")
     if shares and roles != ("rollout",):
         raise ConfigError("--shares is for one rollout daemon that has to --join a run")
+    if part and not shares:
+        raise ConfigError(f"--part {part}: of whose devices? --shares TRAINER says that")
     if shares and preemptible:
         raise ConfigError(f"--shares {shares}: a node that may be taken away has its own devices")
     if name and not roles:

@@ -15,6 +15,7 @@ from lightrl.arguments import (
     KeyFile,
     NameOption,
     NoTui,
+    PartOption,
     Preemptible,
     RoleOption,
     Settings,
@@ -55,6 +56,7 @@ def up(
     slots: Slots = 0,
     preemptible: Preemptible = False,
     shares: SharesOption = "",
+    part: PartOption = 0,
     no_tui: NoTui = False,
     dry_run: Annotated[
         bool,
@@ -70,14 +72,14 @@ def up(
     coordinator; ctrl-C leaves. Needs the key of that run: --key FILE.
     """
     roles = arguments.roles(role or ("rollout" if join else ""))
-    arguments.require_coherent(settings or [], join, roles, name, slots, preemptible, shares)
+    arguments.require_coherent(settings or [], join, roles, name, slots, preemptible, shares, part)
     if key is not None and not join:
         raise ConfigError("--key is for --join: a run that is started makes its own key")
     config = arguments.config(settings or [])
     if dry_run:
         _dry_run(config, roles, slots)
     elif roles:
-        _foreground(config, join, key, roles, name, slots, preemptible, shares)
+        _foreground(config, join, key, roles, name, slots, preemptible, shares, part)
     elif config is None:
         raise typer.BadParameter(
             "give a CONFIG to start a run, or --join tcp://HOST:PORT to join one"
@@ -207,6 +209,7 @@ def daemon(
     gpus: Annotated[str, typer.Option(help="for CUDA_VISIBLE_DEVICES of its children")] = "",
     gpu_memory: Annotated[float, typer.Option(help="share of them that its engine may take")] = 0.0,
     shares: SharesOption = "",
+    part: PartOption = 0,
 ) -> None:
     """One daemon of a run on this machine, started by `lightrl up`."""
     from lightrl.daemon.main import DaemonOptions, run
@@ -220,15 +223,17 @@ def daemon(
         config = load_config(run_dir / "config.toml")
         if tied:
             leave_when_stdin_closes(config.node.grace_s)
-        part, roles = Part(tuple(filter(None, gpus.split(","))), gpu_memory), arguments.roles(role)
+        given = Part(tuple(filter(None, gpus.split(","))), gpu_memory)
+        roles = arguments.roles(role)
         # no more than it needs
         key = read_key(run_dir / (JOIN_FILE if roles == ("rollout",) else KEY_FILE))
         options = DaemonOptions(
             *(name, roles, run_dir, config, join or None),
             resume=resume,
             key=key,
-            gpus=part,
+            gpus=given,
             shares=shares,
+            part=part,
         )
         return NOT_FINISHED if run(options) else 0
 
@@ -250,6 +255,7 @@ def _foreground(
     slots: int,
     preemptible: bool,
     shares: str,
+    part: int,
 ) -> None:
     """One daemon in this process."""
     if "coordinator" in roles:
@@ -292,6 +298,7 @@ def _foreground(
             key=text,
             is_preemptible=preemptible,
             shares=shares,
+            part=part,
         )
         exit_with(run(options))
 

@@ -296,6 +296,29 @@ class Config(Section):
         return math.prod(n for n in sizes if isinstance(n, int) and n > 0)
 
     @property
+    def device_parts(self) -> int:
+        """Of the devices that sample and train in turn, how many can train without the others:
+        those of each replica, if no node and no engine has devices of two of them."""
+        train = self.train
+        if (
+            self.rollout.placement == "own"
+            or self.run.deterministic
+            or train.replicas % train.nodes
+        ):
+            return 1
+        each, size = train.world // train.replicas, self.gpus_per_engine
+        devices = list(train.devices or range(train.ranks))
+        used = [k for k, d in enumerate(devices) if d in (self.rollout.devices or devices)]
+        engines = (used[i : i + size] for i in range(0, len(used) - size + 1, size))
+        are_apart = all(k[0] // each == k[-1] // each for k in engines)
+        return train.replicas if are_apart and size <= each else 1
+
+    @property
+    def device_parts_each(self) -> int:
+        """Of these, on each trainer node."""
+        return max(1, self.device_parts // self.train.nodes)
+
+    @property
     def launched(self) -> tuple[int, int]:
         """Prompts of a short round, and responses of each."""
         prompts, responses = self.round.etas

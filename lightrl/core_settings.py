@@ -56,6 +56,7 @@ def settings_of(
         scale_max=config.scale.max,
         scale_drain=config.scale.drain,
         offload=config.offload.rule,
+        device_parts=config.device_parts,
         release_s=RELEASE_GRACES * config.node.grace_s + KILL_S,
     )
 

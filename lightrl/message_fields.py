@@ -27,6 +27,7 @@ MAX_SOURCES = 1024  # of one version
 MAX_ADDRESSES = 16  # of one node
 MAX_DELTAS = 256  # in a chain
 MAX_TRAINERS = 4096  # nodes that train together
+MAX_PARTS = 1 << 16  # of their devices
 MAX_RELAYED_BYTES = 192 << 20  # of a frame from one of them to another
 MAX_SUMS = 16  # of a broadcast
 MAX_METRICS = 4096
@@ -56,5 +57,6 @@ Metrics: TypeAlias = Annotated[dict[Word, float], Meta(max_length=MAX_METRICS)]
 ModelFiles: TypeAlias = Annotated[
     dict[Word, Annotated[bytes, Meta(max_length=MAX_FILE_BYTES)]], Meta(max_length=MAX_FILES)
 ]
+DeviceParts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_PARTS)]
 Slots: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RESPONSES)]
 Attempt: TypeAlias = tuple[Name, Int32]  # at a response

@@ -18,7 +18,7 @@ Who says what to whom (node = any daemon, head = the coordinator's daemon):
                    TrainerRelay Released Parked
     head -> node   Welcome Heartbeat Generate Abort TrainShard PublishWeights VersionTaken Drain
                    OpenBroadcast JoinBroadcast SendBroadcast BroadcastSums
-                   TrainerSet TrainerRelay Release Wake Park
+                   TrainerSet TrainerRelay Release Wake Give Park
     tool -> head   Watch Drain              (lightrl status, top, drain, down)
     head -> tool   Snapshot
 """
@@ -67,10 +67,10 @@ from lightrl.message_fields import (
     Version,
     Word,
 )
-from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
+from lightrl.sharing_messages import Give, Park, Parked, Release, Released, Wake
 from lightrl.trainer_messages import TrainerRelay, TrainerSet
 
-PROTOCOL = 11
+PROTOCOL = 12
 # why a node is refused that was given up while it was silent: it may say hello again
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # and one that comes too late
@@ -110,6 +110,8 @@ class Hello:
     leads: bool = False
     # the trainer node whose devices this rollout node uses; "" = its own
     shares: Word = ""
+    # which part of those, where parts change sides by themselves, from 0 on
+    part: Count = 0
     # of devices that are used in turn: others have them now; its engine sleeps, or its ranks are
     # parked
     is_released: bool = False
@@ -535,6 +537,9 @@ class NodeRow:
     broadcast: Word = ""  # by which its next version comes: forming sending proving
     # None: it shares no devices; else for how long it is in its state, and so on its side
     state_s: float | None = None
+    # whose devices those are; which part of them, None: they change sides as a whole
+    shares: Word = ""
+    part: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -651,6 +656,7 @@ Message: TypeAlias = (
     | Release
     | Released
     | Wake
+    | Give
     | Park
     | Parked
     | Drain

@@ -8,7 +8,7 @@ of an earlier connection and count no more; a coordinator that was started again
 
 from dataclasses import dataclass
 
-from lightrl.message_fields import Count, EngineSeconds
+from lightrl.message_fields import Count, DeviceParts, EngineSeconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,19 @@ class Wake:
     """
 
     number: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """To the trainer node that leads, where parts of the devices change sides by themselves: all
+    that the ranks have of them now, to train this step. Each replica of the model is a part.
+
+    Said before a shard, and whenever another part is free. It takes nothing back: that is what Park
+    is for, or the step's end. Example: Give(4, (1,))
+    """
+
+    step: Count
+    parts: DeviceParts
 
 
 @dataclass(frozen=True, slots=True)

@@ -839,6 +839,48 @@ MUTATIONS = [
         "        if False:",
     ),
     Mutation(
+        "ranks are given a part of the devices on which an engine samples",
+        "core/shared_devices.py",
+        "enumerate(parts) if part not in taken)",
+        "enumerate(parts))",
+    ),
+    Mutation(
+        "part of the devices that comes within a step is not given",
+        "core/handover.py",
+        "if is_open and (self._devices.are_training or self._is_interrupted):",
+        "if False:",
+    ),
+    Mutation(
+        "ranks that parked within a step wait for another shard",
+        "core/handover.py",
+        "self._is_interrupted = message.number > 0",
+        "self._is_interrupted = False",
+    ),
+    Mutation(
+        "trainer node that follows is asked to park before it has what the leader told it",
+        "core/handover.py",
+        "devices.trainers if leader in devices.parked else filter(None, [leader]):",
+        "devices.trainers:",
+    ),
+    Mutation(
+        "parts of the devices are numbered by name, whoever leads",
+        "core/shared_devices.py",
+        "key=lambda name: (name != leader, name)",
+        "key=lambda name: name",
+    ),
+    Mutation(
+        "one engine of a part is released without the others",
+        "core/offload.py",
+        "parts.setdefault((node.shares, node.part), [])",
+        "parts.setdefault((node.name, node.part), [])",
+    ),
+    Mutation(
+        "ranks go on on a part where an engine is awake by its own word",
+        "core/handover.py",
+        "(devices.are_whole and not wanted) or devices.is_trespassed",
+        "devices.are_whole and not wanted",
+    ),
+    Mutation(
         "ranks are parked before they have all shards",
         "core/handover.py",
         "        if training is not None and not feed.has_left(training):",
@@ -1700,7 +1742,7 @@ MUTATIONS = [
     Mutation(
         "ranks go on after they parked, with what had come before",
         "trainer/node_devices.py",
-        "        if not is_repeated and not ends_first:\n            self._given.clear()\n",
+        "        if not is_repeated and not ends_first:\n            self._take_back()\n",
         "",
         tests=(
             "tests/trainer/test_node_parks.py::test_it_parks_in_the_middle_of_what_has_come_and_goes_on_when_more_does",
@@ -1718,11 +1760,77 @@ MUTATIONS = [
     Mutation(
         "ranks that die before their version is said wait for a shard that never comes",
         "trainer/node_devices.py",
-        "not self.is_given and self._is_told",
-        "not self.is_given",
+        "not self.has_devices and not self.all_given and self._is_told",
+        "not self.has_devices and not self.all_given",
         tests=(
             "tests/trainer/test_node_parks.py::test_nobody_has_the_devices_until_a_version_is_said",
         ),
+    ),
+    Mutation(
+        "replica works while engines have its devices",
+        "trainer/node_devices.py",
+        "return self._num_parts == 1 or replica in self._given",
+        "return True",
+        tests=(
+            "tests/trainer/test_device_parts.py::test_a_replica_works_while_others_have_no_devices_and_the_step_ends_when_they_have",
+        ),
+    ),
+    Mutation(
+        "step ends while a replica has no devices",
+        "trainer/step.py",
+        "        return is_done and self._devices.all_given\n",
+        "        return is_done\n",
+        tests=(
+            "tests/trainer/test_device_parts.py::test_a_park_before_the_rest_has_come_does_not_wait_for_the_end_of_the_step",
+        ),
+    ),
+    Mutation(
+        "devices of a step that is over are given for the next one",
+        "trainer/node_devices.py",
+        "elif given.step == self._step:",
+        "else:",
+        tests=("tests/trainer/test_device_parts.py::test_who_may_work",),
+    ),
+    Mutation(
+        "ranks that wait for their devices do not answer who asks for them",
+        "trainer/node_devices.py",
+        "(self._send_for_lost if self._are_lost else self._send)(parked)",
+        "self._send(parked)",
+        tests=(
+            "tests/trainer/test_device_parts.py::test_a_rank_that_dies_while_it_is_asked_for_half_of_the_devices_answers_by_that",
+        ),
+    ),
+    Mutation(
+        "ranks that died with half of the devices start beside engines",
+        "trainer/supervisor.py",
+        "            is_away = self.devices.lost()\n",
+        "            is_away = self.devices.lost() and False\n",
+        tests=(
+            "tests/trainer/test_device_parts.py::test_ranks_that_die_with_half_of_the_devices_start_when_they_have_all",
+        ),
+    ),
+    Mutation(
+        "a step that cannot end is ended before ranks park",
+        "trainer/step.py",
+        "not (self.has_all and self._devices.all_given)",
+        "not self.has_all",
+        tests=(
+            "tests/trainer/test_device_parts.py::test_a_park_before_the_rest_has_come_does_not_wait_for_the_end_of_the_step",
+        ),
+    ),
+    Mutation(
+        "engine gets devices of two replicas",
+        "config.py",
+        "all(k[0] // each == k[-1] // each for k in engines)",
+        "True",
+        tests=("tests/devices/test_parts.py",),
+    ),
+    Mutation(
+        "every engine uses the first part of the devices",
+        "devices/plan.py",
+        "    return engine // nodes % parts\n",
+        "    return 0\n",
+        tests=("tests/devices/test_parts.py",),
     ),
     Mutation(
         "replicas of which only some are parked meet when a step begins anew",
@@ -1743,8 +1851,8 @@ MUTATIONS = [
     Mutation(
         "ranks that were lost start while engines have their devices",
         "trainer/supervisor.py",
-        "if self.devices.are_away:",
-        "if False:",
+        "            if is_away:",
+        "            if False:",
         tests=(
             "tests/trainer/test_node_parks.py::test_ranks_that_die_without_their_devices_start_when_they_are_given_back",
         ),

@@ -49,7 +49,7 @@ class Fleet:
         self.share_updating = 0.0  # of the work, of these
         self.share_ready = 0.0  # of those that serve it already
         self.trainers = Trainers(settings.num_trainers, outbox)
-        self.devices = SharedDevices(settings.device_parts)
+        self.devices = SharedDevices(settings.device_parts, self.trainers)
         self.now = 0.0  # of the event at hand
         self.published: PublishedVersion | None = None
         self.offers = Offers(settings)
@@ -110,6 +110,7 @@ class Fleet:
             gain=gain,
             number=self.num_joined,
             shares=hello.shares if "rollout" in hello.roles else "",
+            part=hello.part,
             parallel=hello.parallel if "rollout" in hello.roles else 0,
             since=now,
         )

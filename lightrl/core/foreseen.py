@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightrl.core.offload import NOTHING, Change, StepTimes, View, moved_s
+from lightrl.core.offload import NOTHING, Change, StepTimes, View, in_whole_parts, moved_s
 from lightrl.core.placement import Outlook
 from lightrl.core.scale_down import ScaleDown
 from lightrl.core.state import Node
@@ -74,14 +74,14 @@ class Foreseen:
 def plans_of(view: View, may_return: bool) -> list[Plan]:
     """All that can be done, the first of them nothing."""
     half = len(view.sampling) // 2 if view.in_parts else 0
-    goings = [view.emptiest(half)] if half else []
+    goings = [going] if half and (going := view.emptiest(half)) else []
     if view.others and view.sampling:
         goings.append(view.emptiest(len(view.sampling)))
     plans = [_release(view, going) for going in goings]
     if may_return and view.released:
         back = sorted(view.released, key=lambda node: node.name)
-        halves = view.in_parts and len(back) > 1
-        comings = [back, back[: len(back) // 2]] if halves else [back]
+        half_back = in_whole_parts(back, len(back) // 2, {}) if view.in_parts else []
+        comings = [back, half_back] if half_back else [back]
         plans += [_take_back(view, coming) for coming in comings]
     return [_stay(view), *(plan for plan in plans if plan is not None)]
 
@@ -186,5 +186,7 @@ def _train_beside(view: View, nodes: Sequence[Node], more_s: float, share: float
 
 
 def _share(view: View, count: int) -> float:
-    """Of the shared devices."""
-    return count / view.num_shared if view.num_shared else 0.0
+    """Of the trainer's devices, while so many nodes have given theirs back."""
+    if count == view.num_shared:
+        return 1.0 if count else view.unused
+    return view.unused + (1.0 - view.unused) * count / view.num_shared

@@ -19,7 +19,7 @@ from lightrl.core.fleet import Fleet
 from lightrl.core.responses import ResponseTable
 from lightrl.core.round_scheduler import RoundScheduler
 from lightrl.core.settings import Settings
-from lightrl.core.shared_devices import NO_TRAINER
+from lightrl.core.shared_devices import NO_PARTS, NO_TRAINER
 from lightrl.core.sides import Sides
 from lightrl.core.state import Node, NodeState, Round, RoundState
 from lightrl.messages import Hello, StepDone
@@ -54,6 +54,9 @@ class Handover:
         self._num_parks = 0
         self._asked: dict[str, int] = {}  # trainer nodes that have not answered a Park: its number
         self._was_open = True  # shards could leave
+        self._is_interrupted = (
+            False  # the step, by a Park: it is not trained on until more is given
+        )
         self._over: Round | None = None  # the round that closed last
         self._seen: object = None  # all that the last orders followed from
         self._released_by: float | None = None  # the node whose time ends first
@@ -80,6 +83,8 @@ class Handover:
         if name not in self._fleet.trainers or message.number not in {0, self._asked.get(name)}:
             return
         self._asked.pop(name, None)
+        if name == self._fleet.trainer:
+            self._is_interrupted = message.number > 0
         self._devices.park(name)
         if self._devices.nodes and self._devices.are_parked:
             self._sides.parked(self._fleet.now)
@@ -116,7 +121,9 @@ class Handover:
     def _forget(self, name: str) -> None:
         self._asked.pop(name, None)
         self._devices.parked.discard(name)
-        self._devices.are_training = False  # it gets its step from the beginning
+        # It gets its step from the beginning.
+        self._devices.are_training, self._devices.given = False, NO_PARTS
+        self._is_interrupted = False
 
     def step_trained(self, done: StepDone, now: float) -> None:
         if self._devices.nodes and done.step == self._steps.step:
@@ -166,7 +173,7 @@ class Handover:
 
     def update(self, now: float, decides: bool = True) -> None:
         """In every event, and after it. With nobody who shares it does nothing."""
-        if self._devices.nodes or not self._was_open:
+        if self._devices.nodes or self._devices.given or not self._was_open:
             self._times.look(now)
             if self._step != self._steps.step:
                 self._close_step(now)
@@ -178,6 +185,9 @@ class Handover:
                 self._give_orders(now)
                 self._seen = seen
                 is_open = self._devices.may_train
+                if is_open and (self._devices.are_training or self._is_interrupted):
+                    self._feed.give()  # also what a run that ends still trains
+                    self._is_interrupted = False
                 if is_open and not self._was_open:
                     self._ending.hand_on(self._steps.go_on)
                 self._was_open = is_open
@@ -219,7 +229,7 @@ class Handover:
         return (
             devices.num_moves,
             frozenset(devices.parked),
-            devices.are_training,
+            (devices.are_training, devices.given, self._is_interrupted),
             self._sides.wanted,
             None if round is None else (round.kind, round.step, round.state),
             None if published is None else published.policy_version,
@@ -245,7 +255,8 @@ class Handover:
         nodes = devices.nodes.values()
         resting = [n for n in nodes if n.state in RESTING and n.name not in wanted]
         # Also if an engine is awake beside them, by its own word.
-        must_park = resting or (devices.are_whole and not wanted) or not devices.are_training
+        is_beside = (devices.are_whole and not wanted) or devices.is_trespassed
+        must_park = resting or is_beside or not devices.are_training
         if must_park and not devices.are_parked:
             self._park()
         else:
@@ -290,13 +301,16 @@ class Handover:
 
     def _park(self) -> None:
         """Asks those whose ranks are not parked, once they have all shards that were made: one that
-        came later would have them take the devices again. What is trained again ends by itself."""
+        came later would have them take the devices again. What is trained again ends by itself.
+        The node that leads is asked first: once it has parked, the others have all that it had
+        told their ranks, so that none answers before that comes."""
         training, feed, devices = self._steps.training(), self._feed, self._devices
         if feed.stands_at is None or feed.is_replaying:
             return
         if training is not None and not feed.has_left(training):
             return
-        for name in devices.trainers:
+        leader = self._fleet.trainer
+        for name in devices.trainers if leader in devices.parked else filter(None, [leader]):
             is_here = name in self._fleet.trainers
             if is_here and name not in devices.parked and name not in self._asked:
                 self._num_parks += 1

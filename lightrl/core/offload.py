@@ -12,7 +12,7 @@ is in `foreseen` and `window`, what is measured for them in `sides`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +66,8 @@ class View:
     others_loading: int = 0
     # some shared nodes can train without the others
     in_parts: bool = True
+    # of the trainer's devices, that no engine uses
+    unused: float = 0.0
 
     @property
     def num(self) -> int:
@@ -89,8 +91,12 @@ class View:
         return [node for node in self.now_sampling() if node.name not in names]
 
     def emptiest(self, count: int) -> list[Outlook]:
-        """Shared nodes by whose release fewest responses move."""
-        return sorted(self.sampling, key=lambda o: (o.running, o.node.name))[:count]
+        """Shared nodes by whose release fewest responses move, at most so many; see
+        `in_whole_parts`."""
+        running = {o.node.name: o.running for o in self.sampling}
+        nodes = in_whole_parts([o.node for o in self.sampling], count, running)
+        looks = {o.node.name: o for o in self.sampling}
+        return [looks[node.name] for node in nodes]
 
     def fits(self, nodes: Sequence[Node]) -> bool:
         """Whether their caches hold all that runs and waits until its end."""
@@ -126,6 +132,21 @@ class View:
             return 1.0
         step_s = sum(node.speed.step_s(1) for node in nodes) / len(nodes)
         return min(1.0, step_s * self.left[-1] / rest)
+
+
+def in_whole_parts(nodes: Sequence[Node], count: int, running: Mapping[str, int]) -> list[Node]:
+    """At most `count` of these, those with fewest responses first; never one without the others
+    that use the same part of the devices."""
+    parts: dict[tuple[str, int], list[Node]] = {}
+    for node in sorted(nodes, key=lambda node: node.name):
+        parts.setdefault((node.shares, node.part), []).append(node)
+    chosen: list[Node] = []
+    loads = {key: sum(running.get(n.name, 0) for n in part) for key, part in parts.items()}
+    for key in sorted(parts, key=lambda key: (loads[key], parts[key][0].name)):
+        part = parts[key]
+        if len(chosen) + len(part) <= count:
+            chosen += part
+    return chosen
 
 
 def moved_s(going: Sequence[Outlook], staying: Sequence[Node]) -> float:

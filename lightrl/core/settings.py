@@ -89,7 +89,8 @@ class Settings:
     scale_drain: bool = False
     # by which devices that sample and train change sides within a step; "off": between steps alone
     offload: Literal["off", "foreseen", "window"] = "foreseen"
-    # parts of these that can train without the others; 1 = they change sides as a whole
+    # parts of these that can train without the others, as many on each trainer node; 1 = they
+    # change sides as a whole
     device_parts: int = 1
     # after which a node that has not given its devices back counts as lost, and patience_s more
     # while its engine may still start

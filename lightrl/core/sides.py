@@ -312,6 +312,7 @@ class Sides:
             shared_loading=sum(loading),
             others_loading=len(loading) - sum(loading),
             in_parts=not self._devices.are_whole,
+            unused=self._devices.share_unused,
         )
 
     def _reckon(self, ready_s: float, now: float) -> float:

@@ -315,12 +315,12 @@ class Node:
     is_preemptible: bool = False  # may be taken away at any moment
     # the trainer node whose devices it uses; "" = its own
     shares: str = ""
+    part: int = 0  # of those devices, that changes sides by itself if there are several
     # devices of its engine, which takes turns with those of other sizes; 0 = it takes no turns
     parallel: int = 0
     is_asleep: bool = False  # nothing of its engine is on its devices
     order: int = 0  # the last one to change sides
-    # when it came to be in this state
-    since: float = 0.0
+    since: float = 0.0  # it came to be in this state
     weights: WeightsProgress | None = None
     load: Load = field(default_factory=Load)
     loop_lag_ms: float = 0.0

@@ -15,6 +15,7 @@ from lightrl.core.fleet import Fleet
 from lightrl.core.log_entries import ShardSent
 from lightrl.core.state import Group, Round, RoundState
 from lightrl.messages import TrainGroup, TrainResponse, TrainShard
+from lightrl.sharing_messages import Give
 
 MAX_SHARD_TOKENS = 1 << 18  # some 2 MiB with their logprobs
 # shards on their way to the journal; the event loop waits while that many are made
@@ -111,8 +112,18 @@ class TrainerFeed:
         if self.stands_at is None or self._fleet.trainer is None or not self._may_train():
             return
         self._owes_replay, self.is_replaying = False, True
+        self.give()
         self._outbox.add(ReplayShards(self._fleet.trainer, self.stands_at, self.num_hellos))
         self._fleet.devices.train()
+
+    def give(self) -> None:
+        """The trainer is told which parts of its devices it has, if it has got another one."""
+        devices, trainer = self._fleet.devices, self._fleet.trainer
+        if devices.are_whole or trainer is None or self.stands_at is None:
+            return
+        if not (free := devices.free) <= devices.given:
+            devices.give(free)
+            self._outbox.send(trainer, Give(self.stands_at, tuple(sorted(free))))
 
     def _may_train(self) -> bool:
         return self._fleet.devices.may_train
@@ -168,6 +179,7 @@ class TrainerFeed:
                 last=is_last,
                 num_groups=len(round.accepted),
             )
+            self.give()
             self._window.add(round.num_shards, num_tokens)
             round.num_sent += len(groups)
             round.num_shards += 1

@@ -56,6 +56,8 @@ class DaemonOptions:
     is_preemptible: bool = False
     # the trainer node whose devices its engine uses; "" = its own
     shares: str = ""
+    # which part of those
+    part: int = 0
 
 
 def run(options: DaemonOptions) -> int:
@@ -129,6 +131,7 @@ def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | N
         *(options.name, roles, address, options.key, *place),
         is_preemptible=options.is_preemptible,
         shares=options.shares,
+        part=options.part,
     )
 
 

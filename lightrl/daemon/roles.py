@@ -33,7 +33,7 @@ from lightrl.messages import (
     TrainShard,
 )
 from lightrl.rollout.agent import FLUSH_S, RolloutAgent
-from lightrl.sharing_messages import Park, Release, Wake
+from lightrl.sharing_messages import Give, Park, Release, Wake
 from lightrl.system.addresses import WILDCARD, split_address
 from lightrl.system.interfaces import own_host
 from lightrl.trainer.nodes.follower import Follower
@@ -174,6 +174,7 @@ class Roles:
         match message:
             case (
                 TrainShard()
+                | Give()
                 | Park()
                 | VersionTaken()
                 | OpenBroadcast()

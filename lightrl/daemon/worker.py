@@ -74,12 +74,12 @@ class Worker:
         gpus: Part | None = None,
         is_preemptible: bool = False,
         shares: str = "",
+        part: int = 0,
     ) -> None:
         """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
         `gpus`: of its ranks, or of its engine; None: the driver is asked. `is_preemptible`: this
         machine may be taken away at any moment. `shares`: the trainer node whose devices its engine
-        uses in turn with it.
-        """
+        uses in turn with it, `part` which of them."""
         self._name = name
         self._role_names = roles
         self._address = address
@@ -96,6 +96,7 @@ class Worker:
             slots=slots,
             is_preemptible=is_preemptible,
             shares=shares,
+            part=part,
             is_released=bool(shares),
         )
         callbacks = (self._send, self._restarted, self._relay, self.drain, self._rejoin)
@@ -107,8 +108,7 @@ class Worker:
         # the last hello, and when it was said
         self._said = self._hello
         self._said_at = 0.0
-        # since when another process has had our name; valid in NAME_TAKEN only
-        self._taken_since = 0.0
+        self._taken_since = 0.0  # another process has had our name; valid in NAME_TAKEN only
         self._heard_at = 0.0
         self._config: Config | None = None  # of the first welcome
         # To be asked to leave may happen in every state and changes none of them.

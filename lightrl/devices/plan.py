@@ -190,14 +190,31 @@ def shared_with(config: Config, found: Assignment, engine: int) -> str:
     return f"trainer-{engine % config.train.nodes}"
 
 
+def part_with(config: Config, found: Assignment, engine: int, nodes: int) -> int:
+    """Which part of the devices of that trainer node, where `found` is of so many of them."""
+    parts, each = config.device_parts_each, len(found.ranks) // nodes
+    if engine < len(found.engines) and each and (tokens := found.engines[engine].tokens):
+        return found.ranks.index(tokens[0]) % each // (each // parts)
+    return engine // nodes % parts
+
+
 def _shared(config: Config, found: Assignment) -> list[str]:
     """Which engines take turns with whom."""
     if config.rollout.placement != "shared":
         return []
-    users: dict[str, list[str]] = {}
+    nodes, parts = config.train.nodes, config.device_parts_each
+    whose = [f"trainer-{k}" for k in range(nodes)]
+    if config.device_parts > 1:
+        whose = [f"part {part} of {trainer}" for trainer in whose for part in range(parts)]
+    users: dict[str, list[str]] = {who: [] for who in whose}
     for k in range(config.rollout.nodes):
-        users.setdefault(shared_with(config, found, k), []).append(f"rollout-{k}")
-    return [f"{', '.join(names)}: in turn with {trainer}" for trainer, names in users.items()]
+        who = shared_with(config, found, k)
+        if config.device_parts > 1:
+            who = f"part {part_with(config, found, k, nodes)} of {who}"
+        users[who].append(f"rollout-{k}")
+    lines = [f"{', '.join(names)}: in turn with {who}" for who, names in users.items() if names]
+    unused = [who for who, names in users.items() if not names]
+    return [*lines, f"only trains, for no engine uses it: {', '.join(unused)}"] if unused else lines
 
 
 def _patiently(some: Wanted) -> Assignment:

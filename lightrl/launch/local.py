@@ -30,7 +30,7 @@ from lightrl.client.find_run import ask, final_snapshot
 from lightrl.config import Config
 from lightrl.core.state import RunState
 from lightrl.devices.assign import NO_GPUS, Assignment
-from lightrl.devices.plan import shared_with
+from lightrl.devices.plan import part_with, shared_with
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.daemons import Daemon, RunFailed
@@ -170,6 +170,8 @@ class LocalRun:
         if role == "rollout" and self.config.rollout.placement == "shared":
             k = int(name.rpartition("-")[2])
             options = (*options, "--shares", shared_with(self.config, self._gpus, k))
+            part = part_with(self.config, self._gpus, k, self.config.train.nodes)
+            options = (*options, *(("--part", str(part)) if part else ()))
         start = partial(Daemon.start, name, role, self.run_dir, *options)
         try:
             daemon = self.daemons[name] = await retry_on_resource_limit(start, name, self._tell)

@@ -16,7 +16,7 @@ from lightrl.core.unscored import NO_REWARD, NONE_SCORED
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.log import WARNING
 from lightrl.messages import NodeRow, Snapshot
-from lightrl.metrics.display import cost, count, duration, pulling, speculation, usd, weights
+from lightrl.metrics.display import cost, count, duration, pulling, sides, speculation, usd, weights
 from lightrl.trainer.checkpoint.saved import CHECKPOINTS
 from lightrl.wire import from_json
 
@@ -202,6 +202,7 @@ def status_lines(s: Snapshot) -> list[str]:
         *(f"weights   {line}" for line in [weights(s.metrics)] if line),
         *(f"cost      {line}" for line in [cost(s.cost)] if line),
         *_forecast(s),
+        *(f"devices   {line}" for line in sides(s.nodes)),
         *(f"pulling   {n.name}: {line}" for n in s.nodes if (line := pulling(n.weights))),
         *(f"receiving {n.name}: by broadcast, {n.broadcast}" for n in s.nodes if n.broadcast),
         "",

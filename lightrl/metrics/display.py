@@ -3,13 +3,16 @@
 Each function returns text of a known width. Knows nothing of runs but the names of a few metrics.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from lightrl.cost_messages import CostRow
-from lightrl.messages import WeightsProgress
+from lightrl.messages import NodeRow, WeightsProgress
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+# by the state of a node that shares devices
+SIDES = {"ready": "samples", "draining": "samples", "released": "trains"}
+CHANGES = "changes"
 
 
 def count(value: float) -> str:
@@ -43,6 +46,25 @@ def speculation(metrics: Mapping[str, float]) -> str:
     line = f"{kept} · {per_forward:.2f} tokens a forward"
     size = metrics.get("history/bytes")
     return line if size is None else f"{line} · history {count(size)}B"
+
+
+def sides(nodes: Iterable[NodeRow]) -> list[str]:
+    """Of devices whose parts change sides by themselves a line for each trainer node: on which side
+    each part is, and for how long.
+
+    Example: trainer-0: part 0 samples 1:02, part 1 trains 0:03
+    """
+    parts: dict[tuple[str, int], list[NodeRow]] = {}
+    for n in nodes:
+        if n.part is not None:
+            parts.setdefault((n.shares, n.part), []).append(n)
+    lines: dict[str, list[str]] = {}
+    for (trainer, part), users in sorted(parts.items(), key=lambda item: item[0]):
+        found = {SIDES.get(n.state, CHANGES) for n in users}
+        side = found.pop() if len(found) == 1 else CHANGES
+        since = duration(min(n.state_s or 0.0 for n in users))
+        lines.setdefault(trainer, []).append(f"part {part} {side} {since}")
+    return [f"{trainer}: {', '.join(said)}" for trainer, said in lines.items()]
 
 
 def pulling(progress: WeightsProgress | None) -> str:

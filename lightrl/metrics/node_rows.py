@@ -71,6 +71,8 @@ class NodeRows:
             weights=node.weights if node.state in PULLING else None,
             broadcast=fleet.broadcasts.stage(node),
             state_s=max(0.0, now - node.since) if node.shares else None,
+            shares=node.shares,
+            part=None if fleet.devices.are_whole or not node.shares else node.part,
         )
 
 

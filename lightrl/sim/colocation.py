@@ -16,8 +16,8 @@ from lightrl.core.events import Event, NodeHeard, NodeReleased, TokensArrived, T
 from lightrl.core.settings import Settings
 from lightrl.core.state import Round, RoundState
 from lightrl.errors import SimError
-from lightrl.messages import Heartbeat, Load, Message
-from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
+from lightrl.messages import Heartbeat, Hello, Load, Message
+from lightrl.sharing_messages import Give, Park, Parked, Release, Released, Wake
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine
 from lightrl.sim.mechanism import FOREVER_S, Mechanism, Simulation
 from lightrl.sim.messages import TRAINER
@@ -75,6 +75,7 @@ class Colocation(Mechanism):
         self.colocated = world.scenario.training.placement == "colocated"
         self._has_rule = world.shares
         self._is_at_work = False  # the trainer, on the devices that sleep
+        self._num_given = 0  # parts of these, where each changes sides by itself
 
     def round_closed(self, round: Round) -> None:
         """The rollout is over: all nodes train."""
@@ -85,7 +86,7 @@ class Colocation(Mechanism):
 
     def step_trained(self) -> None:
         if self.colocated:
-            self._is_at_work = False
+            self._is_at_work, self._num_given = False, 0
             self._world.trainer.set_rate(self._world.now, 0.0)
 
     def _change_over(self) -> None:
@@ -146,6 +147,22 @@ class Colocation(Mechanism):
         self._is_at_work = True
         self.share()
 
+    def hello(self, machine: SimMachine) -> Hello:
+        """Each node that shares uses a part of the trainer's devices."""
+        said = machine.hello(self.colocated, self._world.shares)
+        if not said.shares or self._world.settings.device_parts == 1:
+            return said
+        names = [m.spec.name for m in self._world.machines.values() if m.spec.kind != SPOT]
+        return replace(said, part=names.index(machine.spec.name))
+
+    def tell_trainer(self, order: Give | Park) -> None:
+        """It has work from now on, and these devices; or none."""
+        if isinstance(order, Park):
+            self.park(order)
+        else:
+            self._num_given = len(order.parts)
+            self.trains()
+
     @property
     def park_s(self) -> float:
         return self._world.scenario.training.park_s if self.colocated else 0.0
@@ -153,7 +170,7 @@ class Colocation(Mechanism):
     def park(self, order: Park) -> None:
         """In the middle of a step: it goes on when there are shards again, or devices."""
         world = self._world
-        self._is_at_work = False
+        self._is_at_work, self._num_given = False, 0
         self.share()
         said = TrainerParked(TRAINER, Parked(order.number, 0, self.park_s))
         world.at(world.now + self.park_s, lambda: world.feed(said))
@@ -161,7 +178,11 @@ class Colocation(Mechanism):
     def share(self) -> None:
         """The trainer has the devices that are on its side, if it has taken them."""
         world = self._world
-        if self._has_rule:
+        num_parts = world.settings.device_parts
+        if self._has_rule and num_parts > 1:
+            world.trainer.set_rate(world.now, self._num_given / num_parts)
+            world.plan_training()
+        elif self._has_rule:
             sharing = [m for m in world.machines.values() if m.spec.kind != SPOT and m.present]
             asleep = sum(m.asleep for m in sharing) if self._is_at_work else 0
             world.trainer.set_rate(world.now, asleep / len(sharing) if sharing else 0.0)

@@ -49,7 +49,7 @@ from lightrl.messages import (
     StepDone,
     TrainShard,
 )
-from lightrl.sharing_messages import Park, Parked, Release, Wake
+from lightrl.sharing_messages import Give, Park, Parked, Release, Wake
 from lightrl.sim.colocation import Colocation, settings_in
 from lightrl.sim.deferred_rewards import DeferredRewards
 from lightrl.sim.engine import Attempt
@@ -240,8 +240,8 @@ class World:
             todo.append(ShardsDelivered(TRAINER, ShardsTaken(message.step, message.index)))
         elif isinstance(message, Drain):
             todo.append(NodeLeft(TRAINER, message.reason, ok=True))
-        elif isinstance(message, Park):
-            self._colocation.park(message)
+        elif isinstance(message, Give | Park):
+            self._colocation.tell_trainer(message)
         else:
             self._transfers.tell_trainer(message)
 
@@ -354,7 +354,7 @@ class World:
             return
         machine.come(self.now)
         self.observer.fleet_changes(machine, 1)
-        said = machine.hello(self.scenario.training.placement == "colocated", self.shares)
+        said = self._colocation.hello(machine)
         kv_tokens = machine.engine.profile.kv_tokens
         self._arrive(said, self._transfers.num_workers(machine), kv_tokens)
 

@@ -102,7 +102,7 @@ class Ranks:
         be made."""
         starts = self._starts(step)
         if self._devices is not None:
-            self._devices.starting()
+            self._devices.starting(step)
         try:
             if self._life is not None:
                 others = starts[self.num_local :]

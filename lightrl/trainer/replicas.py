@@ -25,13 +25,16 @@ class Replicas:
         num: int,
         changed: Callable[[], None],
         halts: Callable[[], bool] | None = None,
+        may_work: Callable[[int], bool] = lambda _: True,
     ) -> None:
         """`changed` is called when a replica computes nothing any more. `halts`: whether ranks have
         to park before they compute more, asked before each micro-batch; None: they never have to.
+        `may_work`: whether the ranks of a replica have their devices.
         """
         self._ranks = ranks
         self._changed = changed
         self._halts = halts
+        self._may_work = may_work
         self._size = AT_ONCE if halts is None else 1  # micro-batches of an answer
         self.num_ranks = len(ranks) // num  # of each
         self._owed = [0] * num  # answers of each of its ranks
@@ -44,9 +47,10 @@ class Replicas:
 
     @property
     def free(self) -> list[int]:
-        """Those that have nothing to compute. Raises what went wrong with another."""
+        """Those that may work, and have nothing to compute. Raises what went wrong with another."""
         self._check()
-        return [k for k, owed in enumerate(self._owed) if not (owed or self._untold[k])]
+        idle = (k for k, owed in enumerate(self._owed) if not (owed or self._untold[k]))
+        return [k for k in idle if self._may_work(k)]
 
     @property
     def are_idle(self) -> bool:
@@ -57,8 +61,8 @@ class Replicas:
     @property
     def have_more(self) -> bool:
         """They have to compute what they were not told yet, because they had to park."""
-        each = zip(self._owed, self._untold, strict=True)
-        return any(untold and not owed for owed, untold in each)
+        each = enumerate(zip(self._owed, self._untold, strict=True))
+        return any(untold and not owed and self._may_work(k) for k, (owed, untold) in each)
 
     @property
     def have_room(self) -> bool:
@@ -111,9 +115,7 @@ class Replicas:
     def _tell(self, replica: int) -> None:
         """As much as may be told now, and hears the answers."""
         untold, was_idle = self._untold[replica], not self._owed[replica]
-        while untold and (
-            self._halts is None or (self._owed[replica] < IN_FLIGHT and not self._halts())
-        ):
+        while untold and self._may_tell(replica):
             for rank, command in zip(self._members(replica), untold.popleft(), strict=True):
                 self._ranks.send(rank, command)
             self._owed[replica] += 1
@@ -121,6 +123,12 @@ class Replicas:
             hearing = asyncio.ensure_future(self._hear(replica))
             hearing.add_done_callback(lambda _: self._changed())
             self._hearing[replica] = hearing
+
+    def _may_tell(self, replica: int) -> bool:
+        if self._halts is None:
+            return True
+        is_full = self._owed[replica] >= IN_FLIGHT
+        return not (is_full or self._halts()) and self._may_work(replica)
 
     async def _hear(self, replica: int) -> None:
         while self._owed[replica]:

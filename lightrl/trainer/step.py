@@ -50,7 +50,8 @@ class Step:
         self._send = send
         self._devices = devices
         halts = (lambda: self._must_park) if devices.are_shared else None
-        self._replicas = Replicas(ranks, config.train.replicas, changed, halts)
+        may_work = devices.is_given_to
+        self._replicas = Replicas(ranks, config.train.replicas, changed, halts, may_work)
         self._begin(step)
 
     @property
@@ -63,8 +64,8 @@ class Step:
             return False
         if self._replicas.have_more:
             return True
-        if self.queue.is_accumulated:
-            return not self.is_busy
+        if self.queue.is_accumulated or self.queue.has_mini_batch:  # all ranks update
+            return self._devices.all_given and not self.is_busy
         some = self._waiting or self._is_held_up or self.queue.can_go_on
         return self._replicas.have_room and bool(some)
 
@@ -77,7 +78,12 @@ class Step:
     @property
     def _must_park(self) -> bool:
         """Before it goes on. A step of which all has come ends first, and parks then."""
-        return self._devices.is_asked and not self.has_all
+        return self._devices.is_asked and not (self.has_all and self._devices.all_given)
+
+    @property
+    def awaits_devices(self) -> bool:
+        """It ends as soon as the ranks get the rest of them."""
+        return self.has_all and self._devices.is_given and not self._devices.all_given
 
     @property
     def is_busy(self) -> bool:
@@ -86,7 +92,8 @@ class Step:
 
     @property
     def is_accumulated(self) -> bool:
-        return self.queue.is_accumulated and not (self._replicas.have_more or self.is_busy)
+        is_done = self.queue.is_accumulated and not (self._replicas.have_more or self.is_busy)
+        return is_done and self._devices.all_given
 
     @property
     def is_begun_anew(self) -> bool:
@@ -119,7 +126,7 @@ class Step:
         self._accumulate()
         if queue.has_mini_batch:
             await self.settle()
-            if self._replicas.have_more:
+            if self._replicas.have_more or not self._devices.all_given:
                 return
             self._ranks.tell(UpdateWeights(queue.step, queue.num_responses, queue.num_tokens))
             await self._ranks.replies(Updated)

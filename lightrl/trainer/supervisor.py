@@ -20,7 +20,7 @@ from lightrl.broadcast_messages import VersionTaken
 from lightrl.config import Config
 from lightrl.errors import TrainerError
 from lightrl.messages import Message, PublishWeights, StepDone, TrainShard
-from lightrl.sharing_messages import Park
+from lightrl.sharing_messages import Give, Park
 from lightrl.state_machine import next_state
 from lightrl.system.restart import CrashCounter, RestartPolicy
 from lightrl.trainer.broadcasts import Broadcasts, Order
@@ -98,7 +98,7 @@ class Trainer:
         self._file: VersionFile  # of that version; there is one when there are ranks that started
         self._step_done: StepDone | None = None  # how they came there
         self._nonfinite = NonfiniteSteps()
-        self.devices = NodeDevices(config, self._say)
+        self.devices = NodeDevices(config, self._say, send)
         self._step: Step | None = None  # that is being trained
 
     @property
@@ -106,19 +106,18 @@ class Trainer:
         """The last version is published; a checkpoint may still be written."""
         return self._done >= self._config.train.steps
 
-    def handle(self, message: TrainShard | VersionTaken | Park | Order) -> None:
-        if isinstance(message, TrainShard):
-            self.devices.give()
+    def handle(self, message: TrainShard | VersionTaken | Give | Park | Order) -> None:
+        self.devices.hear(message)
         if self._state in UNHEARD:
             return
-        match message:
-            case TrainShard():
-                self._shards.append(message)
-            case Park(number):
-                shards, step = self._shards, self._step
-                self.devices.ask(number, step.has_all if step else any(s.last for s in shards))
-            case _:
-                self._broadcasts.handle(message)
+        if isinstance(message, TrainShard):
+            self._shards.append(message)
+        elif isinstance(message, Park):
+            shards, step = self._shards, self._step
+            ends_first = step.has_all if step else any(s.last for s in shards)
+            self.devices.ask(message.number, ends_first)
+        elif not isinstance(message, Give):
+            self._broadcasts.handle(message)
         self._changed.set()
 
     def pause(self) -> None:
@@ -155,8 +154,9 @@ class Trainer:
             except RanksLost as e:
                 lost = e
             self._move(TrainerEvent.RANKS_LOST)
+            is_away = self.devices.lost()
             self._forget_orders()
-            if self.devices.are_away:  # ranks that start would find no memory
+            if is_away:  # ranks that start would find no memory
                 logger.warning("%s; they start when their devices are given back", lost)
                 await self._unless_stopped(self.devices.given())
             if self._is_stopping and not (self.all_steps_done and self._done > self._saves.step):
@@ -301,7 +301,7 @@ class Trainer:
         """All groups of the step; False: stopped before they had come."""
         while True:
             while not (step.can_go_on or self._begins_anew or self._broadcasts.has_orders):
-                if self._is_stopping and not step.is_busy:
+                if self._is_stopping and not (step.is_busy or step.awaits_devices):
                     await step.begin_anew()  # what is saved are the weights of the last step
                     return False
                 self._changed.clear()

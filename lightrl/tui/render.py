@@ -21,6 +21,7 @@ from lightrl.metrics.display import (
     duration,
     printable,
     pulling,
+    sides,
     sparkline,
     speculation,
     weights,
@@ -151,7 +152,8 @@ def _nodes(s: Snapshot, width: int, room: int) -> list[Text]:
     title += f" {'tok/s':>6} {'kv':>4} {'heard':>6}"
     lines.append(Text(title + (f"  {'pid':>7}  {'host / device'}" if wide else ""), "dim"))
     pulls = [f"{cut(n.name, 14)} {text}" for n in s.nodes if (text := pulling(n.weights))]
-    room -= bool(pulls)
+    devices = [Text(f" devices of {line}", "cyan") for line in sides(s.nodes)]
+    room -= bool(pulls) + len(devices)
     visible = s.nodes if len(s.nodes) <= room - 2 else s.nodes[: max(1, room - 3)]
     lines += [_node(n, wide, columns) for n in visible]
     if len(visible) < len(s.nodes):
@@ -159,6 +161,7 @@ def _nodes(s: Snapshot, width: int, room: int) -> list[Text]:
         running = sum(n.running for n in rest)
         speed = count(sum(n.tokens_per_s for n in rest))
         lines.append(Text(f" … and {len(rest)} more: {running} running, {speed} tok/s", "dim"))
+    lines += devices
     if pulls:
         more = f" and {len(pulls) - 2} more" if len(pulls) > 2 else ""
         lines.append(Text(f" pulling: {' · '.join(pulls[:2])}{more}", "cyan"))

@@ -363,6 +363,10 @@ NO_KEY = (
             for words in ((QUICKSTART,), ("--join", "127.0.0.1:1", "--role", "trainer"))
         ),
         (
+            ("up", "--join", "127.0.0.1:1", "--part", "1"),
+            "--part 1: of whose devices? --shares TRAINER says that",
+        ),
+        (
             ("up", "--join", "127.0.0.1:1", "--shares", "t", "--preemptible"),
             "--shares t: a node that may be taken away has its own devices",
         ),

@@ -29,7 +29,9 @@ STEP = StepTimes(
 
 def nodes(prefix: str, count: int, base: float = 0.0) -> list[Node]:
     return [
-        Node(f"{prefix}{k}", 1, ("rollout",), 64, 0.0, 1, "h", speed=Speed(base, SLOPE, 999))
+        Node(
+            f"{prefix}{k}", 1, ("rollout",), 64, 0.0, 1, "h", part=k, speed=Speed(base, SLOPE, 999)
+        )
         for k in range(count)
     ]
 

@@ -392,7 +392,7 @@ class World:
 
     def train(self) -> None:
         """The trainer has done a step; the version comes first."""
-        if self.to_train:
+        if self.to_train and self.sharing.may_finish:
             step = self.to_train.popleft()
             self.untaken.clear()
             self.stands_at = step + 1
@@ -421,7 +421,7 @@ class World:
             self.to_train.clear()
             if self.rng.random() < 0.3:
                 self.checkpoint = self.stands_at
-                self.sharing.train = False
+                self.sharing.lose_devices()
                 self.feed(lambda: self.driver.feed(NodeLeft("t", "preempted", ok=True)))
             else:
                 self.feed(lambda: self.driver.feed(NodeLost("t", "gone")))
@@ -431,7 +431,7 @@ class World:
             self.has_trainer = True
             if self.rng.random() < 0.5:
                 self.incarnation += 1
-                self.sharing.train = False  # they start in the host's memory
+                self.sharing.lose_devices()  # they start in the host's memory
             if self.rng.random() < 0.5:
                 self.stands_at = self.checkpoint
             self.greet_trainer()
@@ -447,6 +447,7 @@ class World:
         said = WeightsPublished | StepTrained | ShardsDelivered | BroadcastHeard
         self.past = [e for e in self.past if not isinstance(e, said)]
         self.sharing.orders.pop("t", None)
+        self.sharing.given = set()
         parked = {"is_released": not self.sharing.train} if self.sharing.is_on else {}
         self.feed(lambda: self.driver.join("t", "trainer", incarnation=self.incarnation, **parked))
         if self.rng.random() < 0.7 or not self.sharing.is_on:

@@ -12,7 +12,7 @@ from lightrl.core.commands import Command, ReplayShards, Send
 from lightrl.core.events import NodeReleased, TrainerParked, WeightsRefused
 from lightrl.core.offload import Change, StepTimes, View
 from lightrl.messages import Message, TrainShard, WeightsFailed
-from lightrl.sharing_messages import Park, Parked, Release, Released, Wake
+from lightrl.sharing_messages import Give, Park, Parked, Release, Released, Wake
 
 if TYPE_CHECKING:
     from tests.core.world import World
@@ -54,9 +54,12 @@ class WorldSharing:
         self.rule = Whim(world)
         self.awake: set[str] = set()  # nodes whose engines have their devices
         self.train = False  # the ranks have them
+        self.given: set[int] = set()  # which parts of them, since their last hello
+        self.held: set[int] = set()  # that they may still have
         self.orders: dict[str, deque[Message]] = {}  # that were sent, and not carried out
         self.given_up: set[str] = set()  # nodes that were awake when the core was told to lose them
         self.num_wakes = self.num_parks = self.num_slept = 0
+        self.num_given = 0  # times that the ranks were given some devices, and not all
         self.num_within = 0  # orders to release that came while their round was open
         self.adopt()
 
@@ -75,7 +78,17 @@ class WorldSharing:
             if self._world.rng.random() < 0.2:
                 self.awake.add(name)
                 self.given_up.add(name)  # nobody could say no
-        return {"shares": "t", "is_released": name not in self.awake}
+        return {"shares": "t", "is_released": name not in self.awake, "part": self.part_of(name)}
+
+    def part_of(self, name: str) -> int:
+        """Of the trainer's devices. Of two parts the first one is used by two nodes."""
+        return (*SHARED, "healer").index(name) % self._world.core.settings.device_parts
+
+    @property
+    def may_finish(self) -> bool:
+        """The ranks have what the last update of a step needs."""
+        num = self._world.core.settings.device_parts
+        return not self.is_on or num == 1 or len(self.given) == num
 
     def lose(self, name: str, is_dead: bool = True) -> None:
         """The core is told that it is gone."""
@@ -90,6 +103,8 @@ class WorldSharing:
             match command:
                 case Send(_, TrainShard()) | ReplayShards():
                     self.fetch()
+                case Send("t", Give(step, parts)):
+                    self.give(step, set(parts))
                 case Send(name, (Release() | Wake() | Park()) as order):
                     self.orders.setdefault(name, deque()).append(order)
                     is_wanted = name in self._world.core.sides.wanted
@@ -100,16 +115,39 @@ class WorldSharing:
     def fetch(self) -> None:
         if self.is_on:
             self.train = True
-            there = self.awake & set(self._world.core.fleet.nodes)
             if self._world.core.fleet.devices.are_whole:
+                there = self._there()
                 assert there <= self.given_up, f"a shard for ranks beside {there}"
+            else:
+                assert self.given, "a shard for ranks that were given no device"
+
+    def give(self, step: int, parts: set[int]) -> None:
+        assert self.is_on
+        assert not self._world.core.fleet.devices.are_whole
+        if step != self._world.stands_at:
+            return  # of the step before, to which it was on its way
+        assert parts > self.given, "nothing is taken back so"
+        beside = {name for name in self._there() if self.part_of(name) in parts}
+        assert beside <= self.given_up, f"ranks are given devices of {beside}"
+        self.given = parts
+        self.held |= parts
+        self.num_given += len(parts) < self._world.core.settings.device_parts
+
+    def _there(self) -> set[str]:
+        """Nodes whose engines are awake, as far as the core can know."""
+        return self.awake & set(self._world.core.fleet.nodes)
 
     def park(self, number: int = 0) -> None:
         """The ranks give the devices back."""
         if self.is_on:
-            self.train = False
+            self.lose_devices()
             said = TrainerParked("t", Parked(number, 1000, 0.1))
             self._world.feed(lambda: self._world.driver.feed(said))
+
+    def lose_devices(self) -> None:
+        """The ranks have parked, or are gone."""
+        self.train = False
+        self.given, self.held = set(), set()
 
     def obey(self) -> None:
         """Somebody carries out the order that came first."""
@@ -139,6 +177,7 @@ class WorldSharing:
                 self.num_wakes += 1
                 whole = world.core.fleet.devices.are_whole
                 assert not (self.train and whole), f"{name} wakes beside the ranks"
+                assert self.part_of(name) not in self.held, f"{name} wakes beside ranks"
                 self.awake.add(name)
             case _:
                 raise AssertionError(order)

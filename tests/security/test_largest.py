@@ -182,6 +182,7 @@ TABLE = [
     of("Snapshot", SHOWN, "events", fields.MAX_ROWS, (1, "e")),
     of("Snapshot", SHOWN, "rewards", fields.MAX_ROWS, 1),
     named("Snapshot", SHOWN, "counters"),
+    of("Give", {"step": BIG}, "parts", fields.MAX_PARTS, BIG),
 ]
 # numbers alone
 FIXED = {

@@ -64,14 +64,15 @@ def children(pid: int) -> list[tuple[int, str]]:
 
 def test_each_gets_its_part_of_the_ranks_devices_and_all_leave_with_the_job(tmp_path):
     environment = install(tmp_path / "fake", smi_row(0) + smi_row(1))
-    settings = ("train.ranks=2", "rollout.nodes=3")
+    settings = ("train.ranks=2", "train.replicas=2", "rollout.nodes=3")
     with head(tmp_path, *settings, **environment) as process:
         name = f"head-{process.pid}"
         lines = rollout_nodes(process, 3).values()
-        given = [re.findall(r"--(?:name|gpus|gpu-memory|shares) (\S+)", line) for line in lines]
+        words = r"--(?:name|gpus|gpu-memory|shares|part) (\S+)"
+        given = [re.findall(words, line) for line in lines]
         assert sorted(given) == [
             [f"{name}-rollout-0", name, "0", "0.44"],
-            [f"{name}-rollout-1", name, "1", "0.9"],
+            [f"{name}-rollout-1", name, "1", "0.9", "1"],
             [f"{name}-rollout-2", name, "0", "0.44"],
         ]
         everyone = descendants(process.pid)

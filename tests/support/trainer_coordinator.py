@@ -11,6 +11,7 @@ from pathlib import Path
 from lightrl.broadcast_messages import VersionTaken
 from lightrl.journal.read import StepPortions, recut
 from lightrl.messages import Checkpointed, PublishWeights, ShardsTaken, StepDone, TrainShard
+from lightrl.sharing_messages import Give
 from lightrl.trainer.served import ServedVersions
 from lightrl.trainer.supervisor import Trainer
 from lightrl.weights.serve.server import WeightServer
@@ -39,6 +40,9 @@ class Coordinator:
         self.waits = False  # with each shard until the one before it was taken
         self.num_hellos = 1
         self.on = {}
+        # of the devices, that the ranks have whenever a shard comes; None: they are whole
+        num_parts = config.device_parts
+        self.parts = tuple(range(num_parts)) if num_parts > 1 else None
         self._feeding = None
         self._tasks = set()
         self._failed = asyncio.get_running_loop().create_future()  # what went wrong in a task
@@ -99,10 +103,15 @@ class Coordinator:
         known = StepPortions(self.portions[step + 1], self.replicas[step + 1])
         return list(recut(shards, known, len(self.groups)))
 
+    def hand_over(self, shard):
+        if self.parts is not None:
+            self.trainer.handle(Give(shard.step, self.parts))
+        self.trainer.handle(shard)
+
     def feed(self, step):
         async def feed():
             for shard in self.shards(step):
-                self.trainer.handle(shard)
+                self.hand_over(shard)
                 for _ in range(TURNS):
                     await asyncio.sleep(0)
                 if self.waits:

@@ -73,7 +73,7 @@ class Asking(Coordinator):
         assert not self.trainer.devices.has_devices
 
     async def give(self, shard):
-        self.trainer.handle(shard)
+        self.hand_over(shard)
         await until(lambda: ShardsTaken(shard.step, shard.index) in self.sent)
 
     async def step_parked_everywhere(self, step):
@@ -198,7 +198,7 @@ def test_a_replica_does_not_wait_for_one_with_much_before_it(new_config, groups,
 
 @pytest.mark.parametrize("is_parked", [True, False], ids=["parked", "half parked"])
 def test_ranks_that_die_without_their_devices_start_when_they_are_given_back(
-    new_config, groups, tmp_path, calm, is_parked
+    new_config, groups, tmp_path, caplog, calm, is_parked
 ):
     """Those that die with them start at once, and nobody was told that they had parked."""
 
@@ -219,6 +219,8 @@ def test_ranks_that_die_without_their_devices_start_when_they_are_given_back(
             devices = coordinator.trainer.devices
             assert devices.has_devices is not is_parked
             if is_parked:
+                assert "they start when their devices are given back" in caplog.text
+                assert "starting again" not in caplog.text
                 assert coordinator.num_hellos == 1
                 coordinator.trainer.handle(first)  # of whoever does not know that they died
 
@@ -257,7 +259,7 @@ class Clock:
 @pytest.fixture
 def devices(new_config):
     said, clock = [], Clock()
-    made = NodeDevices(new_config(ranks=2), said.append, clock)
+    made = NodeDevices(new_config(ranks=2), said.append, clock=clock)
     return made, said, clock
 
 

@@ -105,6 +105,21 @@ SHARED = replace(
         node("spot-3"),
     ),
 )
+PARTS = replace(
+    SHARED,
+    nodes=tuple(
+        replace(node(f"rollout-{k}", state, 0), state_s=seconds, shares=trainer, part=part)
+        for k, (trainer, part, state, seconds) in enumerate(
+            [
+                ("trainer-0", 0, "released", 62.4),
+                ("trainer-0", 1, "ready", 3725.0),
+                ("trainer-0", 1, "ready", 9.0),
+                ("trainer-1", 0, "released", 5.0),
+                ("trainer-1", 0, "releasing", 3.0),
+            ]
+        )
+    ),
+)
 HOSTILE = replace(
     RUNNING,
     run="r" * 200,
@@ -125,7 +140,7 @@ def screen(snapshot: Snapshot, view: View, width: int, height: int) -> str:
 
 @pytest.mark.parametrize(("width", "height"), [*SIZES, (60, 12), (200, 60), (40, 5)])
 @pytest.mark.parametrize(
-    "snapshot", [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, SHARED, HOSTILE]
+    "snapshot", [STARTING, RUNNING, FINISHED, TAIL, DRAFTING, CROWDED, SHARED, PARTS, HOSTILE]
 )
 @pytest.mark.parametrize(
     "view", [View(), View("samples"), View("events", selected=9), View(help=True)]
@@ -174,6 +189,19 @@ def test_devices_that_are_shared_show_on_which_side_they_are_and_since_when(widt
     states = [row[column : column + 14].rstrip() for row in rows]
     assert states == ["ready", "released 1:02", "ready 1:02:05", "ready"]
     assert all(row[: title.index(" heard") + 6].endswith("s") for row in rows)  # below its title
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_parts_of_devices_show_by_trainer_node_and_in_status(width, height):
+    said = [
+        "trainer-0: part 0 trains 1:02, part 1 samples 0:09",
+        "trainer-1: part 0 changes 0:03",
+    ]
+    text = screen(PARTS, View(), width, height)
+    assert [line for line in said if f" devices of {line}" in text] == said
+    status = status_lines(PARTS)
+    assert [line for line in said if f"devices   {line}" in status] == said
+    assert "devices" not in "\n".join(status_lines(SHARED))
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)

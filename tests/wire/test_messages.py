@@ -82,6 +82,7 @@ EXAMPLES: list[m.Message] = [
     m.Release(3),
     m.Released(3, 14_800_000_000, 0.6),
     m.Wake(4),
+    m.Give(4, (0, 1)),
     m.Park(2),
     m.Parked(2, 22_000_000_000, 1.1),
     m.Drain("rollout-0", "SIGTERM"),
@@ -137,16 +138,18 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_11_are_pinned():
+def test_bytes_of_protocol_12_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 11
+    assert m.PROTOCOL == 12
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))
     assert checkpointed.hex() == "92ac436865636b706f696e74656482a47374657014a66f6c646573740a"
     taken = wire.MESSAGES.encode(m.ShardsTaken(4, 2))
     assert taken.hex() == "92ab53686172647354616b656e82a47374657004a5696e64657802"
+    given = wire.MESSAGES.encode(m.Give(4, (0, 1)))
+    assert given.hex() == "92a44769766582a47374657004a57061727473920001"
     chunk = m.TokenChunk(
         1, "d", (m.ResponseTokens("r", 2, 0, wire.pack_i32([3]), wire.pack_f32([-1.0])),)
     )

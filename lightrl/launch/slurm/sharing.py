@@ -14,7 +14,7 @@ from pathlib import Path
 from lightrl.client.address import left_at, listening_since, reachable
 from lightrl.config import Config
 from lightrl.devices.assign import Assignment
-from lightrl.devices.plan import engines_of, for_trainer_node
+from lightrl.devices.plan import engines_of, for_trainer_node, part_with
 from lightrl.launch.daemons import Daemon
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
@@ -46,7 +46,8 @@ async def sharing(
     )
     for note in gpus.notes:
         logger.info(note)
-    return SharingNodes(run_dir, trainer, num, gpus, config.node.grace_s, address)
+    parts = [part_with(config, gpus, k, nodes=1) for k in range(num)]
+    return SharingNodes(run_dir, trainer, parts, gpus, config.node.grace_s, address)
 
 
 class SharingNodes:
@@ -56,14 +57,15 @@ class SharingNodes:
         self,
         run_dir: Path,
         trainer: str,
-        num: int,
+        parts: list[int],
         gpus: Assignment,
         grace_s: float,
         address: str,
     ) -> None:
+        """`parts`: of the trainer node's devices, which one each of them uses."""
         self._run_dir = run_dir
         self._trainer = trainer
-        self._num = num
+        self._parts = parts
         self._gpus = gpus
         self._grace_s = grace_s
         self._address = address
@@ -73,7 +75,7 @@ class SharingNodes:
         self._keepers: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._keepers = [asyncio.create_task(self._keep(k)) for k in range(self._num)]
+        self._keepers = [asyncio.create_task(self._keep(k)) for k in range(len(self._parts))]
 
     def leave(self) -> None:
         """Asks them to: they send their last tokens, and end."""
@@ -100,6 +102,7 @@ class SharingNodes:
         """Starts one, and again whenever it crashes. One that ends in order was sent away."""
         name = f"{self._trainer}-rollout-{k}"
         options = ["--shares", self._trainer, *self._gpus.options(f"rollout-{k}")]
+        options += ["--part", str(self._parts[k])] if self._parts[k] else []
         options += ["--join", await self._listening()]
         start = partial(Daemon.start, name, "rollout", self._run_dir, *options)
         crashes, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time

@@ -159,6 +159,8 @@ class Follower:
         if self._running is not None:
             running, self._running = self._running, None
             await running.end(is_orderly)
+            if not is_orderly:
+                self.devices.lost()
 
     async def _live(self, life: _Life) -> None:
         """Starts the ranks of a life and hands on what they say, until one of them is gone."""
@@ -194,6 +196,7 @@ class Follower:
                 isinstance(event, RankParked) and not event.is_asked
             ):
                 self.devices.announce()
+                self.devices.published()
             self._tell(RankSaid(life.name, number, RANK_EVENTS.encode(event)))
 
     def _tell(self, message: ToLeader) -> None:

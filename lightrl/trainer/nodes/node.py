@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from lightrl.broadcast_messages import VersionTaken
 from lightrl.messages import TrainShard
-from lightrl.sharing_messages import Park
+from lightrl.sharing_messages import Give, Park
 from lightrl.trainer.broadcasts import Order
 from lightrl.trainer.node_devices import NodeDevices
 from lightrl.trainer.nodes.follower import Follower
@@ -52,7 +52,7 @@ class TrainerNode:
         return self._trainer is not None and self._trainer.all_steps_done
 
     def handle(
-        self, message: TrainShard | VersionTaken | Park | Order | TrainerSet | TrainerRelay
+        self, message: TrainShard | VersionTaken | Give | Park | Order | TrainerSet | TrainerRelay
     ) -> None:
         match message:
             case TrainerSet(leader, followers) if leader == self._name:

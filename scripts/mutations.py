@@ -326,7 +326,7 @@ MUTATIONS = [
     Mutation(
         "response without a reward counts as finished",
         "core/judge.py",
-        "if reward is not None or group.round.is_eval:",
+        "if reward is not None or group.round.is_eval or self._settings.skips_unscored:",
         "if True:",
     ),
     Mutation(
@@ -1449,8 +1449,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rewards see the whole environment",
-        "rewards/runner.py",
-        "inherited=inherited(os.environ, reward.env)",
+        "rewards/process.py",
+        "inherited=inherited(os.environ, reward.environment)",
         "inherited=os.environ",
         tests=(
             "tests/rewards/test_processes.py::test_secrets_of_the_environment_are_not_seen_and_named_ones_are",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightrl.data import answer_of
+from lightrl.data.layouts import answer_of
 from lightrl.errors import RewardError
 from lightrl.rewards.base import RewardFunction, Sample, score
 from lightrl.rewards.builtin import load_function

@@ -78,7 +78,7 @@ def test_sets_have_names_and_take_the_keys_of_the_data_where_they_have_none(tmp_
         ),
         (
             {"sets": [{"path": "a", "wait": 1}]},
-            "data.sets[0].wait: unknown key; did you mean data.sets[].path?",
+            "data.sets[0].wait: unknown key; did you mean data.sets[].weight?",
         ),
         ({"sets": [{"name": "x"}]}, "data.sets[0].path: is required"),
         (

@@ -2,7 +2,16 @@
 
 import json
 
-from tests.support.cli import QUICKSTART, lightrl
+import pytest
+
+from lightrl.cli import main
+from tests.support.cli import QUICKSTART
+
+
+def lightrl(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return int(end.value.code or 0)
 
 
 def test_it_shows_each_set_with_prompts_as_text_and_tokens(capsys):

@@ -146,6 +146,7 @@ for command in (
     commands.down,
     commands.drain,
     commands.check,
+    commands.data,
     commands.simulate,
 ):
     app.command()(command)

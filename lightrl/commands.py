@@ -142,6 +142,28 @@ def drain(
     show([f"{node} is leaving"])
 
 
+def data(
+    settings: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG [section.key=value ...]", help="a TOML file; values that override it"
+        ),
+    ],
+    num: Annotated[
+        int, typer.Option("--num", "-n", min=0, metavar="N", help="prompts of each set to show")
+    ] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Read the data of a CONFIG: its sets, how long their prompts are, and some as the model sees
+    them."""
+    from lightrl.launch.data_report import data_json, data_lines
+
+    config = arguments.config(settings)
+    if config is None:
+        raise typer.BadParameter("give a CONFIG")
+    show(data_json(config, num) if as_json else data_lines(config, num))
+
+
 def check(settings: Settings = None) -> None:
     """Verify this machine, and a CONFIG if one is given, and say what to do."""
     from lightrl.launch.check import findings
@@ -229,7 +251,7 @@ def simulate(
         )
     simulate_run(
         config,
-        num_prompts=count_prompts(config.data.path),
+        num_prompts=count_prompts(config.data.all_sets),
         fleet=fleet,
         workload=workload,
         steps=steps,

@@ -8,11 +8,12 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, cast, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
 from lightrl.config_algorithm import UNGROUPED, AlgorithmSection
+from lightrl.config_data import Data, DataSet, resolved
 from lightrl.config_logging import Logging
 from lightrl.config_model import Lora, Model
 from lightrl.config_reward import Reward, with_environment
@@ -20,7 +21,6 @@ from lightrl.config_scale import Offload, Prices, ScaleSection
 from lightrl.config_sections import (
     AsyncSection,
     Checkpoint,
-    Data,
     Eval,
     Journal,
     NodeSection,
@@ -43,7 +43,7 @@ LORA_ARGS = frozenset({"enable_lora", "max_lora_rank", "max_loras"})  # likewise
 class Config(Section):
     run: Run = Run()
     model: Model
-    data: Data
+    data: Data = Data()
     rollout: Rollout = Rollout()
     train: Train = Train()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -95,6 +95,22 @@ class Config(Section):
                 f"node.lease_s = {self.node.lease_s}: must be at least twice "
                 f"node.heartbeat_s = {self.node.heartbeat_s}, or healthy nodes are lost"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _data(self) -> Self:
+        data = self.data
+        if not data.all_sets:
+            raise ValueError("data.path: is required, or at least one [[data.sets]]")
+        if problem := not_plain(data.chat_template_kwargs):
+            raise ValueError(f"data.chat_template_kwargs: {problem}")
+        if not all(self.rollout.stop):
+            raise ValueError("rollout.stop = '': is in every text; leave it out")
+        self.eval_sets  # noqa: B018 - their names must differ
+        self.reward.require_use(
+            {name for one in self.data.all_sets for name in one.reward or self.reward.functions}
+            or set(self.reward.functions)
+        )
         return self
 
     @model_validator(mode="after")
@@ -289,6 +305,12 @@ class Config(Section):
         return self
 
     @property
+    def eval_sets(self) -> tuple[DataSet, ...]:
+        """All sets to evaluate on, in the layout of the data."""
+        given = (DataSet(path=self.eval.path),) if self.eval.path else ()
+        return resolved("eval.sets", given, self.data)
+
+    @property
     def gpus_per_engine(self) -> int:
         sizes = map(
             self.rollout.engine_args.get, ("tensor_parallel_size", "pipeline_parallel_size")
@@ -386,10 +408,13 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str
         kind, name = info.annotation, info.alias or attribute
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _keys(kind, f"{prefix}{name}.")
-        else:
-            default = (
-                "(required)"
-                if info.is_required()
-                else json.dumps(info.get_default(call_default_factory=True))
-            )
-            yield f"{prefix}{name}", default, info.description or ""
+            continue
+        default = (
+            "(required)"
+            if info.is_required()
+            else json.dumps(info.get_default(call_default_factory=True))
+        )
+        yield f"{prefix}{name}", default, info.description or ""
+        for table in get_args(kind):  # a list of tables
+            if isinstance(table, type) and issubclass(table, BaseModel):
+                yield from _keys(table, f"{prefix}{name}[].")

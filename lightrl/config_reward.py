@@ -4,9 +4,10 @@ The functions are in rewards/. Must stay importable without torch.
 """
 
 import re
-from typing import Any, Literal, Self, cast
+from collections.abc import Collection
+from typing import Any, Literal, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from lightrl.config_sections import Names, Positive, Seconds, Section
 from lightrl.config_values import one_or_many
@@ -98,26 +99,26 @@ class Reward(Section):
         """Variables that workers see beside the usual ones."""
         return (*self.env, self.judge.key_env) if self.judge.key_env else self.env
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
-        if "code" in self.functions and self.timeout_s < LONGEST_TEST_S:
+    def require_use(self, functions: Collection[str]) -> None:
+        """`functions`: of all sets of prompts. Raises ValueError for keys that cannot act or do not
+        suffice."""
+        if "code" in functions and self.timeout_s < LONGEST_TEST_S:
             raise ValueError(
                 f'reward.timeout_s = {self.timeout_s:g}: a single test of the reward "code" may '
                 f"take {LONGEST_TEST_S:g} s, and all tests of a response count: set it to 60 or "
                 "more"
             )
-        if "judge" in self.functions and not (self.judge.url and self.judge.model):
+        if "judge" in functions and not (self.judge.url and self.judge.model):
             raise ValueError(
                 'reward.functions = "judge": needs reward.judge.url and reward.judge.model'
             )
         for name, section in (("code", self.code), ("judge", self.judge)):
-            if name not in self.functions and section != type(section)():
+            if name not in functions and section != type(section)():
                 defaults = type(section)()
                 key = next(k for k, v in section if v != getattr(defaults, k))
                 raise ValueError(
                     f'reward.{name}.{key}: cannot act without "{name}" in reward.functions'
                 )
-        return self
 
     @field_validator("regex")
     @classmethod

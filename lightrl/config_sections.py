@@ -55,23 +55,6 @@ class Run(Section):
     )
 
 
-class Data(Section):
-    path: str = Field(description="JSONL or parquet file of prompts, or an HF datasets id")
-    prompt_key: str = Field(
-        default="prompt", description="column with the prompt: text or chat messages"
-    )
-    answer_key: str = Field(
-        default="answer", description="column with the reference answer, if there is one"
-    )
-    max_prompt_length: Positive = Field(
-        default=1024, description="tokens; a longer prompt is an error"
-    )
-    shuffle: bool = Field(default=True, description="a new order every epoch, from run.seed")
-    system_prompt: str = Field(
-        default="", description="put before chat prompts that bring no system message"
-    )
-
-
 class Rollout(Section):
     engine: EngineKind = Field(
         default="auto",
@@ -91,6 +74,11 @@ class Rollout(Section):
     temperature: float = Field(default=1.0, ge=0, description="of sampling; 0 = greedy")
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; 1 = off")
     top_k: int = Field(default=0, ge=0, description="0 = off")
+    stop: Names = Field(
+        default=(),
+        description="texts that end a response, beside the model's stop tokens; it keeps the token "
+        "that completes one",
+    )
     threads: Positive = Field(default=1, description="CPU threads of one engine")
     kv_cache_gib: float = Field(
         default=0.0, ge=0, description="KV cache of a CPU engine; 0 = what slots need"
@@ -250,7 +238,8 @@ class Speculation(Section):
 
 class Eval(Section):
     path: str = Field(
-        default="", description="held-out prompts in the layout of data.path; empty = no evaluation"
+        default="",
+        description="held-out prompts, as data.path and in its layout; empty = no evaluation",
     )
     interval: int = Field(
         default=0, ge=0, description="steps between evaluations; 0 = only first and last"

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LogSettings:
-    """`role`: coordinator, trainer, rollout, several of them with commas, rank, engine, reward or
-    launcher. `level`: debug, info, warning or error."""
+    """`role`: coordinator, trainer, rollout, several of them with commas, rank, engine, reward,
+    data or launcher. `level`: debug, info, warning or error."""
 
     role: str = "launcher"
     node: str = ""

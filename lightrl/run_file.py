@@ -66,14 +66,27 @@ def _anchor(tree: dict[str, Any], folder: Path) -> None:
         table = _table(tree, section)
         if isinstance(table.get(key), str):
             table[key] = _anchored(f"{section}.{key}", table[key], folder)
-    reward = _table(tree, "reward")
-    functions: Any = one_or_many(reward.get("functions"))
+    for table in _sets(tree):
+        if isinstance(table.get("path"), str):
+            table["path"] = _anchored("data.sets[].path", table["path"], folder)
+        _anchor_functions(table, "data.sets[].reward", "reward", folder)
+    _anchor_functions(_table(tree, "reward"), "reward.functions", "functions", folder)
+
+
+def _anchor_functions(table: dict[str, Any], dotted: str, key: str, folder: Path) -> None:
+    functions: Any = one_or_many(table.get(key))
     if isinstance(functions, list | tuple):
         named = cast("list[Any]", functions)
-        reward["functions"] = [
-            _anchored("reward.functions", f, folder) if isinstance(f, str) and ".py:" in f else f
-            for f in named
+        table[key] = [
+            _anchored(dotted, f, folder) if isinstance(f, str) and ".py:" in f else f for f in named
         ]
+
+
+def _sets(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the data that are tables, as `_table`."""
+    sets: Any = _table(tree, "data").get("sets")
+    given = cast("list[Any]", sets) if isinstance(sets, list) else []
+    return [cast("dict[str, Any]", one) for one in given if isinstance(one, dict)]
 
 
 def _table(tree: dict[str, Any], key: str) -> dict[str, Any]:
@@ -119,9 +132,10 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _one_line(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
-    path = [str(part) for part in problem["loc"] if isinstance(part, str)]
+    path = _dotted(problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"{'.'.join(path)}: unknown key{_nearest(path)}"
+    given: object = problem["input"]
     # After the key, pydantic names the member of the union that was tried.
     path = [p for p in path if not p.startswith("literal[") and p not in {"float", "int", "str"}]
     dotted = ".".join(path)
@@ -134,9 +148,25 @@ def _one_line(error: ValidationError) -> str:
             )
         case "value_error":
             return problem["msg"].removeprefix("Value error, ")
+        case "string_type" if isinstance(given, list) and path[-1] == "path":
+            several = (
+                "several are [[data.sets]]" if path[0] == "data" else "several go into one folder"
+            )
+            return f"{dotted} = {shortened(cast('object', given))}: is one path; {several}"
         case _:
             text = problem["msg"]
             return f"{dotted} = {shortened(problem['input'])}: {text[0].lower()}{text[1:]}"
+
+
+def _dotted(place: Sequence[int | str]) -> list[str]:
+    """The names on the way to a key; which table of a list it is in, not which value of one."""
+    path: list[str] = []
+    for k, part in enumerate(place):
+        if isinstance(part, str):
+            path.append(part)
+        elif k + 1 < len(place) and path == ["data", "sets"]:
+            path[-1] += f"[{part}]"
+    return path
 
 
 def _first_required(dotted: str) -> str:
@@ -152,7 +182,8 @@ def _nearest(path: Sequence[str]) -> str:
     if len(path) == 1:
         close = [f"[{name}]" for name in difflib.get_close_matches(path[0], SECTIONS, n=1)] or leaf
         return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(SECTIONS)}"
-    siblings = [k for k in known if k.rpartition(".")[0] == ".".join(path[:-1])]
+    parent = re.sub(r"\[\d+]", "[]", ".".join(path[:-1]))
+    siblings = [k for k in known if k.rpartition(".")[0] == parent]
     close = (
         difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
         or leaf

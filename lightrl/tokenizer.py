@@ -46,6 +46,10 @@ class PlainTokenizer:
         encoded = self._tokenizer.encode_batch(text, False, add_special_tokens)
         return {"input_ids": [e.ids for e in encoded]}
 
+    def decode(self, token_ids: list[int]) -> str:
+        """With special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
 
 def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
     """None if it is not plain. Raises what the library raises for a broken tokenizer.json."""

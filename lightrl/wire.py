@@ -25,10 +25,10 @@ _envelope = msgspec.msgpack.Decoder(tuple[Annotated[str, msgspec.Meta(max_length
 
 
 class Codec(Generic[T]):
-    """Encodes and decodes the classes of one closed union of dataclasses."""
+    """Encodes and decodes the classes of one closed union of dataclasses, or a single one."""
 
     def __init__(self, union: Any) -> None:
-        self._decoders = {_tag(c): msgspec.msgpack.Decoder(c) for c in get_args(union)}
+        self._decoders = {_tag(c): msgspec.msgpack.Decoder(c) for c in get_args(union) or (union,)}
 
     def encode(self, message: T) -> bytes:
         return _encoder.encode((_tag(type(message)), message))

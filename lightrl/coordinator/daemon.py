@@ -49,7 +49,7 @@ from lightrl.core.events import (
 )
 from lightrl.core.recovery import recover
 from lightrl.core.state import RunState
-from lightrl.errors import DataError, JournalError, LightRLError, first_error
+from lightrl.errors import JournalError, LightRLError, first_error
 from lightrl.history.lengths import LengthsLog
 from lightrl.journal.write import MAX_TROUBLE_S
 from lightrl.log import reporter
@@ -111,6 +111,7 @@ class CoordinatorDaemon:
             self._journaling, self._send_shard, lambda why: self.feed(ShellFailed(why))
         )
         self._to_do = self._recover() if resume else []  # before anything else
+        self._prompts.start()
         self._lengths = LengthsLog(run_dir, self._core.step, self._report)
         if resume:
             run_files.go_on(run_dir)
@@ -186,6 +187,7 @@ class CoordinatorDaemon:
                         tasks.create_task(self._beat(), name="heartbeat"),
                         tasks.create_task(self._serve_rewards(self._scoring), name="rewards"),
                         tasks.create_task(self._scale.run(), name="scale"),
+                        tasks.create_task(self._prompts.check(logs, self._report), name="data"),
                     ]
                     await self._finished
                     self._watchers.cancel()
@@ -204,6 +206,7 @@ class CoordinatorDaemon:
                 await self._metrics.close()
                 self._lengths.close()
                 self._router.close()
+                self._prompts.close()
                 await self._histories.close()
 
     def _recover(self) -> list[Command]:
@@ -214,11 +217,7 @@ class CoordinatorDaemon:
         commands = recover(self._core, entries, time.monotonic())
         self._prompts.go_on_from(self._core.backlog.num_drawn)
         if (known := noted(entries)) is not None:
-            if known.data != self._prompts.digest:
-                raise DataError(
-                    f"data.path = {self._config.data.path}: the prompts differ from those "
-                    "the run started with"
-                )
+            self._prompts.require_same(known.data)
             recall(self._records, self._core, self._run_dir, known)
         return commands
 
@@ -297,6 +296,7 @@ class CoordinatorDaemon:
             case CloseStep(step):
                 self._journaling.close_step()
                 record = self._records.close_step(command, self._core)
+                record["timing_s/data"] = self._prompts.take_waited_s()
                 self._background.create_task(self._begin_when_hashed(), name="hashing")
                 self._metrics.write(step + 1, record)
                 for line in (*warnings(record, self._config.rollout), step_line(step + 1, record)):

@@ -1,12 +1,13 @@
 """What the core's settings take from data and model, and whether these fit the config. No
 policy."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from lightrl.config import Config
 from lightrl.core.settings import Settings
 from lightrl.core_settings import settings_of
-from lightrl.data import Prompt
 from lightrl.errors import ConfigError, DataError
 from lightrl.wire import from_json
 
@@ -15,45 +16,56 @@ def core_settings(
     config: Config,
     vocabulary: int,
     stop_ids: tuple[int, ...],
-    num_prompts: int,
+    sizes: Mapping[str, int],
     num_eval_prompts: int,
 ) -> Settings:
-    """Raises DataError if the data holds fewer prompts than a round launches."""
-    _require_enough(config, num_prompts)
+    """`sizes`: prompts of each set. Raises DataError if there are fewer than a round launches."""
+    _require_enough(config, sizes)
+    num_prompts = sum(sizes.values())
     settings = settings_of(config, num_prompts, num_eval_prompts, vocabulary, stop_ids)
     return replace(settings, num_trainers=config.train.nodes)
 
 
-def _require_enough(config: Config, num_prompts: int) -> None:
+def _require_enough(config: Config, sizes: Mapping[str, int]) -> None:
     needed, (launched, _) = config.train.prompts_per_step, config.launched
-    if num_prompts >= launched:
-        return
     short_round = f" x round.eta = {config.round.etas[0]:g}" if launched > needed else ""
     rounds_to = f": a short round launches {launched}" if launched > needed else ""
-    raise DataError(
-        f"{config.data.path}: {num_prompts} prompts are fewer than train.prompts_per_step = "
-        f"{needed}{short_round}{rounds_to}"
-    )
+    sets, num_prompts = config.data.all_sets, sum(sizes.values())
+    if num_prompts < launched:
+        what = sets[0].path if len(sets) == 1 else "data.sets"
+        raise DataError(
+            f"{what}: {num_prompts} prompts are fewer than train.prompts_per_step = "
+            f"{needed}{short_round}{rounds_to}"
+        )
+    total = sum(one.weight or 0.0 for one in sets)
+    for one in sets:
+        share = launched * (one.weight or 0.0) / total if total else 0.0
+        if share > sizes[one.name]:
+            raise DataError(
+                f"{one.path}: {sizes[one.name]} prompts are fewer than its weight of "
+                f"{one.weight:g} in {total:g} asks for in each round: {share:.1f} of {launched}"
+            )
 
 
-def vocabulary(files: dict[str, bytes], prompts: dict[str, Prompt], config: Config) -> int:
-    """The model's, from its config.json. Raises DataError for a prompt with tokens that it does not
-    have."""
-    tree = from_json(files["config.json"], dict)
-    text = tree.get("text_config") or tree  # of models that read more than text
-    size = text.get("vocab_size")
+def require_context(files: dict[str, bytes], config: Config) -> None:
+    """Raises ConfigError if a prompt with its response may be longer than the model's context."""
+    longest = _text_config(files).get("max_position_embeddings")
+    if isinstance(longest, int) and config.max_model_length > longest:
+        data, rollout = config.data.max_prompt_length, config.rollout.max_response_length
+        raise ConfigError(
+            f"data.max_prompt_length = {data} + rollout.max_response_length = {rollout}: the "
+            f"model's context (max_position_embeddings) is {longest} tokens; lower one of them"
+        )
+
+
+def vocabulary(files: dict[str, bytes], config: Config) -> int:
+    """The model's, from its config.json."""
+    size = _text_config(files).get("vocab_size")
     if not isinstance(size, int):
         raise ConfigError(f"{config.model.path}: config.json has no vocab_size")
-    longest = text.get("max_position_embeddings")
-    if isinstance(longest, int) and config.max_model_length > longest:
-        raise ConfigError(
-            f"data.max_prompt_length + rollout.max_response_length = {config.max_model_length}: "
-            f"the model's context (max_position_embeddings) is {longest} tokens"
-        )
-    for prompt in prompts.values():
-        if max(prompt.token_ids, default=0) >= size:
-            raise DataError(
-                f"prompt {prompt.id}: the tokenizer's token {max(prompt.token_ids)} is outside the "
-                f"model's vocabulary of {size}"
-            )
     return size
+
+
+def _text_config(files: dict[str, bytes]) -> dict[str, Any]:
+    tree = from_json(files["config.json"], dict)
+    return tree.get("text_config") or tree  # of models that read more than text

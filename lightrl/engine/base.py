@@ -70,6 +70,8 @@ class EngineSpec:
     lora: LoraSpec | None = None
     # training ranks use its devices in turn with it: it can give them back and go on
     can_sleep: bool = False
+    # texts that end a response, beside the stop tokens
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from lightrl.engine.base import (
     Wake,
 )
 from lightrl.engine.inbox import EnginePipe, Inbox
+from lightrl.engine.stop_strings import with_stop_strings
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
 from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.system.child import Pipe
@@ -59,7 +60,7 @@ def main(sock: socket.socket) -> None:
             raise SystemExit(f"first command must be EngineSpec, not {type(spec).__name__}")
         started = time.perf_counter()
         try:
-            engine = build_engine(spec)
+            engine = with_stop_strings(build_engine(spec), spec)
         except LightRLError as e:
             pipe.send(EngineFailed(str(e), is_unusable=isinstance(e, EngineUnusable)))
             logger.error("%s", e)

@@ -1,14 +1,15 @@
 """What a config means, in words and numbers: the batch arithmetic of `lightrl up --dry-run`.
 
-Pure text; reads no more than the number of lines of a JSONL file.
+Pure text; reads no more than how many rows the data has.
 """
 
 from collections.abc import Iterator, Sequence
 from math import ceil, inf
-from pathlib import Path
 
 from lightrl.config import LORA_ARGS, Config
+from lightrl.config_data import DataSet
 from lightrl.config_sections import Optim, Train
+from lightrl.data.sources import count_rows
 from lightrl.devices.assign import Assignment
 from lightrl.messages import Role
 
@@ -36,17 +37,14 @@ def describe(
     rollout, train = config.rollout, config.train
     responses = train.prompts_per_step * rollout.group_size
     slots = rollout.nodes * rollout.slots
-    num_prompts = count_prompts(config.data.path)
+    num_prompts = count_prompts(config.data.all_sets)
     lines = [
         (
             "run",
             f"{config.run.name}, in {config.run_dir}; the coordinator listens on {config.run.bind}",
         ),
         ("model", f"{config.model.path} ({config.model.dtype})"),
-        (
-            "data",
-            f"{config.data.path} ({f'{num_prompts:,} prompts' if num_prompts else 'not counted'})",
-        ),
+        *(("" if i else "data", _set(one)) for i, one in enumerate(config.data.all_sets)),
         (
             "each step",
             f"{train.prompts_per_step:,} prompts x {rollout.group_size} responses = {responses:,} "
@@ -82,13 +80,17 @@ def here(config: Config, roles: Sequence[Role], slots: int) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
 
 
-def count_prompts(path: str) -> int | None:
-    """Non-empty lines of a local JSONL file; None for anything else."""
-    file = Path(path)
-    if file.suffix != ".jsonl" or not file.is_file():
-        return None
-    with file.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
+def count_prompts(sets: Sequence[DataSet]) -> int | None:
+    """Rows of all of them; None if one cannot be counted without being read."""
+    counts = [count_rows(one) for one in sets]
+    return None if None in counts else sum(n for n in counts if n)
+
+
+def _set(one: DataSet) -> str:
+    count = count_rows(one)
+    place = ":".join(part for part in (one.path, one.subset, one.split) if part)
+    weight = "" if one.weight is None else f", weight {one.weight:g}"
+    return f"{place} ({'not counted' if count is None else f'{count:,} prompts'}{weight})"
 
 
 def _updates(config: Config) -> str:
@@ -161,7 +163,8 @@ def _notes(config: Config, num_prompts: int | None, slots: int) -> Iterator[str]
             if launched > config.train.prompts_per_step
             else "one step takes"
         )
-        yield f"data.path holds fewer prompts ({num_prompts:,}) than {what} ({launched:,})"
+        where = "data.path holds" if config.data.path else "data.sets hold"
+        yield f"{where} fewer prompts ({num_prompts:,}) than {what} ({launched:,})"
     if 0 < slots < launched_each:
         yield (
             f"the {slots:,} slots here are fewer than the {launched_each} responses of one prompt: "
@@ -329,13 +332,13 @@ def _algorithm_notes(config: Config) -> Iterator[str]:
 
 
 def _evaluation(config: Config) -> str:
-    section = config.eval
-    if not section.path:
+    section, sets = config.eval, config.eval_sets
+    if not sets:
         return "none (eval.path is empty)"
     steps = config.train.steps
     times = len({0, steps, *(range(0, steps, section.interval) if section.interval else ())})
-    num_prompts = count_prompts(section.path)
-    prompts = f"{num_prompts:,} prompts" if num_prompts else section.path
+    num_prompts = count_prompts(sets)
+    prompts = f"{num_prompts:,} prompts" if num_prompts else ", ".join(s.path for s in sets)
     how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
     when = (
         f"every {section.interval} steps"

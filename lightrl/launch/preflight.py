@@ -14,8 +14,10 @@ from typing import cast
 
 from lightrl.client.address import require_free, require_other_port, require_weights_port
 from lightrl.config import Config
+from lightrl.config_data import DataSet
 from lightrl.coordinator.descriptors import require_room
-from lightrl.errors import ConfigError
+from lightrl.data.sources import require_there
+from lightrl.errors import ConfigError, DataError
 from lightrl.launch.folder import is_new
 from lightrl.launch.model_check import require_dtypes, require_targets
 from lightrl.messages import Role
@@ -23,7 +25,6 @@ from lightrl.model_files import require_no_code, require_trainable
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob
-LOCAL_SUFFIXES = {".jsonl", ".parquet", ".json"}
 
 
 def require_files(config: Config) -> None:
@@ -32,9 +33,11 @@ def require_files(config: Config) -> None:
     require_room(config)
     _require_small_groups(config)
     _require_model(config)
-    _require_data("data.path", config.data.path)
-    if config.eval.path:
-        _require_data("eval.path", config.eval.path)
+    for section, sets in (("data", config.data.all_sets), ("eval", config.eval_sets)):
+        for one in sets:
+            _require_data(
+                f"{section}.{'sets.' if section == 'data' and config.data.sets else ''}path", one
+            )
     if (command := config.reward.command) and shutil.which(command[0]) is None:
         raise ConfigError(f"reward.command = {command[0]!r}: no such program on this machine")
     for function in config.reward.functions:
@@ -175,15 +178,15 @@ def _require_on_hub(name: str) -> Path | None:
         ) from None
 
 
-def _require_data(key: str, path: str) -> None:
-    file = Path(path)
-    if file.is_dir():
-        raise ConfigError(f"{key} = {path}: is a directory; give a JSONL or parquet file")
-    local = file.is_absolute() or path.startswith((".", "~")) or file.suffix in LOCAL_SUFFIXES
-    if local and not file.exists():
-        raise ConfigError(f"{key} = {path}: no such file")
-    if file.exists() and file.stat().st_size == 0:
-        raise ConfigError(f"{key} = {path}: the file is empty")
+def _require_data(key: str, one: DataSet) -> None:
+    try:
+        require_there(one)
+    except DataError as e:
+        raise ConfigError(f"{key} = {e}") from None
+    for function in one.reward:
+        file, colon, name = function.rpartition(":")
+        if colon and file.endswith(".py"):
+            _require_function(Path(file), name)
 
 
 def _require_function(file: Path, name: str) -> None:

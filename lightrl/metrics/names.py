@@ -181,6 +181,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("timing_s/rollout", "until the round closed", _S, "timing_s/gen"),
     Metric("timing_s/train_after_rollout", "training not hidden behind it", _S),
     Metric("timing_s/weights", "until a node served the new version", _S),
+    Metric("timing_s/data", "waiting for prompts that were not ready", _S),
     Metric("timing_s/forward_backward", "passes of the ranks", _S, "timing_s/update_actor"),
     Metric("timing_s/reference", "of these, the reference's", _S, "timing_s/ref"),
     Metric("timing_s/optimizer", "updates", _S),

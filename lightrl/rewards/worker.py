@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightrl.config_reward import Reward
-from lightrl.data import answer_of
+from lightrl.data.layouts import answer_of
 from lightrl.errors import RewardError
 from lightrl.rewards.base import Columns, RewardFunction, Sample, TrainerState
 from lightrl.rewards.builtin import load_function

@@ -29,4 +29,5 @@ def engine_spec(
         canary=config.weights.canary,
         lora=LoraSpec(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
         can_sleep=can_sleep,
+        stop=rollout.stop,
     )

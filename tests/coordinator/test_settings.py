@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from lightrl.coordinator.settings import core_settings
+from lightrl.coordinator.settings import core_settings, require_context
 from lightrl.core.settings import Settings, Tail
 from lightrl.devices.assign import Part
-from lightrl.errors import DataError
+from lightrl.errors import ConfigError, DataError
 from lightrl.rollout.engine_spec import engine_spec
 from tests.support.daemons import make_config
 
@@ -16,7 +16,7 @@ from tests.support.daemons import make_config
 def settings(tmp_path: Path, num_prompts: int = 100, **changes: dict[str, Any]) -> Settings:
     config = make_config(tmp_path, **changes)
     return core_settings(
-        config, vocabulary=50, stop_ids=(1,), num_prompts=num_prompts, num_eval_prompts=0
+        config, vocabulary=50, stop_ids=(1,), sizes={"train": num_prompts}, num_eval_prompts=0
     )
 
 
@@ -70,3 +70,29 @@ def test_an_engine_is_told_what_it_may_take_and_how_far_it_may_draft(tmp_path, c
     assert (spec.slots, spec.gpu_memory, spec.max_window) == (3, 0.26, window)
     assert spec.is_deterministic == config.run.deterministic
     assert spec.max_model_length == config.max_model_length
+
+
+def test_a_weight_that_asks_for_more_prompts_of_a_set_than_there_are_is_refused(tmp_path):
+    sets = [{"path": "few.jsonl", "weight": 3}, {"path": "many.jsonl", "weight": 1}]
+    config = make_config(tmp_path, data={"path": "", "sets": sets})
+    for few, is_enough in ((3, True), (2, False)):
+        sizes = {"few": few, "many": 100}
+        if is_enough:
+            core_settings(config, 50, (1,), sizes, 0)
+            continue
+        with pytest.raises(
+            DataError,
+            match=r"^few.jsonl: 2 prompts are fewer than its weight of 3 in 4 .*: 3.0 of 4$",
+        ):
+            core_settings(config, 50, (1,), sizes, 0)
+
+
+def test_a_context_that_is_too_small_names_the_length_of_prompts(tmp_path):
+    config = make_config(tmp_path, data={"max_prompt_length": 1024})
+    files = {"config.json": b'{"vocab_size": 9, "max_position_embeddings": 128}'}
+    with pytest.raises(
+        ConfigError,
+        match=r"^data.max_prompt_length = 1024 \+ rollout.max_response_length = \d+: the model's "
+        r"context \(max_position_embeddings\) is 128 tokens; lower one of them$",
+    ):
+        require_context(files, config)

@@ -1,302 +1,17 @@
-"""Prompts from files in every known layout, every error line, and the order in which prompts are
-drawn."""
+"""Prompts from files in every known layout: their text, tokens and ids, and every error line."""
 
-import errno
 import json
-import shutil
-import subprocess
-import sys
-from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightrl import config
-from lightrl.data import PromptCursor, answer_of, load_prompts
-from lightrl.errors import ConfigError, DataError
-from lightrl.model_files import load_tokenizer, model_files, stop_token_ids, weights_folder
-from lightrl.tokenizer import PlainTokenizer
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz:|# "
-VOCAB = {"<bos>": 0, "<eos>": 1, "<pad>": 2, **{c: i for i, c in enumerate(LETTERS, 3)}}
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] + ':' + m['content'] + '|' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-TRUNCATION = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-
-GREEDY = {
-    "id": 1,
-    "content": "<eos>",
-    "single_word": False,
-    "lstrip": True,  # it takes the space before it, too
-    "rstrip": False,
-    "normalized": False,
-    "special": True,
-}
-
-
-def make_model(folder: Path, with_bos: bool, chat_template: str | None) -> str:
-    """A model directory without weights, whose tokenizer has one token for each letter."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<bos>", "<eos>", "<pad>"])
-    if with_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)]
-        )
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<eos>"}
-    if with_bos:
-        settings["bos_token"] = "<bos>"
-    if chat_template is not None:
-        (folder / "chat_template.jinja").write_text(chat_template)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    (folder / "model.safetensors").write_bytes(b"weights")
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def plain_model(tmp_path_factory) -> str:
-    return make_model(
-        tmp_path_factory.mktemp("models") / "plain", with_bos=False, chat_template=None
-    )
-
-
-@pytest.fixture(scope="session")
-def chat_model(tmp_path_factory) -> str:
-    return make_model(
-        tmp_path_factory.mktemp("models") / "chat", with_bos=True, chat_template=TEMPLATE
-    )
-
-
-@pytest.fixture(scope="session")
-def plain(plain_model) -> Any:
-    return load_tokenizer(plain_model)
-
-
-@pytest.fixture(scope="session")
-def chat(chat_model) -> Any:
-    return load_tokenizer(chat_model)
-
-
-def settings(**keys: Any) -> config.Data:
-    return config.Data(path="unused", **keys)
-
-
-def jsonl(folder: Path, *rows: Any) -> str:
-    path = folder / "train.jsonl"
-    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-    return str(path)
-
-
-def ids(text: str) -> list[int]:
-    return [VOCAB[c] for c in text]
-
-
-USER = [{"role": "user", "content": "hi"}]
-
-
-# Model directory
-
-
-def test_the_small_files_of_a_model_are_collected_without_weights(plain_model):
-    files = model_files(plain_model)
-    assert sorted(files) == [
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    assert json.loads(files["config.json"]) == {"eos_token_id": 1}
-
-
-def test_stop_tokens_are_those_of_all_files_and_the_tokenizer(plain_model, plain):
-    assert stop_token_ids(plain_model, plain) == (1, 2)
-
-
-def test_a_model_that_is_missing_is_named_with_its_key(tmp_path):
-    for load in (load_tokenizer, model_files):
-        with pytest.raises(ConfigError, match=r"model.path = '/nowhere': no such directory"):
-            load("/nowhere")
-        with pytest.raises(
-            ConfigError, match=r"model.path = 'no/such': no such directory, and the hub says"
-        ):
-            load("no/such")
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
-        model_files(str(tmp_path))
-
-
-@pytest.fixture
-def snapshot(tmp_path, monkeypatch) -> Path:
-    """The local copy of org/model in an empty cache of the hub, which is out of reach."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    commit = "0123456789abcdef" * 2 + "01234567"
-    repository = tmp_path / "models--org--model"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(commit)
-    folder = repository / "snapshots" / commit
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
-def index(**weight_map: str) -> str:
-    return json.dumps({"metadata": {}, "weight_map": weight_map})
-
-
-def test_the_weights_of_a_hub_id_are_those_of_its_local_copy(snapshot):
-    (snapshot / "model.safetensors").touch()
-    assert weights_folder("org/model") == snapshot
-    assert weights_folder(str(snapshot)) == snapshot
-
-
-def test_sharded_weights_must_be_complete(snapshot):
-    shards = [f"model-0000{k}-of-00002.safetensors" for k in (1, 2)]
-    (snapshot / "model.safetensors.index.json").write_text(
-        index(a=shards[0], b=shards[1], c=shards[1])
-    )
-    (snapshot / shards[0]).touch()
-    with pytest.raises(ConfigError, match=f"'org/model': 1 shards are missing: {shards[1]}"):
-        weights_folder("org/model")
-    (snapshot / shards[1]).touch()
-    assert weights_folder("org/model") == snapshot
-
-
-@pytest.mark.parametrize("text", ["{broken", "[]", '{"weight_map": 3}'])
-def test_a_broken_index_of_shards_is_named(snapshot, text):
-    (snapshot / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"model.safetensors.index.json is not an index"):
-        weights_folder("org/model")
-
-
-def test_weights_that_are_not_safetensors_are_refused(snapshot):
-    (snapshot / "pytorch_model.bin").touch()
-    for path in ("org/model", str(snapshot)):
-        with pytest.raises(ConfigError, match=r"has no \*.safetensors; .* save_pretrained\(\)$"):
-            weights_folder(path)
-
-
-def test_weights_out_of_reach_are_one_line(snapshot):
-    with pytest.raises(
-        ConfigError, match="'org/other': no such directory, and the hub says"
-    ) as caught:
-        weights_folder("org/other")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_broken_tokenizer_is_one_line(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{broken")
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-    )
-    with pytest.raises(ConfigError, match="its tokenizer cannot be loaded") as caught:
-        load_tokenizer(str(tmp_path))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_cannot_be_read_is_named_with_the_true_reason(
-    plain_model, plain, snapshot, tmp_path, monkeypatch
-):
-    def refuse(file):
-        raise PermissionError(errno.EACCES, "Permission denied", str(file))
-
-    index, model = "model.safetensors.index.json", shutil.copytree(plain_model, tmp_path / "copy")
-    (snapshot / index).write_text("{}")
-    with monkeypatch.context() as lack:
-        lack.setattr(Path, "read_bytes", refuse)
-        for load, name in (
-            (load_tokenizer, "config.json"),
-            (model_files, "config.json"),
-            (lambda _: weights_folder("org/model"), index),
-        ):
-            with pytest.raises(ConfigError) as caught:
-                load(str(model))
-            assert str(caught.value).endswith(f": {name} cannot be read: Permission denied")
-    (model / "generation_config.json").unlink()
-    (model / "generation_config.json").mkdir()
-    with pytest.raises(
-        ConfigError, match=r": generation_config.json cannot be read: Is a directory$"
-    ):
-        stop_token_ids(str(model), plain)
-
-
-def test_a_file_too_large_for_the_wire_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with (tmp_path / "tokenizer.json").open("wb") as f:
-        f.truncate(33 << 20)
-    with pytest.raises(ConfigError, match=r"tokenizer.json has 33 MiB; at most 32 MiB"):
-        model_files(str(tmp_path))
-
-
-@pytest.mark.parametrize("model", ["plain_model", "chat_model"])
-def test_loading_a_tokenizer_and_prompts_loads_no_more_than_it_takes(request, model, tmp_path):
-    folder = request.getfixturevalue(model)
-    path = jsonl(tmp_path, {"prompt": USER if model == "chat_model" else "hi"})
-    program = (
-        "import sys; from lightrl import config, data, model_files; "
-        f"data.load_prompts({path!r}, config.Data(path=''), "
-        f"model_files.load_tokenizer({folder!r})); "
-        "print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == (["transformers"] if model == "chat_model" else [])
-
-
-def of_transformers(model: str) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast.from_pretrained(model)
-
-
-@pytest.mark.parametrize("with_bos", [False, True])
-def test_a_plain_tokenizer_answers_as_that_of_transformers(tmp_path, with_bos):
-    model = make_model(tmp_path / "model", with_bos, chat_template=None)
-    plain, other = load_tokenizer(model), of_transformers(model)
-    assert isinstance(plain, PlainTokenizer)
-    texts = ["ab c", "", "a<eos>b<bos>", "<pad>", "ünknown", "<eos", *(c * 40 for c in "ab")]
-    for special in (False, True):
-        assert plain(texts, add_special_tokens=special)["input_ids"] == (
-            expected := other(texts, add_special_tokens=special)["input_ids"]
-        )
-        assert [plain(t, add_special_tokens=special)["input_ids"] for t in texts] == expected
-    assert ids("ab c") in plain(texts, add_special_tokens=False)["input_ids"]
-    for name in ("bos_token_id", "eos_token_id", "chat_template"):
-        assert getattr(plain, name) == getattr(other, name), name
-
-
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
-        ("tokenizer_config.json", {"eos_token": "<end>"}),  # a token that is still to be added
-        ("tokenizer_config.json", {"eos_token": "a"}),  # one that is not special yet
-        ("tokenizer_config.json", {"unheard_of": 1}),
-        ("tokenizer_config.json", {"chat_template": TEMPLATE}),
-        ("tokenizer_config.json", {"split_special_tokens": True}),
-        ("special_tokens_map.json", {"pad_token": "b"}),
-        ("added_tokens.json", {"<more>": 40}),
-        ("tokenizer.json", {"truncation": TRUNCATION}),
-        ("tokenizer.json", {"added_tokens": [GREEDY]}),
-    ],
-)
-def test_a_tokenizer_that_is_not_plain_is_left_to_transformers(tmp_path, file, change):
-    model = make_model(tmp_path / "model", with_bos=False, chat_template=None)
-    path = tmp_path / "model" / file
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(known | change))
-    assert not isinstance(load_tokenizer(model), PlainTokenizer)
-
+from lightrl.config_data import DataSet, resolved
+from lightrl.data.layouts import answer_of
+from lightrl.data.prompts import PromptSet
+from lightrl.data.prompts import load_prompts as load_set
+from lightrl.errors import DataError
+from lightrl.model_files import load_tokenizer
+from tests.data.conftest import USER, ids, jsonl, load_prompts, prompt_set, settings
 
 # Layouts
 
@@ -344,7 +59,7 @@ def test_verls_layout(tmp_path, chat):
         "extra_info": {"index": 17, "split": "train"},
     }
     [prompt] = load_prompts(jsonl(tmp_path, row), settings(), chat)
-    assert prompt.id == "17"
+    assert prompt.id == "train/17"
     assert prompt.row == row
     assert answer_of(prompt.row, "answer") == "4"
 
@@ -389,7 +104,7 @@ def test_ids_are_the_rows_own_or_a_hash_of_the_prompt(tmp_path, plain):
         {"prompt": "cd"},
     ]
     prompts = load_prompts(jsonl(tmp_path, *rows, {"prompt": "ab"}), settings(), plain)
-    assert [p.id for p in prompts[:2]] == ["first", "5"]
+    assert [p.id for p in prompts[:2]] == ["train/first", "train/5"]
     assert prompts[4].id == f"{prompts[2].id}-2"
     assert len({p.id for p in prompts}) == 5
     # They depend on the prompt alone: not on its place, its other columns or the tokenizer.
@@ -425,15 +140,15 @@ def test_ids_are_the_rows_own_or_a_hash_of_the_prompt(tmp_path, plain):
             "line 1: id .*: at most 128 characters, none of them control",
         ),
         (
-            [{"prompt": "a", "id": 7}, {"prompt": "b"}, {"prompt": "c", "id": "7"}],
-            r"line 3: id '7' was used before \(.*line 1\)",
+            [{"prompt": "a"}, {"prompt": []}],
+            "line 2: the prompt is empty",
         ),
         (
             [{"prompt": USER}],
             "line 1: the prompt is chat messages, but the model's tokenizer has no chat",
         ),
         ([{"prompt": ["hi"]}], "line 1: a chat message looks like"),
-        ([b'{"prompt": "\\ud800"}'], "line 1: a column holds what JSON cannot carry"),
+        ([b'{"prompt": "\\ud800"}'], "line 1: column 'prompt' holds what JSON cannot carry"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line_with_its_number(tmp_path, plain, rows, reason):
@@ -468,7 +183,7 @@ def test_paths_that_lead_nowhere(tmp_path, plain):
         load_prompts(str(tmp_path / "nowhere.jsonl"), settings(), plain)
     with pytest.raises(DataError, match=r"data/nowhere.jsonl: no such file"):  # looks like a hub id
         load_prompts("data/nowhere.jsonl", settings(), plain)
-    with pytest.raises(DataError, match=r"is a directory"):
+    with pytest.raises(DataError, match=r"holds no .jsonl or .parquet file$"):
         load_prompts(str(tmp_path), settings(), plain)
 
 
@@ -490,7 +205,7 @@ def test_parquet_is_read_like_jsonl(tmp_path, chat):
     path = tmp_path / "train.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     prompts = load_prompts(str(path), settings(), chat)
-    assert [p.id for p in prompts] == ["3", "4"]
+    assert [p.id for p in prompts] == ["train/3", "train/4"]
     assert [p.row for p in prompts] == rows
     with pytest.raises(DataError, match="row 1: the prompt has 19 tokens"):
         load_prompts(str(path), settings(max_prompt_length=8), chat)
@@ -505,61 +220,128 @@ def test_a_broken_parquet_file_or_a_missing_library_is_one_line(tmp_path, plain)
         load_prompts(str(path), settings(), plain)
 
 
-# The cursor
-
-
-def test_every_epoch_holds_every_prompt_once_in_an_order_of_its_own():
-    cursor = PromptCursor(10, seed=3, shuffle=True)
-    drawn = [pair for _ in range(10) for pair in cursor.draw(3)]  # draws do not divide the epoch
-    assert [epoch for epoch, _ in drawn] == [0] * 10 + [1] * 10 + [2] * 10
-    orders = [[i for e, i in drawn if e == epoch] for epoch in range(3)]
-    assert all(Counter(order) == Counter(range(10)) for order in orders)
-    assert orders[0] != orders[1] != orders[2]
-    assert PromptCursor(10, seed=3, shuffle=True).draw(30) == drawn
-    assert PromptCursor(10, seed=4, shuffle=True).draw(30) != drawn
-
-
-def test_a_draw_may_span_epochs():
-    assert PromptCursor(2, seed=0, shuffle=False).draw(5) == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-        (2, 0),
+def test_ids_that_repeat_give_way_to_those_of_the_contents(tmp_path, plain):
+    """Joined files of verl: the index of each begins at 0."""
+    rows = [
+        {"prompt": p, "extra_info": {"index": i}}
+        for p, i in (("ab", 0), ("cd", 1), ("ef", 0), ("ab", 0), ("gh", "7"), ("ij", 7))
     ]
+    path = jsonl(tmp_path, *rows)
+    first, own, other, again, *sevens = [p.id for p in load_prompts(path, settings(), plain)]
+    assert own == "train/1"
+    assert again == f"{first}-2"
+    assert not {"train/0", "train/7"} & {first, other, again, *sevens}
+    assert len({first, other, again, *sevens}) == 5
 
 
-@pytest.mark.parametrize("num_drawn", range(12))
-def test_a_restored_cursor_goes_on_where_the_other_stopped(num_drawn):
-    cursor = PromptCursor(4, seed=1, shuffle=True)
-    cursor.draw(num_drawn)
-    restored = PromptCursor(4, seed=1, shuffle=True)
-    restored.restore(json.loads(json.dumps(cursor.state())))
-    assert restored.draw(9) == cursor.draw(9)
+def test_two_sets_may_have_the_same_ids_and_prompts(tmp_path, plain):
+    path = jsonl(tmp_path, {"prompt": "ab", "id": 0}, {"prompt": "cd"})
+    one, other = (load_prompts(path, settings(), plain, name=n) for n in ("one", "other"))
+    assert one[0].id == "one/0"
+    assert not {p.id for p in one} & {p.id for p in other}
 
 
-def test_a_cursor_of_another_data_set_is_refused():
-    with pytest.raises(DataError, match="does not fit a data set of 4 prompts"):
-        PromptCursor(4, seed=0, shuffle=True).restore({"epoch": 0, "position": 5})
+# Chats
+
+
+ANSWERED = [*USER, {"role": "assistant", "content": "so"}]
+
+
+def test_an_answer_at_the_end_of_a_chat_is_refused_unless_it_is_to_be_continued(tmp_path, chat):
+    path = jsonl(tmp_path, {"messages": USER}, {"messages": ANSWERED})
+    with pytest.raises(
+        DataError, match=r"line 2: the last message is the assistant's.*data\.continue_final = true"
+    ):
+        load_prompts(path, settings(prompt_key="messages"), chat)
+    chat.chat_template = CONTINUED
+    keys = {"prompt_key": "messages", "continue_final": True}
+    texts = [p.text for p in load_prompts(path, settings(**keys), chat)]
+    assert texts == ["<bos>user:hi|assistant:", "<bos>user:hi|assistant:so"]
+
+
+CONTINUED = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{{ '|' }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("messages", "reason"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
-        ({"vision_config": {"depth": 2}}, "is multimodal (vision_config"),
-        ({"is_encoder_decoder": True}, "has an encoder"),
-        ({"architectures": ["BertForMaskedLM"]}, "is a BertForMaskedLM, not a causal"),
+        ([{"role": "system", "content": "be"}], "of 'system': there is no user's to answer"),
+        ([{"role": "user", "content": ""}], "the prompt is empty"),
+        ([{"role": "user", "content": None}], "the prompt is empty"),
+        ([], "the prompt is empty"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_one_line(plain_model, tmp_path, said, reason):
-    shutil.copytree(plain_model, tmp_path / "model")
-    file = tmp_path / "model" / "config.json"
-    table = json.loads(file.read_text()) if file.is_file() else {}
-    file.write_text(json.dumps(table | said))
-    for load in (load_tokenizer, weights_folder):
-        with pytest.raises(ConfigError) as raised:
-            load(str(tmp_path / "model"))
-        assert str(raised.value).startswith("model.path = ")
-        assert reason in str(raised.value)
-        assert "\n" not in str(raised.value)
+def test_a_chat_without_a_users_message_at_its_end_is_one_line(tmp_path, chat, messages, reason):
+    path = jsonl(tmp_path, {"prompt": USER}, {"prompt": messages})
+    with pytest.raises(DataError, match=f"train.jsonl, line 2: .*{reason}$"):
+        load_prompts(path, settings(), chat)
+
+
+def test_plain_text_becomes_a_chat_if_asked_to(tmp_path, chat, plain):
+    path = jsonl(tmp_path, {"prompt": "hi"})
+    keys = {"as_chat": True, "system_prompt": "be"}
+    [prompt] = load_prompts(path, settings(**keys), chat)
+    assert prompt.text == "<bos>system:be|user:hi|assistant:"
+    with pytest.raises(DataError, match=r"line 1: .*\(data.as_chat\), but .* no chat template"):
+        load_prompts(path, settings(**keys), plain)
+
+
+def test_the_template_gets_what_the_config_says(tmp_path, chat):
+    chat.chat_template = "{{ 'no ' if not enable_thinking }}{{ messages[0]['content'] }}"
+    path = jsonl(tmp_path, {"prompt": USER})
+    texts = [
+        load_prompts(path, settings(chat_template_kwargs={"enable_thinking": t}), chat)[0].text
+        for t in (True, False)
+    ]
+    assert texts == ["hi", "no hi"]
+
+
+def test_what_another_message_of_the_file_has_is_not_shown_to_the_template(tmp_path, chat):
+    """Parquet gives every struct all fields."""
+    chat.chat_template = "{{ messages[0] | length }}{{ messages[0]['content'] }}"
+    message = {"role": "user", "content": "hi", "tool_calls": None}
+    assert load_prompts(jsonl(tmp_path, {"prompt": [message]}), settings(), chat)[0].text == "2hi"
+
+
+# Too long, and not needed
+
+
+def test_prompts_that_are_too_long_are_left_out_if_asked_to_and_counted(tmp_path, plain):
+    path = jsonl(tmp_path, *({"prompt": "a" * n, "id": n} for n in (3, 9, 8, 12)))
+    keys = {"max_prompt_length": 8, "too_long": "drop"}
+    prompts = prompt_set(path, settings(**keys), plain)
+    assert [p.id for p, _ in prompts.scan()] == ["train/3", "train/8"]
+    assert prompts.dropped_line() == (
+        "data: train: 2 of 4 prompts have more than data.max_prompt_length = 8 tokens and are left "
+        "out; the longest has 12"
+    )
+    none = jsonl(tmp_path, {"prompt": "a" * 9})
+    with pytest.raises(
+        DataError, match=r"none of its 1 prompts has at most data.max_prompt_length"
+    ):
+        load_prompts(none, settings(**keys), plain)
+
+
+def test_a_token_that_the_model_does_not_have_is_one_line(tmp_path, plain):
+    [one] = resolved("data.sets", [DataSet(path=jsonl(tmp_path, {"prompt": "az"}))], settings())
+    with pytest.raises(DataError, match=r"line 1: the tokenizer's token 28 is outside .* of 20$"):
+        load_set(PromptSet(one, settings(), plain, vocabulary=20))
+
+
+def test_columns_that_json_cannot_carry_are_left_out_unless_they_are_needed(tmp_path, plain):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": "ab", "image": {"bytes": b"\xff"}, "info": {"raw": b"\xff", "n": 1}}]
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    [prompt] = load_prompts(str(path), settings(), plain)
+    assert prompt.row == {"prompt": "ab", "image": {}, "info": {"n": 1}}
+    with pytest.raises(DataError, match=r"row 1: column 'image' holds what JSON cannot carry"):
+        load_prompts(str(path), settings(answer_key="image"), plain)
+    [prompt] = load_prompts(
+        jsonl(tmp_path, b'{"prompt": "ab", "odd": "\\ud800", "n": 1}'), settings(), plain
+    )
+    assert prompt.row == {"prompt": "ab", "n": 1}

@@ -1,0 +1,178 @@
+"""The prompts of all sets in the order in which they are drawn, some of them ahead of time.
+
+Owns the position in the data, and the thread that reads, templates and tokenises ahead of it. A
+call waits only where it comes before that thread is done.
+"""
+
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+
+from lightrl.data.order import RowCursor, SetOrder
+from lightrl.data.prompts import DROPPED, KEPT, UNKNOWN, Numbered, Prompt, PromptSet
+from lightrl.errors import DataError
+
+REMEMBERED = 4096  # prompts that were drawn last, with their rows
+SKIPPED = 1024  # rows looked at together
+AHEAD = 256  # prompts at a time, at least
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    # number of its set, and epoch of that
+    set: int
+    epoch: int
+    prompt: Numbered
+    # with its row, once that can be read quickly
+    full: Prompt | None
+
+
+class Draws:
+    """Which prompt the n-th draw gives depends on the data, the seed and n alone."""
+
+    def __init__(
+        self, sets: Sequence[PromptSet], seed: int, *, shuffle: bool, at_once: int
+    ) -> None:
+        """`at_once`: as many are drawn together, mostly. `go_on_from`, then `start`."""
+        self._sets = sets
+        weights = [one.settings.weight for one in sets]
+        shares = [len(one) if w is None else w for one, w in zip(sets, weights, strict=True)]
+        self._order = SetOrder(shares, seed)
+        # the first set is drawn as if it were alone
+        seeds = [f"{seed}/{k}" if k else f"{seed}" for k in range(len(sets))]
+        cursors = [
+            RowCursor(len(one), s, shuffle=shuffle) for one, s in zip(sets, seeds, strict=True)
+        ]
+        self._rows = [_KeptRows(one, c) for one, c in zip(sets, cursors, strict=True)]
+        self._num_ahead = 0  # taken from the sets
+        self._at_once = max(AHEAD, at_once)
+        self._ready: deque[_Drawn] = deque()
+        self._blocks: deque[Future[list[_Drawn]]] = deque()
+        self._places: dict[str, tuple[int, int]] = {}  # id -> set and row, of those drawn here
+        self._remembered: OrderedDict[str, Prompt] = OrderedDict()
+        # Whatever reads or tokenises does so there: tokenizers are not made for several threads.
+        self._thread = ThreadPoolExecutor(1, "data")
+        self._is_unpacked = False
+        self.waited_s = 0.0  # by all draws
+
+    def start(self) -> None:
+        """The first prompts are made ready, while the caller goes on."""
+        self._blocks.append(self._thread.submit(self._prepare))
+        self._thread.submit(self._unpack)
+        self._blocks.append(self._thread.submit(self._prepare))
+
+    def draw(self, count: int) -> list[tuple[int, Numbered]]:
+        """The next as (epoch of its set, prompt). Raises DataError for a row that is wrong."""
+        begun_at = time.perf_counter()
+        while len(self._ready) < count:
+            self._ready.extend(self._blocks.popleft().result())
+            self._blocks.append(self._thread.submit(self._prepare))
+        self.waited_s += time.perf_counter() - begun_at
+        drawn = [self._ready.popleft() for _ in range(count)]
+        for d in drawn:
+            self._places[d.prompt.id] = (d.set, d.prompt.index)
+            if d.full is not None:
+                self._remember(d.full)
+        return [(d.epoch, d.prompt) for d in drawn]
+
+    def go_on_from(self, num_drawn: int) -> None:
+        """So many were drawn before, by another process; those can be asked for."""
+        self._num_ahead = num_drawn
+        for rows, count in zip(self._rows, self._order.counts(num_drawn), strict=True):
+            rows.skip(count)
+
+    def get(self, prompt: str) -> Prompt:
+        """One that was drawn, with its row."""
+        if (known := self._remembered.get(prompt)) is not None:
+            self._remembered.move_to_end(prompt)
+            return known
+        return self._remember(self._thread.submit(self._read, prompt).result())
+
+    def set_of(self, prompt: str) -> int:
+        """The number of the set that has a prompt of this id."""
+        name = prompt.partition("/")[0]
+        return next(k for k, one in enumerate(self._sets) if one.name == name)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _remember(self, prompt: Prompt) -> Prompt:
+        self._remembered[prompt.id] = prompt
+        if len(self._remembered) > max(REMEMBERED, self._at_once):
+            self._remembered.popitem(last=False)
+        return prompt
+
+    # In the thread
+
+    def _prepare(self) -> list[_Drawn]:
+        numbers = self._order.of(self._num_ahead, self._at_once).tolist()
+        self._num_ahead += self._at_once
+        taken = {k: iter(self._rows[k].take(n)) for k, n in Counter(numbers).items()}
+        drawn: list[_Drawn] = []
+        for k in numbers:
+            epoch, prompt = next(taken[k])
+            full = self._sets[k].full(prompt) if self._is_unpacked else None
+            drawn.append(_Drawn(k, epoch, prompt, full))
+        return drawn
+
+    def _unpack(self) -> None:
+        for one in self._sets:
+            one.rows.get_ready()
+        self._is_unpacked = True
+
+    def _read(self, prompt: str) -> Prompt:
+        k, row = self._places.get(prompt) or self._find(prompt)
+        [numbered] = self._sets[k].prepare([row])
+        return self._sets[k].full(numbered)
+
+    def _find(self, prompt: str) -> tuple[int, int]:
+        """Of one that another process has drawn; most likely lately."""
+        k = self.set_of(prompt)
+        for row in self._rows[k].drawn_before:
+            own = self._sets[k].id_of(row)
+            self._places.setdefault(own, (k, row))
+            if own == prompt:
+                return k, row
+        raise DataError(f"{self._sets[k].settings.path}: has no prompt {prompt}")
+
+
+class _KeptRows:
+    """Rows of one set in the order in which they are drawn, without those that are left out."""
+
+    def __init__(self, prompts: PromptSet, cursor: RowCursor) -> None:
+        self._prompts = prompts
+        self._cursor = cursor
+        self.drawn_before: Iterator[int] = iter(())  # `skip`: the last first, none twice
+
+    def take(self, count: int) -> list[tuple[int, Numbered]]:
+        """The next that are kept, as (epoch, prompt)."""
+        taken: list[tuple[int, Numbered]] = []
+        while len(taken) < count:
+            drawn = self._cursor.draw(count - len(taken))
+            states = self._prompts.states
+            prepared = iter(
+                self._prompts.prepare([row for _, row in drawn if states[row] != DROPPED])
+            )
+            new = [(epoch, next(prepared)) for epoch, row in drawn if states[row] == KEPT]
+            taken += new
+            if not new:
+                self._prompts.require_any()
+        return taken
+
+    def skip(self, count: int) -> None:
+        """So many have been taken before."""
+        states, num_rows = self._prompts.states, len(self._prompts)
+        if self._prompts.keeps_all:
+            self._cursor.go_to(count)
+            self.drawn_before = self._cursor.backwards()
+            return
+        left = count
+        while left:
+            drawn = [row for _, row in self._cursor.draw(min(left, SKIPPED))]
+            self._prompts.prepare([row for row in drawn if states[row] == UNKNOWN])
+            left -= sum(states[row] == KEPT for row in drawn)
+        kept = (row for row in self._cursor.backwards() if states[row] == KEPT)
+        self.drawn_before = islice(kept, num_rows)

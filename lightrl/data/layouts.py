@@ -1,0 +1,150 @@
+"""Where a row keeps what: its prompt, its answer, its id, in the layouts of verl, TRL, SkyRL and
+GSM8K. Pure.
+
+Owns nothing of files, templates or tokens.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from lightrl.errors import DataError
+from lightrl.model_files import first_line
+from lightrl.wire import to_json
+
+MAX_ID = 128  # characters
+ANSWER_COLUMNS = ("reward_model", "reward_spec", "ground_truth", "solution")
+# What a prompt is made of, beside the column that has it.
+PROMPT_COLUMNS = ("question", "id", "extra_info")
+
+
+def prompt_column(row: Mapping[str, Any], prompt_key: str) -> str:
+    """`prompt_key`, or where a layout that has no such column keeps its prompts."""
+    if prompt_key == "prompt" and prompt_key not in row and "question" in row:  # GSM8K
+        return "question"
+    return prompt_key
+
+
+def prompt_of(where: str, row: Mapping[str, Any], prompt_key: str) -> Any:
+    """Text or chat messages. Raises DataError if it is neither."""
+    key = prompt_column(row, prompt_key)
+    if key not in row:
+        raise DataError(
+            f"{where}: no {key!r} (data.prompt_key); its keys are {', '.join(row) or 'none'}"
+        )
+    prompt = row[key]
+    if not isinstance(prompt, str | list):
+        raise DataError(
+            f"{where}: {key!r} is {type(prompt).__name__}, expected text or a list of chat messages"
+        )
+    return prompt
+
+
+def answer_of(row: Mapping[str, Any], answer_key: str) -> Any:
+    """The reference answer of a row, wherever its layout keeps it; None if there is none."""
+    if answer_key in row:
+        return row[answer_key]
+    for column in ANSWER_COLUMNS[:2]:  # verl, SkyRL
+        nested = row.get(column)
+        if isinstance(nested, Mapping) and "ground_truth" in nested:
+            return nested["ground_truth"]
+    return next((row[k] for k in ANSWER_COLUMNS[2:] if k in row), None)
+
+
+def explicit_id(row: Mapping[str, Any]) -> str | None:
+    extra = row.get("extra_info")
+    for value in (row.get("id"), extra.get("index") if isinstance(extra, Mapping) else None):
+        if isinstance(value, str | int) and str(value):
+            return str(value)
+    return None
+
+
+def require_usable(where: str, name: str) -> None:
+    """It becomes part of the names of responses, which are printed and travel in messages."""
+    if len(name) > MAX_ID or not name.isprintable():
+        raise DataError(
+            f"{where}: id {name[:40]!r}: at most {MAX_ID} characters, none of them control "
+            "characters"
+        )
+
+
+def id_key(own: str) -> int:
+    """64 bits of an id, the same for 7 and "7"."""
+    if own.isdecimal() and own.isascii() and len(own) < 19 and (own == "0" or own[0] != "0"):
+        return int(own)
+    digest = hashlib.blake2b(own.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def content_id(prompt: Any) -> str:
+    """16 hexadecimal digits, by the prompt alone."""
+    text = json.dumps(prompt, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def content_key(prompt: Any) -> int:
+    """64 bits of a prompt, the same where `content_id` is; quick. Different prompts may share one:
+    then the second has a number behind its id that it would not need."""
+    if isinstance(prompt, str):
+        return text_key(prompt.encode("utf-8", "surrogatepass"))
+    return text_key(json.dumps(prompt, sort_keys=True).encode())
+
+
+def text_key(text: bytes | memoryview) -> int:
+    return zlib.crc32(text) << 32 | (len(text) & 0xFFFFFFFF)
+
+
+def portable(where: str, row: dict[str, Any], needed: frozenset[str]) -> dict[str, Any]:
+    """The row without what JSON cannot carry, or only many times as long: rows travel to workers.
+
+    Raises DataError if a column is `needed` and cannot travel.
+    """
+    kept = _without_binaries(row)
+    try:
+        to_json(kept)
+    except (TypeError, ValueError, RecursionError):
+        kept = {name: value for name, value in kept.items() if _travels(value) and _travels(name)}
+    for name in needed & row.keys():
+        if name not in kept or kept[name] != row[name]:
+            raise DataError(
+                f"{where}: column {name!r} holds what JSON cannot carry: {_why(row[name])}"
+            )
+    return kept
+
+
+def _without_binaries(value: Any) -> Any:
+    """The same object where there is none."""
+    if not isinstance(value, dict) or not any(map(_is_binary, value.values())):
+        return value
+    return {k: _without_binaries(v) for k, v in value.items() if not _is_lost(v)}
+
+
+def _is_binary(value: Any) -> bool:
+    """Whether something in it is."""
+    if isinstance(value, dict):
+        return any(map(_is_binary, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_binary, value))
+    return isinstance(value, bytes | bytearray | memoryview)
+
+
+def _is_lost(value: Any) -> bool:
+    return not isinstance(value, dict) and _is_binary(value)
+
+
+def _travels(value: Any) -> bool:
+    try:
+        to_json(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _why(value: Any) -> str:
+    try:
+        to_json(value)
+    except (TypeError, ValueError, RecursionError) as e:
+        return first_line(e)
+    return "binary data"

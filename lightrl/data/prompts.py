@@ -1,0 +1,223 @@
+"""The prompts of one set: read and templated by the number of their row, with ids that last.
+
+Owns the ids, and which prompts are left out. The order in which they are drawn is order.py's.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightrl.config_data import Data, DataSet
+from lightrl.data.layouts import (
+    answer_of,
+    content_id,
+    explicit_id,
+    portable,
+    prompt_column,
+    prompt_of,
+    require_usable,
+)
+from lightrl.data.rows import Rows
+from lightrl.data.sources import open_rows
+from lightrl.data.template import Template, Templated
+from lightrl.errors import DataError
+
+BATCH = 1024  # prompts tokenised at once
+ANSWERS_SOUGHT = 64  # rows looked at for an answer
+UNKNOWN, KEPT, DROPPED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task. Example: Prompt("sums/17", "39%3=", array("i", [5, 11, 12, 5, 13]), {...})."""
+
+    # stable over runs and epochs
+    id: str
+    # chat template applied
+    text: str
+    # int32
+    token_ids: "array[int]"
+    # all columns that JSON can carry
+    row: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A prompt without its row, for the queue. `index`: of the row in its set."""
+
+    index: int
+    id: str
+    text: str
+    token_ids: "array[int]"
+
+
+class PromptSet:
+    """Rows are read when they are wanted; in memory there are their ids' peculiarities only."""
+
+    def __init__(self, settings: DataSet, data: Data, tokenizer: Any, vocabulary: int = 0) -> None:
+        """`settings` as `config_data.resolved` gives them; `vocabulary`: of the model, 0 = not
+        known. Raises DataError, one line."""
+        self.settings = settings
+        self.rows: Rows = open_rows(settings)
+        self._num = self.rows.num_rows
+        if not self._num:
+            raise DataError(f"{settings.path}: holds no prompts")
+        self.columns = self.rows.columns
+        self._template = Template(data, tokenizer, vocabulary)
+        self._column = prompt_column(dict.fromkeys(self.columns), settings.prompt_key)
+        self._needed = frozenset({self._column, settings.answer_key})
+        # those of rows whose own id nobody else has
+        self._has_own_id, self._numbers, self.digest = _peculiarities(self.rows)
+        # what is known of the rows so far
+        self.states = bytearray(self._num)
+        self._max_prompt_length = data.max_prompt_length
+        self.keeps_all = data.too_long == "error"
+        self.longest_dropped = 0  # tokens, as far as is known
+
+    def __len__(self) -> int:
+        """Rows, whether or not their prompts are kept."""
+        return self._num
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def have_answers(self) -> bool:
+        """Whether any of the first rows has a reference answer."""
+        key = self.settings.answer_key
+        some = range(min(ANSWERS_SOUGHT, self._num))
+        rows = zip(some, self.rows.scan(), strict=False)
+        return any(answer_of(row, key) is not None for _, row in rows)
+
+    def prepare(self, indices: Sequence[int]) -> list[Numbered]:
+        """The prompts of these rows, in this order, without those that are left out."""
+        return self._prepare(indices, [self.rows.read_prompt(i) for i in indices])
+
+    def full(self, prompt: Numbered) -> Prompt:
+        """With its row, which is read now."""
+        row = self._portable(prompt.index, self.rows.read(prompt.index))
+        return Prompt(prompt.id, prompt.text, prompt.token_ids, row)
+
+    def id_of(self, index: int) -> str:
+        where = self.rows.where(index)
+        row = self.rows.read_prompt(index)
+        return self._id_of(where, index, row, prompt_of(where, row, self.settings.prompt_key))
+
+    def scan(self) -> Iterator[tuple[Numbered, dict[str, Any]]]:
+        """All that are kept, in file order, each with its row; every row is looked at. Afterwards
+        the states of all rows are known."""
+        indices: list[int] = []
+        rows: list[dict[str, Any]] = []
+        for index, row in enumerate(self.rows.scan()):
+            indices.append(index)
+            rows.append(self._portable(index, row))
+            if len(indices) == BATCH or index + 1 == self._num:
+                prepared = {p.index: p for p in self._prepare(indices, rows)}
+                kept = (i for i in range(len(rows)) if indices[i] in prepared)
+                yield from ((prepared[indices[i]], rows[i]) for i in kept)
+                indices, rows = [], []
+
+    @property
+    def num_dropped(self) -> int:
+        """As far as is known."""
+        return self.states.count(DROPPED)
+
+    def require_any(self) -> None:
+        """Raises DataError if all prompts are left out."""
+        if self.num_dropped == self._num:
+            raise DataError(
+                f"{self.settings.path}: none of its {self._num:,} prompts has at most "
+                f"data.max_prompt_length = {self._max_prompt_length} tokens"
+            )
+
+    def dropped_line(self) -> str:
+        """How many are left out, for people; "" if none is, as far as is known."""
+        if not (num := self.num_dropped):
+            return ""
+        return (
+            f"data: {self.name}: {num:,} of {self._num:,} prompts have more than "
+            f"data.max_prompt_length = {self._max_prompt_length} tokens and are left out; the "
+            f"longest has {self.longest_dropped:,}"
+        )
+
+    def _portable(self, index: int, row: dict[str, Any]) -> dict[str, Any]:
+        return portable(self.rows.where(index), row, self._needed)
+
+    def _prepare(self, indices: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Numbered]:
+        prepared: list[Numbered] = []
+        for start in range(0, len(indices), BATCH):
+            part = slice(start, start + BATCH)
+            wheres = [self.rows.where(i) for i in indices[part]]
+            prompts = [
+                prompt_of(where, row, self.settings.prompt_key)
+                for where, row in zip(wheres, rows[part], strict=True)
+            ]
+            templated = self._template.apply(list(zip(wheres, prompts, strict=True)))
+            for index, row, where, prompt, made in zip(
+                indices[part], rows[part], wheres, prompts, templated, strict=True
+            ):
+                own = self._id_of(where, index, row, prompt)
+                if self._is_kept(index, where, made):
+                    prepared.append(Numbered(index, own, made.text, made.token_ids))
+        return prepared
+
+    def _is_kept(self, index: int, where: str, made: Templated) -> bool:
+        is_dropped = self._template.is_too_long(where, made)
+        self.states[index] = DROPPED if is_dropped else KEPT
+        if is_dropped:
+            self.longest_dropped = max(self.longest_dropped, len(made.token_ids))
+        return not is_dropped
+
+    def _id_of(self, where: str, index: int, row: dict[str, Any], prompt: Any) -> str:
+        if self._has_own_id[index]:
+            own = explicit_id(row)
+            assert own is not None
+            require_usable(where, own)
+        else:
+            number = self._numbers.get(index, 0)
+            own = content_id(prompt) + (f"-{number + 1}" if number else "")
+        return f"{self.name}/{own}"
+
+
+def _peculiarities(rows: Rows) -> tuple[NDArray[np.bool_], dict[int, int], str]:
+    """Which rows have an id of their own that no other has; of the others those whose prompt an
+    earlier one has, too, with how many have; and a digest of what tells the rows apart."""
+    keys = rows.keys()
+    own = keys.has_id.copy()
+    if own.any():
+        _, inverse, counts = np.unique(keys.ids[own], return_inverse=True, return_counts=True)
+        own[np.flatnonzero(own)[counts[inverse] > 1]] = False
+    digest = blake2b(digest_size=8)
+    for known in (own, np.where(own, keys.ids, 0)):
+        digest.update(known.tobytes())
+    others = np.flatnonzero(~own)
+    numbers: dict[int, int] = {}
+    if len(others):
+        contents = keys.contents()[others]
+        digest.update(contents.tobytes())
+        order = np.argsort(contents, kind="stable")
+        ordered = contents[order]
+        begins = np.r_[True, ordered[1:] != ordered[:-1]]
+        firsts = np.maximum.accumulate(np.where(begins, np.arange(len(ordered)), 0))
+        places = np.arange(len(ordered)) - firsts
+        repeated = places > 0
+        numbers = dict(
+            zip(others[order[repeated]].tolist(), places[repeated].tolist(), strict=True)
+        )
+    return own, numbers, digest.hexdigest()
+
+
+def load_prompts(prompts: PromptSet) -> list[Prompt]:
+    """All prompts of a set that are kept, in file order, in memory.
+
+    Raises DataError, one line with file and row, for the first thing that is wrong.
+    """
+    loaded = [Prompt(p.id, p.text, p.token_ids, row) for p, row in prompts.scan()]
+    prompts.require_any()
+    return loaded

@@ -1,0 +1,249 @@
+"""Which files a data set is, and what reads them: JSONL, parquet, folders, the hub.
+
+Owns how path, subset and split are understood. Every problem is one line that names the set's path.
+Must not import numpy, datasets or pyarrow before they are needed: whoever starts a run imports this
+module.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrl.config_data import DataSet
+from lightrl.errors import DataError
+from lightrl.model_files import HUB_ID, first_line
+
+if TYPE_CHECKING:
+    from lightrl.data.rows import Rows
+
+SUFFIXES = (".jsonl", ".parquet")
+DEFAULT_SPLIT = "train"
+# What names of files say of their split, as those of data sets on the hub do.
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+NO_ARROW = "needs pyarrow: pip install 'lightrl[data]'"
+
+
+def open_rows(one: DataSet) -> "Rows":
+    """All rows of a set. Raises DataError, one line."""
+    from lightrl.data.rows import JoinedRows
+
+    path, split = _path_and_split(one)
+    place = Path(path)
+    if place.is_dir() and (saved := _saved_folder(place, one.subset, split)) is not None:
+        return _saved_rows(saved, one.prompt_key)
+    if place.exists():
+        return JoinedRows([_file_rows(file, one.prompt_key) for file in files(one)])
+    if not HUB_ID.fullmatch(path) or place.suffix in (*SUFFIXES, ".json"):
+        raise DataError(f"{path}: no such file")
+    return _hub_rows(path, one.subset, split, one.prompt_key)
+
+
+def count_rows(one: DataSet) -> int | None:
+    """Without reading more than lines and footers; None of a set that is not here yet, or cannot be
+    counted without pyarrow. Raises DataError."""
+    path, split = _path_and_split(one)
+    place = Path(path)
+    if not place.exists():
+        return None
+    try:
+        if place.is_dir() and (saved := _saved_folder(place, one.subset, split)) is not None:
+            return _saved_rows(saved, one.prompt_key).num_rows
+        return sum(_count(file) for file in files(one))
+    except DataError as e:
+        if NO_ARROW in str(e):
+            return None
+        raise
+
+
+def require_there(one: DataSet) -> None:
+    """Raises DataError, one line, for a set whose files are missing, without reading them."""
+    path, split = _path_and_split(one)
+    place = Path(path)
+    local = place.is_absolute() or path.startswith((".", "~"))
+    if place.is_dir() and _saved_folder(place, one.subset, split) is not None:
+        return
+    if place.exists():
+        empty = [file for file in files(one) if not file.stat().st_size]
+        if empty:
+            raise DataError(f"{empty[0]}: the file is empty")
+    elif local or place.suffix in (*SUFFIXES, ".json") or not HUB_ID.fullmatch(path):
+        raise DataError(f"{path}: no such file")
+
+
+def files(one: DataSet) -> list[Path]:
+    """The local files of a set, in order of their names. Raises DataError."""
+    path, split = _path_and_split(one)
+    place = Path(path)
+    if not place.is_dir():
+        for key, value in (("subset", one.subset), ("split", split)):
+            if value:
+                raise DataError(f"{path}: is a file; {key} = {value!r} is of folders and hub ids")
+        return [place]
+    if one.subset:
+        place = _subset(place, one.subset)
+    found = [file for file in sorted(place.rglob("*")) if _is_data(file, place)]
+    if not found:
+        subsets = ", ".join(sorted(d.name for d in place.iterdir() if d.is_dir()))
+        only = f", only {subsets}" if subsets else ""
+        raise DataError(f"{place}: holds no {' or '.join(SUFFIXES)} file{only}")
+    return _of_split(place, found, split)
+
+
+def _path_and_split(one: DataSet) -> tuple[str, str]:
+    """ "org/name:test" is short for a hub id with its split."""
+    name, colon, split = one.path.partition(":")
+    if not colon or not HUB_ID.fullmatch(name) or Path(one.path).exists():
+        return one.path, one.split
+    if one.split and one.split != split:
+        raise DataError(f"{one.path}: names one split, and split = {one.split!r} another")
+    return name, split
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+    return file.suffix in SUFFIXES and file.is_file() and not hidden
+
+
+def _subset(folder: Path, subset: str) -> Path:
+    if (folder / subset).is_dir() and Path(subset).name == subset:
+        return folder / subset
+    raise _no_subset(str(folder), subset, [d.name for d in folder.iterdir() if d.is_dir()])
+
+
+def _no_subset(path: str, subset: str, there: Sequence[str]) -> DataError:
+    return DataError(
+        f"{path}: no subset {subset!r}; there are {', '.join(sorted(there)) or 'none'}"
+    )
+
+
+def _no_split(path: str, split: str, there: Sequence[str]) -> DataError:
+    return DataError(f"{path}: no split {split!r}; there are {', '.join(sorted(there)) or 'none'}")
+
+
+def _of_split(folder: Path, found: list[Path], split: str) -> list[Path]:
+    """Those whose names say so; all, where names say nothing and none is asked for."""
+    splits = {file: _split_of(file.relative_to(folder)) for file in found}
+    named = sorted({s for s in splits.values() if s})
+    if not named and not split:
+        return found
+    unnamed = [file for file, s in splits.items() if not s]
+    if unnamed and not split:
+        raise DataError(
+            f"{folder}: {unnamed[0].name} lies beside files of a split ({', '.join(named)}): which "
+            "are meant? Set split, or move it elsewhere"
+        )
+    wanted = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in named or len(named) > 1 else named[0])
+    chosen = [file for file, s in splits.items() if s == wanted or file.stem == wanted]
+    if not chosen:
+        raise _no_split(str(folder), wanted, named)
+    return chosen
+
+
+def _split_of(file: Path) -> str:
+    """ "train-00000-of-00002.parquet" and "train/0.parquet" are of train; "" = nothing is said."""
+    for part in (file.stem, *reversed(file.parts[:-1])):
+        word = re.split(r"[-_.]", part, maxsplit=1)[0]
+        if word in SPLITS:
+            return word
+    return ""
+
+
+def _file_rows(file: Path, prompt_key: str) -> "Rows":
+    if file.suffix != ".parquet":
+        from lightrl.data.jsonl import JsonlRows
+
+        return JsonlRows(file, prompt_key)
+    return _arrow(str(file)).ParquetRows(file, prompt_key)
+
+
+def _count(file: Path) -> int:
+    if file.suffix == ".parquet":
+        return _arrow(str(file)).num_rows(file)
+    try:
+        with file.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    except OSError as e:
+        raise DataError(f"{file}: cannot be read: {e.strerror}") from None
+
+
+def _arrow(what: str) -> Any:
+    try:
+        from lightrl.data import arrow
+    except ImportError:
+        raise DataError(f"{what}: reading it {NO_ARROW}") from None
+    return arrow
+
+
+# What Dataset.save_to_disk and DatasetDict.save_to_disk write
+
+
+def _saved_folder(folder: Path, subset: str, split: str) -> Path | None:
+    """The folder of the split that is meant. None: nobody wrote it so."""
+    if subset and (folder / subset).is_dir():
+        folder = folder / subset
+    if (folder / "state.json").is_file():
+        if split and split != (own := _json(folder / "state.json").get("_split")):
+            raise _no_split(str(folder), split, [str(own)] if own else [])
+        return folder
+    if not (folder / "dataset_dict.json").is_file():
+        return None
+    there = [str(name) for name in _json(folder / "dataset_dict.json").get("splits", [])]
+    wanted = split or (there[0] if len(there) == 1 else DEFAULT_SPLIT)
+    if wanted not in there:
+        raise _no_split(str(folder), wanted, there)
+    return folder / wanted
+
+
+def _saved_rows(folder: Path, prompt_key: str) -> "Rows":
+    arrow = _arrow(str(folder))
+    listed = _json(folder / "state.json").get("_data_files")
+    names = [str(entry["filename"]) for entry in listed or ()]
+    if not names:
+        raise DataError(f"{folder}: state.json names no files")
+    return arrow.TableRows(str(folder), arrow.saved_table(folder, names), prompt_key)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as e:
+        raise DataError(f"{file}: cannot be read: {first_line(e)}") from None
+    return tree if isinstance(tree, dict) else {}
+
+
+# The hub
+
+
+def _hub_rows(name: str, subset: str, split: str, prompt_key: str) -> "Rows":
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise DataError(
+            f"{name}: no such file; as an HF data set it needs datasets: pip install "
+            "'lightrl[data]'"
+        ) from None
+    split = split or DEFAULT_SPLIT
+    label = ":".join(part for part in (name, subset, split) if part)
+    try:
+        rows = datasets.load_dataset(name, subset or None, split=split)
+    except (OSError, ValueError, RuntimeError) as e:
+        raise _not_loaded(name, subset, split, e) from None
+    if rows._indices is not None:
+        rows = rows.flatten_indices()
+    return _arrow(name).TableRows(label, rows.data.table, prompt_key)
+
+
+def _not_loaded(name: str, subset: str, split: str, error: Exception) -> DataError:
+    """With the subsets, or the splits, that there are, if that is what the library complains of."""
+    text = str(error)
+    listed = re.search(r"(?:available|should be one of)[^\[]*\[([^\]]*)\]", text, re.I | re.S)
+    there = re.findall(r"[\w.-]+", listed[1]) if listed else []
+    if there and "split" in first_line(error).lower():
+        return _no_split(name, split, there)
+    if there and subset:
+        return _no_subset(name, subset, there)
+    if there:
+        return DataError(f"{name}: has subsets: {', '.join(sorted(there))}; set data.subset")
+    return DataError(f"{name}: split {split!r} cannot be loaded: {first_line(error)}")

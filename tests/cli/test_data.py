@@ -1,0 +1,46 @@
+"""`lightrl data`: sets, counts, lengths, and prompts as the model sees them."""
+
+import json
+
+import pytest
+
+from lightrl.cli import main
+from tests.support.cli import QUICKSTART
+
+
+def lightrl(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(a) for a in arguments])
+    return int(end.value.code or 0)
+
+
+def test_it_shows_each_set_with_prompts_as_text_and_tokens(capsys):
+    assert lightrl("data", QUICKSTART, "-n", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["train", str(QUICKSTART.parent / "train.jsonl")]
+    assert lines[1:4] == [
+        "prompts     256, 100.0% of what is drawn",
+        "tokens      5 to 5, mean 5.0",
+        "columns     prompt, answer",
+    ]
+    assert lines[4].endswith("train.jsonl, line 1)")
+    assert lines[5:7] == ['  text      "39%3="', '  tokens    5: "3" "9" "%" "3" "="']
+    assert "prompts     96, for evaluation" in lines
+
+
+def test_as_json_it_says_what_is_left_out(capsys, tmp_path):
+    rows = [{"prompt": "1%2=", "answer": "0"}, {"prompt": "1%2=3%4="}, {"prompt": "5%6="}]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    overrides = (f"data.path={tmp_path / 'few.jsonl'}", "data.too_long=drop", "eval.path=")
+    assert lightrl("data", QUICKSTART, "--json", *overrides, "data.max_prompt_length=5") == 0
+    [report] = json.loads(capsys.readouterr().out)
+    assert (report["num_rows"], report["num_kept"], report["num_dropped"]) == (3, 2, 1)
+    assert (report["longest_dropped"], report["num_unanswered"]) == (8, 1)
+    assert [p["where"].rpartition(", ")[2] for p in report["prompts"]] == ["line 1", "line 3"]
+    assert report["prompts"][0]["tokens"] == ["1", "%", "2", "="]
+
+
+def test_what_is_wrong_is_one_line(capsys, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1%2="}\n{"prompt": ""}\n')
+    assert lightrl("data", QUICKSTART, f"data.path={tmp_path / 'bad.jsonl'}") != 0
+    assert capsys.readouterr().err.splitlines()[-1].endswith("line 2: the prompt is empty")

@@ -1,0 +1,186 @@
+"""Which files a set is: folders, splits, subsets, what save_to_disk writes, ids of the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.config_data import DataSet
+from lightrl.data.sources import _not_loaded, count_rows, open_rows, require_there
+from lightrl.errors import DataError
+from tests.data.conftest import USER, load_prompts, settings
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def rows_of(path: Path, **keys: str) -> list[str]:
+    one = DataSet(path=str(path), prompt_key="prompt", **keys)
+    require_there(one)
+    rows = open_rows(one)
+    assert count_rows(one) == rows.num_rows
+    prompts = [row["prompt"] for row in rows.scan()]
+    assert [rows.read(i)["prompt"] for i in range(rows.num_rows)] == prompts
+    assert [rows.read_prompt(i)["prompt"] for i in range(rows.num_rows)] == prompts
+    return prompts
+
+
+def refusal(path: Path, **keys: str) -> str:
+    with pytest.raises(DataError) as caught:
+        open_rows(DataSet(path=str(path), prompt_key="prompt", **keys))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    return str(caught.value)
+
+
+def write(file: Path, *prompts: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": p} for p in prompts]
+    if file.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=2)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_folder_is_all_its_files_in_order_of_their_names(tmp_path):
+    write(tmp_path / "b.jsonl", "3")
+    write(tmp_path / "a.parquet", "1", "2")
+    write(tmp_path / ".cache" / "x.jsonl", "no")
+    (tmp_path / "notes.txt").touch()
+    assert rows_of(tmp_path) == ["1", "2", "3"]
+
+
+def test_names_of_files_say_of_which_split_they_are(tmp_path):
+    write(tmp_path / "train-00000-of-00002.parquet", "1")
+    write(tmp_path / "train-00001-of-00002.parquet", "2")
+    write(tmp_path / "test" / "0.jsonl", "3")
+    assert rows_of(tmp_path) == rows_of(tmp_path, split="train") == ["1", "2"]
+    assert rows_of(tmp_path, split="test") == ["3"]
+    assert "no split 'dev'; there are test, train" in refusal(tmp_path, split="dev")
+    write(tmp_path / "more.jsonl", "4")  # of which?
+    assert "more.jsonl lies beside files of a split (test, train)" in refusal(tmp_path)
+    assert rows_of(tmp_path, split="train") == ["1", "2"]
+
+
+def test_a_subset_is_a_subfolder_and_one_that_is_missing_is_named_with_those_there_are(tmp_path):
+    write(tmp_path / "main" / "train.jsonl", "1")
+    write(tmp_path / "socratic" / "train.jsonl", "2")
+    assert rows_of(tmp_path, subset="socratic") == ["2"]
+    assert refusal(tmp_path, subset="mian").endswith("no subset 'mian'; there are main, socratic")
+    assert "is a file; subset = 'main' is of folders" in refusal(
+        tmp_path / "main" / "train.jsonl", subset="main"
+    )
+
+
+def test_what_save_to_disk_writes_is_read_with_its_splits(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {"prompt": ["1", "2"], "n": [1, 2]}
+    whole = datasets.Dataset.from_dict(rows)
+    whole.save_to_disk(tmp_path / "one")
+    both = datasets.DatasetDict({"train": whole, "test": whole.select([1])})
+    both.save_to_disk(tmp_path / "both")
+    assert rows_of(tmp_path / "one") == rows_of(tmp_path / "both") == ["1", "2"]
+    assert rows_of(tmp_path / "both", split="test") == ["2"]
+    assert "no split 'dev'; there are test, train" in refusal(tmp_path / "both", split="dev")
+    (tmp_path / "one" / "data-00000-of-00001.arrow").write_bytes(b"cut")
+    assert "not a readable Arrow file" in refusal(tmp_path / "one")
+
+
+def test_rows_of_many_groups_and_batches_are_found_by_their_number(tmp_path):
+    write(tmp_path / "a.parquet", *map(str, range(301)))
+    write(tmp_path / "b.jsonl", *map(str, range(301, 303)))
+    assert rows_of(tmp_path) == [str(i) for i in range(303)]
+
+
+def test_a_parquet_file_that_was_cut_off_is_one_line(tmp_path, plain):
+    file = tmp_path / "train.parquet"
+    write(file, *("ab" * 20 for _ in range(100)))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "not a readable parquet file (cut off?)" in refusal(file)
+    file.write_bytes(whole[:4] + bytes(400) + whole[404:])  # its footer is whole
+    with pytest.raises(DataError, match=r"train.parquet, row \d+ or soon after: cannot be read"):
+        load_prompts(str(file), settings(), plain)
+
+
+def test_a_column_of_the_wrong_type_is_named_with_its_row(tmp_path, plain):
+    file = tmp_path / "train.parquet"
+    write(file, 7)
+    with pytest.raises(DataError, match=r"train.parquet, row 1: 'prompt' is int, expected text"):
+        load_prompts(str(file), settings(), plain)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_both_kinds_of_files_give_the_same_ids(tmp_path, chat, kind):
+    write(tmp_path / f"data.{kind}", USER, [{"role": "user", "content": "ho"}], USER)
+    first, other, again = [
+        p.id for p in load_prompts(str(tmp_path / f"data.{kind}"), settings(), chat)
+    ]
+    assert (again, first[:5]) == (f"{first}-2", "data/")
+    assert first == "data/" + ID_OF_USER
+    assert other not in (first, again)
+
+
+ID_OF_USER = "338773c8e585959b"
+
+
+# The hub, from a cache of this machine
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch) -> str:
+    """org/sums with the subsets main and more, in a cache of the hub, which is out of reach."""
+    datasets = pytest.importorskip("datasets")
+    write(tmp_path / "train.parquet", "1", "2")
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    built = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "train.parquet"), cache_dir=str(cache)
+    )
+    file = Path(built["train"].cache_files[0]["filename"])
+    for subset in ("main", "more"):
+        folder = cache / "org___sums" / subset / "0.0.0" / "0123456789abcdef"
+        folder.mkdir(parents=True)
+        info = json.loads((file.parent / "dataset_info.json").read_text())
+        info |= {"config_name": subset, "dataset_name": "sums", "builder_name": "parquet"}
+        (folder / "dataset_info.json").write_text(json.dumps(info))
+        (folder / "sums-train.arrow").write_bytes(file.read_bytes())
+    return "org/sums"
+
+
+def test_a_hub_id_is_read_with_its_subset_and_split(cached, plain):
+    keys: dict[str, Any] = {"subset": "more", "split": "train"}
+    assert [p.text for p in load_prompts(cached, settings(), plain, **keys)] == ["1", "2"]
+    short = load_prompts(f"{cached}:train", settings(), plain, subset="more")
+    assert short[0].id.startswith("sums-more/")
+    with pytest.raises(DataError, match=r"org/sums:train: names one split, and split = 'test'"):
+        load_prompts(f"{cached}:train", settings(), plain, split="test")
+
+
+def test_a_subset_of_a_hub_id_that_is_missing_is_named_with_those_there_are(cached, plain):
+    with pytest.raises(DataError, match=r"^org/sums: no subset 'mian'; there are main, more$"):
+        load_prompts(cached, settings(), plain, subset="mian")
+    with pytest.raises(DataError, match=r"^org/sums: no split 'dev'; there are train$"):
+        load_prompts(cached, settings(), plain, subset="main", split="dev")
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (
+            "Config name is missing.\nPlease pick one among the available configs: ['main', 'b-2']",
+            "org/sums: has subsets: b-2, main; set data.subset",
+        ),
+        (
+            "BuilderConfig 'x' not found. Available: ['main', 'more']",
+            "org/sums: has subsets: main, more; set data.subset",
+        ),
+        ("no network\nat all", "org/sums: split 'train' cannot be loaded: no network"),
+    ],
+)
+def test_what_the_library_says_becomes_one_line(said, line):
+    assert str(_not_loaded("org/sums", "", "train", ValueError(said))) == line

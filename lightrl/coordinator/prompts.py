@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightrl.config import Config
 from lightrl.config_data import Data, DataSet
+from lightrl.config_reward import VERIFIERS
 from lightrl.coordinator.settings import core_settings, require_context, vocabulary
 from lightrl.core.settings import Settings
 from lightrl.core.state import DrawnPrompt
@@ -30,8 +31,12 @@ class Prompts:
 
         Raises ConfigError or DataError, one line, for anything that is wrong with the run's input.
         """
-        self._rows = tempfile.TemporaryDirectory(prefix="lightrl-rows-")
-        config = self._config = _with_rows(config, Path(self._rows.name))
+        self._rows: tempfile.TemporaryDirectory[str] | None = None  # of environments
+        paths = (config.eval.path, *(one.path for one in config.data.all_sets))
+        if any(path.startswith(VERIFIERS) for path in paths):
+            self._rows = tempfile.TemporaryDirectory(prefix="lightrl-rows-")
+            config = _with_rows(config, Path(self._rows.name))
+        self._config = config
         self.model_files = model_files(config.model.path)
         require_context(self.model_files, config)
         tokenizer = load_tokenizer(config.model.path)
@@ -118,7 +123,8 @@ class Prompts:
 
     def close(self) -> None:
         self._draws.close()
-        self._rows.cleanup()
+        if self._rows is not None:
+            self._rows.cleanup()
 
 
 def _with_rows(config: Config, folder: Path) -> Config:
@@ -126,8 +132,6 @@ def _with_rows(config: Config, folder: Path) -> Config:
     sets = config.data.all_sets
     paths = [rows_file(one.path, "train", config.reward, folder) for one in sets]
     evaluated = rows_file(config.eval.path, "eval", config.reward, folder)
-    if evaluated == config.eval.path and paths == [one.path for one in sets]:
-        return config
     given = tuple(
         one.model_copy(update={"path": path}) for one, path in zip(sets, paths, strict=True)
     )

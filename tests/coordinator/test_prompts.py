@@ -19,7 +19,7 @@ def config_of(folder: Path, num: int = 12, answer: str = "1") -> Config:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     sets = [
         {"path": str(folder / "ones.jsonl"), "reward": ["exact_match"]},
-        {"path": str(folder / "tens.jsonl"), "name": "others", "answer_key": "1"},
+        {"path": str(folder / "tens.jsonl"), "name": "others", "answer_key": answer},
     ]
     evaluation = {"path": str(QUICKSTART / "eval.jsonl")}
     return make_config(folder, data={"path": "", "sets": sets}, eval=evaluation)

@@ -77,6 +77,16 @@ PartOption = Annotated[
         help="which part of these devices, where each replica of the model changes sides by itself",
     ),
 ]
+ParallelOption = Annotated[
+    int,
+    typer.Option(
+        "--parallel",
+        min=0,
+        show_default=False,
+        help="this node's engine spans so many devices, one of rollout.parallel, and takes turns "
+        "with engines of other sizes over them",
+    ),
+]
 NoTui = Annotated[bool, typer.Option("--no-tui", help="plain lines instead of the screen")]
 AsJson = Annotated[bool, typer.Option("--json", help="all that is known, as one line of JSON")]
 Settings = Annotated[
@@ -96,6 +106,7 @@ def require_coherent(
     preemptible: bool = False,
     shares: str = "",
     part: int = 0,
+    parallel: int = 0,
 ) -> None:
     """Nothing that a user says may be ignored. Raises ConfigError, one line."""
     if join and settings and "coordinator" not in roles:
@@ -116,6 +127,17 @@ def require_coherent(
         raise ConfigError(f"--part {part}: of whose devices? --shares TRAINER says that")
     if shares and preemptible:
         raise ConfigError(f"--shares {shares}: a node that may be taken away has its own devices")
+    if parallel and roles != ("rollout",):
+        raise ConfigError("--parallel is for one rollout daemon that has to --join a run")
+    if parallel and preemptible:
+        raise ConfigError(
+            f"--parallel {parallel}: a node that may be taken away has engines of one size"
+        )
+    if parallel and shares:
+        raise ConfigError(
+            f"--parallel {parallel}: takes turns with other engines, and --shares {shares} with "
+            "the trainer; leave one of them out"
+        )
     if name and not roles:
         raise ConfigError("--name is for one daemon: --join or --role; else set run.name")
     if name:

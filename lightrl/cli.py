@@ -15,6 +15,7 @@ from lightrl.arguments import (
     KeyFile,
     NameOption,
     NoTui,
+    ParallelOption,
     PartOption,
     Preemptible,
     RoleOption,
@@ -57,6 +58,7 @@ def up(
     preemptible: Preemptible = False,
     shares: SharesOption = "",
     part: PartOption = 0,
+    parallel: ParallelOption = 0,
     no_tui: NoTui = False,
     dry_run: Annotated[
         bool,
@@ -72,14 +74,15 @@ def up(
     coordinator; ctrl-C leaves. Needs the key of that run: --key FILE.
     """
     roles = arguments.roles(role or ("rollout" if join else ""))
-    arguments.require_coherent(settings or [], join, roles, name, slots, preemptible, shares, part)
+    turns = (preemptible, shares, part, parallel)
+    arguments.require_coherent(settings or [], join, roles, name, slots, *turns)
     if key is not None and not join:
         raise ConfigError("--key is for --join: a run that is started makes its own key")
     config = arguments.config(settings or [])
     if dry_run:
         _dry_run(config, roles, slots)
     elif roles:
-        _foreground(config, join, key, roles, name, slots, preemptible, shares, part)
+        _foreground(config, join, key, roles, name, slots, *turns)
     elif config is None:
         raise typer.BadParameter(
             "give a CONFIG to start a run, or --join tcp://HOST:PORT to join one"
@@ -211,6 +214,7 @@ def daemon(
     gpu_memory: Annotated[float, typer.Option(help="share of them that its engine may take")] = 0.0,
     shares: SharesOption = "",
     part: PartOption = 0,
+    parallel: ParallelOption = 0,
 ) -> None:
     """One daemon of a run on this machine, started by `lightrl up`."""
     from lightrl.daemon.main import DaemonOptions, run
@@ -235,6 +239,7 @@ def daemon(
             gpus=given,
             shares=shares,
             part=part,
+            parallel=parallel,
         )
         return NOT_FINISHED if run(options) else 0
 
@@ -257,6 +262,7 @@ def _foreground(
     preemptible: bool,
     shares: str,
     part: int,
+    parallel: int,
 ) -> None:
     """One daemon in this process."""
     if "coordinator" in roles:
@@ -300,6 +306,7 @@ def _foreground(
             is_preemptible=preemptible,
             shares=shares,
             part=part,
+            parallel=parallel,
         )
         exit_with(run(options))
 

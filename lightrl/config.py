@@ -16,6 +16,7 @@ from lightrl.config_algorithm import UNGROUPED, AlgorithmSection
 from lightrl.config_data import Data, DataSet, resolved
 from lightrl.config_logging import Logging
 from lightrl.config_model import Lora, Model
+from lightrl.config_parallel import why_no_sizes
 from lightrl.config_reward import Reward, with_environment
 from lightrl.config_scale import Offload, Prices, ScaleSection
 from lightrl.config_sections import (
@@ -115,8 +116,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _in_turn(self) -> Self:
-        """Devices that sample and train."""
+        """Devices that sample and train, or those of engines of several sizes."""
         ahead, rule = self.async_.max_staleness, self.offload.rule
+        if problem := why_no_sizes(self.rollout, ahead, self.run.deterministic):
+            raise ValueError(f"rollout.parallel = {list(self.rollout.parallel)}: {problem}")
         if ahead and self.rollout.placement == "shared":
             raise ValueError(
                 f"rollout.placement = 'shared': with async.max_staleness = {ahead} nodes sample "

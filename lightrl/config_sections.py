@@ -23,6 +23,7 @@ class Section(BaseModel):
     )
 
 
+MAX_SLOTS = 1 << 16  # as many as one message can name
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Positive = Annotated[int, Field(gt=0)]
@@ -66,7 +67,7 @@ class Rollout(Section):
     )
     slots: Positive = Field(
         default=64,
-        le=1 << 16,  # as many as one message can name
+        le=MAX_SLOTS,
         description="responses that run at once on a node",
     )
     group_size: Positive = Field(default=8, description="responses sampled for one prompt")
@@ -101,6 +102,11 @@ class Rollout(Section):
         default="own",
         description="shared = the engines that `lightrl up` and the trainers' Slurm jobs start use "
         "the trainer's devices, in turn with it",
+    )
+    parallel: tuple[Positive, ...] = Field(
+        default=(),
+        description="tensor parallel sizes, smallest first: rollout.nodes engines of the first "
+        "and larger ones over the same GPUs take turns between rounds; default: one size",
     )
 
 

@@ -57,6 +57,7 @@ def settings_of(
         scale_drain=config.scale.drain,
         offload=config.offload.rule,
         device_parts=config.device_parts,
+        parallel=r.parallel,
         release_s=RELEASE_GRACES * config.node.grace_s + KILL_S,
     )
 

@@ -13,6 +13,12 @@ from typing import Any
 DEFAULTS = {
     "t0_ms": 0.0,  # of a decode step at batch 1; 0 = no waiting
     "half_batch": 107.0,  # at which a step takes twice t0, as measured on an H100 with a 7B model
+    # of an engine that spans twice as many devices (rollout.parallel): by how much it is faster
+    "faster": 1.4,
+    "prefill_ms": 0.0,  # of a token whose KV is computed anew, as after a preemption
+    "kv_tokens": 0.0,  # that the KV cache of an engine on one device holds; 0 = what slots need
+    # that the weights take the place of: an engine that spans several devices holds them once
+    "weights_kv_tokens": 0.0,
     "mean_length": 0.0,  # of a response, tokens; 0 = always to the length limit
     # of responses that run to the limit whatever mean_length says: a long tail
     "runaway_share": 0.0,
@@ -42,7 +48,20 @@ def arguments(engine_args: Mapping[str, Any]) -> dict[str, float]:
                 f"engine_args.{key} = {value!r}: known are {', '.join(args)}, all numbers"
             )
         args[key] = float(value)
+    if not args["faster"]:
+        raise ValueError("engine_args.faster = 0: twice the devices are so many times as fast")
     return args
+
+
+def kv_capacity(args: Mapping[str, float], size: int) -> int:
+    """Tokens in the KV cache of an engine that spans `size` devices; 0 = what slots need."""
+    alone = args["kv_tokens"]
+    return round(size * alone + (size - 1) * args["weights_kv_tokens"]) if alone else 0
+
+
+def step_factor(args: Mapping[str, float], size: int) -> float:
+    """What a decode step of an engine that spans `size` devices takes, against one of one."""
+    return args["faster"] ** -math.log2(size)
 
 
 def logprobs(digest: str, token_ids: Sequence[int]) -> list[float]:

@@ -70,7 +70,7 @@ from lightrl.message_fields import (
 from lightrl.sharing_messages import Give, Park, Parked, Release, Released, Wake
 from lightrl.trainer_messages import TrainerRelay, TrainerSet
 
-PROTOCOL = 12
+PROTOCOL = 13
 # why a node is refused that was given up while it was silent: it may say hello again
 REJOIN = "rejoin"
 ENDING = "the run is ending"  # and one that comes too late

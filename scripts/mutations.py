@@ -771,7 +771,7 @@ MUTATIONS = [
     Mutation(
         "node of shared devices joins broadcast groups",
         "rollout/agent.py",
-        "                    if not self._shares:",
+        "                    if not self._takes_turns:",
         "                    if True:",
         ("tests/daemon/test_release.py",),
     ),
@@ -981,8 +981,8 @@ MUTATIONS = [
     Mutation(
         "all engines of a Slurm job share the first GPUs",
         "launch/slurm/sharing.py",
-        'self._gpus.options(f"rollout-{k}")',
-        'self._gpus.options("rollout-0")',
+        'trainer, *gpus.options(f"rollout-{k}")',
+        'trainer, *gpus.options("rollout-0")',
         tests=("tests/slurm/test_sharing.py",),
     ),
     Mutation(
@@ -2481,8 +2481,8 @@ MUTATIONS = [
     Mutation(
         "an engine wakes while one of another size still has its devices",
         "core/engine_sizes.py",
-        "        if all(n.is_asleep for n in nodes if n.parallel != self.size):\n",
-        "        if all(n.state not in AWAKE for n in nodes if n.parallel != self.size):\n",
+        "        if all(n.is_asleep for n in nodes if n.parallel != size):\n",
+        "        if all(n.state not in AWAKE for n in nodes if n.parallel != size):\n",
     ),
     Mutation(
         "the size is decided before all have told what they preempted",
@@ -2493,7 +2493,69 @@ MUTATIONS = [
     Mutation(
         "nobody does the work if no engine of the size is left",
         "core/engine_sizes.py",
-        "            self.size, self._none_since = size, None\n\n\ndef",
-        "            self._none_since = None\n\n\ndef",
+        'those of {size} work")\n            self._take(size)\n',
+        'those of {size} work")\n            self._none_since = None\n',
+    ),
+    Mutation(
+        "engines of all sizes start at once",
+        "core/engine_sizes.py",
+        "        return max(sizes, default=0)\n",
+        "        return 0 * max(sizes, default=0)\n",
+    ),
+    Mutation(
+        "an engine is started while others sample on its devices",
+        "core/engine_sizes.py",
+        "        if is_open and any(n.state is NodeState.READY for n in nodes):\n",
+        "        if is_open and not nodes:\n",
+    ),
+    Mutation(
+        "an engine that does not come up is told to start for ever",
+        "core/engine_sizes.py",
+        "        self._started[node.name] = node.incarnation\n",
+        "        self._started[node.name] = 0\n",
+    ),
+    Mutation(
+        "preemptions of a size that sleeps count for the round at hand",
+        "core/engine_sizes.py",
+        "        if self._open is None or node.parallel == self._open.size:  # else of a round before\n",
+        "        if True:\n",
+    ),
+    Mutation(
+        "who has grown out of the cache is computed anew for nothing",
+        "core/round_time.py",
+        "            self._waiting.appendleft((held, last.until - self._clock))\n",
+        "            self._waiting.appendleft((0, last.until - self._clock))\n",
+    ),
+    Mutation(
+        "a round is as long as that of an engine without the longest response",
+        "core/round_time.py",
+        "    mine = sorted(lengths, reverse=True)[:: engines.count]\n",
+        "    mine = sorted(lengths)[:: engines.count]\n",
+    ),
+    Mutation(
+        "what rounds take beyond what is expected is forgotten",
+        "core/planner.py",
+        "expected_s[size] + over.get(near[size], 0.0))",
+        "expected_s[size])",
+    ),
+    Mutation(
+        "engines of several sizes are paid for as often as there are sizes",
+        "core/scaling.py",
+        "- fleet.num_preemptible - sharing - self._num_larger\n",
+        "- fleet.num_preemptible - sharing\n",
+    ),
+    Mutation(
+        "engines of several sizes get memory as if none of them slept",
+        "devices/assign.py",
+        "    awake = 1 if wanted.asleep else len(on.engines)  # at once\n",
+        "    awake = len(on.engines)\n",
+        ("tests/devices/test_assign.py",),
+    ),
+    Mutation(
+        "an emulated engine never preempts",
+        "engine/emulated_cache.py",
+        "        while held > self.capacity:\n",
+        "        while held > 99 * self.capacity:\n",
+        ("tests/engine/test_step_costs.py",),
     ),
 ]

@@ -210,6 +210,38 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
         ),
         ({"train": {"devices": [0, 0], "ranks": 2}}, ("train.devices = [0, 0]", "GPU 0 twice")),
         ({"rollout": {"devices": [2, 1, 2]}}, ("rollout.devices = [2, 1, 2]", "GPU 2 twice")),
+        *(
+            ({"rollout": {"engine": "emulated", "nodes": 4, "slots": 8} | changes}, lines)
+            for changes, lines in (
+                ({"parallel": [2]}, ("rollout.parallel = [2]", "one size takes no turns")),
+                ({"parallel": [1, 3]}, ("rollout.parallel = [1, 3]", "powers of two")),
+                ({"parallel": [2, 1]}, ("rollout.parallel = [2, 1]", "larger than the one before")),
+                ({"parallel": [1, 8]}, ("rollout.nodes = 4, the engines of 1", "multiple of 8")),
+                ({"parallel": [1, 2], "nodes": 0}, ("rollout.nodes = 0", "multiple of 2")),
+                ({"parallel": [1, 2], "engine": "torch"}, ("'vllm' or 'emulated'", "not 'torch'")),
+                ({"parallel": [1, 2], "engine": "auto"}, ("'vllm' or 'emulated'", "not 'auto'")),
+                ({"parallel": [1, 4], "slots": 20000}, ("4 times rollout.slots = 20000", "65536")),
+                ({"parallel": [1, 2], "devices": [0, 1]}, ("take 4 GPUs", "names 2")),
+                (
+                    {"parallel": [1, 2], "engine_args": {"tensor_parallel_size": 2}},
+                    ("in conflict with tensor_parallel_size of rollout.engine_args",),
+                ),
+                (
+                    {"parallel": [1, 2], "placement": "shared"},
+                    ("rollout.placement = 'shared' with the trainer; leave one of them out",),
+                ),
+            )
+        ),
+        (
+            {"rollout": {"engine": "emulated", "parallel": [1, 2], "nodes": 2}}
+            | {"async": {"max_staleness": 1}},
+            ("rollout.parallel = [1, 2]", "async.max_staleness = 1", "leave one of them out"),
+        ),
+        (
+            {"rollout": {"engine": "vllm", "parallel": [1, 2], "nodes": 2}}
+            | {"run": {"deterministic": True}},
+            ("rollout.parallel = [1, 2]", "run.deterministic", "leave one of them out"),
+        ),
         (
             {"rollout": {"placement": "shared", "nodes": 0}},
             ("rollout.placement = 'shared'", "rollout.nodes = 0"),

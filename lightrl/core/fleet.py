@@ -102,7 +102,7 @@ class Fleet:
             name=hello.node,
             incarnation=hello.incarnation,
             roles=hello.roles,
-            slots=hello.slots or self._settings.slots,
+            slots=hello.slots or self._settings.slots_of(hello.parallel),
             heard_at=now,
             pid=hello.pid,
             host=hello.host,

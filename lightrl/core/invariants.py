@@ -164,7 +164,7 @@ def _sizes(core: "Coordinator") -> None:
         if node.state is NodeState.RELEASED:
             _require(not node.running, f"{node.name} sleeps and runs something")
             _require(node.is_asleep, f"{node.name} sleeps and is awake")
-    if core.fleet.published is None or core.ending.has_begun:
+    if core.ending.has_begun:
         return
     for node in nodes.values():
         rests = node.state in {*RESTING, NodeState.DRAINING}

@@ -17,8 +17,10 @@ is faster without any preemption. So where nothing is preempted, and half the si
 there is none, twice the size is tried for a round, and kept if it is faster.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 MORE_PREEMPTIONS = 1.05  # than in the last round of the kind: twice the size
 QUIET_ROUNDS = 4  # without any: half the size
@@ -26,6 +28,11 @@ KV_SHARE = 0.95  # of the caches that may be planned with
 SLOWER = 1.02  # seconds for a token, against another size: it is slower
 TRIED_AGAIN = 32  # rounds of the kind after which a size that was slower may be tried once more
 CHANCES = 2  # rounds in which a size must have been slower: the first may be slow for other reasons
+LEAST = 0.5  # of what is expected, a round takes
+# A size is tried if it is expected to take no more than the fastest and this share of what is
+# unexplained, at most so much more.
+UNSURE, MOST_TRIED = 0.25, 0.1
+BELIEVED = 0.5  # of the last round, against those before
 REMEMBERED = 3  # rounds; the fastest of them counts, since something may always come in between
 
 
@@ -43,6 +50,11 @@ class PlannedRound:
     num_tokens: int
     # the most that its responses held at once, prompts included
     kv_tokens: int
+    # of some of its responses, longest first, and how many there were
+    lengths: tuple[int, ...] = ()
+    num_responses: int = 0
+    # what one with these lengths takes by the engines' own costs, 0 = they do not say
+    expected_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -61,6 +73,11 @@ class KindMemory:
     )
     # the size before this one, which is tried only; 0 = it is not
     tried_from: int = 0
+    # of the last round, see `PlannedRound`
+    lengths: tuple[int, ...] = ()
+    num_responses: int = 0
+    # by size: seconds that the last rounds took beyond what was expected of them
+    over: dict[int, float] = field(default_factory=dict[int, float])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +106,19 @@ class Planner:
         self._kinds: dict[str, KindMemory] = {}
         self._caches: dict[int, int] = {}
 
-    def size_for(self, kind: str, foreseen_kv: float = 0.0) -> int:
+    def size_for(
+        self,
+        kind: str,
+        foreseen_kv: float = 0.0,
+        expected_s: Mapping[int, float] = MappingProxyType({}),
+    ) -> int:
         """Of the engines of the next round, of this kind. `foreseen_kv`: the most that its
-        responses will hold at once, as far as that is foreseen; it counts until one was seen."""
+        responses will hold at once, as far as that is foreseen; it counts until one was seen.
+        `expected_s`: what it takes engines of each size, if all of them have said what their steps
+        cost; then that decides."""
         memory = self._kinds.get(kind)
+        if expected_s:
+            return self._fastest(memory, expected_s)
         size = memory.size if memory is not None else self._sizes[0]
         needed = memory.kv_tokens if memory is not None else foreseen_kv
         larger = self._with_room(size, needed)
@@ -106,6 +132,13 @@ class Planner:
         memory.num_rounds += 1
         memory.kv_tokens = round.kv_tokens
         self._time(memory, round)
+        memory.lengths, memory.num_responses = round.lengths, round.num_responses
+        if round.expected_s and round.seconds > 0:
+            over = round.seconds - round.expected_s
+            before = memory.over.get(round.size, over)
+            memory.over[round.size] = BELIEVED * over + (1 - BELIEVED) * before
+            memory.preemptions, memory.quiet, memory.tried_from = round.preemptions, 0, 0
+            return  # what it takes decides, not the rule
         grows = round.preemptions > MORE_PREEMPTIONS * memory.preemptions
         memory.quiet = 0 if round.preemptions else memory.quiet + 1
         memory.preemptions = round.preemptions
@@ -128,7 +161,10 @@ class Planner:
     # What outlives the coordinator
 
     def memory(self) -> PlannerMemory:
-        kinds = {kind: replace(m, pace=dict(m.pace)) for kind, m in self._kinds.items()}
+        kinds = {
+            kind: replace(m, pace=dict(m.pace), over=dict(m.over))
+            for kind, m in self._kinds.items()
+        }
         return PlannerMemory(kinds, dict(self._caches))
 
     def recall(self, known: PlannerMemory) -> None:
@@ -139,7 +175,35 @@ class Planner:
         self._kinds = {k: m for k, m in copy.kinds.items() if m.size in self._sizes}
         self._caches = {size: n for size, n in copy.caches.items() if size in self._sizes}
 
+    def lengths(self, kind: str) -> tuple[tuple[int, ...], int]:
+        """Of the last round of the kind, see `PlannedRound`; none before the first."""
+        memory = self._kinds.get(kind)
+        return (memory.lengths, memory.num_responses) if memory is not None else ((), 0)
+
     # Decisions
+
+    def _fastest(self, memory: KindMemory | None, expected_s: Mapping[int, float]) -> int:
+        """The one that is expected to be fastest; not another one than before, unless that saves
+        something. What rounds of the kind took beyond that, for scoring and the like, they will
+        take at other sizes, too. If so much is unexplained that one of these may be the fastest in
+        truth, it is tried for a round, which costs little."""
+        over = memory.over if memory is not None else {}
+        near = {
+            s: min(over, key=lambda t: (abs(math.log(t / s)), t), default=0) for s in expected_s
+        }
+
+        def seconds(size: int) -> float:
+            return max(LEAST * expected_s[size], expected_s[size] + over.get(near[size], 0.0))
+
+        best = min(expected_s, key=lambda size: (seconds(size), size))
+        if memory is None or memory.size not in expected_s:
+            return best
+        share = abs(over.get(near[best], 0.0)) / seconds(best)
+        most = seconds(best) * (1 + min(MOST_TRIED, UNSURE * share))
+        untried = [s for s in expected_s if s not in over and seconds(s) < most]
+        if untried:
+            return min(untried, key=lambda size: (seconds(size), size))
+        return best if seconds(memory.size) > SLOWER * seconds(best) else memory.size
 
     def _grow(self, memory: KindMemory) -> None:
         larger = self._above(memory.size)

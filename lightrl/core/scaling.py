@@ -78,10 +78,16 @@ class Scaling:
     @property
     def num_reserved(self) -> int:
         """Nodes that are paid for, but for preemptible ones: who shares the devices of a trainer
-        node is paid for with that."""
+        node is paid for with that, and so are engines that lie over the devices of smaller ones."""
         fleet = self._fleet
         sharing = sum(not node.is_preemptible for node in fleet.devices.nodes.values())
-        return len(fleet.nodes) - fleet.num_preemptible - sharing
+        return len(fleet.nodes) - fleet.num_preemptible - sharing - self._num_larger
+
+    @property
+    def _num_larger(self) -> int:
+        """Engines over the devices of others: what the smallest do, they do in their place."""
+        least = min(self._settings.parallel, default=0)
+        return sum(n.parallel > least for n in self._fleet.devices.parallel.values())
 
     # What steps are like
 
@@ -181,6 +187,7 @@ class Scaling:
             return None
         nodes = self._fleet.nodes.values()
         samplers = sum("rollout" in n.roles and not n.is_preemptible for n in nodes)
+        samplers -= self._num_larger
         of_run = self.num_reserved, self._settings.prices
         return Forecast(learned.engine, learned.kinds, samplers, *of_run, *self._turns)
 

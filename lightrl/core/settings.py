@@ -98,6 +98,11 @@ class Settings:
     # devices of an engine, of each of the sizes that take turns; the first begins. () = one size
     parallel: tuple[int, ...] = ()
 
+    def slots_of(self, parallel: int) -> int:
+        """Of a node that does not say how many it has: `slots` is what an engine of the first size
+        has, and a larger one stands for several."""
+        return self.slots * max(1, parallel // self.parallel[0]) if self.parallel else self.slots
+
     @property
     def prompts_launched(self) -> int:
         """Prompts of a short round."""

@@ -52,6 +52,15 @@ def require_shared(config: Config, shares: str) -> None:
         )
 
 
+def require_size(config: Config, parallel: int) -> None:
+    """Raises ConfigError if the node has an engine of a size that is none of this run's."""
+    if parallel and parallel not in config.rollout.parallel:
+        raise ConfigError(
+            f"--parallel {parallel}: engines of this run take turns in these sizes: "
+            f"rollout.parallel = {list(config.rollout.parallel)}"
+        )
+
+
 def is_same_config(one: Config | None, other: Config) -> bool:
     """Whether a node may go on with `one` where the coordinator has `other` now: a run that is
     resumed may name its directory otherwise, which lies on the coordinator's machine."""

@@ -58,6 +58,8 @@ class DaemonOptions:
     shares: str = ""
     # which part of those
     part: int = 0
+    # devices of its engine, which takes turns with engines of other sizes; 0 = it takes no turns
+    parallel: int = 0
 
 
 def run(options: DaemonOptions) -> int:
@@ -132,6 +134,7 @@ def _worker(options: DaemonOptions, address: str, is_alone: bool) -> "Worker | N
         is_preemptible=options.is_preemptible,
         shares=options.shares,
         part=options.part,
+        parallel=options.parallel,
     )
 
 

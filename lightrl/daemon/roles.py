@@ -18,7 +18,7 @@ from lightrl.broadcast_messages import (
     VersionTaken,
 )
 from lightrl.config import Config
-from lightrl.daemon.admission import require_shared, write_model_files
+from lightrl.daemon.admission import require_shared, require_size, write_model_files
 from lightrl.daemon.weights import MachineWeights
 from lightrl.devices.assign import CPU, Assignment
 from lightrl.messages import (
@@ -58,10 +58,11 @@ class Roles:
         drain: Callable[[str], None],
         rejoin: Callable[[], None],
         shares: str = "",
+        parallel: int = 0,
     ) -> None:
         """`coordinator` is its address; `send`, `on_restart`, `relay` and `rejoin` are as
-        `RolloutAgent` and `Trainer` want them, `drain` as `TrainerNode` does. `shares`: the trainer
-        node whose devices the engine uses."""
+        `RolloutAgent` and `Trainer` want them, `drain` as `TrainerNode` does. `shares` and
+        `parallel` are those of the hello."""
         self._node = node
         self._names = names
         self._coordinator = coordinator
@@ -72,6 +73,7 @@ class Roles:
         self._drain = drain
         self._rejoin = rejoin
         self._shares = shares
+        self._parallel = parallel
         self._rollout: RolloutAgent | None = None
         self._trainer: Trainer | TrainerNode | None = None
         self._tasks: dict[Role, asyncio.Task[None]] = {}
@@ -116,6 +118,7 @@ class Roles:
     ) -> None:
         if "rollout" in self._names:
             require_shared(config, self._shares)
+            require_size(config, self._parallel)
             model_dir = scratch / "model"
             write_model_files(model_dir, model_files)
             self._rollout = RolloutAgent(
@@ -131,6 +134,7 @@ class Roles:
                 gpus.engines[0] if gpus.engines else CPU,
                 self._shares,
                 self._rejoin,
+                self._parallel,
             )
             self._tasks["rollout"] = tasks.create_task(self._rollout.run(), name="rollout")
         if "trainer" in self._names:

@@ -29,6 +29,7 @@ from lightrl.daemon.state import AWAITS_ANSWER, EDGES, ConnectionEvent, Connecti
 from lightrl.daemon.weights import MachineWeights, machine_weights, version_bytes
 from lightrl.devices.assign import Assignment, Part
 from lightrl.devices.plan import for_daemon
+from lightrl.devices.sizes import slots_of
 from lightrl.errors import LightRLError, PeerUnreachable, first_error
 from lightrl.message_fields import MAX_TEXT
 from lightrl.messages import (
@@ -75,11 +76,11 @@ class Worker:
         is_preemptible: bool = False,
         shares: str = "",
         part: int = 0,
+        parallel: int = 0,
     ) -> None:
         """`is_alone`: this process has no other purpose, and may end when a role cannot be ended.
-        `gpus`: of its ranks, or of its engine; None: the driver is asked. `is_preemptible`: this
-        machine may be taken away at any moment. `shares`: the trainer node whose devices its engine
-        uses in turn with it, `part` which of them."""
+        `gpus`: of its ranks, or of its engine; None: the driver is asked. All after that are said
+        in its hello."""
         self._name = name
         self._role_names = roles
         self._address = address
@@ -97,10 +98,11 @@ class Worker:
             is_preemptible=is_preemptible,
             shares=shares,
             part=part,
-            is_released=bool(shares),
+            is_released=bool(shares or parallel),
+            parallel=parallel,
         )
         callbacks = (self._send, self._restarted, self._relay, self.drain, self._rejoin)
-        self._roles = Roles(name, roles, address, run_dir, *callbacks, shares)
+        self._roles = Roles(name, roles, address, run_dir, *callbacks, shares, parallel)
         self._weights: MachineWeights | None = None  # while it takes part
         self._link: Link | None = None
         self._state = ConnectionState.OUT_OF_TOUCH
@@ -285,14 +287,12 @@ class Worker:
                     return message, messages[i + 1 :]
 
     async def _find_gpus(self, config: Config, model_files: dict[str, bytes]) -> Assignment:
-        """For its ranks and its engine. Raises ConfigError, one line, if there is no room for
-        them."""
+        """For its ranks and its engine. Raises ConfigError, one line, if there is no room."""
         if self._gpus is not None:
             return Assignment(self._gpus.tokens, (self._gpus,))
-        has_coordinator = not self._is_alone
-        of_this = (self._role_names, model_files, self._hello.slots, has_coordinator)
-        find = partial(for_daemon, config, *of_this, bool(self._hello.shares))
-        # nvidia-smi takes a second
+        said = self._hello
+        of_this = (self._role_names, model_files, said.slots, not self._is_alone)
+        find = partial(for_daemon, config, *of_this, bool(said.shares), said.parallel)
         found = await retry_on_resource_limit(
             lambda: in_thread(find), "the search for devices", logger.warning
         )
@@ -333,7 +333,7 @@ class Worker:
         self._heard_at = time.monotonic()
         try:
             async with asyncio.TaskGroup() as tasks:
-                slots = self._hello.slots or config.rollout.slots
+                slots = self._hello.slots or slots_of(config, self._hello.parallel)
                 self._roles.start(tasks, config, model_files, slots, scratch, self._weights, gpus)
                 for message in early:
                     self._handle(message)

@@ -54,6 +54,11 @@ class Wanted:
     least: int = 0
     # gpu_memory_utilization of rollout.engine_args
     utilization: float | None = None
+    # sizes of engines that take turns over the same GPUs; `engines` counts those of the first. () =
+    # one size
+    parallel: tuple[int, ...] = ()
+    # engines that sleep on each GPU of one that is awake
+    asleep: int = 0
     # engines use the ranks' devices in turn with them; without ranks here, those of others
     is_shared: bool = False
 
@@ -117,6 +122,7 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
     if machine.problem:
         if machine.gpus or named:
             raise ConfigError(f"{machine.problem} (set CUDA_VISIBLE_DEVICES= to use the CPU only)")
+        _require_one_size(wanted)
         return Assignment(notes=(f"no GPU is used: {machine.problem}",))
     devices = visible(machine, environ)
     if not devices:
@@ -126,6 +132,7 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
             why = f"CUDA_VISIBLE_DEVICES = {environ.get(VISIBLE, '')!r} leaves none"
         if named:
             raise ConfigError(f"{key}: names GPUs, but {why}")
+        _require_one_size(wanted)
         return Assignment(notes=(f"no GPU is used: {why}",) if machine.gpus else ())
     ranks = _of_ranks(devices, wanted)
     if wanted.is_shared:
@@ -147,7 +154,8 @@ def assign(machine: Machine, environ: Mapping[str, str], wanted: Wanted) -> Assi
         share = f", gpu_memory_utilization = {shares[k]:g}" if shares[k] < 1 else ""
         turn = ", in turn with training ranks" if wanted.is_shared else ""
         labels = ", ".join(devices[d].label for d in group)
-        notes.append(f"engine {k}: {labels}{turn}{share}")
+        size = f" of {len(group)}, in turn with others" if wanted.asleep else ""
+        notes.append(f"engine {k}{size}: {labels}{turn}{share}")
     parts = [
         Part(tuple(devices[d].token for d in group), shares[k] if shares[k] < 1 else 0.0)
         for k, group in enumerate(engines)
@@ -185,8 +193,10 @@ def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -
     turn."""
     if not wanted.engines:
         return []
-    size = wanted.per_engine
     _require_there("rollout.devices", wanted.rollout_devices, devices)
+    if wanted.parallel:
+        return _of_all_sizes(devices, ranks, wanted)
+    size = wanted.per_engine
     if wanted.rollout_devices:
         groups = _grouped(wanted.rollout_devices, size)
     else:
@@ -200,6 +210,30 @@ def _of_engines(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -
     if size > 1 and any(devices[d].is_slice for group in groups for d in group):
         raise ConfigError("an engine cannot span MIG slices: leave tensor_parallel_size at 1")
     return [groups[k % len(groups)] for k in range(wanted.engines)]
+
+
+def _of_all_sizes(devices: tuple[Device, ...], ranks: list[int], wanted: Wanted) -> list[list[int]]:
+    """Those of the smallest size first; all sizes over the same GPUs, beside the ranks."""
+    needed = wanted.engines * wanted.parallel[0]
+    free = (d for d in range(len(devices)) if d not in ranks)
+    mine = list(wanted.rollout_devices or free)
+    if len(mine) < needed:
+        beside = f" beside {_ranks(wanted)}" if ranks and not wanted.rollout_devices else ""
+        raise ConfigError(
+            f"rollout.parallel: {wanted.engines} engines of {wanted.parallel[0]} "
+            f"(rollout.nodes) take {needed} GPUs, and {len(mine)} can be used here{beside}"
+        )
+    if any(devices[d].is_slice for d in mine[:needed]):
+        raise ConfigError("rollout.parallel: an engine cannot span MIG slices; leave it out")
+    return [group for size in wanted.parallel for group in _grouped(mine[:needed], size)]
+
+
+def _require_one_size(wanted: Wanted) -> None:
+    if wanted.asleep:
+        raise ConfigError(
+            "rollout.parallel: its engines span several GPUs, and no GPU can be used here; leave "
+            "it out"
+        )
 
 
 def _of_shared_engines(
@@ -257,7 +291,7 @@ def _users(ranks: list[int], engines: list[list[int]]) -> dict[int, _Users]:
 def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     """The share of a device's memory for each engine on it, 1 = what the engine takes by itself;
     how it comes about. Raises TooLittleMemory."""
-    is_shared = len(on.engines) + len(on.ranks) > 1
+    is_shared = len(on.engines) + len(on.ranks) + wanted.asleep > 1
     if device.total is None or device.free is None or (on.ranks and not wanted.rank_items):
         return _divided_blindly(device, on, wanted) if is_shared and on.engines else (1.0, "")
     held = f"{device.label} has {gib(device.free)} free of {gib(device.total)}"
@@ -272,36 +306,42 @@ def _share(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
         return 1.0, ""
     if wanted.is_shared:
         rank = int(STARTED)  # what one keeps that is parked
-    left = device.free - rank
-    each = left / len(on.engines) / device.total
+    left = device.free - rank - int(STARTED) * wanted.asleep
+    awake = 1 if wanted.asleep else len(on.engines)  # at once
+    each = left / awake / device.total
+    minus = _minus(rank) + (
+        f" - {gib(STARTED * wanted.asleep)} of engines asleep" if wanted.asleep else ""
+    )
+    turns = " that take turns" if wanted.asleep else ""
     spare = max(SPARE, STARTED / device.total)
     if (share := wanted.utilization) is not None:
         if share > each:
             raise TooLittleMemory(
-                f"{held}{_minus(rank)}: gpu_memory_utilization = {share:g} for {_engines(on)} is "
+                f"{held}{minus}: gpu_memory_utilization = {share:g} for {_engines(on)} is "
                 f"more than that; {_floor(each):g} is possible"
             )
     elif not is_shared and each >= ALONE + spare:
         return 1.0, ""
     else:
-        share = _floor(min(each - spare, (ALONE - rank / device.total) / len(on.engines) - SPARE))
+        share = _floor(min(each - spare, (ALONE - rank / device.total) / awake - SPARE))
     if share * device.total < wanted.least:
         raise TooLittleMemory(
-            f"{held}{_minus(rank)}; an engine needs {gib(wanted.least)} and would get "
+            f"{held}{minus}; an engine needs {gib(wanted.least)} and would get "
             f"{gib(max(0.0, share) * device.total)}: {_remedy(on)}"
         )
     if not is_shared and wanted.utilization is not None:
         return 1.0, ""  # as the config has it
     return share, (
-        f"{held}{_minus(rank)} = {gib(left)} for {_engines(on)}: gpu_memory_utilization = "
+        f"{held}{minus} = {gib(left)} for {_engines(on)}{turns}: gpu_memory_utilization = "
         f"{share:g} each, which is {gib(share * device.total)}"
     )
 
 
 def _divided_blindly(device: Device, on: _Users, wanted: Wanted) -> tuple[float, str]:
     others = 0 if wanted.is_shared else len(on.ranks)
+    awake = 1 if wanted.asleep else len(on.engines)
     share = wanted.utilization or _floor(
-        (0.9 - 0.05 * wanted.is_shared) / (len(on.engines) + others)
+        (0.9 - 0.05 * (wanted.is_shared + wanted.asleep)) / (awake + others)
     )
     return (
         share,

@@ -13,6 +13,7 @@ from lightrl.config import Config
 from lightrl.devices import memory
 from lightrl.devices.assign import Assignment, TooLittleMemory, Wanted, arithmetic, assign
 from lightrl.devices.driver import Machine, look
+from lightrl.devices.sizes import describe_sizes, slots_of
 from lightrl.errors import ConfigError
 from lightrl.messages import Role
 
@@ -21,10 +22,15 @@ PAUSE_S = 1.0
 
 
 def wanted(
-    config: Config, ranks: int, engines: int, shape: memory.Shape | None = None, slots: int = 0
+    config: Config,
+    ranks: int,
+    engines: int,
+    shape: memory.Shape | None = None,
+    slots: int = 0,
+    parallel: tuple[int, ...] = (),
 ) -> Wanted:
     """`ranks` and `engines`: how many of them are to run here. `slots`: of this node, 0 = as
-    configured."""
+    configured. `parallel`: sizes of these engines, if they take turns with those of others."""
     train, rollout = config.train, config.rollout
     if train.engine == "emulated":
         ranks = 0
@@ -35,8 +41,10 @@ def wanted(
     least = 0
     if shape is not None:
         items = rank_items(config, shape)
-        least = memory.engine_bytes(
-            shape, slots or rollout.slots, config.max_model_length, config.gpus_per_engine
+        of_sizes = {k: slots or slots_of(config, k) for k in parallel}
+        least = max(
+            memory.engine_bytes(shape, num, config.max_model_length, size)
+            for size, num in (of_sizes or {config.gpus_per_engine: slots or rollout.slots}).items()
         )
         kv = args.get("kv_cache_memory_bytes") or rollout.kv_cache_gib * memory.GIB
         least += int(kv) if isinstance(kv, int | float) else 0
@@ -51,6 +59,7 @@ def wanted(
         rank_bytes=memory.trainer_bytes(items),
         least=least,
         utilization=float(utilization) if isinstance(utilization, int | float) else None,
+        asleep=len(rollout.parallel) - 1 if parallel and engines else 0,
     )
 
 
@@ -95,14 +104,15 @@ def _here(config: Config, roles: Sequence[Role], slots: int) -> tuple[memory.Sha
 def _of_run(config: Config) -> tuple[memory.Shape | None, Wanted]:
     shape = memory.shape_of_folder(Path(config.model.path))
     train = config.train
-    some = wanted(config, train.world, config.rollout.nodes, shape)
+    sizes = config.rollout.parallel
+    some = wanted(config, train.world, config.rollout.nodes, shape, parallel=sizes)
     if train.nodes > 1 and some.train_devices:
         raise ConfigError(
             f"train.devices = {list(train.devices)}: are those of each of {train.nodes} trainer "
             "nodes, and all of them are started here: leave it out"
         )
     is_shared = config.rollout.placement == "shared"
-    return shape, replace(some, trainers=train.nodes, is_shared=is_shared)
+    return shape, replace(some, trainers=train.nodes, is_shared=is_shared, parallel=sizes)
 
 
 def for_daemon(
@@ -112,14 +122,19 @@ def for_daemon(
     slots: int,
     has_coordinator: bool,
     is_shared: bool = False,
+    parallel: int = 0,
 ) -> Assignment:
     """Of one daemon that is alone on its machine, as far as it knows, or whose GPUs are those of
-    another node's ranks. Blocks; raises ConfigError."""
+    another node's ranks or, with `parallel` of them, of engines of other sizes. Blocks; raises
+    ConfigError."""
     shape = memory.shape_of_file(model_files.get("config.json", b""))
     ranks = config.train.ranks if "trainer" in roles else 0
-    some = wanted(config, ranks, int("rollout" in roles), shape, slots)
+    sizes = (parallel,) if parallel else ()
+    some = wanted(config, ranks, int("rollout" in roles), shape, slots, sizes)
     if not has_coordinator:  # rollout.devices is about the machine where the run was started
-        some = replace(some, rollout_devices=(), is_shared=is_shared)
+        some = replace(some, rollout_devices=(), is_shared=is_shared or bool(parallel))
+    if parallel:
+        some = replace(some, per_engine=parallel)
     return _patiently(some)
 
 
@@ -129,6 +144,14 @@ def for_trainer_node(config: Config, engines: int) -> Assignment:
     shape = memory.shape_of_folder(Path(config.model.path))
     some = wanted(config, config.train.ranks, engines, shape)
     return _patiently(replace(some, is_shared=True))
+
+
+def for_sizes(config: Config) -> Assignment:
+    """Of the engines of all sizes of a run, beside one trainer node, in a Slurm job of these.
+    Blocks; raises ConfigError, one line."""
+    shape, sizes = memory.shape_of_folder(Path(config.model.path)), config.rollout.parallel
+    some = wanted(config, config.train.ranks, config.rollout.nodes, shape, parallel=sizes)
+    return _patiently(replace(some, parallel=sizes))
 
 
 def engines_of(config: Config, node: int) -> int:
@@ -157,7 +180,7 @@ def describe(config: Config, roles: Sequence[Role] = (), slots: int = 0) -> list
     Raises ConfigError as `for_run`."""
     shape, some = _here(config, roles, slots)
     found = assign(look(), os.environ, some)
-    nodes = [] if roles else [*_nodes(config), *_shared(config, found)]
+    nodes = [] if roles else [*_nodes(config), *_shared(config, found), *describe_sizes(config)]
     lines = [*nodes, *found.notes] or ["no GPU here: everything runs on the CPU"]
     if config.train.engine == "emulated" or (roles and "trainer" not in roles):
         return lines

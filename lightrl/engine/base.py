@@ -68,10 +68,13 @@ class EngineSpec:
     canary: float | None = None
     # versions are adapters, each beside the same base
     lora: LoraSpec | None = None
-    # training ranks use its devices in turn with it: it can give them back and go on
+    # training ranks, or engines of other sizes, use its devices in turn with it: it can give them
+    # back and go on
     can_sleep: bool = False
     # texts that end a response, beside the stop tokens
     stop: tuple[str, ...] = ()
+    # devices that it spans, where engines of several sizes take turns; 0 = by engine_args
+    parallel: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lightrl.emulation import arguments, logprobs
+from lightrl.emulation import arguments, kv_capacity, logprobs, step_factor
 from lightrl.engine.base import Delta, EngineSpec, JoinGroup, ReceiveWeights
+from lightrl.engine.emulated_cache import EmulatedCache
 from lightrl.engine.requests import Running, accept, check_text, vocabulary_size
 from lightrl.engine.sampling import uniform, uniforms
 from lightrl.errors import EngineError, WeightsError
@@ -39,10 +40,18 @@ class EmulatedEngine:
             args = arguments(spec.engine_args)
         except ValueError as e:
             raise EngineError(str(e)) from None
-        self._t0_s, self._half_batch = args["t0_ms"] / 1000, args["half_batch"] or math.inf
+        size = max(1, spec.parallel)
+        factor = step_factor(args, size) / 1000
+        self._t0_s, self._half_batch = args["t0_ms"] * factor, args["half_batch"] or math.inf
         self._mean_length, self._runaway_share = args["mean_length"], args["runaway_share"]
         self._vocabulary = vocabulary_size(Path(spec.model_dir))
         self._max_length, self._slots = spec.max_model_length, spec.slots
+        self._cache = EmulatedCache(kv_capacity(args, size), args["prefill_ms"] * factor)
+        if 0 < self._cache.capacity < self._max_length:
+            raise EngineError(
+                f"engine_args.kv_tokens: a cache of {self._cache.capacity} tokens does not hold "
+                f"one sequence of {self._max_length}"
+            )
         self._score_error, self._load_s = args["score_error"], args["load_ms"] / 1000
         self._sleep_s, self._wake_s = args["sleep_ms"] / 1000, args["wake_ms"] / 1000
         self._freed_bytes = round(args["sleep_mb"] * 1_000_000)
@@ -64,12 +73,12 @@ class EmulatedEngine:
         self._running = [r for r in self._running if r.response != response]
 
     def step(self) -> list[Delta]:
-        while self._waiting and len(self._running) < self._slots:
-            self._running.append(self._waiting.popleft())
+        prefill_s = self._cache.schedule(self._running, self._waiting, self._slots)
         if not self._running:
             return []
-        if self._t0_s:
-            time.sleep(self._t0_s * (1 + len(self._running) / self._half_batch))
+        if self._t0_s or prefill_s:
+            step_s = self._t0_s * (1 + len(self._running) / self._half_batch)
+            time.sleep(prefill_s + step_s)
         seeds = np.array([r.seed ^ self._salt for r in self._running], np.uint64)
         positions = np.array([len(r.tokens) for r in self._running], np.int64)
         noise = uniforms(seeds, positions)
@@ -118,7 +127,12 @@ class EmulatedEngine:
 
     def load(self) -> Load:
         used = sum(len(r.tokens) for r in self._running)
-        return Load(len(self._running), len(self._waiting), used / (self._slots * self._max_length))
+        cache = self._cache
+        usage = used / (cache.capacity or self._slots * self._max_length)
+        return Load(
+            *(len(self._running), len(self._waiting), usage, cache.num_preemptions),
+            kv_tokens=cache.capacity,
+        )
 
     def close(self) -> None:
         self._waiting.clear()

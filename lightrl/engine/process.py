@@ -11,7 +11,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from lightrl.engine.base import (
@@ -34,8 +34,10 @@ from lightrl.engine.base import (
     Wake,
 )
 from lightrl.engine.inbox import EnginePipe, Inbox
+from lightrl.engine.step_costs import measure
 from lightrl.engine.stop_strings import with_stop_strings
 from lightrl.errors import EngineError, EngineUnusable, LightRLError
+from lightrl.load_messages import StepCosts
 from lightrl.messages import Abort, Canary, FinishReason, Generate, Load, ResponseTokens, TokenChunk
 from lightrl.system.child import Pipe
 from lightrl.system.imports import importing
@@ -60,7 +62,9 @@ def main(sock: socket.socket) -> None:
             raise SystemExit(f"first command must be EngineSpec, not {type(spec).__name__}")
         started = time.perf_counter()
         try:
-            engine = with_stop_strings(build_engine(spec), spec)
+            engine = build_engine(spec)
+            costs = measure(engine, spec) if spec.parallel else None
+            engine = with_stop_strings(engine, spec)
         except LightRLError as e:
             pipe.send(EngineFailed(str(e), is_unusable=isinstance(e, EngineUnusable)))
             logger.error("%s", e)
@@ -70,7 +74,7 @@ def main(sock: socket.socket) -> None:
         gc.freeze()
         start_s = time.perf_counter() - started
         pipe.send(EngineStarted(engine.device, start_s, engine.notes, engine.num_workers))
-        Server(engine, spec, pipe, Inbox(pipe, commands)).serve()
+        Server(engine, spec, pipe, Inbox(pipe, commands), costs).serve()
     except EOFError:
         sys.exit(0)  # the daemon closed the pipe; engines hold nothing that must be saved
 
@@ -120,11 +124,18 @@ class Received:
 
 
 class Server:
-    """Drives one engine from one pipe. Blocking; `serve` ends with EOFError when the pipe
-    closes."""
+    """Drives one engine from one pipe. Blocking; `serve` raises EOFError when the pipe closes."""
 
-    def __init__(self, engine: Engine, spec: EngineSpec, pipe: EnginePipe, inbox: Inbox) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: Engine,
+        spec: EngineSpec,
+        pipe: EnginePipe,
+        inbox: Inbox,
+        costs: StepCosts | None = None,
+    ) -> None:
+        """`costs`: of its steps, if they were measured."""
+        self._engine, self._costs = engine, costs
         self._inbox = inbox
         self._pipe = pipe
         self._canary = spec.canary
@@ -384,7 +395,7 @@ class Server:
 
     def _report_load(self, now: float, every_s: float) -> None:
         if now - self._load_sent_at >= every_s:
-            load = self._engine.load()
+            load = replace(self._engine.load(), costs=self._costs)
             if load != self._load:
                 self._load, self._load_sent_at = load, now
                 self._pipe.send(load)

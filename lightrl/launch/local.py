@@ -31,6 +31,7 @@ from lightrl.config import Config
 from lightrl.core.state import RunState
 from lightrl.devices.assign import NO_GPUS, Assignment
 from lightrl.devices.plan import part_with, shared_with
+from lightrl.devices.sizes import sized_options
 from lightrl.errors import ConfigError, LightRLError, PeerUnreachable
 from lightrl.keys import JOIN_FILE, KEY_FILE, read_key
 from lightrl.launch.daemons import Daemon, RunFailed
@@ -77,6 +78,7 @@ class LocalRun:
         self.key = ""
         self.lost: list[str] = []  # daemons that failed while the run went on
         self._gpus = gpus
+        self._sized = sized_options(config, gpus)
         self._resume = resume
         self._report = report
         self._over = asyncio.Event()  # nothing is started again
@@ -110,8 +112,9 @@ class LocalRun:
         point_latest(self.run_dir)
         for k in range(self.config.train.nodes):
             await self._start(f"trainer-{k}", "trainer")
-        for k in range(self.config.rollout.nodes):
-            await self._start(f"rollout-{k}", "rollout")
+        one_size = (f"rollout-{k}" for k in range(self.config.rollout.nodes))
+        for name in self._sized or one_size:
+            await self._start(name, "rollout")
 
     async def what_was_found(self) -> list[str]:
         """What the coordinator of a resumed run says of its journal: where it goes on, and what is
@@ -166,7 +169,8 @@ class LocalRun:
         """`lightrl daemon --name NAME --role ROLE`, as a process. Raises RunFailed if nothing is to
         be waited for that would make it possible."""
         if self.address and role != "coordinator":
-            options = ("--join", self.address, *options, *self._gpus.options(name))
+            given = self._sized.get(name) or self._gpus.options(name)
+            options = ("--join", self.address, *options, *given)
         if role == "rollout" and self.config.rollout.placement == "shared":
             k = int(name.rpartition("-")[2])
             options = (*options, "--shares", shared_with(self.config, self._gpus, k))

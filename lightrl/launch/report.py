@@ -16,7 +16,17 @@ from lightrl.core.unscored import NO_REWARD, NONE_SCORED
 from lightrl.errors import LightRLError, PeerUnreachable, ProtocolError
 from lightrl.log import WARNING
 from lightrl.messages import NodeRow, Snapshot
-from lightrl.metrics.display import cost, count, duration, pulling, sides, speculation, usd, weights
+from lightrl.metrics.display import (
+    cost,
+    count,
+    duration,
+    pulling,
+    sides,
+    sizes,
+    speculation,
+    usd,
+    weights,
+)
 from lightrl.trainer.checkpoint.saved import CHECKPOINTS
 from lightrl.wire import from_json
 
@@ -200,6 +210,7 @@ def status_lines(s: Snapshot) -> list[str]:
         f"round     {_round(s)}",
         *(f"drafts    {line}" for line in [speculation(s.metrics)] if line),
         *(f"weights   {line}" for line in [weights(s.metrics)] if line),
+        *(f"sizes     {line}" for line in [sizes(s.metrics)] if line),
         *(f"cost      {line}" for line in [cost(s.cost)] if line),
         *_forecast(s),
         *(f"devices   {line}" for line in sides(s.nodes)),

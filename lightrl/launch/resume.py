@@ -47,6 +47,7 @@ HOW_IT_LIES = ("max_tokens_per_gpu", "activation_checkpointing", "offload", "rep
 MAY_CHANGE = (
     *("train.steps", "checkpoint.", "node.", "journal.", "logging.", "run.bind"),
     *("rollout.nodes", "rollout.slots", "rollout.engine_args", "rollout.devices"),
+    "rollout.parallel",
     *("train.devices", "train.nodes", "train.ranks", *(f"train.{key}" for key in HOW_IT_LIES)),
     *("speculation.", "weights.", "prices.", "scale.", "reward.env", "reward.command"),
 )

@@ -113,6 +113,23 @@ def usd(value: float) -> str:
     return f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
+def sizes(metrics: Mapping[str, float]) -> str:
+    """Of how many devices engines are, where several sizes take turns; "" where they do not.
+
+    Example: 4 devices an engine, 2 in the last round · 12 KV preemptions in it · 3 changes
+    """
+    if (size := metrics.get("planner/parallel")) is None:
+        return ""
+    now = metrics.get("planner/next_parallel", size)
+    devices = f"{now:.0f} device{'s' if now != 1 else ''} an engine"
+    before = f", {size:.0f} in the last round" if size != now else ""
+    preempted = f"{count(metrics.get('planner/preemptions', 0.0))} KV preemptions in it"
+    if not before:
+        preempted = preempted.replace("in it", "in the last round")
+    switches = metrics.get("planner/switches", 0.0)
+    return f"{devices}{before} · {preempted} · {switches:.0f} change{'s' if switches != 1 else ''}"
+
+
 def cost(row: CostRow | None) -> str:
     """What the run has cost so far; "" where prices are not known.
 

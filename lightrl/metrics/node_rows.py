@@ -70,7 +70,7 @@ class NodeRows:
             loop_lag_ms=node.loop_lag_ms,
             weights=node.weights if node.state in PULLING else None,
             broadcast=fleet.broadcasts.stage(node),
-            state_s=max(0.0, now - node.since) if node.shares else None,
+            state_s=max(0.0, now - node.since) if node.takes_turns else None,
             shares=node.shares,
             part=None if fleet.devices.are_whole or not node.shares else node.part,
         )

@@ -27,7 +27,7 @@ from lightrl.messages import SampleText, Snapshot, TailRow
 from lightrl.metrics.cost import cost_figures, cost_row
 from lightrl.metrics.futures import hash_onto, in_thread, known_digest
 from lightrl.metrics.node_rows import NodeRows
-from lightrl.metrics.offload import offload_figures
+from lightrl.metrics.offload import turns_figures
 from lightrl.metrics.round_figures import (
     Scoring,
     digest_responses,
@@ -223,7 +223,7 @@ class Records:
             "epoch": core.backlog.num_drawn / max(1, core.settings.num_prompts),
             "policy_version": float(done.step + 1),
             **{f"cost/{name}": value for name, value in cost_figures(core).items()},
-            **offload_figures(core),
+            **turns_figures(core, done.step),
         }
         self._digest = self._hashing.submit(hash_onto, self._digest, closed.digest)
         self._histogram = closed.histogram

@@ -74,11 +74,12 @@ class RolloutAgent:
         gpus: Part = CPU,
         shares: str = "",
         rejoin: Callable[[], None] = lambda: None,
+        parallel: int = 0,
     ) -> None:
         """`coordinator` is its address; `store` and `server` are this daemon's, and in use already.
-
         What `send` is given may be lost if `on_disconnect` is called; `resend` makes up for it.
-        `shares` and `rejoin`: see turns.py.
+        `shares`: the trainer node whose devices these are; `parallel`: how many, if they are those
+        of engines of other sizes, too. `rejoin`: see turns.py.
         """
         self.load = Load()
         self.device = ""
@@ -103,8 +104,8 @@ class RolloutAgent:
             lambda: self.serves,
             self._member.fail,
         )
-        self._shares = shares
-        self._turns = Turns(shares, send, rejoin, self._weights.again)
+        self._takes_turns, self._parallel = bool(shares or parallel), parallel
+        self._turns = Turns(self._takes_turns, send, rejoin, self._weights.again, bool(parallel))
         self.state = EngineState.STARTING
         # the process; whether it takes commands yet, or any more, is in the state
         self._engine: EngineChild | None = None
@@ -188,8 +189,9 @@ class RolloutAgent:
                 logger.warning("the torch engine takes over: %s", reason)
             except* ChildDied as died:
                 reason = str(died.exceptions[0])
-                if self._crashes.is_given_up:
-                    raise EngineError(reason) from None
+                why = self._turns.refusal if self._parallel else ""  # others do its work
+                if why or self._crashes.is_given_up:
+                    raise EngineError(why or reason) from None
                 logger.warning("starting the engine again: %s", reason)
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError  # a group drops one that comes beside an error
@@ -262,7 +264,8 @@ class RolloutAgent:
     async def _serve(self) -> None:
         self._kind = self._kind or resolve_engine(self._config.rollout.engine)
         spec = engine_spec(
-            self._config, self._kind, self._model_dir, self._slots, self._gpus, bool(self._shares)
+            *(self._config, self._kind, self._model_dir, self._slots, self._gpus),
+            *(self._takes_turns, self._parallel),
         )
         engine = self._engine = await self._start(spec)
         started = asyncio.Event()
@@ -362,7 +365,7 @@ class RolloutAgent:
                     for note in notes:
                         logger.warning("engine: %s", note)
                     self.device = device
-                    if not self._shares:  # two processes on one device are no members of a group
+                    if not self._takes_turns:  # two on a device are in no group together
                         self.num_workers = num_workers
                         self._member.started(engine.send)
                     self.move(EngineChange.STARTED)

@@ -8,10 +8,18 @@ from lightrl.engine.base import EngineSpec, Kind, LoraSpec
 
 
 def engine_spec(
-    config: Config, kind: Kind, model_dir: Path, slots: int, gpus: Part, can_sleep: bool = False
+    config: Config,
+    kind: Kind,
+    model_dir: Path,
+    slots: int,
+    gpus: Part,
+    can_sleep: bool = False,
+    parallel: int = 0,
 ) -> EngineSpec:
-    """What an engine of this node is told when it starts."""
+    """What an engine of this node is told when it starts. `parallel`: GPUs that it spans, if it
+    takes turns with engines of other sizes."""
     rollout, speculation, lora = config.rollout, config.speculation, config.model.lora
+    size = {"tensor_parallel_size": parallel} if parallel and kind == "vllm" else {}
     return EngineSpec(
         kind=kind,
         model_dir=str(model_dir),
@@ -21,7 +29,7 @@ def engine_spec(
         kv_cache_gib=rollout.kv_cache_gib,
         chunk_tokens=rollout.chunk_tokens,
         chunk_ms=rollout.chunk_ms,
-        engine_args=rollout.engine_args,
+        engine_args=rollout.engine_args | size,
         max_window=speculation.max_window if config.speculates else 0,
         prefer=speculation.prefer,
         gpu_memory=gpus.memory,
@@ -30,4 +38,5 @@ def engine_spec(
         lora=LoraSpec(lora.rank, lora.alpha, lora.targets) if lora.rank else None,
         can_sleep=can_sleep,
         stop=rollout.stop,
+        parallel=parallel,
     )

@@ -21,21 +21,24 @@ MAX_FAILURES = 2  # engines in a row that die asleep or do not wake; then the de
 class Turns:
     def __init__(
         self,
-        shares: str,
+        takes_turns: bool,
         send: Callable[[Message], None],
         rejoin: Callable[[], None],
         on_wake: Callable[[], None],
+        with_sizes: bool = False,
     ) -> None:
-        """`shares`: the trainer node whose devices these are; "" = they are not shared. `rejoin`:
-        says hello again. `on_wake`: this node may have an engine, which has no version.
+        """`takes_turns`: with training ranks, or with engines of other sizes; else the devices are
+        its own. `rejoin`: says hello again. `on_wake`: this node may have an engine, which has no
+        version. `with_sizes`: it is with engines of other sizes.
 
-        A node begins as released: another process of it may have gone while ranks had the devices.
+        A node begins as released: another process of it may have gone while others had the devices.
         """
         self.ours = asyncio.Event()  # an engine may be started, woken and loaded
         self.due = asyncio.Event()  # they are being given back: not ours, and not released yet
         self.refusal = ""  # why no engine is woken here any more
         self.freed_bytes = 0  # by the engine that sleeps
-        self._shares = shares
+        self._takes_turns = takes_turns
+        self._without = "other sizes work" if with_sizes else "its devices only train"
         self._send = send
         self._rejoin = rejoin
         self._on_wake = on_wake
@@ -45,7 +48,7 @@ class Turns:
         self._has_new_hearer = False  # whoever ordered what is due does not know of it any more
         self._is_to_wake = False  # an engine has slept, and none has loaded a version since
         self._num_failures = 0
-        if not shares:
+        if not takes_turns:
             self.ours.set()
 
     @property
@@ -57,7 +60,7 @@ class Turns:
     def order(self, order: Release | Wake, is_starting: bool = False) -> None:
         """Each is answered once it was carried out. One that comes again is answered again; an
         older one counts no more. `is_starting`: the engine, if there is to be one."""
-        if not self._shares:
+        if not self._takes_turns:
             logger.warning("this node has devices of its own; it was told: %s", order)
         elif order.number >= self._number:
             self._number = order.number
@@ -115,7 +118,7 @@ class Turns:
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES:
             self.ours.clear()
-            self.refusal = f"engines here do not wake, so its devices only train: {reason}"
+            self.refusal = f"engines here do not wake, so {self._without}: {reason}"
             logger.error("%s", self.refusal)
 
     def _released(self, num_bytes: int) -> None:

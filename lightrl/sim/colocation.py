@@ -16,11 +16,11 @@ from lightrl.core.events import Event, NodeHeard, NodeReleased, TokensArrived, T
 from lightrl.core.settings import Settings
 from lightrl.core.state import Round, RoundState
 from lightrl.errors import SimError
-from lightrl.messages import Heartbeat, Hello, Load, Message
+from lightrl.messages import Heartbeat, Hello, Message
 from lightrl.sharing_messages import Give, Park, Parked, Release, Released, Wake
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine
 from lightrl.sim.mechanism import FOREVER_S, Mechanism, Simulation
-from lightrl.sim.messages import TRAINER
+from lightrl.sim.messages import DEVICE, TRAINER
 from lightrl.sim.scenario import Scenario, Switches
 
 
@@ -124,6 +124,7 @@ class Colocation(Mechanism):
                 if machine.order == number and machine.present:
                     if not machine.asleep:
                         self._sleeps(machine)
+                    if switch_s:  # also of one that had not woken yet
                         world.feed(said)
                     self.share()
 
@@ -193,12 +194,7 @@ class Colocation(Mechanism):
         return [
             NodeHeard(
                 name,
-                Heartbeat(
-                    Load(
-                        num_preemptions=m.total("num_preemptions"),
-                        kv_tokens=m.engine.profile.kv_tokens,
-                    )
-                ),
+                Heartbeat(m.load(), device=DEVICE),
             )
             for name, m in self._world.machines.items()
             if m.spec.parallel and m.present

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from lightrl.errors import SimError
+from lightrl.load_messages import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,11 @@ class EngineProfile:
         seconds, tokens = self.forward(1)
         context = num_tokens * prompt_tokens + num_tokens * (num_tokens - 1) / 2
         return (num_tokens * seconds + self.context_s * context) / tokens
+
+    def costs(self) -> StepCosts:
+        """As an engine would measure it."""
+        response_s = self.step_s / self.half_batch
+        return StepCosts(self.step_s, response_s, self.context_s, self.prefill_s)
 
     def slower(self, factor: float) -> "EngineProfile":
         """The same engine on a machine that takes `factor` times as long."""

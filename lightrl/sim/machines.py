@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightrl.errors import SimError
-from lightrl.messages import Hello, TokenChunk
+from lightrl.messages import Hello, Load, TokenChunk
 from lightrl.sim.engine import PROMPT_BATCH, SimDelta, SimEngine
 from lightrl.sim.engine_profile import EngineProfile
 from lightrl.sim.messages import TRAINER, chunk_of, hello
@@ -110,6 +110,13 @@ class SimMachine:
         host, shared = TRAINER if is_with else name, TRAINER if is_with and shares else ""
         said = hello(name, self.incarnation, "rollout", host, self.engine.slots, is_spot, shared)
         return replace(said, parallel=self.spec.parallel, is_released=self.asleep)
+
+    def load(self) -> Load:
+        """What its engine says of itself; engines that take turns also what their steps cost."""
+        profile = self.engine.profile
+        costs = profile.costs() if self.spec.parallel else None
+        preemptions = self.total("num_preemptions")
+        return Load(num_preemptions=preemptions, kv_tokens=profile.kv_tokens, costs=costs)
 
     def come(self, now: float) -> None:
         self.engine.now = self._since = now

@@ -23,6 +23,7 @@ from lightrl.sim.engine import SimDelta
 
 TRAINER = "trainer"
 DEVICE = "cuda"  # of all
+IDLE = Load()
 
 
 @lru_cache(maxsize=4096)
@@ -63,12 +64,11 @@ def publication(policy_version: int, num_bytes: float, delta_bytes: float) -> Pu
     return PublishWeights(policy_version, digest, math.ceil(num_bytes), 1, deltas=deltas)
 
 
-def arrival(hello: Hello, num_workers: int = 0, kv_tokens: int = 0) -> tuple[Event, ...]:
+def arrival(hello: Hello, num_workers: int = 0, load: Load = IDLE) -> tuple[Event, ...]:
     """All that a node says at first. `num_workers`: of its engine, each a member of its own in a
-    broadcast group; 0 = it pulls. `kv_tokens`: of its cache; 0 = without limit."""
+    broadcast group; 0 = it pulls. `load`: what its engine says of itself."""
     name = hello.node
     opened = EndpointOpened(name, WeightsEndpoint((f"{name}:1",), secret=name))
-    load = Load(kv_tokens=kv_tokens)
     heard = NodeHeard(name, Heartbeat(load, device=DEVICE, num_workers=num_workers))
     return NodeJoined(hello), opened, heard
 

@@ -44,6 +44,7 @@ from lightrl.messages import (
     Drain,
     Generate,
     Hello,
+    Load,
     Message,
     ShardsTaken,
     StepDone,
@@ -56,7 +57,7 @@ from lightrl.sim.engine import Attempt
 from lightrl.sim.engine_profile import SimSpeculation
 from lightrl.sim.machines import SPOT, NodeSpec, SimMachine, new_machine, of_all_sizes, profile_of
 from lightrl.sim.mechanism import FOREVER_S, Mechanism
-from lightrl.sim.messages import TRAINER, arrival, blank, hello
+from lightrl.sim.messages import IDLE, TRAINER, arrival, blank, hello
 from lightrl.sim.observer import Observer
 from lightrl.sim.outcome import Outcome, StepRecord
 from lightrl.sim.samples import Samples
@@ -355,11 +356,10 @@ class World:
         machine.come(self.now)
         self.observer.fleet_changes(machine, 1)
         said = self._colocation.hello(machine)
-        kv_tokens = machine.engine.profile.kv_tokens
-        self._arrive(said, self._transfers.num_workers(machine), kv_tokens)
+        self._arrive(said, self._transfers.num_workers(machine), machine.load())
 
-    def _arrive(self, said: Hello, num_workers: int = 0, kv_tokens: int = 0) -> None:
-        for event in arrival(said, num_workers, kv_tokens):
+    def _arrive(self, said: Hello, num_workers: int = 0, load: Load = IDLE) -> None:
+        for event in arrival(said, num_workers, load):
             self.feed(event)
 
     def boot(self, machine: SimMachine) -> None:

@@ -22,6 +22,7 @@ from lightrl.metrics.display import (
     printable,
     pulling,
     sides,
+    sizes,
     sparkline,
     speculation,
     weights,
@@ -190,7 +191,7 @@ def _node(n: NodeRow, wide: bool, columns: int) -> Text:
 def _round(s: Snapshot, width: int) -> list[Text]:
     stale = f"at most {s.max_staleness} versions stale" if s.max_staleness else ""
     lines = [_rule(" · ".join(part for part in ("round", s.round_kind, stale) if part), width)]
-    rest = [*_tail(s, width), *_drafts(s), *_weights(s), *_cost(s)]
+    rest = [*_tail(s, width), *_drafts(s), *_weights(s), *_sizes(s), *_cost(s)]
     if not s.round_kind:
         return [*lines, Text(" between rounds", "dim"), *rest]
     share = s.round_accepted / s.round_needed if s.round_needed else 0.0
@@ -211,6 +212,12 @@ def _weights(s: Snapshot) -> list[Text]:
     """One line on how the newest version travelled."""
     line = weights(s.metrics)
     return [Text(f" weights {line}")] if line else []
+
+
+def _sizes(s: Snapshot) -> list[Text]:
+    """One line if engines of several sizes take turns; nodes say since when they are awake."""
+    line = sizes(s.metrics)
+    return [Text(f" sizes  {line}")] if line else []
 
 
 def _cost(s: Snapshot) -> list[Text]:

@@ -128,6 +128,24 @@ def test_the_dry_run_of_shared_devices_adds_up_no_memory(tmp_path):
     assert "rollout-0, rollout-2: in turn with trainer-0\n" in done.stdout
 
 
+def test_the_dry_run_of_several_sizes_says_which_engine_lies_where(tmp_path):
+    environment = install(tmp_path / "fake", TWO + smi_row(2))
+    sizes = ("rollout.engine=vllm", "rollout.nodes=2", "rollout.parallel=[1,2]", "--dry-run")
+    done = lightrl(tmp_path, environment, "up", str(QUICKSTART), *sizes)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "engines of 1 GPU: rollout-0-tp1 to rollout-1-tp1, 128 slots each, awake fir" in done.stdout
+    )
+    assert "engines of 2 GPUs: rollout-0-tp2, 256 slots each, asleep at first\n" in done.stdout
+    h100 = "(NVIDIA H100 80GB HBM3)"
+    share = "gpu_memory_utilization = 0.91\n"
+    assert f"engine 1 of 1, in turn with others: GPU 2 {h100}, {share}" in done.stdout
+    assert f"engine 2 of 2, in turn with others: GPU 1 {h100}, GPU 2 {h100}, {share}" in done.stdout
+    done = lightrl(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}, "up", str(QUICKSTART), *sizes)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "rollout.parallel: its engines span several GPUs, and no GPU can be used" in done.stderr
+
+
 def test_the_dry_run_of_one_daemon_wants_its_own_gpus_alone(tmp_path):
     """Of four trainer nodes one is here, beside the coordinator."""
     environment = install(tmp_path / "fake", TWO)

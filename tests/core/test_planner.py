@@ -186,3 +186,50 @@ def test_sizes_that_the_run_has_no_more_are_forgotten():
 )
 def test_peak_of_what_responses_hold_at_once(lengths, slots, most):
     assert peak_kv(lengths, slots) == most
+
+
+def expecting(planner: Planner, kind: str = "short", **seconds: float) -> int:
+    """The size for a round that takes engines of 1, 2 and 4 devices (a, b, c) so many seconds."""
+    return planner.size_for(kind, expected_s=dict(zip(SIZES, seconds.values(), strict=True)))
+
+
+def took(planner: Planner, size: int, seconds: float, expected_s: float) -> None:
+    planner.learn(PlannedRound("short", size, 0, seconds, 100, 0, expected_s=expected_s))
+
+
+def test_where_costs_are_known_the_fastest_is_taken_at_once():
+    planner = Planner(SIZES)
+    assert expecting(planner, a=30, b=20, c=25) == 2
+    assert expecting(planner, "long", a=300, b=200, c=100) == 4
+
+
+def test_little_is_not_worth_a_change():
+    planner = Planner(SIZES)
+    took(planner, 1, 20.0, 20.0)
+    assert expecting(planner, a=20, b=19.8, c=25) == 1
+    assert expecting(planner, a=20, b=19, c=25) == 2
+
+
+def test_what_is_unexplained_belongs_to_all_sizes_and_the_next_best_is_tried_once():
+    planner = Planner(SIZES)
+    took(planner, 1, 30.0, 20.0)  # ten seconds for rewards and the like
+    assert expecting(planner, a=20, b=21, c=40) == 2
+    took(planner, 2, 31.0, 21.0)
+    assert expecting(planner, a=20, b=21, c=40) == 1
+    assert expecting(planner, a=20, b=24, c=40) == 1  # 4 seconds are more than may be wrong
+    took(planner, 1, 20.0, 20.0)
+
+
+def test_a_size_that_takes_longer_than_expected_is_left():
+    planner = Planner(SIZES)
+    took(planner, 1, 20.0, 20.0)
+    took(planner, 2, 29.0, 19.0)
+    assert expecting(planner, a=20, b=19, c=40) == 1
+
+
+def test_what_rounds_took_beyond_what_was_expected_is_remembered():
+    planner, again = Planner(SIZES), Planner(SIZES)
+    took(planner, 2, 29.0, 19.0)
+    again.recall(planner.memory())
+    assert again.memory() == planner.memory()
+    assert again.memory().kinds["short"].over == {2: 10.0}

@@ -33,6 +33,7 @@ SLICED = machine(
     ),
     gpu(1),
 )
+SIZES = {"engines": 2, "parallel": (1, 2), "asleep": 1}  # that take turns
 RUN = Wanted(ranks=1, engines=1, rank_items=(Item("all", NEED),), rank_bytes=NEED, least=5 * GIB)
 
 
@@ -260,6 +261,27 @@ def test_who_gets_what(found, setting, wanted, ranks, engines):
             "node has 1 that it could use in turn with it",
         ),
         (
+            gpus(4),
+            None,
+            {**SIZES, "engines": 4},
+            "rollout.parallel: 4 engines of 1 (rollout.nodes) take 4 GPUs, and 3 can be used here "
+            "beside train.ranks = 1",
+        ),
+        (
+            Machine(problem="no driver"),
+            None,
+            SIZES,
+            "rollout.parallel: its engines span several GPUs, and no GPU can be used here",
+        ),
+        (gpus(2), "", SIZES, "no GPU can be used here; leave it out"),
+        (SLICED, None, {**SIZES, "ranks": 0}, "rollout.parallel: an engine cannot span MIG slices"),
+        (
+            machine(gpu(0), gpu(1), gpu(2, free=5)),
+            None,
+            SIZES,
+            "has 5.0 GiB free of 80.0 GiB - 0.6 GiB of engines asleep; an engine needs 5.0 GiB",
+        ),
+        (
             machine(gpu(0, total=31, free=30)),
             None,
             {"is_shared": True},
@@ -292,6 +314,24 @@ def test_what_cannot_be_is_refused_in_one_line(found, setting, wanted, line):
         assign(found, environ, replace(RUN, **wanted))
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_engines_of_all_sizes_lie_over_the_same_gpus_and_one_of_them_is_awake_on_each():
+    sizes = {"engines": 4, "parallel": (1, 2, 4), "asleep": 2}
+    got = assign(gpus(8), {}, replace(RUN, **sizes))
+    assert got.ranks == ("0",)
+    assert [part.tokens for part in got.engines] == [
+        *(("1",), ("2",), ("3",), ("4",)),
+        *(("1", "2"), ("3", "4")),
+        ("1", "2", "3", "4"),
+    ]
+    # together with what two of them keep that sleep
+    assert {part.memory for part in got.engines} == {0.91}
+    assert (
+        "engine 4 of 2, in turn with others: GPU 1 (NVIDIA H100 80GB HBM3), GPU 2" in got.notes[5]
+    )
+    named = assign(gpus(8), {}, replace(RUN, **SIZES, rollout_devices=(5, 3)))
+    assert [part.tokens for part in named.engines] == [("5",), ("3",), ("5", "3")]
 
 
 def test_what_another_process_may_be_giving_back_is_told_apart():

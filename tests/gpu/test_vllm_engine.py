@@ -39,6 +39,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("vllm")]
 
 KV_GIB = 0.5
 WINDOW = 8
+TENSOR = "tensor_parallel_size"
 MOST_GAP = {"bfloat16": 0.03, "float32": 1e-4}  # mean of |trainer's logprob - engine's|
 GRAPHS = [pytest.param(False, id="eager"), pytest.param(True, id="graphs")]
 
@@ -205,3 +206,34 @@ def test_sleep_gives_memory_back_and_waking_up_changes_nothing(on, tiny, graphs,
             assert abs(engine.free() - awake) < 0.2 * KV_GIB * 2**30
     finally:
         engine.close()
+
+
+def test_engines_of_two_sizes_take_turns_over_the_same_gpus(on, tiny, figure):  # noqa: F811
+    """The large one starts first and sleeps; neither needs memory while the other has it."""
+    if on.device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    shares = {"gpu_memory_utilization": 0.5, TENSOR: 2}
+    large = Remote(on.spec(tiny, False, can_sleep=True, parallel=2, engine_args=shares))
+    asked, text = requests(CONFIG["vocab_size"], 8, 2, 40), list(range(20))
+    try:
+        large.sleep()  # as it is told when it has started
+        small = Remote(
+            on.spec(tiny, False, can_sleep=True, parallel=1, engine_args=shares | {TENSOR: 1})
+        )
+        try:
+            small.load(tiny.files[1])
+            score, of_small = small.score(text), small.run(asked).tokens
+            for _ in range(2):
+                said, free = small.sleep()
+                figure("vLLM: MiB freed by an engine of one GPU", said >> 20)
+                large.wake(tiny.files[1])
+                assert large.free() < free
+                assert large.score(text) == pytest.approx(score, abs=MOST_GAP[on.dtype])
+                assert len(large.run(asked).tokens) == len(of_small)
+                large.sleep()
+                small.wake(tiny.files[1])
+                assert small.run(asked).tokens == of_small
+        finally:
+            small.close()
+    finally:
+        large.close()

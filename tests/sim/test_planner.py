@@ -13,11 +13,11 @@ from lightrl.sim.world import World
 from tests.sim.conftest import COLOCATED, SCENARIO, SETTINGS, nodes, world
 
 PLANNER = Switches(planner=True)
-# Long rounds do not fit into small engines; twice the devices are 1.3 times as fast.
+# Long rounds do not fit into small engines; twice the devices are hardly faster.
 TIGHT = replace(
     COLOCATED,
     engines={
-        size: replace(COLOCATED.engine.slower(1 / 1.3**k), kv_tokens=kv)
+        size: replace(COLOCATED.engine.slower(1 / 1.05**k), kv_tokens=kv)
         for k, (size, kv) in enumerate({1: 400, 2: 4000}.items())
     },
 )
@@ -42,8 +42,7 @@ def test_long_rounds_that_will_not_fit_are_foreseen():
     steps = tight().run().steps
     first = next(step for step in steps if step.kind == "long")
     assert first.parallelism == 2
-    blind = tight(foresight=False).run().steps
-    assert next(step for step in blind if step.kind == "long").parallelism == 1
+    assert first.preemptions == 0
 
 
 def test_engines_of_all_sizes_lie_over_the_same_devices():

@@ -83,6 +83,17 @@ def test_each_gets_its_part_of_the_ranks_devices_and_all_leave_with_the_job(tmp_
     assert "Traceback" not in out
 
 
+def test_engines_of_all_sizes_are_beside_the_ranks_of_the_first_job(tmp_path):
+    sizes = ("rollout.placement=own", "rollout.nodes=2", "rollout.parallel=[1,2]", "train.steps=4")
+    with head(tmp_path, *EMULATED, *sizes) as process:
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, out
+    assert summary(tmp_path)["state"] == "finished"
+    joined = re.findall(r"head-\d+-(rollout-\d-tp\d) joined as rollout", out)
+    assert sorted(set(joined)) == ["rollout-0-tp1", "rollout-0-tp2", "rollout-1-tp1"]
+    assert {row["planner/parallel"] for row in sinks.read(tmp_path / "runs" / "one")} <= {1.0, 2.0}
+
+
 def test_they_are_there_while_their_trainer_node_is(tmp_path):
     with head(tmp_path, *EMULATED, "rollout.nodes=2", "train.steps=9999") as process:
         until(process, "step 3: ")

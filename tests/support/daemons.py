@@ -203,10 +203,11 @@ class Running:
         self.silenced = False
 
     async def add_rollout(
-        self, name: str, through: str | None = None
+        self, name: str, through: str | None = None, *options: str
     ) -> asyncio.subprocess.Process:
-        """A rollout daemon; `through` is the address of a proxy in front of the coordinator."""
-        join = ("--join", through or self.head.address, "--key", str(self.join_file))
+        """A rollout daemon; `through` is the address of a proxy in front of the coordinator,
+        `options` are more of `lightrl up`."""
+        join = ("--join", through or self.head.address, "--key", str(self.join_file), *options)
         command = ("-m", "lightrl.cli", "up", *join, "--name", name)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(

@@ -11,6 +11,7 @@ from lightrl import messages as m
 from lightrl import wire
 from lightrl.cost_messages import CostRow, StepForecast
 from lightrl.errors import ProtocolError
+from lightrl.load_messages import StepCosts
 
 TRAINED = m.TrainResponse("p7@0#3", b"", b"", 1.0, "length", b"\x05")
 EXAMPLES: list[m.Message] = [
@@ -28,7 +29,11 @@ EXAMPLES: list[m.Message] = [
     ),
     m.Welcome("quickstart", "{}", {"config.json": b"\x00{}"}, ""),
     m.Heartbeat(
-        m.Load(3, 1, 0.5, 2, None, 9000), 0.4, "cpu", m.WeightsProgress(4, 8 << 20, 15 << 30, 3), 2
+        m.Load(3, 1, 0.5, 2, None, 9000, StepCosts(0.01, 1e-4, 1e-8, 1e-5)),
+        0.4,
+        "cpu",
+        m.WeightsProgress(4, 8 << 20, 15 << 30, 3),
+        2,
     ),
     m.Generate(
         4,
@@ -138,10 +143,10 @@ def test_every_field_without_a_default_is_required_and_checked(message: m.Messag
             wire.MESSAGES.decode(frame(type(message).__name__, {**fields, f.name: [[None]]}))
 
 
-def test_bytes_of_protocol_12_are_pinned():
+def test_bytes_of_protocol_13_are_pinned():
     """A change here means that daemons of two releases do not understand each other: raise
     PROTOCOL."""
-    assert m.PROTOCOL == 12
+    assert m.PROTOCOL == 13
     abort = wire.MESSAGES.encode(m.Abort((("p#0", 1),)))
     assert abort.hex() == "92a541626f727481a8617474656d7074739192a370233001"
     checkpointed = wire.MESSAGES.encode(m.Checkpointed(20, 10))

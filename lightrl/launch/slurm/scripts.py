@@ -13,6 +13,7 @@ from pathlib import Path
 from lightrl.client.address import relative
 from lightrl.config import Config
 from lightrl.devices.plan import engines_of
+from lightrl.devices.sizes import sized_engines
 from lightrl.errors import ConfigError, LightRLError
 from lightrl.launch.folder import SLURM_CONFIG, SLURM_FOLDER
 from lightrl.launch.preflight import require_files, require_new
@@ -29,7 +30,8 @@ ABOUT_RESERVED = """\
 # Submitted again, or requeued by Slurm, the run goes on where it was. USR1 comes that many seconds
 # before the time limit: time for a checkpoint, after which the job puts itself back into the queue.
 # With rollout.placement = "shared" the run's rollout.nodes are processes of this job, too: they use
-# the trainer's devices in turn with it.
+# the trainer's devices in turn with it. With rollout.parallel so are its engines of all sizes, on
+# GPUs that no rank has.
 """
 ABOUT_TRAINERS = """\
 # The other trainer nodes of a run, train.nodes - 1 in all: each task of the array is one.
@@ -181,7 +183,12 @@ def _jobs(config: Config, options: SlurmOptions, folder: Path) -> list[_Job]:
 
 
 def _beside(config: Config, trainers: Sequence[int], whose: str) -> str:
-    """Who uses the devices of these trainer nodes in turn with them; "" where none are shared."""
+    """Who uses the devices of these trainer nodes in turn with them, and engines of several sizes
+    beside the first; "" where there are none."""
+    if sizes := config.rollout.parallel:
+        spans = f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} GPUs"
+        num = len(sized_engines(config))
+        return f", with {num} rollout nodes, engines of {spans} in turn" if 0 in trainers else ""
     if config.rollout.placement != "shared":
         return ""
     engines = sum(engines_of(config, number) for number in trainers)

@@ -1,4 +1,5 @@
-"""The rollout nodes of a job that use the devices of its trainer node, in turn with it.
+"""The rollout nodes of a job beside its trainer node: those that use its devices in turn with it,
+or engines of several sizes, which take turns with each other.
 
 Owns how many there are here and which GPUs each gets, and that they are here only while the trainer
 node is: one that starts again needs the memory that their engines have. Each is a `lightrl daemon`
@@ -8,13 +9,14 @@ as those of `lightrl up`, with a log of its own in the run directory.
 import asyncio
 import logging
 import signal
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from lightrl.client.address import left_at, listening_since, reachable
 from lightrl.config import Config
-from lightrl.devices.assign import Assignment
-from lightrl.devices.plan import engines_of, for_trainer_node, part_with
+from lightrl.devices.plan import engines_of, for_sizes, for_trainer_node, part_with
+from lightrl.devices.sizes import sized_options
 from lightrl.launch.daemons import Daemon
 from lightrl.system.child import retry_on_resource_limit
 from lightrl.system.restart import CrashCounter, RestartPolicy
@@ -38,16 +40,23 @@ async def sharing(
 
     Raises ConfigError, one line, if the devices here do not do for all of them.
     """
-    num = engines_of(config, number) if config.rollout.placement == "shared" else 0
-    if not num:
+    is_shared = config.rollout.placement == "shared"
+    num = engines_of(config, number) if is_shared else 0
+    has_sizes = bool(config.rollout.parallel) and number == 0
+    if not num and not has_sizes:
         return None
+    find = partial(for_trainer_node, config, num) if num else partial(for_sizes, config)
     gpus = await retry_on_resource_limit(
-        lambda: in_thread(for_trainer_node, config, num), "the search for devices", logger.warning
+        lambda: in_thread(find), "the search for devices", logger.warning
     )
     for note in gpus.notes:
         logger.info(note)
-    parts = [part_with(config, gpus, k, nodes=1) for k in range(num)]
-    return SharingNodes(run_dir, trainer, parts, gpus, config.node.grace_s, address)
+    nodes = sized_options(config, gpus)
+    for k in range(num):
+        part = part_with(config, gpus, k, nodes=1)
+        of_part = ("--part", str(part)) if part else ()
+        nodes[f"rollout-{k}"] = ("--shares", trainer, *gpus.options(f"rollout-{k}"), *of_part)
+    return SharingNodes(run_dir, trainer, nodes, config.node.grace_s, address)
 
 
 class SharingNodes:
@@ -57,16 +66,14 @@ class SharingNodes:
         self,
         run_dir: Path,
         trainer: str,
-        parts: list[int],
-        gpus: Assignment,
+        nodes: Mapping[str, tuple[str, ...]],
         grace_s: float,
         address: str,
     ) -> None:
-        """`parts`: of the trainer node's devices, which one each of them uses."""
+        """`nodes`: what each is told when it starts, by name."""
         self._run_dir = run_dir
         self._trainer = trainer
-        self._parts = parts
-        self._gpus = gpus
+        self._nodes = nodes
         self._grace_s = grace_s
         self._address = address
         self._before = left_at(run_dir)  # one of then is an old one
@@ -75,7 +82,7 @@ class SharingNodes:
         self._keepers: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._keepers = [asyncio.create_task(self._keep(k)) for k in range(len(self._parts))]
+        self._keepers = [asyncio.create_task(self._keep(name)) for name in self._nodes]
 
     def leave(self) -> None:
         """Asks them to: they send their last tokens, and end."""
@@ -98,12 +105,10 @@ class SharingNodes:
         for daemon in self._daemons.values():
             daemon.signal(number)
 
-    async def _keep(self, k: int) -> None:
+    async def _keep(self, node: str) -> None:
         """Starts one, and again whenever it crashes. One that ends in order was sent away."""
-        name = f"{self._trainer}-rollout-{k}"
-        options = ["--shares", self._trainer, *self._gpus.options(f"rollout-{k}")]
-        options += ["--part", str(self._parts[k])] if self._parts[k] else []
-        options += ["--join", await self._listening()]
+        name = f"{self._trainer}-{node}"
+        options = (*self._nodes[node], "--join", await self._listening())
         start = partial(Daemon.start, name, "rollout", self._run_dir, *options)
         crashes, clock = CrashCounter(RESTARTS), asyncio.get_running_loop().time
         while not self._is_over:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support.warm import origin_of_daemons, warm_daemons
+from tests.support.warm import origin_of_daemons, origin_of_runs, warm_daemons, warm_runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes run side by side on few cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-__all__ = ["origin_of_daemons", "warm_daemons"]  # fixtures
+__all__ = ["origin_of_daemons", "origin_of_runs", "warm_daemons", "warm_runs"]  # fixtures
 
 # What is imported while tests are collected stays: to look through it for garbage again and again
 # takes as long as all the rest of a collection.

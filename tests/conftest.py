@@ -1,5 +1,5 @@
-"""Settings that all tests share, their order, and the line at the end of a run that says what was
-not tested.
+"""Settings that all tests share, their order, and the lines at the end of a run that say what was
+not tested, and what failed and why.
 
 Nothing here starts a process.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support.warm import origin_of_daemons, warm_daemons
+from tests.support.warm import origin_of_daemons, origin_of_runs, warm_daemons, warm_runs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes run side by side on few cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-__all__ = ["origin_of_daemons", "warm_daemons"]  # fixtures
+__all__ = ["origin_of_daemons", "origin_of_runs", "warm_daemons", "warm_runs"]  # fixtures
 
 # What is imported while tests are collected stays: to look through it for garbage again and again
 # takes as long as all the rest of a collection.
@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 # Of each file that takes a second or more, as `--record-durations` last found it.
 DURATIONS = Path(__file__).with_name("durations.json")
 RECORDED_S = 1.0
+MESSAGE_CHARACTERS = 600
 IMPURE = {
     "subprocess.Popen",
     "os.fork",
@@ -96,14 +97,33 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A machine without root, TUN, Slurm, vLLM or a GPU tests less: a green run must not hide
-    that."""
-    skipped = terminalreporter.stats.get("skipped", [])
+    that. And whoever has only the end of what a run said must know what failed."""
+    stats = terminalreporter.stats
+    skipped = stats.get("skipped", [])
     terminalreporter.write_line(not_tested([(r.nodeid, reason(r.longrepr)) for r in skipped]))
+    for outcome in ("failed", "error"):
+        for report in stats.get(outcome, []):
+            terminalreporter.write_line(failed(report.nodeid, report.when, report.longrepr))
 
 
 def reason(longrepr: object) -> str:
     text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
     return text.removeprefix(_SKIPPED)
+
+
+def failed(nodeid: str, when: str | None, longrepr: object) -> str:
+    """One line of a test that failed, with as much of the reason as a line can have; pytest's own
+    has the test alone where that is as long as a terminal is wide.
+
+    Example: "failed in call: tests/core/test_a.py::test_b: AssertionError: assert 1 == 2"
+    """
+    crash = getattr(longrepr, "reprcrash", None)
+    message = crash.message if crash is not None else str(longrepr)
+    words = " ".join(message.split())
+    if len(words) > MESSAGE_CHARACTERS:
+        half = MESSAGE_CHARACTERS // 2
+        words = f"{words[:half]} ... {words[-half:]}"
+    return f"failed in {when or 'collection'}: {nodeid}: {words}"
 
 
 def not_tested(skipped: list[tuple[str, str]]) -> str:

@@ -1,4 +1,5 @@
-"""The end of a test run says in one line what this machine could not test."""
+"""The end of a test run says what this machine could not test, and what failed and why, in a line
+each."""
 
 import os
 import subprocess
@@ -24,6 +25,35 @@ def test_each_file_and_reason_is_named_with_its_count():
 
 def test_a_run_in_which_nothing_was_skipped_says_so():
     assert not_tested([]) == "not tested here: nothing, no test was skipped"
+
+
+def test_what_failed_is_said_with_its_reason_also_by_several_workers(tmp_path: Path):
+    name = "test_with_a_name_as_long_as_a_terminal_is_wide_" + 60 * "x"
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_terminal_summary\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(
+        f"""
+import pytest
+@pytest.fixture
+def broken(): raise OSError("no space")
+def {name}(): raise ValueError("at the end " + "c" * 1000 + " the reason")
+def test_setup(broken): pass
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "2", str(tmp_path), "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("failed in "))
+    assert len(lines) == 2, done.stdout + done.stderr
+    assert lines[0].startswith("failed in call: ")
+    assert f"test_it.py::{name}: ValueError: at the end c" in lines[0]
+    assert "the reason" in lines[0]
+    assert lines[1].startswith("failed in setup: ")
+    assert lines[1].endswith("test_it.py::test_setup: OSError: no space")
 
 
 def test_a_machine_without_slurm_is_told_at_the_end_of_the_run_also_by_several_workers():

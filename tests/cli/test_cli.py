@@ -474,7 +474,7 @@ def answering(snapshot: Snapshot) -> Iterator[tuple[str, list[Message]]]:
     task = loop.create_task(serve())
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
     thread.start()
-    assert listens.wait(10)
+    assert listens.wait(90)
     yield address, told
     loop.call_soon_threadsafe(task.cancel)
     thread.join()

@@ -7,6 +7,8 @@ import resource
 import signal
 from collections.abc import Iterator
 
+import pytest
+
 from tests.support.cli import (
     DEADLINE_S,
     EMULATED,
@@ -21,7 +23,7 @@ from tests.support.cli import (
 )
 from tests.support.paths import python_path
 
-pytestmark = linux_only
+pytestmark = [linux_only, pytest.mark.usefixtures("warm_runs")]
 ENDLESS = ("train.steps=100000", *EMULATED)
 # What the machine does to a daemon of that name as soon as it starts: as if its memory never
 # sufficed.

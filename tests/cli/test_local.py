@@ -15,7 +15,7 @@ from lightrl.launch.local import LocalRun
 from lightrl.messages import Role
 from tests.support.daemons import make_config
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 REFUSED = "^head cannot be started: No such file or directory$"
 
 

@@ -20,6 +20,7 @@ from tests.support.cli import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_runs")
 REWARD = """
 import sys
 

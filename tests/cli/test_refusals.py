@@ -24,6 +24,9 @@ from tests.support.families import PACKED, saved
 torch = pytest.importorskip("torch")
 
 
+pytestmark = pytest.mark.usefixtures("warm_runs")  # a child with transformers is asked
+
+
 @pytest.fixture(autouse=True)
 def _empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

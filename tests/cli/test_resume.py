@@ -43,6 +43,7 @@ from tests.support.cli import (
 )
 from tests.support.journals import left_behind
 
+pytestmark = pytest.mark.usefixtures("warm_runs")
 FROM_0 = "from the checkpoint of step 0; what came later is set aside as *.rewound"
 ENDLESS = ("train.steps=100000", *EMULATED)
 

@@ -28,6 +28,8 @@ from tests.support.cli import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_runs")
+
 
 @pytest.mark.parametrize(
     ("role", "file", "other"), [("rollout", JOIN_FILE, KEY_FILE), ("trainer", KEY_FILE, JOIN_FILE)]

@@ -19,7 +19,7 @@ def test_the_address_is_written_as_soon_as_it_can_be(tmp_path: Path):
             await asyncio.sleep(0.01)
         assert run_files.old_address(run_dir) == ""
         run_dir.mkdir()
-        await asyncio.wait_for(announcing, 20)
+        await asyncio.wait_for(announcing, 90)
         assert told == [
             "WARNING: address: cannot write (No such file or directory); tried again every second"
         ]
@@ -43,7 +43,7 @@ def test_an_address_that_is_being_written_is_not_left_to_come_later(tmp_path: Pa
             await asyncio.sleep(0)
         was_done = announcing.done()
         reader = os.open(draft, os.O_RDONLY | os.O_NONBLOCK)
-        await asyncio.wait({announcing}, timeout=20)
+        await asyncio.wait({announcing}, timeout=90)
         os.close(reader)
         assert not was_done
         assert announcing.cancelled()
@@ -78,7 +78,7 @@ def test_the_end_is_written_beside_the_event_loop_and_also_when_cancelled(tmp_pa
             await asyncio.sleep(0)
         assert not ending.done()
         reader = os.open(draft, os.O_RDONLY | os.O_NONBLOCK)
-        await asyncio.wait({ending}, timeout=20)
+        await asyncio.wait({ending}, timeout=90)
         os.close(reader)
         assert ending.cancelled()
 

@@ -22,6 +22,7 @@ from tests.support.machines import Machines, Snapshot, machines
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.timeout(240),
+    pytest.mark.usefixtures("warm_runs"),
 ]
 
 STEPS = 6

@@ -11,6 +11,8 @@ from lightrl.metrics.sinks import read
 from tests.daemon.test_roles import daemon
 from tests.support.daemons import DEADLINE_S, QUICKSTART
 
+pytestmark = pytest.mark.usefixtures("warm_runs")
+
 SETTINGS = (
     "rollout.nodes=1",
     "rollout.engine=torch",

@@ -3,8 +3,10 @@ while something happens. The trainer's line is slow, so that a pull takes a whil
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.write import TensorBytes, write_version
 from tests.support import daemons
-from tests.support.daemons import Running, ScriptedTrainer, a_run
+from tests.support.daemons import DEADLINE_S, Running, ScriptedTrainer, a_run
 
 ALONE = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"')
 WHY_NOT = "no mount namespaces here"
@@ -29,23 +31,30 @@ pytestmark = [
 ]
 
 NUM_BUCKETS = 4
+BIT_BYTES = 1 << 18  # that come through at each look, where a test has to see nodes pull
 BYTES_PER_S = NUM_BUCKETS * BUCKET_BYTES / 2.0  # of the trainer's line: one version in two seconds
-TRICKLE = 10  # as many times slower, where a test has to see nodes in the middle of a pull
 
 
 class Line(Pace):
-    """The trainer's, which turns into a trickle when so much has come through."""
+    """The trainer's, which a test may close, and open bit by bit: it sees nodes in the middle of a
+    pull however slow the machine is."""
 
     def __init__(self) -> None:
         super().__init__(BYTES_PER_S)
-        self.left: float | None = None
+        self._left = math.inf
+        self._may_pass = threading.Condition()
+
+    def let_pass(self, num_bytes: float) -> None:
+        """So much more than has come through."""
+        with self._may_pass:
+            self._left = num_bytes
+            self._may_pass.notify_all()
 
     def wait(self, num_bytes: int) -> None:
-        if self.left is not None:
-            self.left -= num_bytes
-            if self.left < 0:
-                num_bytes *= TRICKLE
         super().wait(num_bytes)
+        with self._may_pass:
+            self._left -= num_bytes
+            self._may_pass.wait_for(lambda: self._left >= 0, DEADLINE_S)
 
 
 class SlowTrainer(ScriptedTrainer):
@@ -80,24 +89,31 @@ async def add_machine(run: Running, name: str) -> asyncio.subprocess.Process:
     return process
 
 
-async def let_publish_to(run: Running, names: str, share: float | None = None) -> None:
+async def let_publish_to(run: Running, names: str, line: float = math.inf) -> None:
     """A machine for each name has the first version, and the trainer publishes the next one; until
-    then the step is not over. After a `share` of it the line is a trickle."""
+    then the step is not over. So many bytes then come through the trainer's `line`."""
     assert isinstance(run.trainer, SlowTrainer)
     run.trainer.may_publish.clear()
     for name in names:
         await add_machine(run, name)
     await run.until(lambda s: is_ready(s, *names))
-    run.trainer.line.left = None if share is None else share * NUM_BUCKETS * BUCKET_BYTES
+    run.trainer.line.let_pass(line)
     run.trainer.may_publish.set()
 
 
 async def until_pulled_in_part(run: Running, names: str) -> None:
     """They have some of the next version, each, and none has all of it."""
-    await let_publish_to(run, names, share=0.75)
-    await run.until(lambda s: pulls(s, *names))
+    await let_publish_to(run, names, line=0)
+    await run.until(lambda s: all((r := row(s, n)) is not None and r.weights for n in names))
     assert isinstance(run.trainer, SlowTrainer)
-    run.trainer.line.left = None
+    line = run.trainer.line
+
+    def holds(s: Snapshot) -> bool:
+        line.let_pass(BIT_BYTES)
+        return pulls(s, *names)
+
+    await run.until(holds)
+    line.let_pass(math.inf)
 
 
 def row(s: Snapshot, name: str) -> NodeRow | None:

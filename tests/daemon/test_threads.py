@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from lightrl.history.store import History
 from lightrl.launch import run
 from lightrl.launch.slurm import job
 from lightrl.messages import Message, WeightsReady
-from lightrl.metrics.rounds import Records, digest_responses
+from lightrl.metrics.futures import in_thread
+from lightrl.metrics.rounds import digest_responses
 from lightrl.model_files import model_files
 from lightrl.system import child
 from tests.rollout.test_pulls import pulling
@@ -149,5 +151,5 @@ def test_a_coordinator_ends_in_order_and_hashes_and_saves_what_it_can(tmp_path: 
         f"WARNING: history.bin: given up ({NO_THREAD}): a resumed run will draft less",
     ]
     asyncio.run(Histories(History(), saved).close())
-    records = Records("run", str(tmp_path), "head", "", 1, 10)
-    assert records._hashed(3, []).result(0) == digest_responses(3, [])
+    hashed = in_thread(ThreadPoolExecutor(1), digest_responses, 3, [])
+    assert hashed.result(0) == digest_responses(3, [])

@@ -234,7 +234,7 @@ async def stop_all(clients: list[EngineClient]) -> list[int]:
 @pytest.fixture(scope="session")
 def origin_of_engines() -> Iterator[Origin | None]:
     """Engines are forked from it, and need not import torch and vLLM: others start them in earnest
-    (tests/daemon/test_roles.py, tests/chaos/test_vllm.py)."""
+    (tests/cli/test_real_runs.py, tests/chaos/test_vllm.py)."""
     if has_cuda():
         yield None
         return

@@ -51,7 +51,7 @@ class Rank:
         return self.says()
 
     def says(self) -> Any:
-        assert self.pipe.poll(30)
+        assert self.pipe.poll(90)
         return self.pipe.recv()
 
 
@@ -65,7 +65,7 @@ def rank(timeout_s: float = 20.0, world: int = 2, piece_bytes: int = 4096) -> It
     process.start()
     theirs.close()
     try:
-        assert ours.poll(60)
+        assert ours.poll(90)
         yield Rank(join_address(*ours.recv()), replace(place, rank=1), process, ours)
     finally:
         ours.close()
@@ -248,7 +248,7 @@ def test_orders_that_come_meanwhile_do_not_make_it_wait_longer(real_engine, tiny
 
         ordering = asyncio.create_task(order())
         try:
-            async with asyncio.timeout(15.0):
+            async with asyncio.timeout(90.0):
                 while not isinstance(event := await real_engine.child.receive(), EngineFailed):
                     pass
                 return event

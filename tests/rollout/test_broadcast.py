@@ -45,18 +45,18 @@ from tests.rollout.test_weights import node, until
 from tests.support.daemons import QUICKSTART, make_config, published
 from tests.support.holder import holder, of
 from tests.support.versions import serving, source
-from tests.support.warm import forking, origin
+from tests.support.warm import Origin, forking
 
 MODEL = QUICKSTART / "model"
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 LONG = 400  # tokens
 M = TypeVar("M")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def engines() -> Iterator[None]:
+def engines(origin_of_runs: Origin | None) -> Iterator[None]:
     """They are forked where torch is there, and so are the ranks."""
-    with origin("lightrl.engine.process", "lightrl.engine.torch") as process, forking(process):
+    with forking(origin_of_runs):
         with sender():  # the first one takes long
             pass
         yield

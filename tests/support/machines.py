@@ -103,6 +103,8 @@ class Machines:
                 assert told[0] not in OVER, f"the run is over, not: {what}; {told}"
                 self._changed.wait(min(left, 1.0))
                 self._raise_if_ended()
+                if self.processes["head"].poll() == 0:  # maybe before it was asked once
+                    self._snapshot = {**self._snapshot, "state": "finished"}
             return self._snapshot
 
     def until_half(self, machine: int, num_bytes: int) -> None:

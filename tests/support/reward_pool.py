@@ -11,7 +11,7 @@ from lightrl.rewards.runner import RewardPool
 from lightrl.rewards.worker import RewardSet
 
 LETTERS = "abcdefghij"
-LIMIT_S = 40.0  # of a whole scenario; generous, since test machines are slow
+LIMIT_S = 100.0  # of a whole scenario; generous, since test machines are slow
 
 
 def job(name: str, text: str = "abc", attempt: int = 1, **row: Any) -> RewardJob:

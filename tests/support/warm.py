@@ -1,14 +1,18 @@
 """Child processes that are forked where their imports are done: torch is imported once for many.
 
 An origin is a process that has imported some modules and done nothing else. While it lasts, a
-child that `system.child` starts with a target in one of them, or a `python -m lightrl.cli` if that
-is one, is forked there instead of being begun by an interpreter of its own. All else is as it
+child that `system.child` starts with a target in one of them, or that runs one by `python -m`, is
+forked there instead of being begun by an interpreter of its own. All else is as it
 always is: it is a child of the test's process (CLONE_PARENT), has an environment, descriptors,
 limits, a session and command line of its own, runs what it would have run, and dies with its parent
 (tests/system/test_warm.py compares the two). A child that wants another number of threads than one
 is started as always, and so is each where this cannot be done.
+
+A `lightrl` that is forked has an origin of its own, a child that it has forked before it did
+anything: its daemons, engines and ranks are forked there in turn. That one ends with it.
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -18,15 +22,20 @@ import json
 import os
 import platform
 import resource
+import runpy
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from asyncio.unix_events import _UnixSubprocessTransport  # type: ignore[attr-defined]
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 CLONE_PARENT = 0x00008000
 SIGCHLD = 17
@@ -38,17 +47,70 @@ MAX_DESCRIPTORS = 16
 ASIDE = 100  # what lies after this, and after all that a child is to have, is in nobody's way
 CHILD_CODE = "from lightrl.system.child import run; run()"
 CLI = "lightrl.cli"
+DAEMONS = (CLI, "lightrl.daemon.main")
+CHILDREN = (
+    "lightrl.engine.process",
+    "lightrl.engine.torch",
+    "lightrl.trainer.rank.rank",
+    "lightrl.trainer.rank.emulated",
+    "lightrl.rewards.worker",
+    "lightrl.trainer.model.targets",
+    "torch.distributed.checkpoint",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+FOR_THE_DAEMON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+UNSHARE = ["unshare", "--mount", "--uts"]
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+PRIVATE = "mount --make-rprivate / && umount -l /sys && mount -t sysfs sysfs /sys"
 LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
 THREADS = "OMP_NUM_THREADS"  # libraries read it when they are imported
+PATH = "PYTHONPATH"
+
+
+class Forks:
+    """What asks an origin to fork."""
+
+    def __init__(self, requests: socket.socket, modules: Sequence[str]) -> None:
+        self._requests, self._modules = requests, modules
+        self._path = os.environ.get(PATH)
+        self._start = subprocess._fork_exec  # type: ignore[attr-defined]
+        self._one_at_a_time = threading.Lock()
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def can_fork(self, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Not one for which a library, or Python itself, is to find something else."""
+        is_as_here = environment.get(THREADS) == "1" and environment.get(PATH) == self._path
+        return is_as_here and _can_be_forked(words, self._modules)
+
+    def fork_exec(self, args: Sequence[bytes], *rest: Any) -> int:
+        """In place of subprocess's own."""
+        wanted, descriptors = _wanted([os.fsdecode(arg) for arg in args], rest)
+        if self.can_fork(wanted.words, wanted.environment):
+            return self._fork(wanted, descriptors)
+        return self._start(args, *rest)
+
+    def receive(self) -> bytes:
+        answer = self._requests.recv(REQUEST_BYTES)
+        if not answer:
+            raise ChildProcessError("the origin of warm children is gone")
+        return answer
+
+    def _fork(self, wanted: "Wanted", descriptors: list[int]) -> int:
+        data = json.dumps(asdict(wanted)).encode()
+        with self._one_at_a_time:
+            socket.send_fds(self._requests, [data], descriptors)
+            return int(self.receive())
 
 
 class Origin:
     """A process that has imported these modules."""
 
     def __init__(self, *modules: str) -> None:
-        self._modules = modules
         self._is_ready = False
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._forks = Forks(requests, modules)
         code = "from tests.support.warm import serve; serve()()"
         words = ("-c", code, str(theirs.fileno()), ",".join(modules), " " * ROOM)
         with theirs:
@@ -59,40 +121,23 @@ class Origin:
             )
 
     def close(self) -> None:
-        self._requests.close()
+        self._forks.close()
         self._process.wait()
 
     @contextlib.contextmanager
     def forks(self) -> Iterator[None]:
         """Until the end, children that it can fork are forked."""
-        start = subprocess._fork_exec  # type: ignore[attr-defined]
         self._wait_for_imports()
-
-        def fork_exec(args: Sequence[bytes], *rest: Any) -> int:
-            request = _request([os.fsdecode(arg) for arg in args], rest, self._modules)
-            return self._fork(*request) if request else start(args, *rest)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess, "_fork_exec", fork_exec)
+            patch.setattr(subprocess, "_fork_exec", self._forks.fork_exec)
             yield
 
     def _wait_for_imports(self) -> None:
         """Now, not when the first child is to be forked: that happens in an event loop, in which
         whoever answers others would be silent for as long."""
         if not self._is_ready:
-            self._receive()
+            self._forks.receive()
             self._is_ready = True
-
-    def _fork(self, wanted: "Wanted", descriptors: list[int]) -> int:
-        data = json.dumps(asdict(wanted)).encode()
-        socket.send_fds(self._requests, [data], descriptors)
-        return int(self._receive())
-
-    def _receive(self) -> bytes:
-        answer = self._requests.recv(REQUEST_BYTES)
-        if not answer:
-            raise ChildProcessError("the origin of warm children is gone")
-        return answer
 
 
 @dataclass(frozen=True)
@@ -107,6 +152,8 @@ class Wanted:
     leads_session: bool
     # those that it has, besides 0 to 2
     descriptors: list[int]
+    # a network namespace, a script and what that is called with (lines.py, machines.py); or nothing
+    machine: list[str]
 
 
 @contextlib.contextmanager
@@ -127,30 +174,41 @@ def forking(process: Origin | None) -> contextlib.AbstractContextManager[None]:
     return process.forks() if process else contextlib.nullcontext()
 
 
-def _request(
-    words: list[str], rest: Sequence[Any], modules: Sequence[str]
-) -> tuple[Wanted, list[int]] | None:
-    """A child that can be forked, and what its descriptors are here. `rest`: see subprocess.py."""
+def _can_be_forked(words: Sequence[str], modules: Sequence[str]) -> bool:
+    is_child = list(words[1:4]) == ["-P", "-c", CHILD_CODE] and words[5].split(":")[0] in modules
+    return is_child or (_module(words) or ("",))[0] in modules
+
+
+def _module(words: Sequence[str]) -> list[str] | None:
+    """The module that `python -m` or `python -P -m` runs, and its arguments."""
+    rest = list(words[2:] if words[1:2] == ["-P"] else words[1:])
+    return rest[1:] if rest[:1] == ["-m"] and len(rest) > 1 else None
+
+
+def _wanted(words: list[str], rest: Sequence[Any]) -> tuple[Wanted, list[int]]:
+    """A child, and what its descriptors are here. `rest`: see subprocess.py."""
     _, _, kept, cwd, env, stdin, _, _, stdout, _, stderr, _, errors, _, new_session, *_ = rest
     environment = {os.fsdecode(k): os.fsdecode(v) for k, v in os.environb.items()}
     if env is not None:
         environment = dict(os.fsdecode(pair).split("=", 1) for pair in env)
-    is_child = words[1:4] == ["-P", "-c", CHILD_CODE] and words[5].split(":")[0] in modules
-    is_daemon = words[1:3] == ["-m", CLI] and CLI in modules
-    if not (is_child or is_daemon) or cwd is not None or environment.get(THREADS) != "1":
-        return None
+    machine: list[str] = []
+    if words[:3] == ["ip", "netns", "exec"] and words[4:9] == [*UNSHARE, "sh", "-c"]:
+        machine, words = [words[3], *words[9:11]], words[11:]
     streams = [given if given >= 0 else own for own, given in enumerate((stdin, stdout, stderr))]
     others = [n for n in kept if n != errors]
     limits = {n: resource.getrlimit(n) for n in LIMITS}
-    wanted = Wanted(words, environment, os.getcwd(), limits, bool(new_session), others)
+    folder = os.path.join(os.getcwd(), os.fsdecode(cwd or ""))
+    is_leader = bool(new_session)
+    wanted = Wanted(words, environment, folder, limits, is_leader, others, machine)
     return wanted, streams + others
 
 
 def serve() -> Callable[[], None]:
     """The origin: forks until the test's process closes its end. Returns in the children only: what
     they are to do."""
-    _, number, modules, _ = sys.argv
-    for module in modules.split(","):
+    _, number, names, _ = sys.argv
+    modules = names.split(",")
+    for module in modules:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
@@ -158,6 +216,10 @@ def serve() -> Callable[[], None]:
         sys.exit("the imports have started threads, which a fork would not have")
     requests = socket.socket(fileno=int(number))
     requests.send(READY)
+    return _serve(requests, modules)
+
+
+def _serve(requests: socket.socket, modules: Sequence[str]) -> Callable[[], None]:
     while True:
         data, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES, MAX_DESCRIPTORS)
         if not data:
@@ -167,18 +229,112 @@ def serve() -> Callable[[], None]:
         if pid == 0:
             requests.close()
             _become(wanted, descriptors)
-            return _work(wanted.words)
+            is_daemon = (_module(wanted.words) or [""])[0] == CLI
+            if is_daemon and len(modules) > len(DAEMONS):
+                return _with_origin(wanted, modules)
+            return _ending(_work(wanted.words))
         for descriptor in descriptors:
             os.close(descriptor)
         requests.send(str(pid).encode())
 
 
+def _with_origin(wanted: Wanted, modules: Sequence[str]) -> Callable[[], None]:
+    """What a `lightrl` is to do whose children are forked; in the children, too."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    heeded = {n: signal.getsignal(n) for n in FOR_THE_DAEMON}
+    if os.fork() == 0:
+        # what its daemon is told by a terminal or by Slurm, it is told, too
+        for number in heeded:
+            signal.signal(number, signal.SIG_IGN)
+        _call_itself("origin")
+        ours.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nothing, number)
+        for descriptor in (nothing, *wanted.descriptors):
+            os.close(descriptor)
+        work = _serve(theirs, modules)
+        for number, action in heeded.items():
+            signal.signal(number, action)
+        return work
+    theirs.close()
+    forks = Forks(ours, modules)
+    subprocess._fork_exec = forks.fork_exec  # type: ignore[attr-defined]
+    _fork_in_uvloop(forks)
+    return _ending(_work(wanted.words))
+
+
+def _ending(work: Callable[[], None]) -> Callable[[], None]:
+    """Ends the process as the interpreter does, but does not take down what was imported: each
+    would have its own copy of the memory that is written to for that, in a second."""
+
+    def run() -> None:
+        code: object = 0
+        try:
+            work()
+        except SystemExit as e:
+            code = e.code
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001 - as the interpreter itself
+            sys.excepthook(*sys.exc_info())
+            code = 1
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+    return run
+
+
+def _fork_in_uvloop(forks: Forks) -> None:
+    """Its loop starts children by itself: those that can be forked are started as asyncio does."""
+    start = uvloop.Loop.subprocess_exec
+
+    async def subprocess_exec(
+        self: uvloop.Loop, factory: Callable[[], Any], *words: Any, **options: Any
+    ) -> Any:
+        if not forks.can_fork([os.fsdecode(w) for w in words], options.get("env") or os.environ):
+            return await start(self, factory, *words, **options)
+        streams = [options.pop(name) for name in ("stdin", "stdout", "stderr")]
+        options.setdefault("bufsize", 0)
+        protocol, waiter = factory(), self.create_future()
+        transport = _UnixSubprocessTransport(
+            self, protocol, words, False, *streams, waiter=waiter, **options
+        )
+        pid = transport.get_pid()
+        ended = os.pidfd_open(pid)
+
+        def reap() -> None:
+            self.remove_reader(ended)
+            os.close(ended)
+            try:
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            except ChildProcessError:  # whoever sent it a signal has found that it had ended
+                code = transport._proc.returncode
+            transport._process_exited(code)
+
+        self.add_reader(ended, reap)
+        await waiter
+        return transport, protocol
+
+    uvloop.Loop.subprocess_exec = subprocess_exec  # type: ignore[method-assign]
+
+
 def _work(words: list[str]) -> Callable[[], None]:
-    if words[1:3] == ["-m", CLI]:
-        module = importlib.import_module(CLI)
-        sys.argv = [str(module.__file__), *words[3:]]
-        return module.main
-    sys.path[:] = [folder for folder in sys.path if folder]  # as -P has it
+    if "-P" in words[:2]:
+        sys.path[:] = [folder for folder in sys.path if folder]
+    if (run := _module(words)) is not None:
+        module = sys.modules[run[0]]
+        sys.argv = [str(module.__file__), *run[1:]]
+        if run[0] == CLI:
+            return module.main
+        del sys.modules[run[0]]  # runpy does not want it to be there
+        return lambda: runpy.run_module(run[0], run_name="__main__", alter_sys=True) and None
     sys.argv = words[2:3] + words[4:]
     return importlib.import_module("lightrl.system.child").run
 
@@ -212,7 +368,19 @@ def _become(wanted: Wanted, descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(wanted.environment)
     os.chdir(wanted.folder)
+    if wanted.machine:
+        _enter(*wanted.machine)
     _call_itself("\0".join(wanted.words))
+
+
+def _enter(space: str, script: str, name: str) -> None:
+    """As `ip netns exec` and unshare do; the script ends with `exec "$@"`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{space}") as file:
+        failed = libc.setns(file.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWNS | CLONE_NEWUTS)
+    if failed:
+        raise OSError(ctypes.get_errno(), f"{space} cannot be entered")
+    subprocess.run(("sh", "-c", f"{PRIVATE} && {script}", name, "true"), check=True)
 
 
 def _call_itself(text: str) -> None:
@@ -225,8 +393,22 @@ def _call_itself(text: str) -> None:
 
 @pytest.fixture(scope="session")
 def origin_of_daemons() -> Iterator[Origin | None]:
-    with origin(CLI, "lightrl.daemon.main") as process:
+    with origin(*DAEMONS) as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def origin_of_runs() -> Iterator[Origin | None]:
+    with origin(*DAEMONS, *CHILDREN) as process:
+        yield process
+
+
+@pytest.fixture
+def warm_runs(origin_of_runs: Origin | None) -> Iterator[None]:
+    """As `warm_daemons`, and whatever a `lightrl` starts is forked, too: daemons, torch engines,
+    ranks."""
+    with forking(origin_of_runs):
+        yield
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lightrl.system.child import Child, ChildDied, Pipe, retry_on_resource_limit
 from lightrl.system.silence import LOOKS
 from lightrl.wire import Codec
 
-LIMIT_S = 30.0  # of a whole scenario
+LIMIT_S = 90.0  # of a whole scenario
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from lightrl.messages import Message
 from lightrl.system import open_files
 from lightrl.system.child import Child, ChildDied
 from lightrl.wire import Codec
+from tests.support.cli import EMULATED, all_end, descendants, running
+from tests.support.cli import until as until_says
 from tests.support.trainer_coordinator import until
 from tests.support.warm import ASIDE, origin
 
@@ -79,7 +81,9 @@ async def facts(target: str, folder: Path) -> tuple[dict[str, object], str]:
     found = json.loads(said.read_text().replace(str(folder), "FOLDER"))
     number = found["arguments"][3]
     text = json.dumps(found).replace(f'"{number}"', '"N"')
-    return json.loads(text), str(died.value).replace(str(child.pid), "PID")
+    found = json.loads(text)
+    found["descriptors"].sort()  # by whatever number: "19" comes before "2"
+    return found, str(died.value).replace(str(child.pid), "PID")
 
 
 def test_a_forked_child_is_what_a_started_one_is(probe: str, tmp_path: Path):
@@ -120,3 +124,26 @@ def test_it_has_its_pipe_whatever_number_that_has(probe: str, tmp_path: Path):
                     os.close(descriptor)
 
     asyncio.run(all_of_them())
+
+
+def test_what_a_forked_run_starts_is_forked_and_ends_with_it(warm_runs, tmp_path: Path):
+    with running(tmp_path, *EMULATED, "train.steps=100000") as run:
+        until_says(run, "reward")
+        below = descendants(run.pid)
+        children = [pid for daemon in pids_below(run.pid) for pid in pids_below(daemon)]
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        # nothing that is emulated has torch, but where it was forked
+        forked = [names[pid] for pid in children if "libtorch" in maps(pid)]
+        assert any(b"emulated-engine" in name for name in forked)
+        assert any(b"lightrl-rank-0" in name for name in forked)
+        assert not any(b"reward" in name for name in forked)
+        run.kill()
+    assert all_end(below)
+
+
+def pids_below(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def maps(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()

@@ -225,17 +225,10 @@ def processes(
     return launch
 
 
-@pytest.fixture(scope="session")
-def origin_of_ranks() -> Iterator[Origin | None]:
-    model = "transformers.models.qwen2.modeling_qwen2"
-    with origin("lightrl.trainer.rank.rank", "torch.distributed.checkpoint", model) as process:
-        yield process
-
-
 @pytest.fixture
-def warm_ranks(origin_of_ranks: Origin | None) -> Iterator[None]:
+def warm_ranks(origin_of_runs: Origin | None) -> Iterator[None]:
     """Real ranks, each a process of its own that need not import torch (tests/support/warm.py)."""
-    with forking(origin_of_ranks):
+    with forking(origin_of_runs):
         yield
 
 

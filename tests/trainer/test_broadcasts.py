@@ -26,6 +26,7 @@ from lightrl.errors import WeightsError
 from lightrl.messages import Checkpointed, PublishWeights
 from lightrl.run_file import parse_config
 from lightrl.system.addresses import split_address
+from lightrl.trainer import broadcasts
 from lightrl.weights.broadcast.rendezvous import Membership, Unreachable, reach
 from lightrl.weights.version.manifest import VersionFile
 from tests.support.trainer_coordinator import DEADLINE_S, Coordinator, kill, turns, until
@@ -158,7 +159,10 @@ def kinds_of(coordinator):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_versions_are_sent_before_checkpoint_and_difference(new_config, groups, tmp_path, ranks):
+def test_versions_are_sent_before_checkpoint_and_difference(
+    new_config, groups, tmp_path, ranks, monkeypatch
+):
+    monkeypatch.setattr(broadcasts, "TAKEN_S", DEADLINE_S)  # a busy machine says it late
     config = new_config(4, ranks, interval=1)
 
     def script(coordinator, orders):

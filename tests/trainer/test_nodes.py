@@ -43,7 +43,7 @@ class Led:
 
     async def ends(self):
         """Why."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(90):
             await self.life.watch()
 
 

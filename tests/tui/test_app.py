@@ -14,7 +14,7 @@ from lightrl.tui.render import View
 from tests.support.cli import read_until, started
 from tests.support.journals import left_behind
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 SHOW = """
 import asyncio
 from lightrl.messages import Snapshot

@@ -190,7 +190,7 @@ class Members:
                     del missing[pipe]
         return found
 
-    def await_formed(self, deadline_s: float = 20.0) -> None:
+    def await_formed(self, deadline_s: float = 90.0) -> None:
         for pipe in self.pipes:
             assert pipe.poll(deadline_s)
             assert pipe.recv() == "formed"
@@ -219,7 +219,7 @@ def members(what: Plan) -> Iterator[Members]:
             processes.append(process)
             pipes.append(ours)
             if rank == 0:
-                assert ours.poll(30)
+                assert ours.poll(90)
                 meet = ours.recv()
         yield Members(processes, pipes)
     finally:

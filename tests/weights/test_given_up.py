@@ -20,10 +20,10 @@ from lightrl.weights.version.layout import plan
 
 # what a bug raises in a thread is seen in the log, too
 pytestmark = [
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
 ]
-SOON_S = 10.0
+SOON_S = 30.0
 TENSORS = plan([(f"layers.{i:02}", "uint8", (2 * BLOCK_BYTES,)) for i in range(4 * MAX_WAITING)])
 # no block has such a number: the proof of them fails as only a bug can make it fail
 WRONG = tuple(replace(t, offset=t.offset - (1 << 40)) for t in TENSORS)

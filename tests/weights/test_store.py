@@ -15,7 +15,7 @@ from lightrl.system.threads import in_thread
 from lightrl.weights.machine import scratch, store
 from lightrl.weights.machine.store import Store
 
-DEADLINE_S = 20.0
+DEADLINE_S = 90.0
 DIGEST = "ab" * 32
 
 
@@ -66,7 +66,7 @@ def test_a_thread_that_is_late_finds_a_folder_that_is_being_closed_gone(
 
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     one.close()
-    late.join(10)
+    late.join(DEADLINE_S)
     assert [str(e) for e in ended] == ["the folder of versions is closed"]
     assert not list(root.iterdir())
 

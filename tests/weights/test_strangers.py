@@ -6,13 +6,13 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import uvloop
 
 from lightrl.weights.serve.door import FEW_PLACES, Door
 from lightrl.weights.serve.request import ASK_DATA, Request
+from tests.support.cores import waited_for_a_core_s
 from tests.support.versions import make_version, pull, serving, source
 
 DEADLINE_S = 60
@@ -38,15 +38,6 @@ async def silent_peers(address: str, count: int, num_sources: int) -> AsyncItera
     finally:
         process.stdin.close()
         assert await process.wait() == 0
-
-
-def waited_for_a_core_s() -> float:
-    """How long this thread, which serves, could have run but others did: tests may run on a busy
-    machine."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except OSError:
-        return 0.0
 
 
 @pytest.mark.parametrize("num_sources", [1, 2000])

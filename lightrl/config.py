@@ -159,11 +159,15 @@ class Config(Section):
                 f"algorithm.overlong_buffer = {self.algorithm.overlong_buffer}: is more than "
                 f"rollout.max_response_length = {limit}"
             )
-        if self.algorithm.dynamic_sampling and (responses == 1 or self.rollout.temperature == 0):
-            equal = f"group_size = {responses}" if responses == 1 else "temperature = 0"
+        if self.rollout.temperature == 0:
             raise ValueError(
-                f"algorithm.dynamic_sampling = true: with rollout.{equal} the rewards of a group "
-                "are always equal, so that every group would be replaced"
+                "rollout.temperature = 0: responses that are trained are sampled, and greedy ones "
+                "to a prompt are all the same; raise it (1 is usual, eval.temperature may be 0)"
+            )
+        if self.algorithm.dynamic_sampling and responses == 1:
+            raise ValueError(
+                "algorithm.dynamic_sampling = true: with rollout.group_size = 1 the rewards of a "
+                "group are always equal, so that every group would be replaced"
             )
         return self
 

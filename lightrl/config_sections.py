@@ -88,7 +88,9 @@ class Rollout(Section):
     )
     group_size: Positive = Field(default=8, description="responses sampled for one prompt")
     max_response_length: Positive = Field(default=1024, description="tokens")
-    temperature: float = Field(default=1.0, ge=0, description="of sampling; 0 = greedy")
+    temperature: float = Field(
+        default=1.0, ge=0, description="of sampling; above 0: greedy responses are all the same"
+    )
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; 1 = off")
     top_k: int = Field(default=0, ge=0, description="0 = off")
     threads: Positive = Field(default=1, description="CPU threads of one engine")
@@ -122,7 +124,12 @@ class Optim(Section):
         description="adamw8bit keeps its moments in 8 bits, by torchao: 2 bytes a parameter and "
         "not 8",
     )
-    lr: float = Field(default=1e-6, gt=0, description="learning rate of AdamW")
+    lr: float = Field(
+        default=1e-6,
+        gt=0,
+        le=1,  # AdamW moves every weight by about as much in one update
+        description="learning rate of AdamW; about 1e-6 for a model, 1e-5 to 1e-4 for adapters",
+    )
     betas: tuple[Share, Share] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, description="of AdamW")
     weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")

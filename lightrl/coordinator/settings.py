@@ -1,7 +1,9 @@
 """What the core's settings take from data and model, and whether these fit the config. No
 policy."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from lightrl.config import Config
 from lightrl.core.settings import Settings
@@ -44,12 +46,7 @@ def vocabulary(files: dict[str, bytes], prompts: dict[str, Prompt], config: Conf
     size = text.get("vocab_size")
     if not isinstance(size, int):
         raise ConfigError(f"{config.model.path}: config.json has no vocab_size")
-    longest = text.get("max_position_embeddings")
-    if isinstance(longest, int) and config.max_model_length > longest:
-        raise ConfigError(
-            f"data.max_prompt_length + rollout.max_response_length = {config.max_model_length}: "
-            f"the model's context (max_position_embeddings) is {longest} tokens"
-        )
+    require_context(config, tree)
     for prompt in prompts.values():
         if max(prompt.token_ids, default=0) >= size:
             raise DataError(
@@ -57,3 +54,18 @@ def vocabulary(files: dict[str, bytes], prompts: dict[str, Prompt], config: Conf
                 f"model's vocabulary of {size}"
             )
     return size
+
+
+def require_context(config: Config, tree: Mapping[str, Any]) -> None:
+    """`tree`: the model's config.json. Raises ConfigError if a prompt with its response may be
+    longer than what the model reads."""
+    longest = (tree.get("text_config") or tree).get("max_position_embeddings")
+    if not isinstance(longest, int) or config.max_model_length <= longest:
+        return
+    limit = config.data.max_prompt_length
+    default = " (the default)" if "max_prompt_length" not in config.data.model_fields_set else ""
+    raise ConfigError(
+        f"data.max_prompt_length = {limit}{default} and rollout.max_response_length = "
+        f"{config.rollout.max_response_length} are {config.max_model_length} tokens: the model's "
+        f"context (max_position_embeddings) is {longest}; lower one of them"
+    )

@@ -159,11 +159,6 @@ class Config(Section):
                 f"algorithm.overlong_buffer = {self.algorithm.overlong_buffer}: is more than "
                 f"rollout.max_response_length = {limit}"
             )
-        if self.rollout.temperature == 0:
-            raise ValueError(
-                "rollout.temperature = 0: responses that are trained are sampled, and greedy ones "
-                "to a prompt are all the same; raise it (1 is usual, eval.temperature may be 0)"
-            )
         if self.algorithm.dynamic_sampling and responses == 1:
             raise ValueError(
                 "algorithm.dynamic_sampling = true: with rollout.group_size = 1 the rewards of a "

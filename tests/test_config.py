@@ -9,6 +9,7 @@ import pytest
 
 from lightrl.config import Config, keys
 from lightrl.config_algorithm import ALGORITHMS
+from lightrl.config_keys import allowed
 from lightrl.core_settings import settings_of
 from lightrl.errors import ConfigError
 from lightrl.rollout.agent import STOP_S
@@ -32,6 +33,36 @@ def complaint(tree: dict[str, Any]) -> str:
 def load(tmp_path: Path, *overrides: str, toml: str = TOML) -> Config:
     (tmp_path / "run.toml").write_text(toml)
     return load_config(tmp_path / "run.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("rollout.group_size", "integer > 0"),
+        ("run.seed", "integer >= 0 and < 4294967296"),
+        ("rollout.top_p", "number > 0 and <= 1"),
+        ("rollout.temperature", "number > 0"),
+        ("data.path", "text"),
+        ("data.shuffle", "true | false"),
+        ("run.name", "text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+        ("rollout.placement", "own | shared"),
+        ("train.optim.betas", "[number >= 0 and < 1, number >= 0 and < 1]"),
+        ("async.max_staleness", "integer >= 0"),
+        ("algorithm.clip_low", "number >= 0"),
+        ("algorithm.loss_norm", "token | sequence | constant | integer > 0"),
+        ("round.eta", "number | [number, number]"),
+        ("rollout.engine_args", "table"),
+        ("reward.functions", "list of text"),
+        ("logging.backends", "list of (jsonl | tensorboard | wandb | mlflow)"),
+        ("logging.samples", "integer >= 0 | all"),
+    ],
+)
+def test_the_reference_says_what_a_value_may_be(key, values):
+    assert allowed(key) == values
+
+
+def test_the_reference_says_something_of_every_key():
+    assert [key for key, _, text in keys() if not text or "anything" in allowed(key)] == []
 
 
 def test_number_of_keys_stays_small():
@@ -279,7 +310,7 @@ def test_what_others_call_a_key_leads_to_a_key_that_there_is():
             {"rollout": {"temperature": 0}},
             ("rollout.temperature = 0", "greedy ones", "all the same", "eval.temperature"),
         ),
-        ({"rollout": {"temperature": -1}}, ("rollout.temperature = -1", "greater than or equal")),
+        ({"rollout": {"temperature": -1}}, ("rollout.temperature = -1", "greater than 0")),
         ({"train": {"optim": {"lr": 1000}}}, ("train.optim.lr = 1000", "less than or equal to 1")),
         ({"algorithm": {"name": "ppo"}}, ("algorithm.name = 'ppo'", "'reinforce++-baseline'")),
         ({"algorithm": {"clip_low": -0.1}}, ("algorithm.clip_low = -0.1", "greater than or")),

@@ -6,6 +6,7 @@ One clear line for each. Runs no user code and reads no data: the daemons do tha
 
 import ast
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from lightrl.launch.model_check import require_dtypes, require_targets
 from lightrl.messages import Role
 from lightrl.model_files import require_no_code, require_trainable
 from lightrl.system.threads import num_cores
-from lightrl.wire import MAX_FRAME_BYTES, from_json
+from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob
 LOCAL_SUFFIXES = {".jsonl", ".parquet", ".json"}
@@ -157,7 +158,7 @@ def _require_model(config: Config) -> None:
     require_no_code(path, folder)
     require_trainable(path, folder)
     require_dtypes(path, folder)
-    require_context(config, from_json((folder / "config.json").read_bytes(), dict))
+    require_context(config, json.loads((folder / "config.json").read_bytes()))
     if config.model.lora.rank:
         require_targets(folder, config.model.lora.targets)
 

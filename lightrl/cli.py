@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightrl import arguments, commands, log
+from lightrl import __version__, arguments, commands, log
 from lightrl.arguments import (
     KeyFile,
     NameOption,
@@ -42,6 +42,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"lightrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def lightrl(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="print it and end"),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()

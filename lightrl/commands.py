@@ -266,20 +266,22 @@ def reference(
         bool, typer.Option("--metrics", help="the figures of metrics.jsonl, not the keys")
     ] = False,
 ) -> None:
-    """Print every config key with its default and meaning."""
+    """Print every config key with its default, its allowed values and its meaning."""
     if metrics:
         from lightrl.metrics.names import table
 
         print("\n".join(table()))
         return
     from lightrl.config import keys
+    from lightrl.config_keys import allowed
 
     section = ""
     for key, default, description in keys():
         if key.partition(".")[0] != section:
             section = key.partition(".")[0]
             print(f"\n[{section}]")
-        print(f"{key:32} {default:22} {description}".rstrip())
+        value = "unset" if default == "null" else default
+        print(f"{key:32} {value:22} {allowed(key):26} {description}".rstrip())
 
 
 def wait_for(work: "Coroutine[object, object, T]") -> T:

@@ -16,7 +16,7 @@ from lightrl.config_algorithm import UNGROUPED, AlgorithmSection
 from lightrl.config_data import Data, DataSet, resolved
 from lightrl.config_logging import Logging
 from lightrl.config_model import Lora, Model
-from lightrl.config_parallel import why_no_sizes
+from lightrl.config_parallel import num_parts, why_no_sizes
 from lightrl.config_reward import Reward, with_environment
 from lightrl.config_scale import Offload, Prices, ScaleSection
 from lightrl.config_sections import (
@@ -78,18 +78,6 @@ class Config(Section):
         if self.rollout.engine_args.get("trust_remote_code"):
             raise ValueError(
                 "rollout.engine_args: trust_remote_code: LightRL runs no code of a model directory"
-            )
-        weights, functions = self.reward.weights, self.reward.functions
-        if weights and len(weights) != len(functions):
-            raise ValueError(
-                f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
-            )
-        if not functions:
-            raise ValueError("reward.functions: at least one is needed")
-        if "regex" in functions and not self.reward.regex:
-            raise ValueError(
-                "reward.regex: is needed for the reward 'regex', e.g. '#### (.+)': its first group "
-                "is compared with the answer"
             )
         if self.node.lease_s < 2 * self.node.heartbeat_s:
             raise ValueError(
@@ -178,11 +166,10 @@ class Config(Section):
                 f"algorithm.overlong_buffer = {self.algorithm.overlong_buffer}: is more than "
                 f"rollout.max_response_length = {limit}"
             )
-        if self.algorithm.dynamic_sampling and (responses == 1 or self.rollout.temperature == 0):
-            equal = f"group_size = {responses}" if responses == 1 else "temperature = 0"
+        if self.algorithm.dynamic_sampling and responses == 1:
             raise ValueError(
-                f"algorithm.dynamic_sampling = true: with rollout.{equal} the rewards of a group "
-                "are always equal, so that every group would be replaced"
+                "algorithm.dynamic_sampling = true: with rollout.group_size = 1 the rewards of a "
+                "group are always equal, so that every group would be replaced"
             )
         return self
 
@@ -324,19 +311,9 @@ class Config(Section):
     def device_parts(self) -> int:
         """Of the devices that sample and train in turn, how many can train without the others:
         those of each replica, if no node and no engine has devices of two of them."""
-        train = self.train
-        if (
-            self.rollout.placement == "own"
-            or self.run.deterministic
-            or train.replicas % train.nodes
-        ):
+        if self.rollout.placement == "own" or self.run.deterministic:
             return 1
-        each, size = train.world // train.replicas, self.gpus_per_engine
-        devices = list(train.devices or range(train.ranks))
-        used = [k for k, d in enumerate(devices) if d in (self.rollout.devices or devices)]
-        engines = (used[i : i + size] for i in range(0, len(used) - size + 1, size))
-        are_apart = all(k[0] // each == k[-1] // each for k in engines)
-        return train.replicas if are_apart and size <= each else 1
+        return num_parts(self.train, self.rollout, self.gpus_per_engine)
 
     @property
     def device_parts_each(self) -> int:

@@ -27,7 +27,7 @@ USUAL_CLIP = (0.2, 0.2)
 
 
 class AlgorithmSection(Section):
-    name: Algorithm = Field(default="grpo", description="one of: " + ", ".join(ALGORITHMS))
+    name: Algorithm = Field(default="grpo", description="how advantages and losses are made")
     clip_low: NotNegative | None = Field(
         default=None,
         description="ratio is clipped below at 1 - clip_low; default: 0.2, gspo 0.0003, cispo open",
@@ -38,12 +38,12 @@ class AlgorithmSection(Section):
     )
     old_logprobs: Literal["trainer", "rollout"] = Field(
         default="trainer",
-        description="what ratios are to: the weights with which the step began, or what engines "
-        "sampled from: trainer, rollout",
+        description="what ratios are to: the weights with which the step began (trainer), or what "
+        "engines sampled from (rollout)",
     )
     kl_coef: float = Field(default=0.0, ge=0, description="0 = no reference model is loaded")
     kl_type: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="estimator of the KL penalty: k1, k2 or k3"
+        default="k3", description="estimator of the KL penalty"
     )
     loss_norm: LossNorm | Positive | None = Field(
         default=None,
@@ -59,7 +59,7 @@ class AlgorithmSection(Section):
     )
     tis_mode: Literal["truncate", "mask"] = Field(
         default="truncate",
-        description="a weight above the cap is held to it, or is 0: truncate, mask",
+        description="a weight above the cap is held to it (truncate), or is 0 (mask)",
     )
     tis_level: Literal["token", "sequence"] | None = Field(
         default=None,

@@ -15,7 +15,7 @@ Backend = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 
 class Logging(Section):
     backends: Annotated[tuple[Backend, ...], BeforeValidator(one_or_many)] = Field(
-        default=("jsonl",), description="where metrics go: jsonl, tensorboard, wandb, mlflow"
+        default=("jsonl",), description="where metrics go"
     )
     project: str = Field(default="lightrl", description="of wandb; the experiment of mlflow")
     group: str = Field(default="", description="of wandb; a tag of mlflow")
@@ -30,7 +30,7 @@ class Logging(Section):
         "evaluations all do",
     )
     level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="lowest level that is logged: debug, info, warning or error"
+        default="info", description="lowest level that is logged"
     )
     json_: bool = Field(
         default=False, alias="json", description="logs for machines: a JSON object on each line"

@@ -1,10 +1,11 @@
-"""`rollout.parallel`: engines of several sizes over the same devices, and what cannot go with them.
+"""`rollout.parallel`: engines of several sizes over the same devices, what cannot go with them; and
+in how many parts devices that sample and train can change sides.
 
 Owns when such a config is refused; the rule by which sizes change is in core/planner.py. Must stay
 importable without torch.
 """
 
-from lightrl.config_sections import MAX_SLOTS, Rollout
+from lightrl.config_sections import MAX_SLOTS, Rollout, Train
 
 PARALLEL_ARGS = frozenset({"tensor_parallel_size", "pipeline_parallel_size"})  # of vLLM
 SIZED_ENGINES = ("vllm", "emulated")  # that can span more than one GPU
@@ -72,3 +73,15 @@ def _why_no_room(rollout: Rollout) -> str | None:
             f"and rollout.devices names {len(rollout.devices)}"
         )
     return None
+
+
+def num_parts(train: Train, rollout: Rollout, gpus_per_engine: int) -> int:
+    """The replicas, if no node and no engine has devices of two of them; else 1."""
+    if train.replicas % train.nodes:
+        return 1
+    each, size = train.world // train.replicas, gpus_per_engine
+    devices = list(train.devices or range(train.ranks))
+    used = [k for k, d in enumerate(devices) if d in (rollout.devices or devices)]
+    engines = (used[i : i + size] for i in range(0, len(used) - size + 1, size))
+    are_apart = all(k[0] // each == k[-1] // each for k in engines)
+    return train.replicas if are_apart and size <= each else 1

@@ -102,6 +102,18 @@ class Reward(Section):
     def require_use(self, functions: Collection[str]) -> None:
         """`functions`: of all sets of prompts. Raises ValueError for keys that cannot act or do not
         suffice."""
+        weights, ours = self.weights, self.functions
+        if weights and len(weights) != len(ours):
+            raise ValueError(
+                f"reward.weights: {len(weights)} weights for {len(ours)} reward.functions"
+            )
+        if not ours:
+            raise ValueError("reward.functions: at least one is needed")
+        if "regex" in functions and not self.regex:
+            raise ValueError(
+                "reward.regex: is needed for the reward 'regex', e.g. '#### (.+)': its first group "
+                "is compared with the answer"
+            )
         if "code" in functions and self.timeout_s < LONGEST_TEST_S:
             raise ValueError(
                 f'reward.timeout_s = {self.timeout_s:g}: a single test of the reward "code" may '

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from lightrl.config_values import eta_or_pair, one_or_many, one_or_several
+from lightrl.config_values import eta_or_pair, not_greedy, one_or_many, one_or_several
 
 
 class Section(BaseModel):
@@ -72,7 +72,9 @@ class Rollout(Section):
     )
     group_size: Positive = Field(default=8, description="responses sampled for one prompt")
     max_response_length: Positive = Field(default=1024, description="tokens")
-    temperature: float = Field(default=1.0, ge=0, description="of sampling; 0 = greedy")
+    temperature: Annotated[float, BeforeValidator(not_greedy)] = Field(
+        default=1.0, gt=0, description="of sampling"
+    )
     top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling; 1 = off")
     top_k: int = Field(default=0, ge=0, description="0 = off")
     stop: Names = Field(
@@ -116,8 +118,13 @@ class Optim(Section):
         description="adamw8bit keeps its moments in 8 bits, by torchao: 2 bytes a parameter and "
         "not 8",
     )
-    lr: float = Field(default=1e-6, gt=0, description="learning rate of AdamW")
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    lr: float = Field(
+        default=1e-6,
+        gt=0,
+        le=1,  # AdamW moves every weight by about as much in one update
+        description="learning rate of AdamW; about 1e-6 for a model, 1e-5 to 1e-4 for adapters",
+    )
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="of AdamW")
     eps: float = Field(default=1e-8, gt=0, description="of AdamW")
     weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
     grad_clip: float = Field(default=1.0, ge=0, description="maximal gradient norm; 0 = off")

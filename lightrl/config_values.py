@@ -26,6 +26,15 @@ def one_or_several(value: Any) -> Any:
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def not_greedy(value: Any) -> Any:
+    if value == 0:
+        raise ValueError(
+            "rollout.temperature = 0: responses that are trained are sampled, and greedy ones to a "
+            "prompt are all the same; raise it (1 is usual, eval.temperature may be 0)"
+        )
+    return value
+
+
 def eta_or_pair(value: Any) -> Any:
     if not _is_eta(value) and not _is_pair(value):
         raise ValueError(

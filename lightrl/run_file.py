@@ -18,6 +18,49 @@ from lightrl.config import SECTIONS, Config, keys
 from lightrl.config_values import one_or_many, shortened
 from lightrl.errors import ConfigError
 
+MOST_LISTED = 4  # keys of a section, in a line
+# What verl, TRL and others call it; a dotted one is a wrong guess in one section. The table of
+# configs/README.md has these and more.
+OTHER_NAMES = {
+    "n": "rollout.group_size",
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_response_length",
+    "max_tokens": "rollout.max_response_length",
+    "train_batch_size": "train.prompts_per_step",
+    "batch_size": "train.prompts_per_step",
+    "ppo_mini_batch_size": "train.mini_batches",
+    "ppo_max_token_len_per_gpu": "train.max_tokens_per_gpu",
+    "learning_rate": "train.optim.lr",
+    "max_grad_norm": "train.optim.grad_clip",
+    "max_steps": "train.steps",
+    "total_training_steps": "train.steps",
+    "epochs": "train.steps",
+    "total_epochs": "train.steps",
+    "num_train_epochs": "train.steps",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "beta": "algorithm.kl_coef",
+    "kl": "algorithm.kl_coef",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low",
+    "clip_ratio_low": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_high": "algorithm.clip_high",
+    "adv_estimator": "algorithm.name",
+    "reward_funcs": "reward.functions",
+    "r": "model.lora.rank",
+    "target_modules": "model.lora.targets",
+    "gpu_memory_utilization": "rollout.engine_args.gpu_memory_utilization",
+    "tensor_parallel_size": "rollout.engine_args.tensor_parallel_size",
+    "tensor_model_parallel_size": "rollout.engine_args.tensor_parallel_size",
+    "model_name_or_path": "model.path",
+    "model.model": "model.path",
+    "model.name": "model.path",
+    "save_freq": "checkpoint.interval",
+    "save_steps": "checkpoint.interval",
+    "test_freq": "eval.interval",
+    "eval_steps": "eval.interval",
+}
+
 PATH_KEYS = (("model", "path"), ("data", "path"), ("eval", "path"))
 
 
@@ -143,9 +186,8 @@ def _one_line(error: ValidationError) -> str:
         case "missing":
             return f"{_first_required(dotted)}: is required"
         case "model_type":
-            return (
-                f"{dotted} = {shortened(problem['input'])}: is a section; its keys are {dotted}.KEY"
-            )
+            given = shortened(problem["input"])
+            return f"{dotted} = {given}: is a section; its keys are {_section_keys(dotted)}"
         case "value_error":
             return problem["msg"].removeprefix("Value error, ")
         case "string_type" if isinstance(given, list) and path[-1] == "path":
@@ -177,19 +219,44 @@ def _first_required(dotted: str) -> str:
 
 def _nearest(path: Sequence[str]) -> str:
     known = [key for key, _, _ in keys()]
-    dotted = ".".join(path)
-    leaf = [k for k in known if k.rpartition(".")[2] == path[-1]]
+    dotted, leaf = ".".join(path), path[-1]
+    # those of the same section first
+    same = sorted(
+        (k for k in known if k.rpartition(".")[2] == leaf),
+        key=lambda k: k.partition(".")[0] != path[0],
+    )
     if len(path) == 1:
-        close = [f"[{name}]" for name in difflib.get_close_matches(path[0], SECTIONS, n=1)] or leaf
+        sections = {name.rpartition(".")[2]: name for name in (*_nested(known), *SECTIONS)}
+        found = difflib.get_close_matches(leaf, sections, n=1)
+        close = [f"[{sections[name]}]" for name in found] or same or _of_others(dotted)
         return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(SECTIONS)}"
     parent = re.sub(r"\[\d+]", "[]", ".".join(path[:-1]))
     siblings = [k for k in known if k.rpartition(".")[0] == parent]
+    names = {k.rpartition(".")[2]: k for k in siblings}
     close = (
-        difflib.get_close_matches(dotted, siblings, n=1, cutoff=0.75)
-        or leaf
-        or difflib.get_close_matches(dotted, known, n=1, cutoff=0.5)
+        _of_others(dotted)
+        or [k for k in known if k.replace(".", "_") == dotted.replace(".", "_")]
+        or [names[n] for n in difflib.get_close_matches(leaf, names, n=1, cutoff=0.6)]
+        or same
     )
     return f"; did you mean {close[0]}?" if close else f"; keys are {', '.join(siblings)}"
+
+
+def _nested(known: Sequence[str]) -> list[str]:
+    """Sections in others, as "train.optim"."""
+    found = dict.fromkeys(key.rpartition(".")[0] for key in known)
+    return [name for name in found if "." in name]
+
+
+def _of_others(dotted: str) -> list[str]:
+    """What others call so."""
+    found = OTHER_NAMES.get(dotted) or OTHER_NAMES.get(dotted.rpartition(".")[2])
+    return [found] if found else []
+
+
+def _section_keys(dotted: str) -> str:
+    inside = [key for key, _, _ in keys() if key.startswith(f"{dotted}.")]
+    return ", ".join(inside) if len(inside) <= MOST_LISTED else f"{dotted}.KEY"
 
 
 def _dump_table(name: str, table: dict[str, Any], lines: list[str]) -> None:

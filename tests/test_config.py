@@ -9,10 +9,11 @@ import pytest
 
 from lightrl.config import Config, keys
 from lightrl.config_algorithm import ALGORITHMS
+from lightrl.config_keys import allowed
 from lightrl.core_settings import settings_of
 from lightrl.errors import ConfigError
 from lightrl.rollout.agent import STOP_S
-from lightrl.run_file import load_config, parse_config, to_toml
+from lightrl.run_file import OTHER_NAMES, load_config, parse_config, to_toml
 
 MINIMAL = {"model": {"path": "org/model"}, "data": {"path": "org/data"}}
 TOML = '[model]\npath = "org/model"\n[data]\npath = "org/data"\n'
@@ -32,6 +33,36 @@ def complaint(tree: dict[str, Any]) -> str:
 def load(tmp_path: Path, *overrides: str, toml: str = TOML) -> Config:
     (tmp_path / "run.toml").write_text(toml)
     return load_config(tmp_path / "run.toml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("rollout.group_size", "integer > 0"),
+        ("run.seed", "integer >= 0 and < 4294967296"),
+        ("rollout.top_p", "number > 0 and <= 1"),
+        ("rollout.temperature", "number > 0"),
+        ("data.path", "text"),
+        ("data.shuffle", "true | false"),
+        ("run.name", "text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+        ("rollout.placement", "own | shared"),
+        ("train.optim.betas", "[number >= 0 and < 1, number >= 0 and < 1]"),
+        ("async.max_staleness", "integer >= 0"),
+        ("algorithm.clip_low", "number >= 0"),
+        ("algorithm.loss_norm", "token | sequence | constant | integer > 0"),
+        ("round.eta", "number | [number, number]"),
+        ("rollout.engine_args", "table"),
+        ("reward.functions", "list of text"),
+        ("logging.backends", "list of (jsonl | tensorboard | wandb | mlflow)"),
+        ("logging.samples", "integer >= 0 | all"),
+    ],
+)
+def test_the_reference_says_what_a_value_may_be(key, values):
+    assert allowed(key) == values
+
+
+def test_the_reference_says_something_of_every_key():
+    assert [key for key, _, text in keys() if not text or "anything" in allowed(key)] == []
 
 
 def test_number_of_keys_stays_small():
@@ -85,7 +116,33 @@ def test_what_is_written_reads_back_to_the_same(tmp_path, engine_args):
             "train.optim.lrr: unknown key; did you mean train.optim.lr?",
         ),
         ({"train": {"lr": 1}}, "train.lr: unknown key; did you mean train.optim.lr?"),
-        ({"run": {"str": 1}}, "run.str: unknown key; did you mean run.dir?"),
+        ({"run": {"str": 1}}, "run.str: unknown key; keys are run.name, run.dir, "),
+        ({"run": {"logger": 1}}, "run.logger: unknown key; keys are run.name, run.dir, "),
+        ({"train": {"seed": 1}}, "train.seed: unknown key; did you mean run.seed?"),
+        ({"lora": {"rank": 8}}, "lora: unknown key; did you mean [model.lora]?"),
+        ({"optimizer": {"lr": 1}}, "optimizer: unknown key; did you mean [train.optim]?"),
+        (
+            {"model": {"path": "m", "lora": 8}},
+            "model.lora = 8: is a section; its keys are model.lora.rank, model.lora.alpha, ",
+        ),
+        (
+            {"model": {"path": "m", "lora_rank": 8}},
+            "model.lora_rank: unknown key; did you mean model.lora.rank?",
+        ),
+        (
+            {"model": {"path": "m", "name": "x"}},
+            "model.name: unknown key; did you mean model.path?",
+        ),
+        ({"rollout": {"n": 8}}, "rollout.n: unknown key; did you mean rollout.group_size?"),
+        (
+            {"rollout": {"tensor_parallel_size": 2}},
+            "rollout.tensor_parallel_size: unknown key; did you mean "
+            "rollout.engine_args.tensor_parallel_size?",
+        ),
+        (
+            {"train": {"learning_rate": 1}},
+            "train.learning_rate: unknown key; did you mean train.optim.lr?",
+        ),
         ({"trian": {"steps": 3}}, "trian: unknown key; did you mean [train]?"),
         ({"steps": 3}, "steps: unknown key; did you mean train.steps?"),
         ({"zzz": 3}, "zzz: unknown key; sections are run, model, "),
@@ -93,6 +150,15 @@ def test_what_is_written_reads_back_to_the_same(tmp_path, engine_args):
 )
 def test_unknown_keys_get_the_nearest_name(tree, text):
     assert complaint({**MINIMAL, **tree}).startswith(text)
+
+
+def test_what_others_call_a_key_leads_to_a_key_that_there_is():
+    known = {key for key, _, _ in keys()}
+    arguments = "rollout.engine_args."
+    missing = {k for k in OTHER_NAMES.values() if not k.startswith(arguments)} - known
+    assert missing == set()
+    # a name of our own means what it says
+    assert [n for n in OTHER_NAMES if n in known or f"train.{n}" in known] == []
 
 
 @pytest.mark.parametrize(
@@ -274,9 +340,11 @@ def test_unknown_keys_get_the_nearest_name(tree, text):
             ("algorithm.dynamic_sampling = true", "rollout.group_size = 1"),
         ),
         (
-            {"algorithm": {"dynamic_sampling": True}, "rollout": {"temperature": 0}},
-            ("algorithm.dynamic_sampling = true", "rollout.temperature = 0"),
+            {"rollout": {"temperature": 0}},
+            ("rollout.temperature = 0", "greedy ones", "all the same", "eval.temperature"),
         ),
+        ({"rollout": {"temperature": -1}}, ("rollout.temperature = -1", "greater than 0")),
+        ({"train": {"optim": {"lr": 1000}}}, ("train.optim.lr = 1000", "less than or equal to 1")),
         ({"algorithm": {"name": "ppo"}}, ("algorithm.name = 'ppo'", "'reinforce++-baseline'")),
         ({"algorithm": {"clip_low": -0.1}}, ("algorithm.clip_low = -0.1", "greater than or")),
         ({"algorithm": {"clip_high": "x"}}, ("algorithm.clip_high = 'x'", "number")),

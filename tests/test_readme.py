@@ -12,7 +12,12 @@ from lightrl.run_file import load_config
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PACKAGES = sorted(p.parent for p in (ROOT / "lightrl").rglob("__init__.py"))
-READMES = [README, ROOT / "scripts" / "README.md", *(p / "README.md" for p in PACKAGES)]
+READMES = [
+    README,
+    ROOT / "configs" / "README.md",
+    ROOT / "scripts" / "README.md",
+    *(p / "README.md" for p in PACKAGES),
+]
 MAX_LINES = 200
 FEWEST, MOST = 10, 40  # lines of a folder's README, up to its first "Reference"
 MAX_WALK = 7

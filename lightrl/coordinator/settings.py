@@ -47,15 +47,19 @@ def _require_enough(config: Config, sizes: Mapping[str, int]) -> None:
             )
 
 
-def require_context(files: dict[str, bytes], config: Config) -> None:
-    """Raises ConfigError if a prompt with its response may be longer than the model's context."""
+def require_context(files: Mapping[str, bytes], config: Config) -> None:
+    """`files`: of the model, config.json at least. Raises ConfigError if a prompt with its response
+    may be longer than what the model reads."""
     longest = _text_config(files).get("max_position_embeddings")
-    if isinstance(longest, int) and config.max_model_length > longest:
-        data, rollout = config.data.max_prompt_length, config.rollout.max_response_length
-        raise ConfigError(
-            f"data.max_prompt_length = {data} + rollout.max_response_length = {rollout}: the "
-            f"model's context (max_position_embeddings) is {longest} tokens; lower one of them"
-        )
+    if not isinstance(longest, int) or config.max_model_length <= longest:
+        return
+    limit = config.data.max_prompt_length
+    default = " (the default)" if "max_prompt_length" not in config.data.model_fields_set else ""
+    raise ConfigError(
+        f"data.max_prompt_length = {limit}{default} and rollout.max_response_length = "
+        f"{config.rollout.max_response_length} are {config.max_model_length} tokens: the model's "
+        f"context (max_position_embeddings) is {longest}; lower one of them"
+    )
 
 
 def vocabulary(files: dict[str, bytes], config: Config) -> int:
@@ -66,6 +70,6 @@ def vocabulary(files: dict[str, bytes], config: Config) -> int:
     return size
 
 
-def _text_config(files: dict[str, bytes]) -> dict[str, Any]:
+def _text_config(files: Mapping[str, bytes]) -> dict[str, Any]:
     tree = from_json(files["config.json"], dict)
     return tree.get("text_config") or tree  # of models that read more than text

@@ -70,8 +70,7 @@ def main(sock: socket.socket) -> None:
             logger.error("%s", e)
             raise SystemExit(1) from None
         gc.collect()
-        # the libraries' objects live as long as we do; scanning them again costs milliseconds
-        gc.freeze()
+        gc.freeze()  # libraries' objects live as long as we do; to scan them again takes time
         start_s = time.perf_counter() - started
         pipe.send(EngineStarted(engine.device, start_s, engine.notes, engine.num_workers))
         Server(engine, spec, pipe, Inbox(pipe, commands), costs).serve()

@@ -13,6 +13,7 @@ from lightrl.data.sources import count_rows
 from lightrl.devices.assign import Assignment
 from lightrl.messages import Role
 
+HIGH_LR = 1e-3
 BIAS = {
     "off": "none: every round waits for its longest response",
     "prompts": (
@@ -243,7 +244,7 @@ def _optimizer(optim: Optim) -> str:
 
 
 def key_notes(config: Config) -> Iterator[str]:
-    """Keys that have no effect."""
+    """Keys that have no effect, or hardly the one that was meant."""
     if config.train.engine != "emulated":
         yield from _algorithm_notes(config)
         yield from _optimizer_notes(config)
@@ -288,6 +289,11 @@ def _sync_notes(train: Train) -> Iterator[str]:
 
 def _optimizer_notes(config: Config) -> Iterator[str]:
     train, optim = config.train, config.train.optim
+    if optim.lr > HIGH_LR:
+        yield (
+            f"train.optim.lr = {optim.lr:g}: AdamW moves every weight by about as much in one "
+            "update, which soon destroys a model; 1e-6 is usual, 1e-5 to 1e-4 for adapters"
+        )
     if optim.schedule == "constant":
         if optim.min_lr_ratio:
             yield "train.optim.min_lr_ratio cannot act: train.optim.schedule = 'constant'"

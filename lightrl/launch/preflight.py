@@ -16,12 +16,14 @@ from lightrl.client.address import require_free, require_other_port, require_wei
 from lightrl.config import Config
 from lightrl.config_data import DataSet
 from lightrl.coordinator.descriptors import require_room
+from lightrl.coordinator.settings import require_context
 from lightrl.data.sources import require_there
 from lightrl.errors import ConfigError, DataError
 from lightrl.launch.folder import is_new
 from lightrl.launch.model_check import require_dtypes, require_targets
 from lightrl.messages import Role
 from lightrl.model_files import require_no_code, require_trainable
+from lightrl.system.threads import num_cores
 from lightrl.wire import MAX_FRAME_BYTES
 
 BYTES_OF_TOKEN = 8  # with its logprob
@@ -59,12 +61,31 @@ def require_here(config: Config, roles: Sequence[Role] = ()) -> None:
         )
     if not roles:
         require_other_port(port, config.run.bind)
+    _require_cores(config, roles, num_cores())
     is_torch = config.train.engine == "torch" and (not roles or "trainer" in roles)
     name = config.train.optim.name
     if is_torch and name == "adamw8bit" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             f"train.optim.name = {name!r}: torchao is not installed; install it with scripts/setup "
             "adamw8bit"
+        )
+
+
+def _require_cores(config: Config, roles: Sequence[Role], cores: int) -> None:
+    """Engines and ranks take turns on some machines, so that their sum may be more than `cores`."""
+    train, rollout = config.train, config.rollout
+    engines = "rollout" in roles if roles else bool(rollout.nodes)
+    if rollout.engine != "emulated" and engines and rollout.threads > cores:
+        raise ConfigError(
+            f"rollout.threads = {rollout.threads}: one engine would have more threads than this "
+            f"machine has cores, {cores}; lower it"
+        )
+    trains = train.engine != "emulated" and (not roles or "trainer" in roles)
+    if trains and (num := train.ranks * train.threads) > cores:
+        key, other = ("threads", "ranks") if train.threads > cores else ("ranks", "threads")
+        raise ConfigError(
+            f"train.{key} = {getattr(train, key)}: with train.{other} = {getattr(train, other)} "
+            f"the ranks would have {num} threads on this machine's {cores} cores; lower it"
         )
 
 
@@ -139,6 +160,7 @@ def _require_model(config: Config) -> None:
     require_no_code(path, folder)
     require_trainable(path, folder)
     require_dtypes(path, folder)
+    require_context({"config.json": (folder / "config.json").read_bytes()}, config)
     if config.model.lora.rank:
         require_targets(folder, config.model.lora.targets)
 

@@ -8,12 +8,20 @@ another one is over.
 import asyncio
 import concurrent.futures
 import errno
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 async def in_thread(act: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -413,8 +414,17 @@ def test_wrong_usage_ends_with_status_2(capsys, arguments):
 def test_config_reference_names_every_key(capsys):
     assert lightrl("config") == 0
     out = capsys.readouterr().out
-    assert "rollout.group_size" in out
-    assert "train.optim.lr" in out
+    lines = {line.partition(" ")[0]: " ".join(line.split()) for line in out.splitlines()}
+    assert lines["rollout.group_size"] == (
+        "rollout.group_size 8 integer > 0 responses sampled for one prompt"
+    )
+    assert "train.optim.lr" in lines
+    assert lines["algorithm.clip_low"].startswith("algorithm.clip_low unset number >= 0 ratio is")
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert lightrl("--version") == 0
+    assert capsys.readouterr().out == f"lightrl {metadata.version('lightrl')}\n"
 
 
 def test_check_passes_here_and_fails_for_a_missing_file(capsys):

@@ -16,8 +16,8 @@ from lightrl.errors import ConfigError
 from lightrl.launch import model_check
 from lightrl.launch.folder import create_run_dir
 from lightrl.launch.plan import device_notes, key_notes
-from lightrl.launch.preflight import require_files
-from lightrl.run_file import load_config
+from lightrl.launch.preflight import require_files, require_here
+from lightrl.run_file import load_config, parse_config
 from tests.support.cli import QUICKSTART
 from tests.support.families import PACKED, saved
 
@@ -72,6 +72,61 @@ def test_a_model_that_cannot_be_trained(capsys, model, says, reason):
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | says))
     assert refusal(capsys, f"model.path={model}").startswith(f"model.path = '{model}': {reason}")
+
+
+def test_a_prompt_and_a_response_that_the_model_cannot_read(capsys, model):
+    """By default a prompt has room for 1024 tokens, which is more than a small model reads."""
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 128}))
+    line = refusal(capsys, f"model.path={model}", "data.max_prompt_length=24")
+    assert line == (
+        "data.max_prompt_length = 24 and rollout.max_response_length = 105 are 129 tokens: the "
+        "model's context (max_position_embeddings) is 128; lower one of them"
+    )
+    require_files(config(f"model.path={model}", "data.max_prompt_length=23"))
+    defaults = parse_config({"model": {"path": str(model)}, "data": {"path": "d.jsonl"}})
+    with pytest.raises(ConfigError, match=r"^data.max_prompt_length = 1024 \(the default\) and "):
+        require_files(defaults)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "roles", "line"),
+    [
+        ("rollout.threads=5", (), "rollout.threads = 5: one engine would have more threads than"),
+        ("rollout.threads=5 rollout.nodes=0", (), None),
+        ("rollout.threads=5", ("coordinator", "trainer"), None),
+        ("rollout.threads=4", ("rollout",), None),
+        (
+            "train.threads=5",
+            (),
+            "train.threads = 5: with train.ranks = 1 the ranks would have 5 threads on this "
+            "machine's 4 cores; lower it",
+        ),
+        (
+            "train.ranks=3 train.threads=2",
+            ("trainer",),
+            "train.ranks = 3: with train.threads = 2 the ranks would have 6 threads on",
+        ),
+        ("train.ranks=2 train.threads=2", (), None),
+        ("train.ranks=5", ("coordinator",), None),
+        ("train.ranks=5 train.engine=emulated rollout.engine=emulated rollout.threads=9", (), None),
+    ],
+)
+def test_more_threads_or_ranks_than_cores(monkeypatch, overrides, roles, line):
+    monkeypatch.setattr("lightrl.launch.preflight.num_cores", lambda: 4)
+    some = config(*overrides.split())
+    if line is None:
+        require_here(some, roles)
+        return
+    with pytest.raises(ConfigError) as caught:
+        require_here(some, roles)
+    assert str(caught.value).startswith(line)
+
+
+def test_a_learning_rate_that_destroys_a_model():
+    [note] = key_notes(config("train.optim.lr=0.01"))
+    assert note.startswith("train.optim.lr = 0.01: AdamW moves every weight by about as much")
+    assert not list(key_notes(config("train.optim.lr=1e-3")))
 
 
 def test_weights_in_eight_bits(capsys, model):

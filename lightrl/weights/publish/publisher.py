@@ -8,7 +8,6 @@ another dtype than the one that is served. Which file it is, `buffers.py` knows;
 
 import contextlib
 import mmap
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightrl.system.threads import num_cores
 from lightrl.weights.publish.buffers import Buffers, Draft, draft_path
 from lightrl.weights.publish.delta_writer import DeltaWriter
 from lightrl.weights.publish.exchange import Exchange, Piece
@@ -91,8 +91,7 @@ class Publisher:
         self._num_local = local = min(world, num_local or world)
         self._is_local = rank < local
         self._exchange = Exchange(rank, world, local) if local < world else None
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        num_threads = max(1, min(MAX_THREADS, (cores or 1) // local))
+        num_threads = max(1, min(MAX_THREADS, num_cores() // local))
         self._threads = ThreadPoolExecutor(num_threads, "weights-publish")
         # made by all ranks, in the same order
         group = dist.new_group(list(range(local)), backend="gloo") if local < world else None

@@ -31,7 +31,10 @@ def allowed(key: str) -> str:
     """Of a dotted key. Examples: "integer > 0", "number > 0 and <= 1", "off | prompts | both"."""
     schema = _schema()
     for part in key.split("."):
-        schema = cast("Schema", _resolved(schema)["properties"][part])
+        name = part.removesuffix("[]")
+        schema = cast("Schema", _resolved(schema)["properties"][name])
+        if name != part:  # a list of tables
+            schema = cast("Schema", schema["items"])
     return _words(schema)
 
 

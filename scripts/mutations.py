@@ -1820,7 +1820,7 @@ MUTATIONS = [
     ),
     Mutation(
         "engine gets devices of two replicas",
-        "config.py",
+        "config_parallel.py",
         "all(k[0] // each == k[-1] // each for k in engines)",
         "True",
         tests=("tests/devices/test_parts.py",),

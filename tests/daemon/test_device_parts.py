@@ -28,7 +28,9 @@ EMULATED = (
     "rollout.engine_args={t0_ms=10.0,mean_length=40.0,sleep_ms=10.0,wake_ms=10.0}",
 )
 TORCH = ("rollout.engine=torch", "train.max_tokens_per_gpu=1024")
-SHARED = ("rollout.placement=shared", "train.ranks=2", "train.replicas=2")
+# By a rule that lets half of them go in each round, whether that pays or not.
+RULE = "offload.rule=window"
+SHARED = ("rollout.placement=shared", "train.ranks=2", "train.replicas=2", RULE)
 
 
 def run(folder: Path, *overrides: str, hit: Any = None) -> Path:
@@ -65,9 +67,9 @@ def half_trains(snapshot: Snapshot) -> bool:
     return snapshot.step > 0 and sorted(states.values()) == ["ready", "released"]
 
 
-def require_halves(run_dir: Path, steps: int = STEPS) -> None:
-    """In these steps one half has trained for much of the time in which the other one sampled."""
-    for metrics in read(run_dir)[:steps]:
+def require_halves(run_dir: Path) -> None:
+    """In each step one half has trained for much of the time in which the other one sampled."""
+    for metrics in read(run_dir):
         trained = sorted(metrics[f"device_s/rollout-{k}/train"] for k in range(2))
         sampled = sorted(metrics[f"device_s/rollout-{k}/rollout"] for k in range(2))
         assert trained[0] + 0.3 * sampled[1] < trained[1], metrics
@@ -145,7 +147,6 @@ def test_real_ranks_come_out_as_with_devices_of_their_own(tmp_path: Path):
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
         assert (weights[name] - value).abs().max() <= 1e-5, name
-    require_halves(parts, steps=1)
 
 
 @pytest.mark.slow

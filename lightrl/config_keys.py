@@ -31,7 +31,9 @@ def allowed(key: str) -> str:
     """Of a dotted key. Examples: "integer > 0", "number > 0 and <= 1", "off | prompts | both"."""
     schema = _schema()
     for part in key.split("."):
-        schema = cast("Schema", _resolved(schema)["properties"][part])
+        name = part.removesuffix("[]")  # a list of tables, whose keys follow
+        schema = cast("Schema", _resolved(schema)["properties"][name])
+        schema = cast("Schema", schema["items"]) if name != part else schema
     return _words(schema)
 
 

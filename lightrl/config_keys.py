@@ -31,10 +31,9 @@ def allowed(key: str) -> str:
     """Of a dotted key. Examples: "integer > 0", "number > 0 and <= 1", "off | prompts | both"."""
     schema = _schema()
     for part in key.split("."):
-        name = part.removesuffix("[]")
+        name = part.removesuffix("[]")  # a list of tables, whose keys follow
         schema = cast("Schema", _resolved(schema)["properties"][name])
-        if name != part:  # a list of tables
-            schema = cast("Schema", schema["items"])
+        schema = cast("Schema", schema["items"]) if name != part else schema
     return _words(schema)
 
 

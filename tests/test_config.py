@@ -55,6 +55,8 @@ def load(tmp_path: Path, *overrides: str, toml: str = TOML) -> Config:
         ("reward.functions", "list of text"),
         ("logging.backends", "list of (jsonl | tensorboard | wandb | mlflow)"),
         ("logging.samples", "integer >= 0 | all"),
+        ("data.sets[].weight", "number > 0"),
+        ("data.too_long", "error | drop"),
     ],
 )
 def test_the_reference_says_what_a_value_may_be(key, values):

@@ -92,7 +92,7 @@ def test_a_context_that_is_too_small_names_the_length_of_prompts(tmp_path):
     files = {"config.json": b'{"vocab_size": 9, "max_position_embeddings": 128}'}
     with pytest.raises(
         ConfigError,
-        match=r"^data.max_prompt_length = 1024 and rollout.max_response_length = \d+ are \d+ tokens: "
-        r"the model's context \(max_position_embeddings\) is 128; lower one of them$",
+        match=r"^data.max_prompt_length = 1024 and rollout.max_response_length = \d+ are \d+ "
+        r"tokens: the model's context \(max_position_embeddings\) is 128; lower one of them$",
     ):
         require_context(files, config)

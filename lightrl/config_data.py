@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from lightrl.config_sections import Names, Positive, Section
+from lightrl.config_values import VERIFIERS
 
 MAX_SET_NAME = 64  # characters
 SetName = Annotated[str, Field(pattern=rf"^([A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_SET_NAME - 1}}})?$")]
@@ -141,8 +142,8 @@ def resolved(key: str, sets: Sequence[DataSet], data: Data) -> tuple[DataSet, ..
 
 
 def _name_of(one: DataSet) -> str:
-    """Of the file, folder or id, with the subset."""
-    stem = PurePath(one.path.partition(":")[0]).stem
+    """Of the file, folder, id or environment, with the subset."""
+    stem = PurePath(one.path.removeprefix(VERIFIERS).partition(":")[0]).stem
     name = "-".join(part for part in (stem, one.subset) if part)
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")
     return cleaned[:MAX_SET_NAME] or "data"

@@ -10,10 +10,9 @@ from typing import Any, Literal, cast
 from pydantic import Field, field_validator
 
 from lightrl.config_sections import Names, Positive, Seconds, Section
-from lightrl.config_values import one_or_many
+from lightrl.config_values import VERIFIERS, one_or_many
 
 LONGEST_TEST_S = 30.0  # of the reward "code"
-VERIFIERS = "verifiers:"  # before the name of an environment
 
 
 class Code(Section):

@@ -8,6 +8,7 @@ import math
 from typing import Any, cast
 
 MAX_ETA = 4.0
+VERIFIERS = "verifiers:"  # before the name of an environment, which brings data and rewards
 
 
 def one_or_many(value: Any) -> Any:

@@ -35,7 +35,7 @@ class Prompts:
         paths = (config.eval.path, *(one.path for one in config.data.all_sets))
         if any(path.startswith(VERIFIERS) for path in paths):
             self._rows = tempfile.TemporaryDirectory(prefix="lightrl-rows-")
-            config = _with_rows(config, Path(self._rows.name))
+            config = with_rows(config, Path(self._rows.name))
         self._config = config
         self.model_files = model_files(config.model.path)
         require_context(self.model_files, config)
@@ -127,7 +127,7 @@ class Prompts:
             self._rows.cleanup()
 
 
-def _with_rows(config: Config, folder: Path) -> Config:
+def with_rows(config: Config, folder: Path) -> Config:
     """Sets that are environments of `verifiers` become files in `folder`. Raises DataError."""
     sets = config.data.all_sets
     paths = [rows_file(one.path, "train", config.reward, folder) for one in sets]
@@ -144,7 +144,7 @@ def _reward_set(config: Config, prompts: PromptSet) -> RewardSet:
     """What reward functions find in the rows of a set. Raises DataError for an answer_key that was
     given and that no row has."""
     reward, settings = config.reward, prompts.settings
-    columns = tuple(sorted(prompts.columns))
+    columns = tuple(sorted(prompts.portable))
     default = Data.model_fields["answer_key"].default
     if not prompts.have_answers and settings.answer_key not in (default, *columns):
         raise DataError(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from lightrl.config_data import Data, DataSet
 from lightrl.data.layouts import (
+    ANSWER_COLUMNS,
     answer_of,
     content_id,
     explicit_id,
@@ -28,7 +29,6 @@ from lightrl.data.template import Template, Templated
 from lightrl.errors import DataError
 
 BATCH = 1024  # prompts tokenised at once
-ANSWERS_SOUGHT = 64  # rows looked at for an answer
 UNKNOWN, KEPT, DROPPED = 0, 1, 2
 
 
@@ -77,6 +77,8 @@ class PromptSet:
         self.states = bytearray(self._num)
         self._max_prompt_length = data.max_prompt_length
         self.keeps_all = data.too_long == "error"
+        self._portable_columns: set[str] = set()
+        self._has_answers = False
         self.longest_dropped = 0  # tokens, as far as is known
 
     def __len__(self) -> int:
@@ -89,11 +91,17 @@ class PromptSet:
 
     @property
     def have_answers(self) -> bool:
-        """Whether any of the first rows has a reference answer."""
-        key = self.settings.answer_key
-        some = range(min(ANSWERS_SOUGHT, self._num))
-        rows = zip(some, self.rows.scan(), strict=False)
-        return any(answer_of(row, key) is not None for _, row in rows)
+        """Whether any row has a reference answer; as far as rows are not known yet, could have."""
+        could = {self.settings.answer_key, *ANSWER_COLUMNS} & set(self.columns)
+        return self._has_answers or (UNKNOWN in self.states and bool(could))
+
+    @property
+    def portable(self) -> tuple[str, ...]:
+        """The columns that whoever scores gets of any row; as far as rows are not known yet, all
+        that they have."""
+        if UNKNOWN in self.states:
+            return self.columns
+        return tuple(name for name in self.columns if name in self._portable_columns)
 
     def prepare(self, indices: Sequence[int]) -> list[Numbered]:
         """The prompts of these rows, in this order, without those that are left out."""
@@ -116,7 +124,9 @@ class PromptSet:
         rows: list[dict[str, Any]] = []
         for index, row in enumerate(self.rows.scan()):
             indices.append(index)
-            rows.append(self._portable(index, row))
+            rows.append(row := self._portable(index, row))
+            self._portable_columns.update(row)
+            self._has_answers |= answer_of(row, self.settings.answer_key) is not None
             if len(indices) == BATCH or index + 1 == self._num:
                 prepared = {p.index: p for p in self._prepare(indices, rows)}
                 kept = (i for i in range(len(rows)) if indices[i] in prepared)

@@ -1,17 +1,20 @@
 """What `lightrl data` says: the sets of a config, how long their prompts are, and some of them as
 the model sees them.
 
-Reads every row, as a run does. Runs no user code.
+Reads every row, as a run does. Runs no user code but that of an environment of `verifiers`.
 """
 
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from lightrl.config import Config
 from lightrl.config_data import DataSet
+from lightrl.coordinator.prompts import with_rows
 from lightrl.data.layouts import answer_of
 from lightrl.data.prompts import Numbered, PromptSet
 from lightrl.model_files import load_tokenizer
@@ -67,6 +70,11 @@ def data_lines(config: Config, num: int) -> Iterator[str]:
 
 
 def _reports(config: Config, num: int) -> list[SetReport]:
+    with tempfile.TemporaryDirectory(prefix="lightrl-rows-") as folder:
+        return _reports_of(with_rows(config, Path(folder)), num)
+
+
+def _reports_of(config: Config, num: int) -> list[SetReport]:
     tokenizer = load_tokenizer(config.model.path)
 
     def opened(sets: Sequence[DataSet]) -> list[PromptSet]:
@@ -82,11 +90,9 @@ def _reports(config: Config, num: int) -> list[SetReport]:
 def _report(one: PromptSet, share: float | None, num: int, tokenizer: Any) -> SetReport:
     lengths: list[int] = []
     examples: list[ShownPrompt] = []
-    portable: set[str] = set()
     num_unanswered = 0
     for prompt, row in one.scan():
         lengths.append(len(prompt.token_ids))
-        portable.update(row)
         answer = answer_of(row, one.settings.answer_key)
         num_unanswered += answer is None
         if len(examples) < num:
@@ -105,7 +111,7 @@ def _report(one: PromptSet, share: float | None, num: int, tokenizer: Any) -> Se
         one.longest_dropped,
         num_unanswered,
         list(one.columns),
-        [name for name in one.columns if name not in portable],
+        [name for name in one.columns if name not in one.portable],
         examples,
     )
 

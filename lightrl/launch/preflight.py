@@ -15,6 +15,7 @@ from typing import cast
 from lightrl.client.address import require_free, require_other_port, require_weights_port
 from lightrl.config import Config
 from lightrl.config_data import DataSet
+from lightrl.config_values import VERIFIERS
 from lightrl.coordinator.descriptors import require_room
 from lightrl.coordinator.settings import require_context
 from lightrl.data.sources import require_there
@@ -202,7 +203,8 @@ def _require_on_hub(name: str) -> Path | None:
 
 def _require_data(key: str, one: DataSet) -> None:
     try:
-        require_there(one)
+        if not one.path.startswith(VERIFIERS):  # whether there is such an environment, it says
+            require_there(one)
     except DataError as e:
         raise ConfigError(f"{key} = {e}") from None
     for function in one.reward:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightrl.config_reward import VERIFIERS, Reward
+from lightrl.config_reward import Reward
+from lightrl.config_values import VERIFIERS
 from lightrl.errors import DataError, RewardError
 from lightrl.rewards.base import (
     CallLog,

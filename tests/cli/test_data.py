@@ -44,3 +44,9 @@ def test_what_is_wrong_is_one_line(capsys, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1%2="}\n{"prompt": ""}\n')
     assert lightrl("data", QUICKSTART, f"data.path={tmp_path / 'bad.jsonl'}") != 0
     assert capsys.readouterr().err.splitlines()[-1].endswith("line 2: the prompt is empty")
+
+
+def test_an_environment_is_no_file_that_is_missing(capsys):
+    overrides = ("data.path=verifiers:sums", "eval.path=", "reward.functions=verifiers:sums")
+    assert lightrl("up", QUICKSTART, "--dry-run", *overrides) == 0
+    assert "verifiers:sums (not counted)" in capsys.readouterr().out

@@ -345,3 +345,14 @@ def test_columns_that_json_cannot_carry_are_left_out_unless_they_are_needed(tmp_
         jsonl(tmp_path, b'{"prompt": "ab", "odd": "\\ud800", "n": 1}'), settings(), plain
     )
     assert prompt.row == {"prompt": "ab", "n": 1}
+
+
+def test_whether_any_row_has_an_answer_is_known_once_all_have_been_looked_at(tmp_path, plain):
+    rows = [{"prompt": "ab"}] * 100 + [{"prompt": "ab", "answer": 1}]
+    prompts = prompt_set(jsonl(tmp_path, *rows), settings(), plain)
+    assert prompts.have_answers  # one could have
+    load_set(prompts)
+    assert (prompts.have_answers, prompts.portable) == (True, ("prompt", "answer"))
+    none = prompt_set(jsonl(tmp_path, {"prompt": "ab", "answer": None}), settings(), plain)
+    load_set(none)
+    assert not none.have_answers

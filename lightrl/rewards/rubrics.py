@@ -2,7 +2,7 @@
 set as rows.
 
 Owns what is taken from an environment, by the names that `verifiers` documents (its classic API,
-`verifiers<0.3.2`). An environment is user code: it is imported in the reward worker, and for its
+`verifiers<0.3`). An environment is user code: it is imported in the reward worker, and for its
 rows in a process of their own (`python -m lightrl.rewards.rubrics ENV train`), never in a daemon.
 """
 

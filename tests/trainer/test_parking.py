@@ -58,6 +58,9 @@ def commands(samples, step, mini_batches=1):
     yield FinishStep(step, *totals(samples[16:]), step + 1)
 
 
+OF_THE_MACHINE = ("timing", "weights/", "perf/host_memory_gib")
+
+
 def run(rank, samples, parks=(), steps=2, mini_batches=1):
     """Digests of all versions, and the last figures; ParkRank after so many commands of a step."""
     digests, metrics = [], {}
@@ -75,7 +78,7 @@ def run(rank, samples, parks=(), steps=2, mini_batches=1):
                         digests.append(event.file.digest)
                     case StepFinished():
                         metrics = event.metrics
-    return digests, {k: v for k, v in metrics.items() if not k.startswith(("timing", "weights/"))}
+    return digests, {k: v for k, v in metrics.items() if not k.startswith(OF_THE_MACHINE)}
 
 
 def on_device(rank):

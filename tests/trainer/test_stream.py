@@ -210,7 +210,7 @@ def test_two_deterministic_ranks_publish_the_same_bits_whatever_the_timing(
         assert expected["grad_norm"] > 0
         assert found.keys() == expected.keys()
         times = {key for key in found if key.startswith("timing_s/")} | {"weights/publish_s"}
-        for key in found.keys() - times:
+        for key in found.keys() - times - {"perf/host_memory_gib"}:
             assert found[key] == expected[key], key
 
 

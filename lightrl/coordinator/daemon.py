@@ -202,6 +202,7 @@ class CoordinatorDaemon:
             finally:
                 # One that is killed, or has a bug, leaves all as it is, to be resumed.
                 await rewards.stop()
+                self._scoring.samples.close()
                 await self._journaling.close()
                 await self._metrics.close()
                 self._lengths.close()

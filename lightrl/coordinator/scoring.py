@@ -20,6 +20,7 @@ from lightrl.core.state import Group, Response, ResponseState, Round, RoundState
 from lightrl.errors import RewardError
 from lightrl.metrics.round_figures import sample_of
 from lightrl.metrics.rounds import Records
+from lightrl.metrics.samples import SamplesLog
 from lightrl.rewards.jobs import RewardJob, RewardResult
 from lightrl.rewards.runner import RewardPool
 
@@ -36,11 +37,13 @@ class Scoring:
         feed: Callable[[ResponseScored], None],
         report: Callable[[str], None],
     ) -> None:
-        """`await start()`, then `pool.run()`; `submit` at any time, `pool.stop()` at the end."""
+        """`log_dir` lies in the run directory. `await start()`, then `pool.run()`; `submit` at any
+        time; `pool.stop()` and `samples.close()` at the end."""
         sets, steps = prompts.scored_alike, config.train.steps
         self.pool = RewardPool(
             config.reward, sets, tokenizer_dir, log_dir, self._scored, report, steps
         )
+        self.samples = SamplesLog(log_dir.parent, config.logging.samples, report)
         self._config = config
         self._prompts = prompts
         self._core = core
@@ -91,6 +94,9 @@ class Scoring:
         if response is not None and done and response.attempt == result.attempt:
             self._records.scored(response, result.metrics, result.failure, result.duration_s)
             task = self._prompts.get(response.group.prompt.id, response.group.round.is_eval)
+            self.samples.write(
+                response, task.text, result.text, result.reward, result.metrics, result.failure
+            )
             text = result.text + "".join(f"\n[{k}: {v}]" for k, v in result.extras.items())
             self._records.sample(sample_of(response, task.text, text, result.reward))
         self._feed(ResponseScored(result.response, result.attempt, result.reward, result.failure))

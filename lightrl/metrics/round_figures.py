@@ -203,7 +203,7 @@ def sample_of(response: Response, prompt: str, text: str, reward: float | None) 
     return SampleText(
         response=response.id,
         prompt=prompt[:MAX_SAMPLE_TEXT],
-        text=text,
+        text=text[:MAX_SAMPLE_TEXT],
         reward=reward,
         num_tokens=len(response.tokens),
         step=response.group.round.step,

@@ -28,7 +28,7 @@ from lightrl.wire import Codec, from_json, unpack_i32
 
 logger = logging.getLogger(__name__)
 
-MAX_TEXT = 2000  # characters of a response that are kept for people to read
+MAX_TEXT = 20_000  # characters of a response that are kept for people to read
 _MAX_TRACEBACKS = 20  # of one worker's log: a function that always fails must not fill the disk
 
 

@@ -183,9 +183,9 @@ async def reward(sample):
 def test_long_responses_are_cut_and_numbers_beyond_64_bits_travel(model_files, tmp_path):
     source = (
         "def reward(sample):\n    return float(sample.answer == 10**30 and len(sample.response) "
-        "== 5000)\n"
+        "== 25_000)\n"
     )
-    results = run_jobs(source, [job("a", "a" * 5000, answer=10**30)], model_files, tmp_path)
+    results = run_jobs(source, [job("a", "a" * 25_000, answer=10**30)], model_files, tmp_path)
     assert results["a"].reward == 1.0
     assert len(results["a"].text) == worker.MAX_TEXT
 

@@ -1,0 +1,43 @@
+"""samples.jsonl: which responses are in it, and what a line says."""
+
+import json
+
+import pytest
+
+from lightrl.metrics.samples import FILE_NAME, SamplesLog, as_line
+from tests.core.conftest import Driver
+
+
+@pytest.fixture
+def responses():
+    """Of three groups of two, some with tokens of two versions."""
+    driver = Driver()
+    driver.start("a")
+    return [r for g in driver.round.groups.values() for r in g.responses]
+
+
+def test_the_first_groups_of_a_step_are_written_whole(tmp_path, responses):
+    log = SamplesLog(tmp_path, 3, [].append)
+    assert [log.is_wanted(r) for r in responses] == [True] * 3 + [False] * (len(responses) - 3)
+    assert all(SamplesLog(tmp_path, "all", [].append).is_wanted(r) for r in responses)
+    assert not any(SamplesLog(tmp_path, 0, [].append).is_wanted(r) for r in responses)
+
+
+def test_a_line_has_text_reward_and_versions(tmp_path, responses):
+    log = SamplesLog(tmp_path, 2, [].append)
+    log.write(responses[0], "1+1=", "2 é", 1.0, {"digits": 1.0}, "")
+    log.write(responses[1], "1+1=", "", None, {}, "timeout")
+    log.close()
+    first, second = map(json.loads, (tmp_path / FILE_NAME).read_text().splitlines())
+    assert (first["prompt"], first["text"], first["reward"]) == ("1+1=", "2 é", 1.0)
+    assert (first["response"], first["parts"]) == (responses[0].id, {"digits": 1.0})
+    assert "failure" not in first
+    assert (second["reward"], second["failure"]) == (None, "timeout")
+
+
+def test_versions_are_those_of_the_tokens(responses):
+    response = responses[0]
+    response.tokens.extend([5, 6, 7])
+    response.starts.extend([(3, 0), (4, 2)])
+    line = as_line(response, "", "", 0.0, {}, "")
+    assert (line["versions"], line["tokens"]) == ([[3, 2], [4, 1]], 3)

@@ -3,11 +3,14 @@
 Owns where its lines begin; keeps nothing else of them.
 """
 
+import errno
 import json
+import os
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -15,6 +18,22 @@ from lightrl.data.layouts import content_key, explicit_id, id_key, prompt_column
 from lightrl.data.rows import Keys
 from lightrl.errors import DataError
 from lightrl.model_files import first_line
+from lightrl.system import open_files
+
+STRANGERS_S = 20.0  # to wait at most for a descriptor: longer than their handshake may take
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Also while others have all descriptors, which pass: see `open_files.insist`. Blocks until
+    then; raises OSError."""
+    deadline = time.monotonic() + STRANGERS_S
+    while True:
+        try:
+            return os.fdopen(open_files.insist(path, os.O_RDONLY | os.O_CLOEXEC), "rb")
+        except OSError as e:
+            if e.errno != errno.EMFILE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 class JsonlRows:
@@ -48,7 +67,7 @@ class JsonlRows:
 
     def read(self, index: int) -> dict[str, Any]:
         try:
-            with self._file.open("rb") as file:
+            with _opened(self._file) as file:
                 file.seek(self._starts[index])
                 return self._row(file.readline(), self._lines[index])
         except OSError as e:

